@@ -10,7 +10,16 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from plait.command_line.arguments import MoreTexts, OtherTexts, Questions, RunName, Temperature, TopP, WindowTokens
+from plait.command_line.arguments import (
+    HeldOutRun,
+    MoreTexts,
+    OtherTexts,
+    Questions,
+    RunName,
+    Temperature,
+    TopP,
+    WindowTokens,
+)
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.screen.terminal import TerminalScreen
@@ -46,6 +55,7 @@ def evaluate(
     more: MoreTexts = None,
     sequence: WindowTokens = None,
     choices: Questions = None,
+    heldout_of: HeldOutRun = None,
 ) -> None:
     """Measure the loss of a run or a model on text. Prints one line of JSON."""
     from plait.commands.answering.choices import ask_choices
@@ -54,12 +64,13 @@ def evaluate(
     screen, texts = screen_on(sys.stderr), [*(files or []), *(more or [])]
     if more and not files:
         raise PlaitError(f"{shlex.quote(more[0])} comes after the run; name text files with --files")
-    if choices and texts:
-        raise PlaitError("--files and --choices are measured one at a time; leave one of them out")
+    if choices and (texts or heldout_of):
+        other = "--files" if texts else "--heldout-of"
+        raise PlaitError(f"{other} and --choices are measured one at a time; leave one of them out")
     if choices:
         found = ask_choices(run, choices, sequence=sequence, screen=screen)
     else:
-        found = evaluate(run, texts, sequence=sequence, screen=screen)
+        found = evaluate(run, texts, heldout_of=heldout_of, sequence=sequence, screen=screen)
     OptionalOutput(sys.stdout).write(f"{found}\n")
 
 

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from plait.checkpoint.store import FoundCheckpoint, newest_good
+from plait.checkpoint.store import read_manifest
 from plait.cluster.requested_workers import RequestedDevices
-from plait.commands.planning.run_folder import RunFolder, find_run
-from plait.commands.preparing.base import is_model_source, model_folder
-from plait.data.index import damaged
-from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
-from plait.data.shards import Corpus, open_corpus
-from plait.errors import PlaitError
+from plait.commands.models.found_model import StoredModel, TrainedBy, find_model
+from plait.data.preparation.tokens import Tokenizer
 from plait.interop.base_model import read_base_model
 from plait.interop.read_weights import load_model_from
 from plait.model.gpt import GPT
-from plait.model.shape import ModelShape
-from plait.planner.plan import Plan
-from plait.report.metrics import read_metrics
 from plait.trainer.checkpointing.persist import load_weights
 from plait.working_folder import WorkingFolder
-
-USUAL_SEQUENCE = 2048
-"""Longest text that a model of a folder is prepared for where nobody asks for more: its keys and values take memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedBy:
-    """The run that a model comes from."""
-
-    folder: RunFolder
-    plan: Plan
-    corpus: Corpus
-    checkpoint: FoundCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,52 +34,28 @@ class OpenedModel:
 def open_model(name: str, working: WorkingFolder, sequence: int | None = None) -> OpenedModel:
     """The model of a run (its name or folder) or of a model's folder, for texts of up to `sequence` tokens; raises
     PlaitError where there is none, or where it cannot take such texts."""
-    if not is_model_source(name, working):
-        return _model_of_run(find_run(name, working), working, sequence)
-    folder = model_folder(name, working)
-    base = read_base_model(folder)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.vocabulary > base.shape.vocabulary:
-        raise PlaitError(
-            f"the tokenizer in {folder} has {tokenizer.vocabulary} entries and the model {base.shape.vocabulary}; "
-            "bring the tokenizer that the model was trained with"
-        )
-    device = device_to_sample_on("auto", torch.cuda.device_count())
-    model = load_model_from(base, sequence or min(USUAL_SEQUENCE, base.shape.sequence), device)
-    return OpenedModel(model=model, tokenizer=tokenizer, tokenizer_folder=folder, origin=folder)
-
-
-def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | None) -> OpenedModel:
-    plan = folder.saved_plan()
-    corpus = open_corpus(working.path / plan.corpus)
-    if corpus.content_hash != plan.corpus_hash:
-        raise damaged(corpus.folder, "they are not those that this run was trained on")
-    found = newest_good(folder.checkpoints)
-    if found is None:
-        raise PlaitError(f'"{folder.path}" {_why_no_checkpoint(folder)}')
-    device = device_to_sample_on(folder.saved_config().run.devices, torch.cuda.device_count())
-    model = GPT(plan.shape if sequence is None else _for_sequence(plan.shape, sequence))
-    load_weights(model, found.path, found.manifest)
+    found = find_model(name, working, sequence)
+    device = device_to_sample_on(found.run.devices if found.run else "auto", torch.cuda.device_count())
     return OpenedModel(
-        model=model.to(device).eval(),
-        tokenizer=corpus_tokenizer(corpus),
-        tokenizer_folder=corpus.tokenizer_path.parent,
-        origin=found.path,
-        run=TrainedBy(folder=folder, plan=plan, corpus=corpus, checkpoint=found),
+        model=load_stored(found.stored, device),
+        tokenizer=found.tokenizer,
+        tokenizer_folder=found.tokenizer_folder,
+        origin=found.origin,
+        run=found.run,
     )
 
 
-def _for_sequence(shape: ModelShape, sequence: int) -> ModelShape:
-    """The same model for other sequences; raises PlaitError where its table of positions is too short."""
-    table = shape.size_of("positions") if shape.positions == "learned" else 0
-    return replace(shape, sequence=sequence, learned_positions=table)
+def load_stored(stored: StoredModel, device: torch.device) -> GPT:
+    """The whole model on a device, in float32, not to be trained. Whoever found a checkpoint has verified it.
 
-
-def _why_no_checkpoint(folder: RunFolder) -> str:
-    steps, _ = read_metrics(folder.metrics)
-    if steps and not steps[-1].is_finite:
-        return "diverged before its first checkpoint; train again with a lower optimizer.lr and another run.name"
-    return "has no checkpoint yet; train it for a while first"
+    Raises PlaitError where the files are no longer what they were.
+    """
+    path = Path(stored.path)
+    if stored.kind == "folder":
+        return load_model_from(read_base_model(path), stored.shape.sequence, device)
+    model = GPT(stored.shape)
+    load_weights(model, path, read_manifest(path))
+    return model.to(device).eval()
 
 
 def device_to_sample_on(requested: RequestedDevices, present: int) -> torch.device:
@@ -109,3 +65,12 @@ def device_to_sample_on(requested: RequestedDevices, present: int) -> torch.devi
         return torch.device("cpu")
     first = 0 if requested == "auto" else requested[0]
     return torch.device("cuda", first if first < present else 0)
+
+
+def devices_to_evaluate_on(requested: RequestedDevices, present: int) -> tuple[int, ...]:
+    """torch's numbers of a run's GPUs; where the run was brought to another machine, all of that one's; empty for the
+    processor."""
+    if requested == "cpu" or not present:
+        return ()
+    everybody = tuple(range(present))
+    return everybody if requested == "auto" else tuple(one for one in requested if one < present) or everybody
