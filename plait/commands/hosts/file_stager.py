@@ -55,7 +55,7 @@ class _StagedFiles:
     corpus: Path
     corpus_entries: tuple[FileEntry, ...]
     base: Path | None
-    """The folder of the model whose weights a job begins with; None where it draws them, or resumes."""
+    """The folder of the model whose weights a job begins with; None where it draws them."""
     base_entries: tuple[FileEntry, ...]
     checkpoint: Path | None
     checkpoint_entries: tuple[FileEntry, ...]
@@ -143,7 +143,9 @@ class FileStager:
     def _files_to_stage(self, folder: Path, kind: StagedKind, resume: str | None) -> _StagedFiles:
         plan = read_plan(folder / "plan.json")
         corpus = (self._working.path / plan.corpus).resolve()
-        base = self._working.path / plan.base if plan.base and not resume else None
+        base = self._working.path / plan.base if plan.base else None
+        if resume and base and not base.is_dir():  # the checkpoint has them, and nobody misses those of the base
+            base = None
         checkpoint = folder / "checkpoints" / resume if resume else None
         return _StagedFiles(
             kind=kind,
