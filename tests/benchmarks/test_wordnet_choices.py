@@ -39,7 +39,7 @@ def test_every_question_has_the_nouns_own_meaning_as_its_answer(tmp_path: Path) 
     assert files[0].read_text() == files[1].read_text() != files[2].read_text()
     asked = read_questions(files[0])
     assert len(asked) == len(meanings) == 117 and len(read_questions(files[3])) == 7
-    by_length = sorted({meaning for meaning in meanings.values()}, key=len)
+    by_length = sorted(set(meanings.values()), key=len)
     for question in asked:
         word = question.text.split('"')[1]
         own = question.choices[question.answer]
