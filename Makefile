@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train test test-commands test-pieces test-all test-gpu test-cuda-build test-newest check bench bench-strands bench-gpu lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued test test-commands test-pieces test-all test-gpu test-cuda-build test-newest check bench bench-strands bench-gpu lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -16,6 +16,20 @@ train: env  ## learn Shakespeare on this machine, then write a little
 	$(BIN)/plait train recipes/01-shakespeare.toml $(SETTINGS)
 	@echo
 	$(BIN)/plait sample shakespeare --prompt "KING HENRY." --tokens 160
+
+SMOLLM2 := models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+smollm2: env  ## the weights of a small language model, 135M parameters, for the recipes that go on from it
+	$(BIN)/python install/smollm2.py
+
+continued: smollm2  ## teach that model Shakespeare on two workers: loss and sample before and after
+	$(BIN)/plait train recipes/04-continued-pretraining.toml run.name=continued $(SETTINGS)
+	@echo; echo "before, on the run's held-out text:"
+	$(BIN)/plait eval $(SMOLLM2) --heldout-of continued
+	$(BIN)/plait sample $(SMOLLM2) --prompt "KING HENRY." --tokens 60
+	@echo; echo "after:"
+	$(BIN)/plait eval continued
+	$(BIN)/plait sample continued --prompt "KING HENRY." --tokens 60
 
 # Two parts run side by side: most of the first is waiting for commands to start. Each tells its results when it is done.
 PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-commands test-pieces

@@ -36,6 +36,7 @@ _WANTED: Mapping[str, _Wanted] = {
     "again": _YES_OR_NO,
     "at": _TEXT,
     "choices": _OPTIONAL_PATH,
+    "heldout_of": _OPTIONAL_PATH,
     "dtype": _Wanted(text='"float32", "bfloat16" or "float16"', types=(str,), words=("float32", "bfloat16", "float16")),
     "folder": _OPTIONAL_PATH,
     "form": _Wanted(text='"auto", "list" or "frame"', types=(str,), words=("auto", "list", "frame")),

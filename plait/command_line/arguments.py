@@ -72,6 +72,10 @@ MoreTexts = Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=Tr
 OtherTexts = Annotated[
     list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
 ]
+HeldOutRun = Annotated[
+    str | None,
+    typer.Option("--heldout-of", help="Take the text that this run held out.", autocompletion=_run_names),
+]
 MeasuredStep = Annotated[
     str | None, typer.Option("--measured", help="Measured step time (412ms): say what explains the difference.")
 ]

@@ -13,6 +13,7 @@ from rich.console import Console
 from plait.command_line.arguments import (
     AdapterName,
     AdapterNames,
+    HeldOutRun,
     MoreTexts,
     OtherTexts,
     Questions,
@@ -64,6 +65,7 @@ def evaluate(
     more: MoreTexts = None,
     sequence: WindowTokens = None,
     choices: Questions = None,
+    heldout_of: HeldOutRun = None,
     adapter: AdapterName = None,
 ) -> None:
     """Measure the loss of a run or a model on text. Prints one line of JSON."""
@@ -73,12 +75,14 @@ def evaluate(
     screen, texts = screen_on(sys.stderr), [*(files or []), *(more or [])]
     if more and not files:
         raise PlaitError(f"{shlex.quote(more[0])} comes after the run; name text files with --files")
-    if choices and texts:
-        raise PlaitError("--files and --choices are measured one at a time; leave one of them out")
+    if choices and (texts or heldout_of):
+        other = "--files" if texts else "--heldout-of"
+        raise PlaitError(f"{other} and --choices are measured one at a time; leave one of them out")
     if choices:
         found = ask_choices(run, choices, sequence=sequence, adapter=adapter, screen=screen)
     else:
-        found = evaluate(run, texts, sequence=sequence, adapter=adapter, screen=screen)
+        how = {"heldout_of": heldout_of, "sequence": sequence, "adapter": adapter}
+        found = evaluate(run, texts, **how, screen=screen)
     OptionalOutput(sys.stdout).write(f"{found}\n")
 
 

@@ -7,8 +7,7 @@ from html import escape
 from itertools import chain
 from typing import Any
 
-from plait.commands.models.adapted import open_adapted, open_each
-from plait.commands.models.opened_model import OpenedModel
+from plait.commands.models.opened_model import OpenedModel, open_each, open_model
 from plait.data.preparation.tokens import Tokenizer
 from plait.errors import check_utf8
 from plait.trainer.generate import generate
@@ -52,12 +51,12 @@ def sample(
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> SampledText:
     """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text. `run` is a
-    run or a model's folder, `adapter` as in open_adapted.
+    run or a model's folder, `adapter` as in find_model.
 
     Raises PlaitError before the first piece where there is no model.
     """
     check_utf8(prompt)
-    opened = open_adapted(run, working, adapter=adapter)
+    opened = open_model(run, working, adapter=adapter)
     return _continued(opened, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
 
 

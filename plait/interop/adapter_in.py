@@ -42,11 +42,6 @@ class LoadedAdapter:
     """Fingerprint of the base that it was trained on; empty where its files do not say."""
 
 
-def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder holds an adapter of PEFT's."""
-    return (folder / ADAPTER_CONFIG).is_file()
-
-
 def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     """The adapter in a folder for a model of this family and shape; raises PlaitError where it is of another model, or
     of a kind that plait does not compute."""

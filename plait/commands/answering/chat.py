@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from plait.commands.answering.chat_template import ChatTemplate, find_template, token_text, tokenizer_settings
-from plait.commands.models.adapted import open_each
-from plait.commands.models.opened_model import OpenedModel, open_model
+from plait.commands.models.opened_model import OpenedModel, open_each, open_model
 from plait.commands.preparing.base import base_folder
 from plait.commands.sample import decode_incrementally
 from plait.errors import PlaitError, check_utf8

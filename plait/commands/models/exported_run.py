@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.checkpoint.store import FoundCheckpoint
 from plait.checkpoint.transfer import read_slice, read_tensor
-from plait.commands.models.opened_model import base_of_plan
+from plait.commands.models.stored_adapter import base_of_plan
 from plait.commands.planning.run_folder import RunFolder
 from plait.interop.base_model import BaseModel
 from plait.interop.read_weights import read_boxes
