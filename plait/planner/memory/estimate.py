@@ -112,7 +112,8 @@ def _summed_over_items(rates: Mapping[tuple[str, str], Reals]) -> Reals:
 def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Mapping[tuple[str, str], Reals]:
     """Bytes that one of a load takes, by item and load."""
     common, experts = layer_parameters(w, c)
-    held, (trained, trained_experts) = common + experts + adapter_parameters(w, c), trained_layer_parameters(w, c)
+    (trained, trained_experts), adapters = trained_layer_parameters(w, c), adapter_parameters(w, c)
+    held = common + experts + adapters
     learns = trained_table_parameters(w) / c.tensor
     table, tokens, ranks = w.embedding_parameters / c.tensor, local_tokens(w, c), shard_group_size(c, profile)
     rule, number = c.shard_what, w.element_bytes
@@ -129,12 +130,14 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     each = max(profile.weight_bytes, number)
     twice = each < 4
     weight = np.where(fully & twice, 0.0, each / split["parameters"])
+    frozen = number / split["parameters"]  # matrices alone; an embedding, and a tied head, stay in float32
     gradient = (profile.gradients_held_bytes or profile.gradient_bytes) / split["gradients"]
     state = (profile.state_bytes_with(w.moments) - (0 if twice else each)) * (1 - profile.offloaded)
     ahead = profile.layers_ahead * (number * held + profile.gradient_bytes / 2 * (trained + trained_experts))
     kept, again = _activations(w, c, profile)
     return {
-        ("parameters", "layers"): weight * held,
+        ("parameters", "layers"): weight * adapters + (frozen if w.is_frozen else weight) * (common + experts),
+        ("parameters", "head"): (frozen - weight) * table if w.is_frozen and not w.tied else 0.0 * table,
         ("parameters", "tables"): weight * table,
         ("gradients", "layers"): gradient * (trained + trained_experts),
         ("gradients", "tables"): gradient * learns,
@@ -142,7 +145,7 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         ("optimizer", "tables"): state * learns / split["optimizer"],
         ("gathered", "once"): np.where(fully, ahead, 0.0),
         ("gathered", "tables"): np.where(fully, (profile.gathered_table_bytes or number / 2) * table, 0.0),
-        ("activations", "kept"): kept + _rounded_weights(w, c, profile) * held,
+        ("activations", "kept"): kept + _rounded_weights(w, c, profile) * (adapters if w.is_frozen else held),
         ("activations", "split"): split_activations(w, c),
         ("activations", "once"): again,
         ("logits", "head"): np.minimum(tokens * w.vocabulary / c.tensor, profile.logits_at_once)
@@ -163,11 +166,12 @@ def _rounded_weights(w: Workload, c: Candidates, profile: SoftwareProfile) -> Re
 
 def _head_copies(w: Workload, profile: SoftwareProfile) -> float:
     """Bytes per weight of the head that the loss holds: the gradient in float32, and in 16 bits the rounded weight and
-    the rounded product that is added to the gradient; of a frozen head the rounded weight alone."""
+    the rounded product that is added to the gradient; of a frozen head, if it is tied, the rounded weight
+    alone."""
     if profile.head_gradient == "among the others":
         return 0.0
     if w.is_frozen:
-        return w.element_bytes if w.element_bytes < 4 else 0.0
+        return float(w.element_bytes) if w.element_bytes < 4 and w.tied else 0.0
     return 4.0 + (2.0 * w.element_bytes if w.element_bytes < 4 else 0.0)
 
 

@@ -53,7 +53,9 @@ class TensorSizes:
     table: Reals
     """The gradient of one vocabulary table (embedding or head) before it is added to others; 0 of a frozen one."""
     table_weights: Reals
-    """One vocabulary table."""
+    """The embedding, or a head that learns."""
+    head_weights: Reals
+    """The head where it has a table of its own."""
     widest: Reals
     """A layer's largest gradient of a weight when it is made, with its rounded copy."""
     fresh_layer: Reals
@@ -78,15 +80,18 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     # Attention's logsumexp, the norms' scales.
     sums = FLOAT32_BYTES * local_tokens(w, c) * (w.heads / t + 2 / t)
     wide_kept = 4 if w.gated else 2  # SwiGLU: gate, up, silu(gate) and their product; else up and its activation
-    base = FLOAT32_BYTES * (w.attention_parameters + w.dense_feedforward_parameters) / t
-    weights = base + FLOAT32_BYTES * adapter_parameters(w, c)
-    trained = weights - base if w.is_frozen else weights
+    matrices = (w.attention_parameters + w.dense_feedforward_parameters) / t
+    adapters = FLOAT32_BYTES * adapter_parameters(w, c)
+    # Frozen matrices are kept as they are multiplied (parallel/frozen.py), all that learns in float32.
+    weights = (w.element_bytes if w.is_frozen else FLOAT32_BYTES) * matrices + adapters
+    trained = adapters if w.is_frozen else weights
     table = FLOAT32_BYTES * w.embedding_parameters / t
     learns = 0.0 * table if w.is_frozen else table
+    head = table / 2 if w.is_frozen and narrow and not w.tied else table
     fully = (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))
     # Gathered weights are rounded already, and a deferred product rounds its weight for itself alone.
     deferred = c.schedule == SCHEDULES.index("zero-bubble")
-    rounded = np.where(fully | deferred | (not narrow), 0.0, weights / 2)
+    rounded = np.where(fully | deferred | (not narrow), 0.0, trained / 2)
     # The streams before attention and before the feedforward; the normed inputs of their products; attention.
     whole = 2 * stream + 2 * product + attention + sums + wide_kept * wide
     whole = whole + number * w.adapter_rank * len(w.adapter_targets)  # between an adapter's two products
@@ -112,18 +117,19 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
         + unrounded,
         backward=stream + gathered + wide_kept / 2 * wide + whole + rounded - layer + product * narrow,
         scores=_scores(w, t, local_tokens(w, c)),
-        # Of the head its rounded copy and, where it learns, the rounded gradient of a piece.
-        loss_copies=(product + (table + learns) / 2) * narrow,
+        # Of the head its rounded copy, unless it is kept so, and, where it learns, the rounded gradient of a piece.
+        loss_copies=(product + head - table / 2 + learns / 2) * narrow,
         rounded_once=np.where(none, 0.0, rounded),
         table=learns,
         table_weights=table,
+        head_weights=head,
         widest=(FLOAT32_BYTES + w.element_bytes * narrow) * widest,
         fresh_layer=np.where(fully, trained * (1 + w.element_bytes / FLOAT32_BYTES), 0.0),
         layer_gradients=trained / split,
         table_gradients=learns / split,
         layer_trained=trained,
         layer_weights=weights,
-        gathered_weights=weights * w.element_bytes / FLOAT32_BYTES,
+        gathered_weights=w.element_bytes * (matrices + adapter_parameters(w, c)),
     )
 
 

@@ -133,8 +133,11 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     schedule, micros = SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
     held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
     layers = sum(stages.layers[rank::pipeline])
-    n_tables = sum(stages.tables(stage) for stage in range(rank, pipeline * virtual, pipeline))
-    tables, learning_tables = n_tables * p.table_weights, n_tables * p.table
+    own_stages = range(rank, pipeline * virtual, pipeline)
+    n_tables = sum(stages.tables(stage) for stage in own_stages)
+    has_head = stages.last in own_stages and not (w.tied and 0 in own_stages)
+    tables = (n_tables - has_head) * p.table_weights + has_head * p.head_weights
+    learning_tables = n_tables * p.table
     weights = layers * p.layer_weights + tables
     own = (layers * p.layer_trained + learning_tables) / c.shard
     in_buckets = stages.flat_layers * layers * p.layer_trained + stages.flat_tables * learning_tables
