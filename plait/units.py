@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from math import floor, isfinite, log10
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil, floor, isfinite, log10
 from typing import Literal
 
 from plait.errors import PlaitError
@@ -33,15 +34,22 @@ _COUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number of seconds, optimizer steps, tokens, or epochs: passes over all training data."""
+    """A number of seconds, optimizer steps, tokens, or epochs: passes over the data."""
 
     value: float
     unit: AmountUnit
+    epoch_tokens: int = field(default=0, compare=False)
+    """Of epochs: the tokens of the windows of one, once the data are known."""
 
     def __str__(self) -> str:
         if self.unit == "seconds":
             return format_duration(self.value)
-        return f"{format_count(self.value)} {'epoch' if (self.value, self.unit) == (1, 'epochs') else self.unit}"
+        return f"{format_count(self.value)} {'epoch' if self == Amount(1, 'epochs') else self.unit}"
+
+    @property
+    def epochs(self) -> float | None:
+        """The number of passes over the data after which they end; None where they are read as long as needed."""
+        return self.value if self.unit == "epochs" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,11 @@ class Every:
 
     def __str__(self) -> str:
         return "never" if self.value == 0 else str(Amount(self.value, self.unit))
+
+
+def part_of(epochs: float, whole: int) -> int:
+    """How many of so many things so many passes take, a part of one as a whole one; exact for decimal numbers."""
+    return max(1, ceil(Fraction(str(epochs)) * whole))
 
 
 def parse_amount(text: str) -> Amount:
@@ -84,7 +97,7 @@ def parse_every(text: str) -> Every:
         amount = None
     if amount is None or amount.unit in ("tokens", "epochs"):
         raise PlaitError(f'"{text}" is not an interval; write for example "10 steps", "5 minutes" or "never"')
-    return Every(amount.value, "steps" if amount.unit == "steps" else "seconds")
+    return Every(amount.value, amount.unit)
 
 
 def parse_count(text: str) -> int:

@@ -85,6 +85,9 @@ LayoutsToProve = Annotated[
 BalanceRanks = Annotated[
     int | None, typer.Option("--balance", help="Also show how a step's documents divide among ranks.", min=2)
 ]
+ShownSamples = Annotated[
+    int | None, typer.Option("--show", help="Also show so many samples, and what of them is learnt.", min=1, max=1000)
+]
 TopP = Annotated[
     float,
     typer.Option(

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from plait.commands.evaluating.measure import MeasuredText, run_evaluation
-from plait.commands.models.found_model import FoundModel, TrainedBy, find_model
+from plait.commands.models.found_model import FoundModel, TrainedBy, find_model, template_folders
 from plait.commands.planning.run_folder import find_run
 from plait.commands.preparing.base import is_model_source
 from plait.commands.preparing.corpus import data_request
@@ -70,7 +70,7 @@ def evaluate(
             text, nbytes = _heldout_text(plan, found, working, given_as)
         else:
             sources = tuple(Source(path, field=_usual_field(found.run), given_as=given_as) for path in files)
-            text, nbytes = _prepare_files(sources, found, Path(cache), show)
+            text, nbytes = _prepare_files(sources, found, working, Path(cache), show)
         like = plan or (found.run.plan if found.run else None)
         measured = run_evaluation(found, text, like=like, show=show, working=working)
     if not measured.tokens:
@@ -113,10 +113,17 @@ def _heldout_text(plan: Plan, found: FoundModel, working: WorkingFolder, given_a
 
 
 def _prepare_files(
-    sources: tuple[Source, ...], found: FoundModel, cache: Path, show: ShowProgress
+    sources: tuple[Source, ...], found: FoundModel, working: WorkingFolder, cache: Path, show: ShowProgress
 ) -> tuple[MeasuredText, int]:
-    """Other text, none of it held out, in the model's own tokens; and its bytes."""
-    request = DataRequest(sources=sources, tokenizer=str(found.tokenizer_folder), vocabulary=None, holdout=0.0)
+    """Other text or chats, none of it held out, in the model's own tokens and by its own chat template; and its
+    bytes."""
+    request = DataRequest(
+        sources=sources,
+        tokenizer=str(found.tokenizer_folder),
+        vocabulary=None,
+        holdout=0.0,
+        template_folders=tuple(template_folders(found.run, found.tokenizer_folder, working)),
+    )
     corpus = open_corpus(prepare_corpus(request, cache, show))
     return MeasuredText(folder=corpus.folder, part="train", tokens=corpus.train_tokens), corpus.train_bytes
 

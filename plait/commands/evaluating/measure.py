@@ -109,6 +109,7 @@ def _request(
         part=what.part if is_text else "heldout",
         micro_sequences=max(1, most // found.stored.shape.sequence) if is_text else 1,
         documents=like.documents if like else "mask",
+        overlong=found.run.folder.saved_config().data.overlong if found.run else "refuse",
         eot=found.tokenizer.eot,
         gpus=devices_to_evaluate_on(found.run.devices if found.run else "auto", torch.cuda.device_count()),
         folder=folder,

@@ -38,7 +38,10 @@ def run_evaluation_rank(context: RankContext, argument: str) -> None:
     text, rows = list[tuple[float, float]](), list[tuple[float, float]]()
     if request.corpus:
         corpus = _measured_text(request)
-        text = turns.take("measuring the loss", heldout_micros(corpus, samples), corpus.heldout_tokens)
+        if corpus.layout == "whole":
+            samples = replace(samples, documents="mask")
+        micros = heldout_micros(corpus, samples, request.overlong)
+        text = turns.take("measuring the loss", micros, corpus.heldout_tokens)
     else:
         asked = read_rows(request.folder)
         rows = turns.take("asking", _row_micros(asked, samples, request.eot), len(asked))

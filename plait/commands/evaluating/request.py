@@ -10,6 +10,7 @@ from typing import Any, Literal
 from plait.checked_json import parse_object, typed_value
 from plait.commands.models.found_model import StoredModel
 from plait.data.choices import ChoiceRow
+from plait.data.samples.sizes import Overlong
 from plait.partition.execution import MatmulBackend, Precision
 
 
@@ -27,6 +28,8 @@ class EvaluationRequest:
     """Which part of `corpus` is measured: all of other files is in its training part."""
     micro_sequences: int
     documents: Literal["mask", "join"]
+    overlong: Overlong
+    """What becomes of a chat that is longer than a window."""
     eot: int
     gpus: tuple[int, ...]
     """torch's numbers of the GPUs, one for each worker; empty: the processor."""

@@ -10,7 +10,7 @@ from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.cluster.requested_workers import RequestedDevices
 from plait.commands.models.stored_adapter import NO_ADAPTER, StoredAdapter, base_of_plan, find_adapter
 from plait.commands.planning.run_folder import RunFolder, find_run
-from plait.commands.preparing.base import is_model_source, model_folder
+from plait.commands.preparing.base import base_folder, is_model_source, model_folder
 from plait.data.index import damaged
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
 from plait.data.shards import Corpus, open_corpus
@@ -103,6 +103,14 @@ def with_stored_adapter(found: FoundModel, name: str, working: WorkingFolder) ->
     base = None if name == NO_ADAPTER else read_base_model(Path(found.stored.path))
     adapter = None if base is None else find_adapter(name, base, working)
     return replace(found, stored=replace(found.stored, adapter=adapter))
+
+
+def template_folders(run: TrainedBy | None, tokenizer_folder: Path, working: WorkingFolder) -> list[Path]:
+    """Where a model's chat template may be: a run's folder, the model that it began from, its tokenizer's folder."""
+    if run is None:
+        return [tokenizer_folder]
+    base = base_folder(run.folder.saved_config(), working)
+    return [run.folder.path, *([base] if base else []), tokenizer_folder]
 
 
 def _model_of_folder(folder: Path, sequence: int | None) -> FoundModel:

@@ -20,7 +20,7 @@ from plait.planner.resolve.worker_layouts import WorkerLayout, choose
 from plait.planner.search.found import Search
 from plait.recipe.schema import RunConfig
 from plait.screen.wrapping import wrapped
-from plait.units import Amount, counted, format_count, format_duration
+from plait.units import counted, format_count, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 REPORT_COLUMNS = 110
@@ -55,8 +55,7 @@ def make_plan_report(
     if observation := calibration_text(forecast.calibration, forecast.items, forecast.basis):
         notes.append(observation)
     plan = settle(config, drafted, [chosen])
-    budget = Amount(plan.steps, "steps") if plan.budget.unit == "epochs" else plan.budget
-    sections = report_sections(found, budget, top=top)
+    sections = report_sections(found, plan.budget, top=top)
     return PlanReport(plan=plan, search=found, notes=tuple(notes), sections=sections, layouts=drafted.layouts)
 
 

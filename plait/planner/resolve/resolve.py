@@ -91,7 +91,7 @@ def draft(
         gradient_transfer=config.train.gradient_transfer,
         matmul_precision=job.matmul_precision,
         budget=job.budget,
-        steps=steps_in_budget(job.budget, batch * shape.sequence, step_s=None, epoch_tokens=corpus.train_tokens),
+        steps=steps_in_budget(job.budget, batch * shape.sequence, step_s=None),
         optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why, corpus.base),
         base=corpus.base.folder if corpus.base else "",
         base_fingerprint=corpus.base.fingerprint if corpus.base else "",
@@ -223,7 +223,7 @@ def _steps_and_evaluations(draft: Draft, plan: Plan, why: list[str]) -> tuple[in
     # An evaluation is a forward pass, a third of a step's work, over the held-out tokens.
     evaluation_steps = draft.heldout_tokens / (3 * plan.batch_tokens)
     step_s = plan.step_s or (plan.forecast.step_s if plan.forecast else None)
-    rough = steps_in_budget(budget, plan.batch_tokens, step_s=step_s) if budget.unit != "epochs" else plan.steps
+    rough = steps_in_budget(budget, plan.batch_tokens, step_s=step_s)
     rounds = max(1, min(10, int(EVALUATION_SHARE * rough / evaluation_steps))) if evaluation_steps else 0
     requested = None if draft.evaluations == "auto" else round(draft.evaluations.value)
     steps = rough
