@@ -191,8 +191,7 @@ def _balance(config: RunConfig, resources: Resources, request: Request, split: W
     elif every and config.balance.every == "auto" and split.layout.pipeline > 1 and split.layout.virtual_stages == 1:
         why.append(
             f"layers may move between stages every {counted(every, 'step')}: {reason}, or be faster than they "
-            "were while "
-            "they were measured (balance.every)"
+            "were while they were measured (balance.every)"
         )
     return every
 
