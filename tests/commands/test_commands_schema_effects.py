@@ -18,8 +18,8 @@ from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
-from plait.planner.derive.model_size import BaseFacts
 from plait.planner.derive.compile_mode import compile_of
+from plait.planner.derive.model_size import BaseFacts
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
