@@ -94,5 +94,6 @@ Temperature = Annotated[float, typer.Option(callback=_finite_temperature, help="
 Questions = Annotated[
     Path | None, typer.Option("--choices", help="Multiple-choice questions to ask instead (JSON lines).")
 ]
+TextField = Annotated[str | None, typer.Option("--field", help="Column that holds the text, or the messages.")]
 WindowTokens = Annotated[int | None, typer.Option("--sequence", help="Tokens of a window.", min=2)]
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]

@@ -50,12 +50,13 @@ def evaluate(
     files: Sequence[str],
     *,
     sequence: int | None = None,
+    field: str | None = None,
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
     given_as: str = "--files",
 ) -> Evaluation:
     """The loss of a run or of a model's folder, with windows of `sequence` tokens; raises PlaitError where nothing can
-    be measured. A folder's step is 0.
+    be measured. A folder's step is 0. `field` is the column of the files' text; None: that of the run's own text.
 
     `given_as` is what its caller calls the files, for sentences about them.
     """
@@ -66,7 +67,7 @@ def evaluate(
     opened = open_model(name, working, sequence)
     run = opened.run
     with TemporaryDirectory(prefix="plait-eval-") as cache, screen.progress() as show:
-        sources = tuple(Source(path, field=_usual_field(run), given_as=given_as) for path in files)
+        sources = tuple(Source(path, field=field or _usual_field(run), given_as=given_as) for path in files)
         text = run.corpus if run and not files else _prepare_files(sources, opened, working, Path(cache), show)
         total, tokens = _loss_and_tokens(opened, text, show)
     if not tokens:
