@@ -50,23 +50,30 @@ def evaluate(
     choices: str | Path | None = None,
     heldout_of: str | Path | None = None,
     adapter: str | Path | None = None,
+    field: str | None = None,
     folder: Place = None,
 ) -> Evaluation:
     """The exact loss of a run, or of a model's folder, on its held-out text, on other files or on what another run held
     out, in windows of `sequence` tokens; or its answers to the multiple-choice questions of a JSON-lines file: the keys
-    that `plait eval` prints. `adapter` is another one than the run's own: a run, a folder of PEFT's, or "none"."""
-    check_arguments(run=run, sequence=sequence, choices=choices, heldout_of=heldout_of, adapter=adapter)
+    that `plait eval` prints.
+
+    `adapter` is another one than the run's own: a run, a folder of PEFT's, or "none". `field` is the column of the
+    files' text.
+    """
+    check_arguments(run=run, sequence=sequence, choices=choices, heldout_of=heldout_of, adapter=adapter, field=field)
     options: dict[str, Any] = {"sequence": sequence, "adapter": None if adapter is None else str(adapter)}
     paths = texts_of("files", files)
     from plait.commands.answering.choices import ask_choices
     from plait.commands.evaluate import evaluate as measure
+    from plait.commands.evaluate import texts_of_field
 
     with as_command():
         screen, working = screen_for("off"), named_folder(folder)
         if choices is None:
             other = None if heldout_of is None else str(heldout_of)
             options |= {"heldout_of": other, "given_as": "files"}
-            return measure(str(run), paths, **options, screen=screen, working=working)
+            texts = texts_of_field(paths, field, given_as="files")
+            return measure(str(run), texts, **options, screen=screen, working=working)
         if paths or heldout_of:
             raise PlaitError("choices and a text are measured one at a time; leave one of them out")
         return ask_choices(str(run), Path(choices), **options, screen=screen, working=working)

@@ -106,5 +106,6 @@ AdapterNames = Annotated[
     list[str] | None,
     typer.Option("--adapter", help='An adapter: a run, a folder of PEFT\'s, "none". Several: one after the other.'),
 ]
+TextField = Annotated[str | None, typer.Option("--field", help="Column that holds the text, or the messages.")]
 WindowTokens = Annotated[int | None, typer.Option("--sequence", help="Tokens of a window.", min=2)]
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]

@@ -19,6 +19,7 @@ from plait.command_line.arguments import (
     Questions,
     RunName,
     Temperature,
+    TextField,
     TopP,
     WindowTokens,
 )
@@ -67,10 +68,11 @@ def evaluate(
     choices: Questions = None,
     heldout_of: HeldOutRun = None,
     adapter: AdapterName = None,
+    field: TextField = None,
 ) -> None:
     """Measure the loss of a run or a model on text. Prints one line of JSON."""
     from plait.commands.answering.choices import ask_choices
-    from plait.commands.evaluate import evaluate
+    from plait.commands.evaluate import evaluate, texts_of_field
 
     screen, texts = screen_on(sys.stderr), [*(files or []), *(more or [])]
     if more and not files:
@@ -78,11 +80,13 @@ def evaluate(
     if choices and (texts or heldout_of):
         other = "--files" if texts else "--heldout-of"
         raise PlaitError(f"{other} and --choices are measured one at a time; leave one of them out")
+    if field and not texts:
+        raise PlaitError("--field is the column of the files; name them with --files")
     if choices:
         found = ask_choices(run, choices, sequence=sequence, adapter=adapter, screen=screen)
     else:
         how = {"heldout_of": heldout_of, "sequence": sequence, "adapter": adapter}
-        found = evaluate(run, texts, **how, screen=screen)
+        found = evaluate(run, texts_of_field(texts, field), **how, screen=screen)
     OptionalOutput(sys.stdout).write(f"{found}\n")
 
 

@@ -39,7 +39,7 @@ class Evaluation(dict[str, float]):
 
 def evaluate(
     name: str,
-    files: Sequence[str],
+    files: Sequence[str | Source],
     *,
     heldout_of: str | None = None,
     sequence: int | None = None,
@@ -69,7 +69,8 @@ def evaluate(
         if plan:
             text, nbytes = _heldout_text(plan, found, working, given_as)
         else:
-            sources = tuple(Source(path, field=_usual_field(found.run), given_as=given_as) for path in files)
+            usual = _usual_field(found.run)
+            sources = tuple(Source(o, field=usual, given_as=given_as) if isinstance(o, str) else o for o in files)
             text, nbytes = _prepare_files(sources, found, working, Path(cache), show)
         like = plan or (found.run.plan if found.run else None)
         measured = run_evaluation(found, text, like=like, show=show, working=working)
@@ -81,6 +82,11 @@ def evaluate(
             "there is an older one, or train again with a lower optimizer.lr and another run.name"
         )
     return evaluation_of(found.step, measured.loss_sum, measured.tokens, nbytes)
+
+
+def texts_of_field(paths: Sequence[str], field: str | None, given_as: str = "--files") -> Sequence[str | Source]:
+    """Texts whose column has this name; None: the name that the run's own text has."""
+    return paths if field is None else [Source(path, field=field, given_as=given_as) for path in paths]
 
 
 def evaluation_of(step: int, loss_sum: float, tokens: int, nbytes: int) -> Evaluation:
