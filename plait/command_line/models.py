@@ -93,21 +93,8 @@ def chat_command(
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.", min=0, max=2**63 - 1)] = 1,
 ) -> None:
     """Talk with a model by its chat template. Each line is a message; /quit ends."""
-    from plait.commands.answering.chat import AnswerSettings, open_chat
+    from plait.commands.answering.chat import AnswerSettings, open_chat, talk
 
     settings = AnswerSettings(tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
-    conversation, output, is_terminal = open_chat(run, settings), OptionalOutput(sys.stdout), sys.stdin.isatty()
-    if is_terminal:
-        output.write("chat     each line is a message; /quit ends\n")
-    while True:
-        output.write("> " if is_terminal else "")
-        output.flush()
-        line = sys.stdin.readline()
-        if not line or line.strip() == "/quit":
-            return
-        if not line.strip():
-            continue
-        for piece in conversation.say(line.strip()):
-            output.write(piece)
-            output.flush()
-        output.write("\n")
+    person = "terminal" if sys.stdin.isatty() else "pipe"
+    talk(open_chat(run, settings), sys.stdin, OptionalOutput(sys.stdout), person)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TextIO
 
 import tokenizers
 
@@ -15,6 +15,7 @@ from plait.commands.models.opened_model import OpenedModel, open_model
 from plait.commands.preparing.base import base_folder
 from plait.commands.sample import decode_incrementally
 from plait.errors import PlaitError, check_utf8
+from plait.launch.local.output import OptionalOutput
 from plait.trainer.generate import generate
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -97,6 +98,25 @@ def open_chat(
         )
     ends = [token_text(tokenizer_settings(folder), "eos_token") for folder in folders]
     return _TemplateConversation(opened, template, [end for end in ends if end], settings or AnswerSettings())
+
+
+def talk(
+    conversation: Conversation, lines: TextIO, output: OptionalOutput, person: Literal["terminal", "pipe"]
+) -> None:
+    """Answer each line as a message until /quit or the end of the lines; a terminal is told so, and asked for each."""
+    output.write("chat     each line is a message; /quit ends\n" if person == "terminal" else "")
+    while True:
+        output.write("> " if person == "terminal" else "")
+        output.flush()
+        line = lines.readline()
+        if not line or line.strip() == "/quit":
+            return
+        if not line.strip():
+            continue
+        for piece in conversation.say(line.strip()):
+            output.write(piece)
+            output.flush()
+        output.write("\n")
 
 
 def _template_folders(opened: OpenedModel, working: WorkingFolder) -> list[Path]:
