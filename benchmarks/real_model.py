@@ -4,7 +4,7 @@
     python -m benchmarks.real_model                 # 100 KB of Shakespeare; writes results/real-model-DATE.json
     python -m benchmarks.real_model --bytes 10000 --smoke       # fewer; saves nothing
 
-transformers gets the inputs and the targets that plait's reader of held-out text makes, and computes all else by itself.
+transformers gets the inputs and targets that plait's reader of held-out text makes, and computes all else by itself.
 """
 
 from __future__ import annotations

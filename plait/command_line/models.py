@@ -117,26 +117,8 @@ def chat_command(
     adapter: AdapterNames = None,
 ) -> None:
     """Talk with a model by its chat template. Each line is a message; /adapter NAME takes another one; /quit ends."""
-    from plait.commands.answering.chat import AnswerSettings, open_chat
+    from plait.commands.answering.chat import AnswerSettings, open_chat, talk
 
     settings = AnswerSettings(tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
-    conversation = open_chat(run, settings, adapters=adapter or [])
-    output, is_terminal = OptionalOutput(sys.stdout), sys.stdin.isatty()
-    if is_terminal:
-        others = "; /adapter NAME takes another one" if len(conversation.adapters) > 1 else ""
-        output.write(f"chat     each line is a message{others}; /quit ends\n")
-    while True:
-        output.write("> " if is_terminal else "")
-        output.flush()
-        line = sys.stdin.readline()
-        if not line or line.strip() == "/quit":
-            return
-        if not line.strip():
-            continue
-        if line.startswith("/adapter "):
-            conversation.take_adapter(line.removeprefix("/adapter ").strip())
-            continue
-        for piece in conversation.say(line.strip()):
-            output.write(piece)
-            output.flush()
-        output.write("\n")
+    person = "terminal" if sys.stdin.isatty() else "pipe"
+    talk(open_chat(run, settings, adapters=adapter or []), sys.stdin, OptionalOutput(sys.stdout), person)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TextIO
 
 import tokenizers
 
@@ -14,8 +14,12 @@ from plait.commands.models.opened_model import OpenedModel, open_each, open_mode
 from plait.commands.sample import decode_incrementally
 from plait.data.conversations.chat_template import ChatTemplate, find_template, token_text, tokenizer_settings
 from plait.errors import PlaitError, check_utf8
+from plait.launch.local.output import OptionalOutput
 from plait.trainer.generate import generate
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
+
+ADAPTER_LINE = "/adapter "
+"""How a line begins that names the adapter to go on with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,3 +128,26 @@ def open_chat(
     ends = [token_text(tokenizer_settings(folder), "eos_token") for folder in folders]
     template = ChatTemplate(found, "today")
     return _TemplateConversation(models, template, [end for end in ends if end], settings or AnswerSettings())
+
+
+def talk(
+    conversation: Conversation, lines: TextIO, output: OptionalOutput, person: Literal["terminal", "pipe"]
+) -> None:
+    """Answer each line as a message until /quit or the end of the lines; a terminal is told so, and asked for each."""
+    others = "; /adapter NAME takes another one" if len(conversation.adapters) > 1 else ""
+    output.write(f"chat     each line is a message{others}; /quit ends\n" if person == "terminal" else "")
+    while True:
+        output.write("> " if person == "terminal" else "")
+        output.flush()
+        line = lines.readline()
+        if not line or line.strip() == "/quit":
+            return
+        if not line.strip():
+            continue
+        if line.startswith(ADAPTER_LINE):
+            conversation.take_adapter(line.removeprefix(ADAPTER_LINE).strip())
+            continue
+        for piece in conversation.say(line.strip()):
+            output.write(piece)
+            output.flush()
+        output.write("\n")
