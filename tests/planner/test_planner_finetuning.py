@@ -12,20 +12,13 @@ from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import ModelShape, linear_layers
 from plait.planner.derive.adapters import named_targets
 from plait.planner.derive.finetuning_rules import finetuning_lr, finetuning_warmup_steps, rank_for_tokens
-from plait.planner.derive.model_size import BaseFacts
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
-from tests.planner.machines import EIGHT_H100, LAPTOP, SERVER, corpus, planned, recipe
+from tests.planner.machines import CHATS, EIGHT_H100, LAPTOP, SERVER, SMOLLM2, planned, recipe
 
-SMOLLM2 = ModelShape(
-    layers=30, width=576, heads=9, kv_heads=3, head_width=64, ffn=1536, vocabulary=49152, sequence=8192,
-    rope_theta=1e5, tied=True,
-)  # fmt: skip
 GPT2 = replace(
     SMOLLM2, kv_heads=9, norm="layernorm", activation="gelu", positions="learned", bias="all", learned_positions=8192
 )
-CHATS = replace(corpus(90_000, 2_000, 49152), base=BaseFacts(folder="/models/smollm2", shape=SMOLLM2, fingerprint="f1"))
-"""2,000 conversations of 45 tokens."""
 
 
 def tuned(folder: Path, *overrides: str, method: str = "lora") -> RunConfig:
