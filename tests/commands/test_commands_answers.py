@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -28,9 +28,13 @@ QUESTIONS = '{"question": "to be", "choices": ["or not to be", "quite"], "answer
 class Actor:
     """A conversation whose answers are known."""
 
-    def __init__(self, *answers: str) -> None:
+    def __init__(self, *answers: str, adapters: Sequence[str] = ()) -> None:
         self.messages: list[dict[str, str]] = []
+        self.adapters, self.taken = adapters, list[str]()
         self._answers = iter(answers)
+
+    def take_adapter(self, name: str) -> None:
+        self.taken.append(name)
 
     def say(self, text: str) -> Iterator[str]:
         self.messages.append({"role": "user", "content": text})
@@ -56,6 +60,14 @@ def test_a_conversation_reads_like_this() -> None:
     piped = StringIO()
     talk(Actor("one", "two"), StringIO("a\nb"), OptionalOutput(piped), "pipe")
     assert piped.getvalue() == "one\ntwo\n"
+
+
+def test_a_line_takes_another_adapter() -> None:
+    out, actor = StringIO(), Actor("one", "two", adapters=("none", "runs/chats"))
+    talk(actor, StringIO("a\n/adapter runs/chats\nb\n"), OptionalOutput(out), "terminal")
+    assert actor.taken == ["runs/chats"] and [message["content"] for message in actor.messages] == ["a", "b"]
+    first = out.getvalue().splitlines()[0]
+    assert first == "chat     each line is a message; /adapter NAME takes another one; /quit ends"
 
 
 def test_a_model_of_a_folder_talks_by_its_own_template(tmp_path: Path) -> None:
