@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.adapter_shape import AdapterShape
+from plait.model.kernels.adapted_product import adapted_product
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [..., in], weight [out, in] and bias [out] or None to x @ weight.T + bias."""
@@ -42,10 +43,12 @@ class Linear(nn.Module):
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's product with this weight and bias, and its adapter's share."""
-        result = self.product(x, weight, bias)
         if self.lora_a is None or self.lora_b is None:
-            return result
-        return result + self.product(self.product(x, self.lora_a, None) * self.scale, self.lora_b, None)
+            return self.product(x, weight, bias)
+        if self.product is F.linear and x.device.type == "cpu" and not torch.compiler.is_compiling():
+            return adapted_product(x, weight, bias, self.lora_a, self.lora_b, self.scale)
+        low = self.product(x, self.lora_a, None) * self.scale
+        return self.product(x, weight, bias) + self.product(low, self.lora_b, None)
 
 
 def to_compute_precision(x: Tensor) -> Tensor:
