@@ -141,7 +141,8 @@ def _own_template(request: DataRequest, formats: Sequence[SourceFormat]) -> Temp
     if not any(form.kind == "chat" for form in formats):
         return None
     file = Path(request.tokenizer)
-    own = file if file.is_dir() else file.parent if file.is_file() else None
+    shipped = request.tokenizer in ("gpt2", "bpe")
+    own = None if shipped else file if file.is_dir() else file.parent
     found = find_template([*request.template_folders, *([own] if own else [])])
     if found:
         ChatTemplate(found)  # one that cannot be read is refused before any work
