@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import isclose, isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,15 @@ def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     modules = _modules_present(folder, peft_modules(family, shape, linear_layers(shape)), tensors, shape)
     rank = _count(folder, config, "r")
     weights: dict[str, Tensor] = {}
-    scales: set[float] = set()
+    scales: list[float] = []
     for module in modules:
-        scales.add(_scale(folder, config, module, tensors[module.key("A")].shape[0]))
-        weights |= _own_weights(folder, module, (tensors[module.key("A")], tensors[module.key("B")]), rank)
-    if len(scales) > 1:
+        pair = tensors[module.key("A")], tensors[module.key("B")]
+        weights |= _own_weights(folder, module, pair, rank)
+        scales.append(_scale(folder, config, module, pair[0].shape[0]))
+    if not all(isclose(scale, scales[0], rel_tol=1e-6) for scale in scales):
         raise PlaitError(f"{folder} gives its modules unlike scales (alpha_pattern), which plait does not compute")
     variant = "rslora" if config.get("use_rslora") else "lora"
-    alpha = scales.pop() * (sqrt(rank) if variant == "rslora" else rank)
+    alpha = scales[0] * (sqrt(rank) if variant == "rslora" else rank)
     _check_sizes(folder, weights, rank, shape)
     targets = _targets(folder, modules, shape)
     adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=variant)

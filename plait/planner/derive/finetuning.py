@@ -21,13 +21,13 @@ from plait.units import counted, format_count
 
 def finetuning_batch(method: FinetuneMethod, sequence: int, corpus: CorpusFacts, why: list[str]) -> int:
     """Sequences of a step: as many as hold the usual number of examples."""
-    mean = corpus.train_tokens / max(1, corpus.documents)
+    mean = max(1.0, corpus.train_tokens / max(1, corpus.documents))
     tokens = examples_batch_tokens(method, min(mean, sequence))
     sequences = scaling_rules.divisible_batch(tokens / sequence)
     source = "as Llama 2 was tuned" if method == "full" else "LoRA bears large batches less well, Schulman 2025"
     why.append(
-        f"batch {sequences * sequence} tokens: about {EXAMPLES_PER_STEP[method]} examples of {format_count(mean)} "
-        f"tokens ({source})"
+        f"batch {sequences * sequence} tokens: about {max(sequences, round(sequences * sequence / mean))} examples of "
+        f"{format_count(mean)} tokens, {EXAMPLES_PER_STEP[method]} are usual ({source})"
     )
     return sequences
 
