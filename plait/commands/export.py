@@ -59,12 +59,14 @@ def write_export(
         raise PlaitError(f'"{folder.path}" has no checkpoint yet; train it for a while first')
     source = ExportedRun(folder=folder, plan=plan, found=found, base=run_base(folder, plan))
     tokenizer = corpus_tokenizer(open_corpus(working.path / plan.corpus))
-    if what == "adapter":
-        kind = _written(target, lambda staging: _write_adapter(staging, source, tokenizer, dtype))
-    else:
-        kind = _written(
-            target, lambda staging: _write_model(staging, target, source, tokenizer, dtype, shard_bytes, screen)
-        )
+    with screen.progress() as show:
+        show(0, 0, "writing the weights")
+        if what == "adapter":
+            kind = _written(target, lambda staging: _write_adapter(staging, source, tokenizer, dtype))
+        else:
+            kind = _written(
+                target, lambda staging: _write_model(staging, target, source, tokenizer, dtype, shard_bytes)
+            )
     screen.print(f"exported {folder.path} at step {found.manifest.step} to {to}: {kind}, {dtype}")
     return target
 

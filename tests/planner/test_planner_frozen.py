@@ -62,9 +62,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_strand_saves_gradients_moments_and_a_third_of_the_products(
-    layout: str, precision: PricedPrecision
-) -> None:
+def test_every_strand_saves_gradients_and_moments_and_products(layout: str, precision: PricedPrecision) -> None:
     row = candidate(**LAYOUTS[layout])
     full, lora = (work(shape, precision) for shape in (BASE, adapted(BASE)))
     whole, small = (estimate_memory(each, row, PLAIT_PROFILE) for each in (full, lora))
@@ -76,11 +74,20 @@ def test_every_strand_saves_gradients_moments_and_a_third_of_the_products(
     else:  # frozen matrices are kept rounded
         assert 0.5 * whole.parameters[0] < small.parameters[0] < 0.7 * whole.parameters[0]
     before, after = (step_of(each, row) for each in (full, lora))
-    assert 0.6 < after.products[0] / before.products[0] < 0.8
+    if precision == "float32":  # in bf16 these devices wait for memory in an adapter's thin products
+        assert 0.6 < after.products[0] / before.products[0] < 0.8
     assert after.head[0] < 0.8 * before.head[0] or before.head[0] == 0
-    assert after.optimizer[0] < 0.5 * before.optimizer[0]
+    once = PLAIT_PROFILE.step_s
+    assert after.optimizer[0] - once < 0.1 * (before.optimizer[0] - once)
     np.testing.assert_allclose(after.scores, before.scores)
-    assert after.gradients[0] <= before.gradients[0]
+    whole_in_group = 1e-3 if row.tensor[0] > 1 else 0.0  # one of the two weights of each adapter is summed there
+    assert after.gradients[0] <= before.gradients[0] + whole_in_group
+
+
+def test_fast_devices_save_less_than_a_third_of_the_products() -> None:
+    shape = named_shape("7B", vocabulary=32768, sequence=2048)
+    before, after = (step_of(work(one), candidate(micro_sequences=4)).products[0] for one in (shape, adapted(shape)))
+    assert 0.75 < after / before < 0.95
 
 
 def test_a_tensor_rank_holds_what_the_descriptions_of_the_weights_say() -> None:

@@ -47,7 +47,7 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, train_tokens: int
     learning, all_weights = (format_count(count(whole)) for count in (trained_parameter_count, parameter_count))
     why.append(
         f"{requested.variant} of rank {rank} on {some}: {learning} of {all_weights} weights learn; the others have no "
-        "gradient, sums or moments, which saves about a third of a step's work"
+        "gradient, sums or moments, and their products are two thirds of a step's in place of all"
     )
     if requested.rank == "auto":
         why.append(

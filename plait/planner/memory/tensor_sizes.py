@@ -96,9 +96,11 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     whole = 2 * stream + 2 * product + attention + sums + wide_kept * wide
     whole = whole + number * w.adapter_rank * len(w.adapter_targets)  # between an adapter's two products
     # "selective" keeps the stream, what products give, and attention's outcome.
-    kept = {"none": whole + rounded, "selective": whole - stream - wide_kept / 2 * wide, "full": stream}
+    # Of a layer with an adapter both its own product and the sum of both.
+    twice = number * sum((outputs for _, outputs in local_target_sizes(w, c)), np.zeros(len(c)))
+    kept = {"none": whole + rounded, "selective": whole + twice - stream - wide_kept / 2 * wide, "full": stream}
     layer = np.choose(c.recompute, [kept[way] for way in RECOMPUTE_MODES])
-    none, full = (c.recompute == RECOMPUTE_MODES.index(way) for way in ("none", "full"))
+    none, selective, full = (c.recompute == RECOMPUTE_MODES.index(way) for way in RECOMPUTE_MODES)
     # A norm's result is in memory beside its rounded copy as long as the products run.
     unrounded = every / t if narrow else 0.0
     split = np.where(fully, c.shard, 1)
@@ -115,10 +117,17 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
         # `gathered`: a product's result before the ranks' addends are summed.
         forward=np.where(full, 2 * product + (wide_kept - 1) * wide, (product if narrow else stream) + 2 * gathered)
         + unrounded,
-        backward=stream + gathered + wide_kept / 2 * wide + whole + rounded - layer + product * narrow,
+        backward=stream
+        + gathered
+        + wide_kept / 2 * wide
+        + whole
+        + rounded
+        - layer
+        + product * narrow
+        + np.where(selective, twice, 0.0),
         scores=_scores(w, t, local_tokens(w, c)),
         # Of the head its rounded copy, unless it is kept so, and, where it learns, the rounded gradient of a piece.
-        loss_copies=(product + head - table / 2 + learns / 2) * narrow,
+        loss_copies=(product + np.where(fully & w.is_frozen, 0.0, head - table / 2) + learns / 2) * narrow,
         rounded_once=np.where(none, 0.0, rounded),
         table=learns,
         table_weights=table,

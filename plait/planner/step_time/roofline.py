@@ -154,13 +154,19 @@ def _adapter_products(w: Workload, rates: DeviceRates, candidates: Candidates) -
     tokens, rank = local_tokens(w, candidates), float(w.adapter_rank)
     there = back = np.zeros(len(candidates))
     for inputs, outputs in local_target_sizes(w, candidates):
-        for inner, columns in ((inputs, rank), (rank, outputs)):
-            there = there + product_s(rates, tokens, inner, columns, flops=rates.linear_flops)
-            back = back + product_s(rates, tokens, columns, inner, flops=rates.linear_flops)
-            back = back + product_s(rates, inner, tokens, columns, flops=rates.linear_flops)
+        for wide in (inputs, outputs):
+            once = _thin_product_s(rates, tokens, wide, rank)
+            there, back = there + once, back + 2 * once
         there = there + ADDED_NUMBERS * w.element_bytes * tokens * outputs / rates.stream_bytes_per_s
         back = back + ADDED_NUMBERS * w.element_bytes * tokens * inputs / rates.stream_bytes_per_s
     return there, back
+
+
+def _thin_product_s(rates: DeviceRates, rows: Reals, wide: Reals, rank: float) -> Reals:
+    """Seconds of a product whose inner dim, or whose result, is only as wide as an adapter's rank: libraries have
+    kernels for such, and its operands pass through memory once. All three passes move as much."""
+    moved = rates.operand_bytes * (rows * wide + wide * rank + rows * rank) / rates.stream_bytes_per_s
+    return np.maximum(2.0 * rows * wide * rank / rates.linear_flops, moved)
 
 
 ADDED_NUMBERS = 3
