@@ -34,7 +34,7 @@ EVALUATION_ENTRIES = EntryTable(
 """Apart from the entries of other commands: a host that joined a run never evaluates for the one that leads."""
 MICRO_TOKENS = 4096
 """Tokens that a model of a folder reads at a time, about: what a processor's cache holds well."""
-PROCESS_BYTES = 2**29
+WORKER_PROCESS_BYTES = 2**29
 """A worker's process beside weights and scores."""
 SCORES_AT_ONCE = 2
 """How many times as large as a micro-batch's float32 logits the memory is that a forward pass takes beside weights."""
@@ -136,7 +136,7 @@ def evaluation_workers(request: EvaluationRequest, micros: int) -> FixedWorkers:
 def bytes_of_worker(shape: ModelShape, request: EvaluationRequest) -> int:
     """About the memory that one worker takes on a processor, in bytes."""
     logits = 4 * shape.sequence * request.micro_sequences * shape.vocabulary
-    return 4 * parameter_count(shape) + SCORES_AT_ONCE * logits + PROCESS_BYTES
+    return 4 * parameter_count(shape) + SCORES_AT_ONCE * logits + WORKER_PROCESS_BYTES
 
 
 def put_together(answers: Sequence[EvaluationAnswer]) -> MeasuredLosses:
