@@ -99,7 +99,8 @@ def run_evaluation(
 def _request(
     found: FoundModel, what: MeasuredText | Sequence[ChoiceRow], like: Plan | None, folder: str
 ) -> EvaluationRequest:
-    plan, is_text = found.run.plan if found.run else None, isinstance(what, MeasuredText)
+    plan = found.run.plan if found.run else None
+    is_text = isinstance(what, MeasuredText)
     most = min(like.micro_limits or (like.micro_sequences,)) * like.sequence if like else MICRO_TOKENS
     return EvaluationRequest(
         model=replace(found.stored, path=str(found.origin.resolve())),
