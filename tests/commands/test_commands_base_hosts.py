@@ -143,9 +143,22 @@ def test_what_another_leader_sent_is_used_only_by_whoever_has_all_of_it(here: Pa
     trains(other, other.folder / HOME)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"model_type": "llama"}', '{"model_type": ["llama"], "vocab_size": 3}']
+LLAMA = {
+    "model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1,
+    "vocab_size": 8, "max_position_embeddings": 8, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+QWEN2 = {**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}
+NO_MODELS = (
+    {"model_type": ["llama"]},
+    {**LLAMA, "num_hidden_layers": 2**39},
+    {**QWEN2, "layer_types": [["full_attention"]]},
+    {**QWEN2, "max_window_layers": "one"},
+    {**LLAMA, "rope_scaling": {"rope_type": ["yarn"]}},
+    LLAMA,
 )
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", *map(json.dumps, NO_MODELS)])
 def test_a_model_that_is_none_is_one_sentence(here: Path, other: Neighbour, text: str) -> None:
     other.ask("open", {"kind": "run", "name": "x", "recipe": (HOME / "recipe.toml").read_text()})
     digest = sha256(text.encode()).hexdigest()

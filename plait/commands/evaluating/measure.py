@@ -34,7 +34,7 @@ EVALUATION_ENTRIES = EntryTable(
 """Apart from the entries of other commands: a host that joined a run never evaluates for the one that leads."""
 MICRO_TOKENS = 4096
 """Tokens that a model of a folder reads at a time, about: what a processor's cache holds well."""
-PROCESS_BYTES = 2**29
+WORKER_PROCESS_BYTES = 2**29
 """A worker's process beside weights and scores."""
 SCORES_AT_ONCE = 2
 """How many times as large as a micro-batch's float32 logits the memory is that a forward pass takes beside weights."""
@@ -99,7 +99,8 @@ def run_evaluation(
 def _request(
     found: FoundModel, what: MeasuredText | Sequence[ChoiceRow], like: Plan | None, folder: str
 ) -> EvaluationRequest:
-    plan, is_text = found.run.plan if found.run else None, isinstance(what, MeasuredText)
+    plan = found.run.plan if found.run else None
+    is_text = isinstance(what, MeasuredText)
     most = min(like.micro_limits or (like.micro_sequences,)) * like.sequence if like else MICRO_TOKENS
     return EvaluationRequest(
         model=found.stored.resolved(),
@@ -137,7 +138,7 @@ def evaluation_workers(request: EvaluationRequest, micros: int) -> FixedWorkers:
 def bytes_of_worker(shape: ModelShape, request: EvaluationRequest) -> int:
     """About the memory that one worker takes on a processor, in bytes."""
     logits = 4 * shape.sequence * request.micro_sequences * shape.vocabulary
-    return 4 * parameter_count(shape) + SCORES_AT_ONCE * logits + PROCESS_BYTES
+    return 4 * parameter_count(shape) + SCORES_AT_ONCE * logits + WORKER_PROCESS_BYTES
 
 
 def put_together(answers: Sequence[EvaluationAnswer]) -> MeasuredLosses:
