@@ -1,21 +1,24 @@
-"""Reads an adapter of PEFT's files for a model that is known, and refuses what it would compute otherwise."""
+"""Reads an adapter of PEFT's files for a model that is known, refuses what it would compute otherwise, and puts it
+beside that model's weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isclose, isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
 from plait.interop.adapter_out import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_KEY
 from plait.interop.peft_names import PeftModule, peft_modules
 from plait.model.adapter_shape import AdapterShape, AdapterTarget
+from plait.model.gpt import GPT
 from plait.model.names import ADAPTER_A, ADAPTER_B
 from plait.model.shape import ModelShape, linear_layers, weight_sizes
 
@@ -63,6 +66,20 @@ def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     targets = _targets(folder, modules, shape)
     adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=variant)
     return LoadedAdapter(shape=adapter, weights=weights, base=metadata.get(BASE_KEY, ""))
+
+
+@torch.no_grad()
+def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
+    """A model of the same weights, which it shares with `model`, and an adapter of its own. `model` has none."""
+    with torch.device("meta"):
+        adapted = GPT(replace(model.shape, adapter=adapter.shape), model.part)
+    base = dict(model.named_parameters())
+    like = next(iter(base.values()))
+    for name, _ in list(adapted.named_parameters()):
+        own = base[name].data if name in base else adapter.weights[name].to(like.device, like.dtype)
+        path, _, leaf = name.rpartition(".")
+        setattr(adapted.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
+    return adapted.eval()
 
 
 def _config(folder: Path) -> dict[str, Any]:

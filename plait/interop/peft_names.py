@@ -14,7 +14,7 @@ from plait.interop.families import MODEL_FAMILIES, stored_name
 from plait.model.adapter_shape import AdapterShape, AdapterTarget
 from plait.model.shape import ModelShape
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class PeftModule:
 
     def key(self, letter: str) -> str:
         """The name of its tensor "A" or "B" in adapter_model.safetensors."""
-        return f"{PREFIX}{self.name}.lora_{letter}.weight"
+        return f"{PEFT_PREFIX}{self.name}.lora_{letter}.weight"
 
 
 def peft_modules(family: str, shape: ModelShape, targets: tuple[AdapterTarget, ...]) -> list[PeftModule]:

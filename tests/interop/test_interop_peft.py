@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.errors import PlaitError
-from plait.interop.adapted_model import with_adapter
-from plait.interop.adapter_in import LoadedAdapter, read_adapter
+from plait.interop.adapter_in import LoadedAdapter, read_adapter, with_adapter
 from plait.interop.adapter_out import write_adapter
 from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import load_model_from

@@ -14,8 +14,7 @@ from plait.cluster.requested_workers import RequestedDevices
 from plait.commands.models.found_model import FoundModel, StoredModel, TrainedBy, find_model, with_stored_adapter
 from plait.commands.models.stored_adapter import NO_ADAPTER, StoredAdapter
 from plait.data.preparation.tokens import Tokenizer
-from plait.interop.adapted_model import with_adapter
-from plait.interop.adapter_in import LoadedAdapter, read_adapter
+from plait.interop.adapter_in import LoadedAdapter, read_adapter, with_adapter
 from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import load_model_from
 from plait.model.gpt import GPT

@@ -9,9 +9,11 @@ Legend: n tokens of a micro-batch on one rank, t degree of the axis `tensor`; ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.trained_weights import adapter_parameters, local_target_sizes
@@ -80,18 +82,11 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     # Attention's logsumexp, the norms' scales.
     sums = FLOAT32_BYTES * local_tokens(w, c) * (w.heads / t + 2 / t)
     wide_kept = 4 if w.gated else 2  # SwiGLU: gate, up, silu(gate) and their product; else up and its activation
-    matrices = (w.attention_parameters + w.dense_feedforward_parameters) / t
-    adapters = FLOAT32_BYTES * adapter_parameters(w, c)
-    # Frozen matrices are kept as they are multiplied (parallel/frozen.py), all that learns in float32.
-    weights = (w.element_bytes if w.is_frozen else FLOAT32_BYTES) * matrices + adapters
-    trained = adapters if w.is_frozen else weights
-    table = FLOAT32_BYTES * w.embedding_parameters / t
-    learns = 0.0 * table if w.is_frozen else table
-    head = table / 2 if w.is_frozen and narrow and not w.tied else table
+    own = _weight_sizes(w, c)
     fully = (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))
     # Gathered weights are rounded already, and a deferred product rounds its weight for itself alone.
     deferred = c.schedule == SCHEDULES.index("zero-bubble")
-    rounded = np.where(fully | deferred | (not narrow), 0.0, trained / 2)
+    rounded = np.where(fully | deferred | (not narrow), 0.0, own["layer_trained"] / 2)
     # The streams before attention and before the feedforward; the normed inputs of their products; attention.
     whole = 2 * stream + 2 * product + attention + sums + wide_kept * wide
     whole = whole + number * w.adapter_rank * len(w.adapter_targets)  # between an adapter's two products
@@ -101,11 +96,9 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     kept = {"none": whole + rounded, "selective": whole + twice - stream - wide_kept / 2 * wide, "full": stream}
     layer = np.choose(c.recompute, [kept[way] for way in RECOMPUTE_MODES])
     none, selective, full = (c.recompute == RECOMPUTE_MODES.index(way) for way in RECOMPUTE_MODES)
+    recomputed = whole + np.where(selective, twice, 0.0)
     # A norm's result is in memory beside its rounded copy as long as the products run.
     unrounded = every / t if narrow else 0.0
-    split = np.where(fully, c.shard, 1)
-    sides = [w.adapter_rank * np.maximum(*both) for both in local_target_sizes(w, c)]
-    widest = np.maximum.reduce(sides) if sides else w.width * max(w.ffn, w.heads * w.head_width) / t
     return TensorSizes(
         stream=stream,
         product=product,
@@ -117,29 +110,47 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
         # `gathered`: a product's result before the ranks' addends are summed.
         forward=np.where(full, 2 * product + (wide_kept - 1) * wide, (product if narrow else stream) + 2 * gathered)
         + unrounded,
-        backward=stream
-        + gathered
-        + wide_kept / 2 * wide
-        + whole
-        + rounded
-        - layer
-        + product * narrow
-        + np.where(selective, twice, 0.0),
+        backward=stream + gathered + wide_kept / 2 * wide + recomputed + rounded - layer + product * narrow,
         scores=_scores(w, t, local_tokens(w, c)),
-        # Of the head its rounded copy, unless it is kept so, and, where it learns, the rounded gradient of a piece.
-        loss_copies=(product + np.where(fully & w.is_frozen, 0.0, head - table / 2) + learns / 2) * narrow,
+        loss_copies=(product + _head_copies(w, own, fully)) * narrow,
         rounded_once=np.where(none, 0.0, rounded),
-        table=learns,
-        table_weights=table,
-        head_weights=head,
-        widest=(FLOAT32_BYTES + w.element_bytes * narrow) * widest,
-        fresh_layer=np.where(fully, trained * (1 + w.element_bytes / FLOAT32_BYTES), 0.0),
-        layer_gradients=trained / split,
-        table_gradients=learns / split,
-        layer_trained=trained,
-        layer_weights=weights,
-        gathered_weights=w.element_bytes * (matrices + adapter_parameters(w, c)),
+        **own,
     )
+
+
+def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
+    """Bytes of weights and their gradients on one rank, by the names of TensorSizes' fields."""
+    t, narrow = c.tensor, w.element_bytes < FLOAT32_BYTES
+    matrices = (w.attention_parameters + w.dense_feedforward_parameters) / t
+    adapters = FLOAT32_BYTES * adapter_parameters(w, c)
+    # Frozen matrices are kept as they are multiplied (parallel/frozen.py), all that learns in float32.
+    weights = (w.element_bytes if w.is_frozen else FLOAT32_BYTES) * matrices + adapters
+    trained = adapters if w.is_frozen else weights
+    table = FLOAT32_BYTES * w.embedding_parameters / t
+    learns = 0.0 * table if w.is_frozen else table
+    fully = (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))
+    split = np.where(fully, c.shard, 1)
+    sides = [w.adapter_rank * np.maximum(*both) for both in local_target_sizes(w, c)]
+    widest = np.maximum.reduce(sides) if sides else w.width * max(w.ffn, w.heads * w.head_width) / t
+    return {
+        "table": learns,
+        "table_weights": table,
+        "head_weights": table / 2 if w.is_frozen and narrow and not w.tied else table,
+        "widest": (FLOAT32_BYTES + w.element_bytes * narrow) * widest,
+        "fresh_layer": np.where(fully, trained * (1 + w.element_bytes / FLOAT32_BYTES), 0.0),
+        "layer_gradients": trained / split,
+        "table_gradients": learns / split,
+        "layer_trained": trained,
+        "layer_weights": weights,
+        "gathered_weights": w.element_bytes * (matrices + adapter_parameters(w, c)),
+    }
+
+
+def _head_copies(w: Workload, own: Mapping[str, Reals], fully: NDArray[np.bool_]) -> Reals:
+    """Bytes of the head's rounded copy, unless it is kept so, and where it learns of the rounded gradient of a
+    piece."""
+    rounded = own["head_weights"] - own["table_weights"] / 2
+    return np.where(fully & w.is_frozen, 0.0, rounded) + own["table"] / 2
 
 
 def _scores(w: Workload, t: Counts, tokens: Reals) -> Reals:

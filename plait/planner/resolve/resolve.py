@@ -64,8 +64,7 @@ def draft(
     begun: Plan | None = None,
     worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]] = worker_layouts,
 ) -> Draft:
-    """Everything that can be decided before a step is timed; of a `begun` run the job is its plan's, and only the
-    layout is open. Raises PlaitError for what cannot work."""
+    """Everything but what waits for timed steps; a `begun` run's job is its plan's. Raises PlaitError."""
     request = request_of(config, corpus, resources := with_named_workers(config, resources), begun)
     layouts = worth_measuring(request)
     if rate := None if begun else forecast_rate(request, resources, layouts):
