@@ -22,6 +22,7 @@ from plait.command_line.arguments import (
     Recipe,
     RecipeIfAny,
     SecretFile,
+    ShownSamples,
     Texts,
     Version,
 )
@@ -134,11 +135,12 @@ def data(
     recipe: Recipe,
     overrides: Overrides = None,
     balance: BalanceRanks = None,
+    show: ShownSamples = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
     from plait.commands.data import prepare_text
 
-    prepare_text(recipe, overrides or [], balance_ranks=balance, screen=_screen())
+    prepare_text(recipe, overrides or [], balance_ranks=balance, show=show or 0, screen=_screen())
 
 
 @app.command()

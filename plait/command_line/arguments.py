@@ -81,6 +81,9 @@ LayoutsToProve = Annotated[
 BalanceRanks = Annotated[
     int | None, typer.Option("--balance", help="Also show how a step's documents divide among ranks.", min=2)
 ]
+ShownSamples = Annotated[
+    int | None, typer.Option("--show", help="Also show so many samples, and what of them is learnt.", min=1, max=1000)
+]
 TopP = Annotated[
     float,
     typer.Option(
@@ -91,5 +94,6 @@ Temperature = Annotated[float, typer.Option(callback=_finite_temperature, help="
 Questions = Annotated[
     Path | None, typer.Option("--choices", help="Multiple-choice questions to ask instead (JSON lines).")
 ]
+TextField = Annotated[str | None, typer.Option("--field", help="Column that holds the text, or the messages.")]
 WindowTokens = Annotated[int | None, typer.Option("--sequence", help="Tokens of a window.", min=2)]
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
