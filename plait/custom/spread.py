@@ -1,0 +1,114 @@
+"""`plait.spread`: from a person's models and optimizers to a run on all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypedDict, Unpack
+
+from torch import nn
+from torch.optim import Optimizer
+
+from plait.custom.cutting import BatchCut
+from plait.custom.group import find_workers
+from plait.custom.layouts import RequestedLayout, choose_layout
+from plait.custom.likeness import workers_are_alike
+from plait.custom.program import LossSum, Program, ProgramPrecision, check_program
+from plait.custom.run import SpreadRun
+from plait.custom.seeds import seed_everything, seed_from
+from plait.custom.strands.choose import make_strands
+from plait.custom.strands.copies import skeletons_of
+from plait.custom.strands.description import StrandChoices
+from plait.custom.strands.first_weights import share_first_weights
+from plait.errors import PlaitError
+
+RequestedPrecision = Literal["auto", "float32", "bf16"]
+
+
+class SpreadOptions(TypedDict, total=False):
+    """What else `plait.spread` takes."""
+
+    schedulers: Sequence[Any]
+    """Learning-rate schedulers, stepped after each step and saved."""
+    transfer: Literal["float32", "bf16"]
+    """In what numbers gradients travel: as they are, or rounded to half the bytes."""
+    bucket_mib: float
+    """Gradients that travel together, in MiB."""
+    units: Sequence[str]
+    """Names of the modules that are gathered as one where parameters are sharded, in place of ModuleLists' members."""
+    recompute: Literal["none", "full"]
+    """"full": units keep only their inputs for the backward pass, and run a second time in it."""
+    cut: BatchCut
+    """How batches of a kind of their own are cut."""
+
+
+def spread(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    loss_sum: LossSum | Sequence[LossSum],
+    layout: RequestedLayout = "auto",
+    clip: float | None = None,
+    accumulate: int = 1,
+    precision: RequestedPrecision = "auto",
+    seed: int = 0,
+    **options: Unpack[SpreadOptions],
+) -> SpreadRun:
+    """Train any module on all workers that this program was started on, with the numbers of one process.
+
+    `loss_sum(model, batch)` returns the sum of the losses of what it counts, and their count. Of several models give
+    tuples, with one loss for each optimizer. `clip` is the largest length of the whole gradient, `accumulate` the parts
+    in which a worker computes its share. "auto" precision is the modules' own numbers, "bf16" torch's autocast. `seed`
+    gives the order of data and what is random in steps, and seeds torch, numpy and random here. Every worker must call
+    it; blocks until all are here. Raises PlaitError in one sentence.
+    """
+    if unknown := sorted(set(options) - set(SpreadOptions.__annotations__)):
+        raise PlaitError(f"plait.spread has no option {unknown[0]}; it has {', '.join(SpreadOptions.__annotations__)}")
+    if precision not in ("auto", "float32", "bf16"):
+        raise PlaitError(f'precision = "{precision}" is unknown; choose "auto", "float32" or "bf16"')
+    program = Program(
+        models=_tuple(model),
+        optimizers=_tuple(optimizer),
+        losses=_tuple(loss_sum),
+        schedulers=tuple(options.get("schedulers", ())),
+        single=not isinstance(model, tuple | list),
+        clip=clip,
+        accumulate=accumulate,
+        precision=_precision(precision),
+        seed=seed,
+    )
+    check_program(program)
+    workers = find_workers()
+    for one in program.models:
+        one.to(workers.device)
+    share_first_weights(program, workers)
+    chosen, reason = choose_layout(layout, program, workers)
+    if workers.size > 1:
+        workers.say(f'{workers.size} workers, layout "{chosen}": {reason}')
+    if chosen == "shard parameters" and workers.size > 1:
+        program = replace(program, skeletons=skeletons_of(program))
+    strands = make_strands(program, workers, chosen, _choices(options))
+    seed_everything(seed_from("program", seed))
+    alike = "alike" if workers_are_alike(workers) else "unlike"
+    return SpreadRun(program, strands, workers, chosen, cut=options.get("cut"), alike=alike)
+
+
+def _tuple(given: Any) -> tuple[Any, ...]:
+    """One or several, as a tuple; an nn.Sequential is one model."""
+    return tuple(given) if isinstance(given, tuple | list) else (given,)
+
+
+def _precision(requested: RequestedPrecision) -> ProgramPrecision:
+    return "float32" if requested == "auto" else requested
+
+
+def _choices(options: SpreadOptions) -> StrandChoices:
+    mib = options.get("bucket_mib", 8.0)
+    if not mib > 0:
+        raise PlaitError(f"bucket_mib = {mib}; give a positive number of MiB")
+    return StrandChoices(
+        transfer=options.get("transfer", "float32"),
+        bucket_bytes=int(mib * 2**20),
+        units=tuple(options["units"]) if "units" in options else "auto",
+        recompute=options.get("recompute", "none"),
+    )
