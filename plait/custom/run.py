@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -13,16 +11,9 @@ from torch import Tensor
 
 from plait.custom.cutting import BatchCut, batch_parts
 from plait.custom.data.batches import BatchPlace, BatchRequest, LastBatch, Order, OwnBatches, own_batches
+from plait.custom.data.measured_shares import ShareMeter
 from plait.custom.data.moving import on_device
-from plait.custom.data.shares import (
-    AHEAD,
-    FIRST_MEASURED,
-    LAST_MEASURED,
-    Shares,
-    ShareTable,
-    check_shares,
-    shares_by_speed,
-)
+from plait.custom.data.shares import Shares, ShareTable
 from plait.custom.data.sources import Collate
 from plait.custom.group import Workers
 from plait.custom.program import Program
@@ -54,11 +45,9 @@ class SpreadRun:
         self._places: list[BatchPlace] = []
         self._calls = 0
         self._active: list[OwnBatches] = []
-        self._shares: tuple[float, ...] = (1.0,) * workers.size
-        self._alike, self._measures = alike, False
-        self._own_seconds: list[float] = []
+        self._meter = ShareMeter(workers, alike)
         self._rate = RateRule()
-        self._wait_s, self._began_s = 0.0, time.perf_counter()
+        self._wait_s = 0.0
 
     @property
     def rank(self) -> int:
@@ -88,7 +77,7 @@ class SpreadRun:
     @property
     def shares(self) -> tuple[float, ...]:
         """Each worker's part of a batch, as decided last."""
-        return self._shares
+        return self._meter.shares
 
     @property
     def data_wait_s(self) -> float:
@@ -115,8 +104,7 @@ class SpreadRun:
         sentence.
         """
         size = self._batch_size(batch, batch_per_worker, epochs)
-        check_shares(shares, self.workers)
-        self._choose_shares(shares)
+        self._meter.choose(shares)
         number, self._calls = self._calls, self._calls + 1
         if number == len(self._places):
             self._places.append(BatchPlace())
@@ -125,7 +113,7 @@ class SpreadRun:
             seed=self._program.seed, number=number,
         )  # fmt: skip
         table = ShareTable(self.workers)
-        table.set(0, self._shares)
+        table.set(0, self._meter.shares)
         own = own_batches(data, request, table, self.rank, self._places[number])
         if batch_per_worker is not None:
             self._grow_rate(batch_per_worker, own.steps_per_epoch)
@@ -139,12 +127,8 @@ class SpreadRun:
         """
         if self._steps_here == 0:
             self._check_losses(batch)
-        measuring = self._measures and FIRST_MEASURED <= self._steps_here < LAST_MEASURED
-        place = StepPlace(
-            step=self._steps,
-            batch=sum(place.given for place in self._places),
-            clock="timed" if measuring else "untimed",
-        )
+        clock = self._meter.clock(self._steps_here)
+        place = StepPlace(step=self._steps, batch=sum(place.given for place in self._places), clock=clock)
         micros = batch_parts(batch, self._program.accumulate, self._cut)
         means, own_s = [], 0.0
         for index in range(len(self._program.losses)):
@@ -156,14 +140,19 @@ class SpreadRun:
         self._steps, self._steps_here = self._steps + 1, self._steps_here + 1
         for done in self._places:
             done.used = done.given
-        if measuring:
-            self._measure(own_s)
+        if clock == "timed":
+            self._meter.note(own_s, self._active)
         return means[0] if len(means) == 1 else torch.stack(means)
 
     def gradients(self, *, loss: int = 0) -> dict[str, Tensor]:
         """The last step's whole gradient of a loss's mean, by parameter, after clipping; parameters that nobody's
         backward reached are not in it. Every worker must call it; blocks where weights are cut."""
         return self._strands.full_gradients(loss)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter whole, by its name. Every worker must call it; blocks where weights are cut."""
+        self._strands.settle()
+        return self._strands.full_weights()
 
     def evaluate(self, data: Any, *, batch: int = 256, loss: int = 0) -> Tensor:
         """The exact mean of a loss over all of the data, in the models' evaluation mode: 0-dim, float64, the same on
@@ -173,7 +162,8 @@ class SpreadRun:
     def save(self, folder: str | Path) -> None:
         """Save all that a resume needs to `folder`, whole or not at all. Every worker must call it; blocks."""
         places = [[place.used, place.ended] for place in self._places]
-        progress = {"places": places, "shares": list(self._shares), "measured": self._measures}
+        decided = "undecided" if self._meter.undecided else "decided"
+        progress = {"places": places, "shares": list(self._meter.shares), "decided": decided}
         save_program(Path(folder), self._program, self._strands, self._workers, self._steps, progress)
 
     def resume(self, folder: str | Path) -> None:
@@ -187,8 +177,7 @@ class SpreadRun:
         self._steps, progress = int(found["steps"]), found["progress"]
         self._places = [BatchPlace(given=used, used=used, ended=ended) for used, ended in progress["places"]]
         if found["workers"] == self.workers:
-            self._shares = tuple(progress["shares"])
-            self._alike = "alike" if progress["measured"] else self._alike  # decided before
+            self._meter.resume(progress["shares"], progress["decided"])
 
     def _each(self, own: OwnBatches) -> Iterator[Any]:
         self._active.append(own)
@@ -213,14 +202,6 @@ class SpreadRun:
             )
         return batch_per_worker * self.workers if batch_per_worker is not None else batch
 
-    def _choose_shares(self, shares: Shares) -> None:
-        if not isinstance(shares, str):
-            self._shares, self._measures = tuple(shares), False
-        elif shares == "equal":
-            self._shares, self._measures = (1.0,) * self.workers, False
-        else:
-            self._measures = self.workers > 1 and (shares == "measured" or self._alike == "unlike")
-
     def _grow_rate(self, batch: int, steps_per_epoch: int | None) -> None:
         rule = goyal_rule(self.workers, steps_per_epoch)
         if rule != self._rate and self.workers > 1:
@@ -239,27 +220,3 @@ class SpreadRun:
             self._strands.settle()
             for index in range(len(self._program.losses)):
                 check_additive(self._program, index, batch, self._cut)
-
-    def _measure(self, own_s: float) -> None:
-        self._own_seconds.append(own_s)
-        if len(self._own_seconds) < LAST_MEASURED - FIRST_MEASURED:
-            return
-        own = torch.tensor([median(self._own_seconds)], dtype=torch.float64)
-        seconds = [float(one) for one in self._workers.sums.gather(own)]
-        self._measures, self._own_seconds = False, []
-        found = shares_by_speed(seconds, self._shares)
-        times = ", ".join(f"{second * 1000:.3g}" for second in seconds)
-        if found is None:
-            self._workers.say(f"shares stay: the workers need {times} ms for their parts of a step")
-            return
-        self._shares = found
-        for one in self._active:
-            one.shares.set(one.place.given + AHEAD, found)
-        parts = ", ".join(f"worker {rank} {share:.1%}" for rank, share in enumerate(found))
-        self._workers.say(
-            f"shares by measured speed: {parts} (they needed {times} ms for parts of {_percent(seconds)} %)"
-        )
-
-
-def _percent(seconds: Sequence[float]) -> str:
-    return f"{100 / len(seconds):.3g}"
