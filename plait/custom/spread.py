@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plait.custom.cutting import BatchCut
-from plait.custom.group import find_workers
+from plait.custom.group import Workers, find_workers
 from plait.custom.layouts import RequestedLayout, choose_layout
 from plait.custom.likeness import workers_are_alike
 from plait.custom.program import LossSum, Program, ProgramPrecision, check_program
@@ -22,6 +22,7 @@ from plait.custom.strands.description import StrandChoices
 from plait.custom.strands.first_weights import share_first_weights
 from plait.errors import PlaitError
 
+DEFAULT_BUCKET_MIB = 8.0
 RequestedPrecision = Literal["auto", "float32", "bf16"]
 
 
@@ -32,8 +33,9 @@ class SpreadOptions(TypedDict, total=False):
     """Learning-rate schedulers, stepped after each step and saved."""
     transfer: Literal["float32", "bf16"]
     """In what numbers gradients travel: as they are, or rounded to half the bytes."""
-    bucket_mib: float
-    """Gradients that travel together, in MiB."""
+    bucket_mib: float | Literal["auto"]
+    """Gradients that travel together, in MiB: 8 if left out. "auto" measures the link; sums of three workers or more are
+    the same to the bit only with equal buckets."""
     units: Sequence[str]
     """Names of the modules that are gathered as one where parameters are sharded, in place of ModuleLists' members."""
     recompute: Literal["none", "full"]
@@ -50,7 +52,8 @@ def spread(
     layout: RequestedLayout = "auto",
     clip: float | None = None,
     accumulate: int = 1,
-    precision: RequestedPrecision = "auto",
+    precision: DEFAULT_BUCKET_MIB = 8.0
+RequestedPrecision = "auto",
     seed: int = 0,
     **options: Unpack[SpreadOptions],
 ) -> SpreadRun:
@@ -87,7 +90,7 @@ def spread(
         workers.say(f'{workers.size} workers, layout "{chosen}": {reason}')
     if chosen == "shard parameters" and workers.size > 1:
         program = replace(program, skeletons=skeletons_of(program))
-    strands = make_strands(program, workers, chosen, _choices(options))
+    strands = make_strands(program, workers, chosen, _choices(options, program, workers))
     seed_everything(seed_from("program", seed))
     alike = "alike" if workers_are_alike(workers) else "unlike"
     return SpreadRun(program, strands, workers, chosen, cut=options.get("cut"), alike=alike)
@@ -102,13 +105,28 @@ def _precision(requested: RequestedPrecision) -> ProgramPrecision:
     return "float32" if requested == "auto" else requested
 
 
-def _choices(options: SpreadOptions) -> StrandChoices:
-    mib = options.get("bucket_mib", 8.0)
-    if not mib > 0:
-        raise PlaitError(f"bucket_mib = {mib}; give a positive number of MiB")
+def _choices(options: SpreadOptions, program: Program, workers: Workers) -> StrandChoices:
+    transfer, recompute = options.get("transfer", "float32"), options.get("recompute", "none")
+    if transfer not in ("float32", "bf16"):
+        raise PlaitError(f'transfer = "{transfer}" is unknown; choose "float32" or "bf16"')
+    if recompute not in ("none", "full"):
+        raise PlaitError(f'recompute = "{recompute}" is unknown; choose "none" or "full"')
     return StrandChoices(
-        transfer=options.get("transfer", "float32"),
-        bucket_bytes=int(mib * 2**20),
+        transfer=transfer,
+        bucket_bytes=_bucket_bytes(options.get("bucket_mib", DEFAULT_BUCKET_MIB), program, workers),
         units=tuple(options["units"]) if "units" in options else "auto",
-        recompute=options.get("recompute", "none"),
+        recompute=recompute,
     )
+
+
+def _bucket_bytes(mib: float | Literal["auto"], program: Program, workers: Workers) -> int:
+    if isinstance(mib, str) and mib != "auto" or not isinstance(mib, str) and not mib > 0:
+        raise PlaitError(f'bucket_mib = {mib}; give a positive number of MiB, or "auto"')
+    if not isinstance(mib, str):
+        return int(mib * 2**20)
+    if workers.size == 1:
+        return int(DEFAULT_BUCKET_MIB * 2**20)
+    from plait.custom.strands.bucket_size import measured_bucket_bytes
+
+    trained = [program.trained_by(index) for index in range(len(program.optimizers))]
+    return measured_bucket_bytes(workers, sum(p.nbytes for some in trained for p in some.values()))
