@@ -34,8 +34,8 @@ class SpreadOptions(TypedDict, total=False):
     transfer: Literal["float32", "bf16"]
     """In what numbers gradients travel: as they are, or rounded to half the bytes."""
     bucket_mib: float | Literal["auto"]
-    """Gradients that travel together, in MiB: 8 if left out. "auto" measures the link; sums of three workers or more are
-    the same to the bit only with equal buckets."""
+    """Gradients that travel together, in MiB: 8 if left out. "auto" measures the link; sums of three workers or more
+    are the same to the bit only with equal buckets."""
     units: Sequence[str]
     """Names of the modules that are gathered as one where parameters are sharded, in place of ModuleLists' members."""
     recompute: Literal["none", "full"]
@@ -52,8 +52,7 @@ def spread(
     layout: RequestedLayout = "auto",
     clip: float | None = None,
     accumulate: int = 1,
-    precision: DEFAULT_BUCKET_MIB = 8.0
-RequestedPrecision = "auto",
+    precision: RequestedPrecision = "auto",
     seed: int = 0,
     **options: Unpack[SpreadOptions],
 ) -> SpreadRun:
@@ -120,7 +119,7 @@ def _choices(options: SpreadOptions, program: Program, workers: Workers) -> Stra
 
 
 def _bucket_bytes(mib: float | Literal["auto"], program: Program, workers: Workers) -> int:
-    if isinstance(mib, str) and mib != "auto" or not isinstance(mib, str) and not mib > 0:
+    if (isinstance(mib, str) and mib != "auto") or (not isinstance(mib, str) and not mib > 0):
         raise PlaitError(f'bucket_mib = {mib}; give a positive number of MiB, or "auto"')
     if not isinstance(mib, str):
         return int(mib * 2**20)

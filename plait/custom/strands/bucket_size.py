@@ -1,4 +1,5 @@
-"""How much travels together, from a measurement of the link: large enough that the start of a sum costs little of it."""
+"""How much travels together, from a measurement of the link: large enough that the start of a sum costs little of
+it."""
 
 from __future__ import annotations
 
