@@ -185,6 +185,7 @@ class SpreadRun:
             for batch in own:
                 yield on_device(batch, self.device)
         finally:
+            own.place.ended = True  # also where the program breaks its loop: a resume does not go on with it
             self._active.remove(own)
             self._wait_s += own.maker.wait_s
 

@@ -18,13 +18,12 @@ def seed_everything(seed: int) -> None:
     """Seed torch (all devices), and Python's and numpy's own generators where a program may use them."""
     torch.manual_seed(seed)
     random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed(seed % 2**32)
 
 
 def generator_states() -> tuple[object, ...]:
     """What the generators of this process's processor have come to, to see whether somebody drew from them."""
-    numpy = sys.modules.get("numpy")
-    drawn = tuple(map(bytes, [numpy.random.get_state()[1].tobytes()])) if numpy else ()
-    position = numpy.random.get_state()[2] if numpy else 0
-    return bytes(torch.get_rng_state().numpy()), random.getstate(), drawn, position
+    numpy_random = sys.modules.get("numpy.random")
+    state = numpy_random.get_state() if numpy_random else (0, b"", 0)
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), bytes(state[1]), state[2]

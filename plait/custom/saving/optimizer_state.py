@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 from plait.custom.exchange import DTYPES, gather_json, sum_of_bits
 from plait.custom.group import Workers
 from plait.custom.saving.tree import from_plain, to_plain
-from plait.custom.strands.description import HeldPiece
+from plait.custom.strands.description import HeldPiece, Strands
 from plait.errors import PlaitError
 
 WeightSizes = Mapping[str, torch.Size]
 
 
 def collect_optimizer(
-    optimizer: Optimizer, pieces: Sequence[HeldPiece], shapes: WeightSizes, workers: Workers
+    optimizer: Optimizer, strands: Strands, index: int, shapes: WeightSizes, workers: Workers
 ) -> tuple[Any, dict[str, Tensor]]:
     """The optimizer's settings and its state of every weight, as JSON and named tensors, whole on the first worker.
 
@@ -30,7 +30,8 @@ def collect_optimizer(
         to_plain({key: value for key, value in group.items() if key != "params"}, f"group/{number}", tensors)
         for number, group in enumerate(optimizer.param_groups)
     ]
-    if all(_is_whole(piece, shapes) for piece in pieces) and workers_have_all(pieces, shapes):
+    pieces = strands.pieces(index)
+    if strands.form == "whole":
         state = {
             piece.name: to_plain(dict(optimizer.state[piece.parameter]), piece.name, tensors)
             for piece in pieces
@@ -39,15 +40,6 @@ def collect_optimizer(
     else:
         state = _collect_cut(optimizer, pieces, shapes, workers, tensors)
     return {"groups": groups, "state": state}, tensors
-
-
-def workers_have_all(pieces: Sequence[HeldPiece], shapes: WeightSizes) -> bool:
-    """Whether this worker holds every weight."""
-    return {piece.name for piece in pieces} == set(shapes)
-
-
-def _is_whole(piece: HeldPiece, shapes: WeightSizes) -> bool:
-    return piece.parameter.numel() == shapes[piece.name].numel()
 
 
 def _collect_cut(

@@ -33,7 +33,7 @@ def save_program(
     optimizers = []
     for index, optimizer in enumerate(program.optimizers):
         shapes = {name: _whole_shape(p) for name, p in program.trained_by(index).items()}
-        plain, tensors = collect_optimizer(optimizer, strands.pieces(index), shapes, workers)
+        plain, tensors = collect_optimizer(optimizer, strands, index, shapes, workers)
         optimizers.append(plain)
         files[f"optimizer-{index}"] = tensors
     scheduler_tensors: dict[str, Tensor] = {}

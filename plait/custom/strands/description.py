@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor, nn
 
 from plait.errors import PlaitError
-from plait.parallel.comm.reduction import Transfer
+
+if TYPE_CHECKING:  # one process needs none of torch.distributed
+    from plait.parallel.comm.reduction import Transfer
 
 CustomLayout = Literal["replicate", "shard optimizer", "shard parameters"]
 """How the weights of a person's modules lie over the workers."""
+
+
+StrandForm = Literal["whole", "cut"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,9 @@ class Strands(Protocol):
     Every worker calls the same methods in the same order. After `close` each parameter of an optimizer has as .grad the
     global sum of its numbers, or None where no worker's backward reached it.
     """
+
+    form: StrandForm
+    """Whether each worker's optimizer updates whole weights or parts of them."""
 
     def open(self, index: int) -> None:
         """Begin a step of this loss: no gradient yet."""

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from plait.custom.program import Program
-from plait.custom.strands.description import HeldPiece
+from plait.custom.strands.description import HeldPiece, StrandForm
 
 
 class LocalStrands:
     """The strands of a program in one process; no torch.distributed, no copies."""
+
+    form: StrandForm = "whole"
 
     def __init__(self, program: Program) -> None:
         self._program = program

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.strands.arrivals import Arrivals
-from plait.custom.strands.description import HeldPiece, StrandChoices
+from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm
 from plait.custom.strands.local import squares_of, whole_pieces
 from plait.parallel.gradients.buckets import SharedWeight
 from plait.parallel.gradients.reduce import GradientReducer
@@ -19,6 +19,8 @@ from plait.partition.boxes import whole_box
 
 class ReplicatedStrands:
     """The strands of layout "replicate"."""
+
+    form: StrandForm = "whole"
 
     def __init__(self, program: Program, workers: Workers, choices: StrandChoices) -> None:
         self._program = program

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.strands.arrivals import Arrivals
-from plait.custom.strands.description import HeldPiece, StrandChoices, require_elementwise
+from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm, require_elementwise
 from plait.custom.strands.local import squares_of
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces, whole_of
 from plait.custom.strands.replicated import shared_weight
@@ -22,6 +22,8 @@ from plait.parallel.sharded_model import OptimizerUnit
 
 class ShardedOptimizerStrands:
     """The strands of layout "shard optimizer"."""
+
+    form: StrandForm = "cut"
 
     def __init__(self, program: Program, workers: Workers, choices: StrandChoices) -> None:
         for optimizer in program.optimizers:

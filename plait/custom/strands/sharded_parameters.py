@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from plait.checked_json import one_line
 from plait.custom.group import Workers
 from plait.custom.program import Program
-from plait.custom.strands.description import HeldPiece, StrandChoices, require_elementwise
+from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm, require_elementwise
 from plait.custom.strands.local import squares_of
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces, whole_of
 from plait.custom.strands.units import check_shared, find_units, units_text
@@ -25,6 +25,8 @@ from plait.parallel.comm.split_reduction import SpreadWeights, SwapGradients
 class ShardedParameterStrands:
     """The strands of layout "shard parameters"; the models' parameters become DTensors, whose rows optimizers
     update."""
+
+    form: StrandForm = "cut"
 
     def __init__(self, program: Program, workers: Workers, choices: StrandChoices) -> None:
         if len(program.optimizers) > 1:
