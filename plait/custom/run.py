@@ -13,7 +13,7 @@ from plait.custom.cutting import BatchCut, batch_parts
 from plait.custom.data.batches import BatchPlace, BatchRequest, LastBatch, Order, OwnBatches, own_batches
 from plait.custom.data.measured_shares import ShareMeter
 from plait.custom.data.moving import on_device
-from plait.custom.data.shares import Shares, ShareTable
+from plait.custom.data.shares import ShareTable, WorkerShares
 from plait.custom.data.sources import Collate
 from plait.custom.group import Workers
 from plait.custom.program import Program
@@ -40,7 +40,8 @@ class SpreadRun:
         cut: BatchCut | None,
         alike: Literal["alike", "unlike"],
     ) -> None:
-        self._program, self._strands, self._workers, self._layout, self._cut = program, strands, workers, layout, cut
+        self._program, self._strands, self._workers, self._cut = program, strands, workers, cut
+        self._layout: CustomLayout = layout
         self._steps = self._steps_here = 0
         self._places: list[BatchPlace] = []
         self._calls = 0
@@ -90,7 +91,7 @@ class SpreadRun:
         *,
         batch: int | None = None,
         batch_per_worker: int | None = None,
-        shares: Shares = "auto",
+        shares: WorkerShares = "auto",
         epochs: int = 1,
         order: Order = "auto",
         last: LastBatch = "drop",
