@@ -22,6 +22,7 @@ from plait.custom.stepping.additive import check_additive, examples_to_check
 from plait.custom.stepping.evaluate import evaluate_mean
 from plait.custom.stepping.gradients import StepPlace, sum_gradients
 from plait.custom.stepping.rate import RateRule, goyal_rule
+from plait.custom.stepping.unchanged import ModelWatch
 from plait.custom.stepping.update import update_weights
 from plait.custom.strands.description import CustomLayout, Strands
 from plait.errors import PlaitError
@@ -47,7 +48,7 @@ class SpreadRun:
         self._calls = 0
         self._active: list[OwnBatches] = []
         self._meter = ShareMeter(workers, alike)
-        self._rate = RateRule()
+        self._rate, self._watch = RateRule(), ModelWatch(program)
         self._wait_s = 0.0
 
     @property
@@ -128,6 +129,7 @@ class SpreadRun:
         """
         if self._steps_here == 0:
             self._check_losses(batch)
+        self._watch.look(self._strands, self._steps_here)
         clock = self._meter.clock(self._steps_here)
         place = StepPlace(step=self._steps, batch=sum(place.given for place in self._places), clock=clock)
         micros = batch_parts(batch, self._program.accumulate, self._cut)
