@@ -37,18 +37,12 @@ INNER_FLOORS = {
                  "programs": 3,
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
                  "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4, "answering": 5},
-<<<<<<< HEAD
-    "data": {"choices": 0, "documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2,
-             "conversations": 2, "index": 3, "shards": 4, "preparation": 5, "balance": 5, "integrity": 5, "order": 5,
-             "packing": 5, "rows": 5, "samples": 6, "loader": 7},
-=======
     "custom": {"variables": 0, "lone_sums": 0, "seeds": 0, "cutting": 0, "group": 1, "program": 1, "exchange": 2,
                "collectives": 2, "likeness": 2, "data": 2, "strands": 3, "layouts": 4, "exact_norm": 3, "stepping": 4,
                "saving": 4, "verifying": 5, "planning": 6, "run": 7, "spread": 8, "worker": 9},
-    "data": {"choices": 0, "documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2, "index": 3,
-             "shards": 4, "preparation": 5, "balance": 5, "integrity": 5, "order": 5, "packing": 5, "rows": 5,
-             "loader": 6},
->>>>>>> spread
+    "data": {"choices": 0, "documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2,
+             "conversations": 2, "index": 3, "shards": 4, "preparation": 5, "balance": 5, "integrity": 5, "order": 5,
+             "packing": 5, "rows": 5, "samples": 6, "loader": 7},
     "launch": {"values": 0, "local": 1, "remote": 2},
     "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "materialize": 1,
                  "recompute": 1, "gradients": 1, "tensor": 1, "pipeline": 2, "sharding": 2, "replicate": 3, "apply": 4},
