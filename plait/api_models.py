@@ -42,11 +42,14 @@ def evaluate(
     *,
     sequence: int | None = None,
     choices: str | Path | None = None,
+    field: str | None = None,
     folder: Place = None,
 ) -> Evaluation:
     """The exact loss of a run, or of a model's folder, on its held-out text or on other files, in windows of `sequence`
-    tokens; or its answers to the multiple-choice questions of a JSON-lines file: the keys that `plait eval` prints."""
-    check_arguments(run=run, sequence=sequence, choices=choices)
+    tokens; or its answers to the multiple-choice questions of a JSON-lines file: the keys that `plait eval` prints.
+
+    `field` is the column of the files' text."""
+    check_arguments(run=run, sequence=sequence, choices=choices, field=field)
     paths = texts_of("files", files)
     from plait.commands.answering.choices import ask_choices
     from plait.commands.evaluate import evaluate as measure
@@ -54,7 +57,8 @@ def evaluate(
     with as_command():
         screen, working = screen_for("off"), named_folder(folder)
         if choices is None:
-            return measure(str(run), paths, sequence=sequence, screen=screen, working=working, given_as="files")
+            how = {"sequence": sequence, "field": field, "given_as": "files"}
+            return measure(str(run), paths, **how, screen=screen, working=working)
         if paths:
             raise PlaitError("files and choices are measured one at a time; leave one of them out")
         return ask_choices(str(run), Path(choices), sequence=sequence, screen=screen, working=working)

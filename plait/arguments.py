@@ -36,6 +36,7 @@ _WANTED: Mapping[str, _Wanted] = {
     "at": _TEXT,
     "choices": _OPTIONAL_PATH,
     "dtype": _Wanted(text='"float32", "bfloat16" or "float16"', types=(str,), words=("float32", "bfloat16", "float16")),
+    "field": _OPTIONAL_TEXT,
     "folder": _OPTIONAL_PATH,
     "form": _Wanted(text='"auto", "list" or "frame"', types=(str,), words=("auto", "list", "frame")),
     "hosts": _COUNT,

@@ -19,13 +19,16 @@ from plait.command_line.arguments import (
     MoreTexts,
     Overrides,
     Port,
+    ProgramOfHost,
     Recipe,
     RecipeIfAny,
     SecretFile,
+    ShownSamples,
     Texts,
     Version,
 )
 from plait.command_line.models import chat_command, evaluate, export_command, sample, screen_on
+from plait.command_line.programs import run_command
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
@@ -82,13 +85,14 @@ def train(
 
 @app.command()
 def join(
-    at: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address where plait train --hosts waits.")],
+    at: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address where plait train or run --hosts waits.")],
     secret_file: SecretFile = None,
+    program: ProgramOfHost = None,
 ) -> None:
     """Lend this machine to a run that another machine leads. The secret is read from PLAIT_SECRET or asked for."""
     from plait.commands.join import join
 
-    raise typer.Exit(EXIT_OF_SIGNAL[join(at, secret_file=secret_file, screen=_screen())])
+    raise typer.Exit(EXIT_OF_SIGNAL[join(at, secret_file=secret_file, program=program, screen=_screen())])
 
 
 @app.command()
@@ -134,11 +138,12 @@ def data(
     recipe: Recipe,
     overrides: Overrides = None,
     balance: BalanceRanks = None,
+    show: ShownSamples = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
     from plait.commands.data import prepare_text
 
-    prepare_text(recipe, overrides or [], balance_ranks=balance, screen=_screen())
+    prepare_text(recipe, overrides or [], balance_ranks=balance, show=show or 0, screen=_screen())
 
 
 @app.command()
@@ -210,6 +215,7 @@ app.command()(sample)
 app.command(name="eval")(evaluate)
 app.command(name="chat")(chat_command)
 app.command(name="export")(export_command)
+app.command(name="run")(run_command)
 
 
 def _screen() -> TerminalScreen:

@@ -64,6 +64,9 @@ HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, thi
 Address = Annotated[str | None, typer.Option("--address", help="Address at which other hosts reach this machine.")]
 Port = Annotated[int, typer.Option("--port", help="Port where they join; 0 takes a free one.", min=0, max=65535)]
 SecretFile = Annotated[Path | None, typer.Option("--secret-file", help="File with the hosts' secret, private to you.")]
+ProgramOfHost = Annotated[
+    Path | None, typer.Option("--program", help="Your copy of the program, where plait run waits for hosts.")
+]
 Texts = Annotated[
     list[str] | None,
     typer.Option("--text", metavar="FILE...", help="The texts; all of this folder's, if left out."),
@@ -81,6 +84,9 @@ LayoutsToProve = Annotated[
 BalanceRanks = Annotated[
     int | None, typer.Option("--balance", help="Also show how a step's documents divide among ranks.", min=2)
 ]
+ShownSamples = Annotated[
+    int | None, typer.Option("--show", help="Also show so many samples, and what of them is learnt.", min=1, max=1000)
+]
 TopP = Annotated[
     float,
     typer.Option(
@@ -91,5 +97,6 @@ Temperature = Annotated[float, typer.Option(callback=_finite_temperature, help="
 Questions = Annotated[
     Path | None, typer.Option("--choices", help="Multiple-choice questions to ask instead (JSON lines).")
 ]
+TextField = Annotated[str | None, typer.Option("--field", help="Column that holds the text, or the messages.")]
 WindowTokens = Annotated[int | None, typer.Option("--sequence", help="Tokens of a window.", min=2)]
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]

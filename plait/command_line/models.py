@@ -10,7 +10,16 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from plait.command_line.arguments import MoreTexts, OtherTexts, Questions, RunName, Temperature, TopP, WindowTokens
+from plait.command_line.arguments import (
+    MoreTexts,
+    OtherTexts,
+    Questions,
+    RunName,
+    Temperature,
+    TextField,
+    TopP,
+    WindowTokens,
+)
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.screen.terminal import TerminalScreen
@@ -46,6 +55,7 @@ def evaluate(
     more: MoreTexts = None,
     sequence: WindowTokens = None,
     choices: Questions = None,
+    field: TextField = None,
 ) -> None:
     """Measure the loss of a run or a model on text. Prints one line of JSON."""
     from plait.commands.answering.choices import ask_choices
@@ -56,10 +66,12 @@ def evaluate(
         raise PlaitError(f"{shlex.quote(more[0])} comes after the run; name text files with --files")
     if choices and texts:
         raise PlaitError("--files and --choices are measured one at a time; leave one of them out")
+    if field and not texts:
+        raise PlaitError("--field is the column of the files; name them with --files")
     if choices:
         found = ask_choices(run, choices, sequence=sequence, screen=screen)
     else:
-        found = evaluate(run, texts, sequence=sequence, screen=screen)
+        found = evaluate(run, texts, sequence=sequence, field=field, screen=screen)
     OptionalOutput(sys.stdout).write(f"{found}\n")
 
 

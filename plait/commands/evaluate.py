@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from plait.commands.models.opened_model import OpenedModel, TrainedBy, open_model
+from plait.commands.models.opened_model import OpenedModel, TrainedBy, open_model, template_folders
 from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.commands.preparing.base import is_model_source
 from plait.commands.preparing.corpus import data_request
@@ -50,12 +50,13 @@ def evaluate(
     files: Sequence[str],
     *,
     sequence: int | None = None,
+    field: str | None = None,
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
     given_as: str = "--files",
 ) -> Evaluation:
     """The loss of a run or of a model's folder, with windows of `sequence` tokens; raises PlaitError where nothing can
-    be measured. A folder's step is 0.
+    be measured. A folder's step is 0. `field` is the column of the files' text; None: that of the run's own text.
 
     `given_as` is what its caller calls the files, for sentences about them.
     """
@@ -66,8 +67,8 @@ def evaluate(
     opened = open_model(name, working, sequence)
     run = opened.run
     with TemporaryDirectory(prefix="plait-eval-") as cache, screen.progress() as show:
-        sources = tuple(Source(path, field=_usual_field(run), given_as=given_as) for path in files)
-        text = run.corpus if run and not files else _prepare_files(sources, opened, Path(cache), show)
+        sources = tuple(Source(path, field=field or _usual_field(run), given_as=given_as) for path in files)
+        text = run.corpus if run and not files else _prepare_files(sources, opened, working, Path(cache), show)
         total, tokens = _loss_and_tokens(opened, text, show)
     if not tokens:
         raise PlaitError(f"the text holds no token to predict; name a longer one with {given_as}")
@@ -99,13 +100,16 @@ def _usual_field(run: TrainedBy | None) -> str:
     return fields.pop() if len(fields) == 1 else "text"
 
 
-def _prepare_files(sources: tuple[Source, ...], opened: OpenedModel, cache: Path, show: ShowProgress) -> Corpus:
-    """Other text, all of it as held-out text, in the model's own tokens."""
+def _prepare_files(
+    sources: tuple[Source, ...], opened: OpenedModel, working: WorkingFolder, cache: Path, show: ShowProgress
+) -> Corpus:
+    """Other text or chats, all of it as held-out text, in the model's own tokens and by its own chat template."""
     request = DataRequest(
         sources=sources,
         tokenizer=str(opened.tokenizer_folder),
         vocabulary=None,
         holdout=0.0,
+        template_folders=tuple(template_folders(opened, working)),
     )
     other = open_corpus(prepare_corpus(request, cache, show))
     return replace(other, train=(), heldout=other.train, heldout_bytes=other.train_bytes)
@@ -118,8 +122,12 @@ def _loss_and_tokens(opened: OpenedModel, corpus: Corpus, show: ShowProgress) ->
     select_matmul_library(plan.matmul_backend if plan else "default")
     autocast = make_autocast(plan.precision if plan else "float32", device)
     _, evaluate_micros = make_runners(unsharded(model), autocast)
-    windows = heldout_micros(corpus, evaluation_windows(model.shape.sequence, plan, device))
-    loss_sum, tokens = evaluate_micros(_counted(windows, corpus.heldout_tokens, show)).tolist()
+    windows = evaluation_windows(model.shape.sequence, plan, device)
+    if corpus.layout == "whole":
+        windows = replace(windows, documents="mask")
+    overlong = opened.run.folder.saved_config().data.overlong if opened.run else "refuse"
+    micros = heldout_micros(corpus, windows, overlong)
+    loss_sum, tokens = evaluate_micros(_counted(micros, corpus.heldout_tokens, show)).tolist()
     return loss_sum, tokens
 
 

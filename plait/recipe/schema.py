@@ -94,7 +94,7 @@ class SourceSection(RecipeSection):
     weight: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """Share of this source in the mix; all or none of the sources have one."""
     field: str = "text"
-    """The field or column that holds the text in JSONL, Parquet and Hugging Face rows."""
+    """The field or column that holds the text, or the list of messages, in JSONL, Parquet and Hugging Face rows."""
 
 
 class DataSection(RecipeSection):
@@ -108,13 +108,17 @@ class DataSection(RecipeSection):
     """The part kept out of training for evaluation; 0 for none."""
     mask_documents: bool | Auto = "auto"
     """Keep attention inside a document."""
+    format: Literal["text", "chat", "prompt-completion"] | Auto = "auto"
+    """What files hold: text, chats ("messages"), or "prompt" and "completion"; "auto" tells it by the columns."""
+    overlong: Literal["refuse", "drop", "cut"] = "refuse"
+    """What becomes of a chat that is longer than a window: refused, left out, or cut at the window's end."""
 
 
 class TrainSection(RecipeSection):
     """[train]: how long, and in which batches."""
 
     budget: AmountText | Auto = "auto"
-    """How long: "10 minutes", "500 steps", "20M tokens"."""
+    """How long: "10 minutes", "500 steps", "20M tokens", "3 epochs"."""
     sequence: Annotated[int, Field(ge=2, le=1_000_000_000)] | Auto = "auto"
     """Tokens of a training window."""
     batch_tokens: TokenCount | Auto = "auto"

@@ -48,6 +48,8 @@ OTHER_VALUES = {
     "data.tokenizer": "gpt2",
     "data.holdout": "0.1",
     "data.mask_documents": "true",
+    "data.format": "chat",
+    "data.overlong": "drop",
     "train.budget": "200 steps",
     "train.sequence": "64",
     "train.batch_tokens": "65536",

@@ -14,6 +14,7 @@ from plait.cluster.requested_workers import chosen_gpus
 from plait.commands.planning.run_folder import run_folder
 from plait.commands.preparing.base import base_folder
 from plait.commands.preparing.corpus import data_request
+from plait.data.samples.sizes import CorpusSizes
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
@@ -26,6 +27,7 @@ from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recip
 from tests.planner.machines import LAPTOP, ONE_H100, corpus, planned
 
 FACTS = corpus(1_500_000, 1)
+EXAMPLES = CorpusSizes(examples=(((100, 10, 30), (40, 1, 50)),))
 SMALL = ModelShape(layers=1, width=8, heads=1, kv_heads=1, head_width=8, ffn=8, vocabulary=8, sequence=8)
 
 
@@ -54,6 +56,7 @@ def first_weights(config: RunConfig) -> list[float]:
 EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the plan": plan_of,
     "the data": data_request,
+    "the windows": lambda config: EXAMPLES.epoch_windows(64, config.data.overlong),
     "the folder": lambda config: run_folder(config.run.name),
     "the first weights": first_weights,
     "compiled layers": lambda config: compile_of(config, [ONE_H100], []),
@@ -69,6 +72,7 @@ ELSEWHERE = {
     "train.deterministic": "kernels of GPUs",
     "run.name": "the folder",
     "run.seed": "the first weights",
+    "data.overlong": "the windows",
     "data.": "the data",
 }
 NOT_JUST_THERE = {"data.mask_documents": "the plan"}

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 
-from plait.commands.answering.chat_template import ChatTemplate, find_template, token_text, tokenizer_settings
-from plait.commands.models.opened_model import OpenedModel, open_model
-from plait.commands.preparing.base import base_folder
+from plait.commands.models.opened_model import OpenedModel, open_model, template_folders
 from plait.commands.sample import decode_incrementally
+from plait.data.conversations.chat_template import ChatTemplate, find_template, token_text, tokenizer_settings
 from plait.errors import PlaitError, check_utf8
 from plait.trainer.generate import generate
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -88,20 +86,13 @@ def open_chat(
 ) -> Conversation:
     """A new conversation with a run's model or that of a folder; raises PlaitError where it has no chat template."""
     opened = open_model(name, working)
-    folders = _template_folders(opened, working)
-    template = find_template(folders)
-    if template is None:
+    folders = template_folders(opened, working)
+    found = find_template(folders)
+    if found is None:
         raise PlaitError(
             f"{name} has no chat template, so it was not trained to talk; let it go on with a text by plait sample, or "
             f"put its chat_template.jinja into {folders[0]}"
         )
     ends = [token_text(tokenizer_settings(folder), "eos_token") for folder in folders]
+    template = ChatTemplate(found, "today")
     return _TemplateConversation(opened, template, [end for end in ends if end], settings or AnswerSettings())
-
-
-def _template_folders(opened: OpenedModel, working: WorkingFolder) -> list[Path]:
-    """Where a model's template may be: a run's folder, the model that it began from, its tokenizer's folder."""
-    if opened.run is None:
-        return [opened.tokenizer_folder]
-    base = base_folder(opened.run.folder.saved_config(), working)
-    return [opened.run.folder.path, *([base] if base else []), opened.tokenizer_folder]

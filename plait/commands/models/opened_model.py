@@ -10,7 +10,7 @@ import torch
 from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.cluster.requested_workers import RequestedDevices
 from plait.commands.planning.run_folder import RunFolder, find_run
-from plait.commands.preparing.base import is_model_source, model_folder
+from plait.commands.preparing.base import base_folder, is_model_source, model_folder
 from plait.data.index import damaged
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
 from plait.data.shards import Corpus, open_corpus
@@ -87,6 +87,14 @@ def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | Non
         origin=found.path,
         run=TrainedBy(folder=folder, plan=plan, corpus=corpus, checkpoint=found),
     )
+
+
+def template_folders(opened: OpenedModel, working: WorkingFolder) -> list[Path]:
+    """Where a model's chat template may be: a run's folder, the model that it began from, its tokenizer's folder."""
+    if opened.run is None:
+        return [opened.tokenizer_folder]
+    base = base_folder(opened.run.folder.saved_config(), working)
+    return [opened.run.folder.path, *([base] if base else []), opened.tokenizer_folder]
 
 
 def _for_sequence(shape: ModelShape, sequence: int) -> ModelShape:

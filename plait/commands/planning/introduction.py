@@ -102,7 +102,7 @@ def _time_text(plan: Plan) -> str:
     """How long the run will take, by which knowledge, and until when it trains."""
     steps, budget = counted(plan.steps, "step"), plan.budget
     batch = format_count(plan.batch_tokens)
-    until = f"{budget} in {steps}" if budget.unit == "tokens" else f"{steps} of {batch} tokens"
+    until = f"{budget} in {steps}" if budget.unit in ("tokens", "epochs") else f"{steps} of {batch} tokens"
     asked = f", budget {budget}" if budget.unit == "seconds" else ""
     known = f"{left} ({'timed' if plan.step_s else 'forecast'}): " if (left := time_left_text(plan, 0)) else ""
     return f"{known}{until}{asked}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from plait.errors import PlaitError
 from plait.planner.derive import scaling_rules
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
 from plait.planner.plan import WARNING, OptimizerPlan
@@ -106,6 +107,10 @@ def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:
 def documents_mode(config: RunConfig, corpus: CorpusFacts, sequence: int, why: list[str]) -> Literal["mask", "join"]:
     """Whether attention stays inside documents ("mask") or crosses them within a window ("join")."""
     requested = config.data.mask_documents
+    if corpus.layout == "whole":
+        if requested is False:
+            raise PlaitError("examples never see each other; take data.mask_documents = false out")
+        return "mask"
     if requested != "auto":
         return "mask" if requested else "join"
     mean = corpus.train_tokens / max(1, corpus.documents)

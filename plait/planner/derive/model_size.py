@@ -7,11 +7,14 @@ from math import ceil
 from typing import Any, Literal
 
 from plait.cluster.topology import Machine
+from plait.data.index import SampleLayout
+from plait.data.samples.sizes import CorpusSizes, Overlong
 from plait.errors import PlaitError
 from plait.model.requested_size import named_size, parameters_of_size, shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
 from plait.planner.derive import scaling_rules
+from plait.planner.derive.sequence_length import example_sequence, stream_sequence
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
 
@@ -40,12 +43,22 @@ class CorpusFacts:
     heldout_tokens: int
     documents: int
     base: BaseFacts | None = None
+    layout: SampleLayout = "stream"
+    sizes: CorpusSizes | None = None
+    """How long the examples are; None where the text was not looked at."""
 
     def __str__(self) -> str:
         """One line, as `plait data` prints it."""
         held_out = f"{format_count(self.train_tokens)} training tokens, {format_count(self.heldout_tokens)} held out"
-        documents = f"{format_count(self.documents)} document{'s' if self.documents != 1 else ''}"
+        what = "document" if self.layout == "stream" else "example"
+        documents = f"{format_count(self.documents)} {what}{'s' if self.documents != 1 else ''}"
         return f"data     {held_out}; {documents}, vocabulary {self.vocabulary}"
+
+    def epoch_tokens(self, sequence: int, overlong: Overlong) -> int:
+        """Tokens of the windows of one pass."""
+        if self.sizes is None:
+            return max(1, self.train_tokens // sequence) * sequence
+        return self.sizes.epoch_windows(sequence, overlong) * sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +113,8 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
         what = "20 tokens a parameter (Hoffmann 2022)" if size != "auto" else "no model size or budget was asked for"
         why.append(f"budget {budget}: {what}")
     if size == "auto" and not spelt_out:
-        best = _best_parameter_count(config, budget, rate.flops_per_s, corpus.train_tokens)
+        amount = Amount(budget.value * corpus.train_tokens, "tokens") if budget.unit == "epochs" else budget
+        best = _best_parameter_count(config, amount, rate.flops_per_s, corpus.train_tokens)
         size = nearest_size(best, vocabulary)
     shape = _model_shape(config, size, vocabulary, corpus, why)
     if config.model.size == "auto" and not spelt_out:
@@ -108,6 +122,12 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
         if budget.unit == "seconds":
             rule += f", at most four passes over the text, {rate}"
         why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
+    return _run_size(config, corpus, shape, budget, rate)
+
+
+def _run_size(config: RunConfig, corpus: CorpusFacts, shape: ModelShape, budget: Amount, rate: TrainingRate) -> RunSize:
+    if budget.unit == "epochs":
+        budget = replace(budget, epoch_tokens=corpus.epoch_tokens(shape.sequence, config.data.overlong))
     per_token = 6 * parameter_count(shape)
     tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, shape.sequence)
     return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
@@ -131,10 +151,7 @@ def _size_of_base(
             f"train.sequence = {sequence} is longer than the {shape.sequence} tokens that the model was made for; "
             f"choose at most {shape.sequence}"
         )
-    shape = replace(shape, sequence=sequence)
-    per_token = 6 * parameter_count(shape)
-    tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, sequence)
-    return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
+    return _run_size(config, corpus, replace(shape, sequence=sequence), budget, rate)
 
 
 def _best_parameter_count(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
@@ -158,6 +175,8 @@ def _batch_tokens(config: RunConfig, flops: float) -> float:
 def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, sequence: int) -> float:
     if budget.unit == "tokens":
         return budget.value
+    if budget.unit == "epochs":
+        return budget.value * budget.epoch_tokens
     if budget.unit == "seconds":
         return budget.value * tokens_per_s
     requested = config.train.batch_tokens
@@ -196,22 +215,9 @@ def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFa
 def _sequence(
     config: RunConfig, parameters: int, corpus: CorpusFacts, why: list[str], longest_of_model: int | None = None
 ) -> int:
-    requested = config.train.sequence
-    longest = corpus.longest_sequence
-    if requested != "auto":
-        if requested > longest:
-            raise PlaitError(
-                f"train.sequence = {requested} is longer than the data allow ({format_count(corpus.train_tokens)} "
-                f"training tokens); choose at most {longest}"
-            )
-        return requested
-    usual = scaling_rules.usual_sequence_length(parameters)
-    if longest_of_model is not None and longest_of_model < min(usual, longest):
-        why.append(f"sequence {longest_of_model}: the longest that the model was made for")
-        return longest_of_model
-    sequence = usual if usual <= longest else max(2, longest // 16 * 16 or longest)
-    why.append(f"sequence {sequence}: " + ("usual for this size" if sequence == usual else "all that the data allow"))
-    return sequence
+    if corpus.layout == "whole" and corpus.sizes:
+        return example_sequence(config, parameters, corpus.sizes, why, longest_of_model)
+    return stream_sequence(config, parameters, (corpus.train_tokens, corpus.longest_sequence), why, longest_of_model)
 
 
 def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int:
