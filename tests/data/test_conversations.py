@@ -234,7 +234,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "assistant first": ([chat("a", "b")[1]], r"message 1: the role assistant comes first; a conversation is"),
     "user twice": ([chat("a")[0], chat("a")[0]], r"message 2: the role user follows user; a conversation is"),
     "system late": ([*chat("a", "b"), {"role": "system", "content": "c"}], r"the role system follows assistant"),
-    "empty answer": (chat("a", " "), r"message 2: the assistant says nothing; mend or remove"),
+    "empty answer": (chat("a", ""), r"message 2: the assistant says nothing; mend or remove"),
     "no answer": (chat("a"), r"has no answer of the assistant, so nothing is learnt"),
     "unknown role": ([{"role": "robot", "content": "a"}], r'message 1 has the role "robot"; known are system, user'),
     "no role": ([{"content": "a"}], r"message 1 has no role; known are"),
@@ -267,7 +267,7 @@ def test_missing_columns_and_broken_lines_are_named(prepare: Prepare, tmp_path: 
     with pytest.raises(PlaitError, match=r'"prompt" is of the type list, not a text'):
         prepare({"prompt": chat("x"), "completion": chat("y")}, format="prompt-completion")
     with pytest.raises(PlaitError, match=r"the completion is empty, so nothing is learnt"):
-        prepare({"prompt": "x", "completion": "\n"}, format="prompt-completion")
+        prepare({"prompt": "x", "completion": ""}, format="prompt-completion")
     with pytest.raises(PlaitError, match=r"chats\.jsonl:2 is not JSON .*; write one JSON object on each line"):
         prepare({"messages": chat("x", "y")}, '{"messages": [')
     with pytest.raises(PlaitError, match=r"chats\.jsonl:2 is no JSON object; write one JSON object on each line"):

@@ -198,7 +198,7 @@ def test_work_is_counted_as_it_is(corpus: Corpus) -> None:
         assert begin == (row + 1) * SEQUENCE
         assert pairs == (own * (own + 1) // 2).sum()
         assert counted == (rows.targets[row] != IGNORED_TARGET).sum()
-    assert counted == 0
+    assert reader.counted_targets(places)[-2:].tolist() == [0, 0]
 
 
 def prepared(name: str, folder: Path, holdout: float = 0.05) -> Corpus:
@@ -216,7 +216,7 @@ def test_real_chats_fill_98_percent_of_usual_windows(name: str, tmp_path: Path) 
     sizes = corpus_sizes(corpus)
     for sequence in (1024, 2048):
         packed = sizes.packed(sequence, "refuse")
-        assert packed.share >= 0.98 or packed.windows < 50, f"{sequence}: {packed.share:.2%}"
+        assert packed.share >= 0.98, f"{sequence}: {packed.share:.2%}"
     with (SETS / name).open(encoding="utf-8") as file:
         rows = [json.loads(line)["messages"] for line in file]
     answers = sum(

@@ -85,7 +85,7 @@ def test_three_epochs_of_real_chats_on_two_workers_go_on_after_a_kill(tmp_path: 
     assert SETS is not None
     place = Place(tmp_path / "place", RECIPE)
     (place.folder / "chats.jsonl").write_text((SETS / "sft_chatterbot_en.jsonl").read_text(encoding="utf-8"))
-    options = ("model.vocabulary=1024", "train.sequence=512", "train.batch_tokens=5K")
+    options = ("model.vocabulary=1024", "train.sequence=768", "train.batch_tokens=7680")
     whole = place.train("whole", *options)
     assert whole.code == 0 and not whole.err, whole
     steps = place.plan("whole")["steps"]
@@ -102,10 +102,10 @@ def test_three_epochs_of_real_chats_on_two_workers_go_on_after_a_kill(tmp_path: 
     assert losses[-1] < losses[0]
     # Every learnt token of the training part was learnt three times, on two workers.
     learned = 0
-    folder = Path(place.plan("whole")["corpus"])
+    folder = place.folder / place.plan("whole")["corpus"]
     for mask in folder.glob("train-*.mask.bin"):
         learned += mask.read_bytes().count(0)
-    assert place.lines("whole")[-2]["tokens"] == 3 * learned or place.lines("whole")[-1].get("tokens") == 3 * learned
+    assert max(line.get("tokens", 0) for line in place.lines("whole")) == 3 * learned > 0
     measured = place.run("eval", "whole")
     assert measured.code == 0
     assert json.loads(measured.out)["eval_loss"] == pytest.approx(losses[-1], rel=1e-6)

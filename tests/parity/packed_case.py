@@ -5,9 +5,8 @@ As a program it prints the largest relative error between them, so that a mutate
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from plait.data.loader import IGNORED_TARGET, Micro, SampleSelection, make_micro
 from plait.data.preparation.synthetic import write_synthetic
-from plait.data.samples.packed import PackedReader, pack_examples
+from plait.data.samples.packed import PackedExamples, PackedReader, pack_examples
 from plait.data.shards import Corpus, Shard, open_corpus
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
@@ -27,8 +26,17 @@ from plait.trainer.step import make_forward, make_loss
 
 SEQUENCE, VOCABULARY = 24, 61
 SHAPE = ModelShape(
-    layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=VOCABULARY, sequence=SEQUENCE
+    layers=2,
+    width=16,
+    heads=2,
+    kv_heads=2,
+    head_width=8,
+    ffn=32,
+    vocabulary=VOCABULARY,
+    sequence=SEQUENCE,
+    positions="learned",
 )
+"""With learned positions: those of a rotation only matter within an example, so wrong ones would not show."""
 WAYS = ("packed", "padded", "one at a time", "by hand")
 
 
@@ -48,18 +56,13 @@ def sample_selection(micro_sequences: int) -> SampleSelection:
 def losses_and_gradients(folder: Path) -> dict[str, list[Tensor]]:
     """Of each way: the summed loss, the counted tokens and the gradient of every weight, in float64."""
     corpus = open_corpus(write_synthetic(folder, vocabulary=VOCABULARY, sequence=SEQUENCE, seed=5, layout="whole"))
-    reader = PackedReader(
-        corpus.train,
-        pack_examples(corpus.train, SEQUENCE, "refuse"),
-        None,
-        sequence=SEQUENCE,
-        eot=0,
-        vocabulary=VOCABULARY,
-    )
-    places = reader.places(np.arange(min(12, reader.samples)))
+    windows = pack_examples(corpus.train, SEQUENCE, "refuse")
+    reader = PackedReader(corpus.train, windows, None, sequence=SEQUENCE, eot=0, vocabulary=VOCABULARY)
+    places = reader.places(np.linspace(5, reader.samples - 1, 9).astype(np.int64))  # the first ones hold one each
     rows = reader.read(places)
     packed = make_micro(rows.inputs, rows.targets, rows.lengths, sample_selection(len(places)))
-    examples = _examples(corpus, rows.inputs, rows.lengths)
+    examples = [one for window in places[:, 0].tolist() for one in _examples(corpus, windows, window)]
+    assert len(examples) > 2 * len(places)
     inputs, targets, lengths = zip(*(_padded(*example) for example in examples), strict=True)
     padded = make_micro(np.stack(inputs), np.stack(targets), np.concatenate(lengths), sample_selection(len(examples)))
     alone = [
@@ -74,19 +77,13 @@ def losses_and_gradients(folder: Path) -> dict[str, list[Tensor]]:
     }
 
 
-def _examples(corpus: Corpus, inputs: np.ndarray, lengths: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and marks of each packed example, found again in the files alone: a reading of its own."""
-    known = {}
-    for shard in corpus.train:
-        bounds = [*shard.starts.tolist(), len(shard.tokens) - 1]
-        for first, last in itertools.pairwise(bounds):
-            ids, marks = np.array(shard.tokens[first:last]), np.array(_marks(shard)[first:last])
-            known.setdefault(tuple(ids[:-1].tolist()), []).append((ids.astype(np.int64), marks))
-    found, flat, ends = [], inputs.flatten(), np.cumsum(lengths)
-    for first, last in zip(ends - lengths, ends, strict=True):
-        if flat[first:last].any():  # else it is what the window has free
-            found.append(known[tuple(flat[first:last].tolist())].pop(0))
-    return found
+def _examples(corpus: Corpus, windows: PackedExamples, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and marks of each example that a window holds, read from the files alone."""
+    for number in range(windows.first[window], windows.first[window + 1]):
+        shard = corpus.train[windows.shard[number]]
+        first = int(windows.start[number])
+        last = first + int(windows.length[number]) + 1
+        yield np.array(shard.tokens[first:last]).astype(np.int64), np.array(_marks(shard)[first:last])
 
 
 def _marks(shard: Shard) -> np.ndarray:

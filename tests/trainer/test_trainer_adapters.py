@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +35,15 @@ from tests.trainer.adapted import make_adapted
 
 STEPS = 50
 Ready = tuple[RunConfig, Plan, PreTrainedModel]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny products wait for each other's threads longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -151,14 +161,13 @@ def test_fifty_steps_are_those_of_a_plain_loop(tmp_path: Path, method: str, docu
     assert plan.optimizer.clip is not None
     ours, source = alone(config, plan), alone(config, plan)
     theirs = PlainLoop(model, plan, read_base_model(Path(plan.base)), config.run.seed)
-    state, first = TrainState(), 0.0
+    state, losses = TrainState(), list[float]()
     for step in range(STEPS):
         wanted = theirs.step(source.loader.micros(state.position), step)
         state, scalars = ours.step(state)
-        loss = float(scalars.totals[0] / scalars.totals[1])
-        assert loss == pytest.approx(wanted, rel=1e-4), step
-        first = first or loss
-    assert loss < 0.9 * first, "it learnt"
+        losses.append(float(scalars.totals[0] / scalars.totals[1]))
+        assert losses[-1] == pytest.approx(wanted, rel=1e-4), step
+    assert losses[-1] < losses[0] - 0.1, "it learnt"
     for assembly in (ours, source):
         assembly.loader.close()
 

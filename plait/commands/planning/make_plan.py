@@ -11,6 +11,7 @@ from pathlib import Path
 
 from plait.cluster.topology import Machine
 from plait.commands.planning.arithmetic import (
+    TIMING_PRODUCTS,
     begun_with_arithmetic,
     draft_in_best_precision,
     new_with_arithmetic,
@@ -34,8 +35,8 @@ from plait.screen.screen import ShowProgress, ignore_progress
 from plait.working_folder import WorkingFolder
 
 Log = Callable[[str], None]
-TIMING_PRODUCTS, COMPARING_LAYOUTS = "timing matrix products", "comparing layouts"
-"""What a person reads while these go on."""
+COMPARING_LAYOUTS = "comparing layouts"
+"""What a person reads while this goes on."""
 
 
 def make_plan(

@@ -105,7 +105,7 @@ def prompt_example(record: Record) -> PromptExample:
                 'read as a chat: one list under "messages")'
             )
         texts.append(_encodable(record.place, text))
-    if not texts[1].strip():
+    if not texts[1]:
         raise PlaitError(f"{record.place}: the completion is empty, so nothing is learnt; mend or remove that record")
     return PromptExample(place=record.place, prompt=texts[0], completion=texts[1])
 
@@ -149,7 +149,7 @@ def _check_turns(place: str, messages: Sequence[ChatMessage]) -> None:
                 f"{place}, message {number}: the role {message.role} {after}; "
                 "a conversation is an optional system, then user and assistant in turn"
             )
-        if message.role == "assistant" and not message.content.strip():
+        if message.role == "assistant" and not message.content:
             raise PlaitError(f"{place}, message {number}: the assistant says nothing; mend or remove that conversation")
     if _first_answer(messages) == len(messages):
         raise PlaitError(f"{place} has no answer of the assistant, so nothing is learnt; mend or remove it")

@@ -165,7 +165,8 @@ def load_weights(model: GPT, path: Path, manifest: Manifest) -> None:
 
 def described_model(plan: Plan) -> dict[str, object]:
     """What a checkpoint says of its model: the shape and, where it holds an adapter alone, which model that is of."""
-    return plan.shape.to_dict() | ({"base": plan.base_fingerprint} if plan.base and plan.shape.adapter else {})
+    base = {"base": plan.base_fingerprint} if plan.base and plan.shape.adapter else {}
+    return {**plan.shape.to_dict(), **base}
 
 
 def _trained(assembly: Assembly) -> list[HeldWeight]:
