@@ -57,7 +57,7 @@ class CorpusSizes:
         for counts in self.examples:
             length, before, number = np.array(counts, dtype=np.int64).T
             beyond += int(number[length > sequence].sum())
-            kept = length <= sequence if overlong == "drop" else before < sequence
+            kept = (length > 0) & (length <= sequence if overlong == "drop" else before < sequence)
             lengths = np.repeat(np.minimum(length, sequence)[kept], number[kept])
             if len(lengths):
                 windows += int(best_fit(lengths, sequence).max()) + 1
