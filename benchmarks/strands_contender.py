@@ -84,7 +84,7 @@ def assembled(work: Work, plan: Plan) -> Assembly:
         model = GPT(plan.shape)
     mesh = make_mesh(plan.layout, "cpu") if together else None
     sharded = parallelize(model, mesh, plan.execution, STAGES if together else ())
-    initialize_weights(sharded, plan.shape, work.seed)
+    initialize_weights(sharded.weights, plan.shape, work.seed)
     sums = world_sums() if together else ONE_PROCESS
     samples = select_samples(plan, plan.layout, sums.index, device)
     corpus = corpus_of(work)

@@ -111,8 +111,8 @@ def assemble(
     stages: Sequence[ParallelStage] = STAGES,
     initialize: bool = True,
 ) -> Assembly:
-    """Build this rank's part of the run; with `initialize` its weights get their initial values. Every rank must call
-    it.
+    """Build this rank's part of the run; with `initialize` its weights get their initial values, without it those
+    alone that are frozen. Every rank must call it.
 
     With `stages=()` and `sums=ONE_PROCESS` the result is one plain process without a mesh: the reference that layouts
     are verified against.
@@ -125,8 +125,7 @@ def assemble(
     sharded = parallelize(
         model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan.execution, stages
     )
-    if initialize:
-        fill_first_weights(sharded, plan, config.run.seed)
+    fill_first_weights(sharded, plan, config.run.seed, which="all" if initialize else "frozen")
     corpus = open_corpus(Path(plan.corpus))
     samples = select_samples(plan, layout, sums.index, device)
     reader = training_samples(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from plait.errors import RunFailed
 from plait.model.matmul import select_matmul_library, select_matmul_precision
-from plait.model.shape import training_flops_per_token
+from plait.model.weights import training_flops_per_token
 from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan

@@ -44,7 +44,10 @@ INNER_FLOORS = {
              "conversations": 2, "index": 3, "shards": 4, "preparation": 5, "balance": 5, "integrity": 5, "order": 5,
              "packing": 5, "rows": 5, "samples": 6, "loader": 7},
     "launch": {"values": 0, "local": 1, "remote": 2},
-    "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "materialize": 1,
+    "model": {"names": 0, "adapter_shape": 0, "rope_scaling": 0, "matmul": 0, "shape": 1, "weights": 2, "sizes": 2,
+              "requested_size": 3, "kernels": 2, "linear": 3, "attention": 4, "feedforward": 4, "gpt": 5, "init": 6,
+              "adapters": 6},
+    "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "frozen": 1, "materialize": 1,
                  "recompute": 1, "gradients": 1, "tensor": 1, "pipeline": 2, "sharding": 2, "replicate": 3, "apply": 4},
     "planner": {"calibration": 0, "plan": 1, "plan_file": 2, "problem": 1, "step_time": 2, "derive": 3, "memory": 3,
                 "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6, "diagnosis": 7, "page": 7,
@@ -57,7 +60,8 @@ MODULES_OF_A_FOLDER = 14
 FAN_OUT = 20
 SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "commands.", "api", "cli")
 WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.planner.resolve.resolve", "plait.recipe.load", "plait.model.shape",
-                 "plait.model.sizes", "plait.model.names", "plait.cluster.topology", "plait.data.preparation.prepare",
+                 "plait.model.sizes", "plait.model.names", "plait.model.weights",
+                 "plait.cluster.topology", "plait.data.preparation.prepare",
                  "plait.data.order", "plait.checkpoint.store", "plait.report.sinks", "plait.launch.local.run",
                  "plait.partition.boxes", "plait.partition.pipeline_schedule", "plait.commands.planning.run_folder",
                  "plait.commands.train", "plait.commands.plan")  # fmt: skip

@@ -14,7 +14,7 @@ from plait.commands.planning.calibration_store import add_observation
 from plait.commands.planning.introduction import Details, reason_lines
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import RunFailed
-from plait.model.shape import training_flops_per_token
+from plait.model.weights import training_flops_per_token
 from plait.planner.calibration.factors import (
     ForecastBasis,
     observation_of_items,

@@ -26,6 +26,8 @@ STEPS_PER_OPTIMIZER = 5
 """Number of updates by plain gradient descent, and then of updates by the run's optimizer."""
 SHRUNK_WINDOW = 3
 """Tokens that a query of a windowed layer sees in a small model."""
+SHRUNK_RANK = 3
+"""Of a small model's adapters: fewer rows than many layouts have ranks."""
 CHECK_LR = 0.01
 CHECK_CLIP = 0.25
 """Below the norms of a small model's first gradients, so that clipping acts."""
@@ -110,6 +112,7 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
         ffn=2 * ffn,
         vocabulary=8 * layout.tensor + 45,
         sequence=sequence,
+        adapter=replace(shape.adapter, rank=min(shape.adapter.rank, SHRUNK_RANK)) if shape.adapter else None,
     )
 
 

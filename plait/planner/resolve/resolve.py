@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from plait.model.shape import parameter_count, training_flops_per_token
+from plait.model.shape import parameter_count
+from plait.model.weights import training_flops_per_token
 from plait.planner.derive.hyperparameters import documents_mode, optimizer_plan, warmup_steps
 from plait.planner.derive.intervals import (
     balance_every_steps,

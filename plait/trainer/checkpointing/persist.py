@@ -15,10 +15,12 @@ from plait.checkpoint.manifest import Manifest, check_model, check_optimizer, te
 from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice, write_rank
 from plait.errors import PlaitError, RunFailed
-from plait.model.shape import weight_sizes
+from plait.model.gpt import GPT
+from plait.model.weights import trained_weights
 from plait.parallel.mesh import Sums
-from plait.parallel.sharded_model import OptimizerUnitPart
+from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
 from plait.partition.boxes import Box
+from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
 from plait.trainer.optim import moment_names, set_state, updates_counted
 from plait.trainer.state import TrainState
@@ -49,15 +51,15 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
     def publish_all() -> None:
         if world.index == 0:
             await_parts(staging, world.size)
-            shape, kinds = assembly.plan.shape, ("model", *moment_names(assembly.plan.optimizer))
+            kinds = ("model", *moment_names(assembly.plan.optimizer))
             publish(
                 staging,
                 final,
                 step=state.step,
                 cursor=state.position,
-                model=shape.to_dict(),
+                model=described_model(assembly.plan),
                 world_size=world.size,
-                needs=[f"{kind}/{name}" for kind in kinds for name in weight_sizes(shape)],
+                needs=[f"{kind}/{name}" for kind in kinds for name in trained_weights(assembly.plan.shape)],
             )
 
     _run_on_all_ranks(world, write_own, staging if clears else None)
@@ -100,7 +102,7 @@ def verify_together(path: Path, world: Sums, local_rank: int) -> Manifest:
 def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> TrainState:
     """Load a checkpoint written under any layout into this rank, and return the state of training at it; raises
     PlaitError where it is of another model or optimizer."""
-    check_model(manifest, assembly.plan.shape.to_dict())
+    check_model(manifest, described_model(assembly.plan))
     check_optimizer(manifest, moment_names(assembly.plan.optimizer))
 
     def read(key: str, box: Box) -> Tensor:
@@ -118,12 +120,12 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> 
 
 @torch.no_grad()
 def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor | None) -> None:
-    """Fill a rank's weights and moments with what `read` returns for a key and a box; `updates` is the number of
-    optimizer steps done, None where the optimizer counts none.
+    """Fill the weights that a rank trains, and moments, with what `read` returns for a key and a box; `updates` is the
+    number of optimizer steps done, None where the optimizer counts none.
 
     Reads come in the order of `state_boxes`. The gradients must `publish` before the first forward.
     """
-    for held in assembly.model.weights:
+    for held in _trained(assembly):
         held.tensor.copy_(read(f"model/{held.name}", held.box))
     names = moment_names(assembly.plan.optimizer)
     for unit in assembly.model.units:
@@ -136,7 +138,7 @@ def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: 
 
 def state_boxes(assembly: Assembly) -> Iterator[tuple[str, Box]]:
     """The keys and boxes that `load_state` reads, in order."""
-    yield from ((f"model/{held.name}", held.box) for held in assembly.model.weights)
+    yield from ((f"model/{held.name}", held.box) for held in _trained(assembly))
     for unit in assembly.model.units:
         kinds = moment_names(assembly.plan.optimizer)
         yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in kinds)
@@ -154,11 +156,21 @@ def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
                     yield f"{kind}/{part.name}", part.box, unit_part_view(tensor, part)
 
 
-def load_weights(model: torch.nn.Module, path: Path, manifest: Manifest) -> None:
-    """Fill the parameters of an unsharded model from a checkpoint, bit for bit."""
+def load_weights(model: GPT, path: Path, manifest: Manifest) -> None:
+    """Fill the parameters of an unsharded model that were trained from a checkpoint, bit for bit."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(read_tensor(path, manifest, f"model/{name}"))
+        for name in trained_weights(model.shape):
+            model.get_parameter(name).copy_(read_tensor(path, manifest, f"model/{name}"))
+
+
+def described_model(plan: Plan) -> dict[str, object]:
+    """What a checkpoint says of its model: the shape and, where it holds an adapter alone, which model that is of."""
+    base = {"base": plan.base_fingerprint} if plan.base and plan.shape.adapter else {}
+    return {**plan.shape.to_dict(), **base}
+
+
+def _trained(assembly: Assembly) -> list[HeldWeight]:
+    return [held for held in assembly.model.weights if held.trained]
 
 
 def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, list[TensorSlice]]:
