@@ -27,6 +27,7 @@ _KINDS = {
     "adamw": "after AdamW steps",
     "momentum": "after SGD steps",
     "sums": "sum over ranks",
+    "buffer": "after a forward pass",
 }
 _PARTS = {
     "attention_norm": "attention norm",
@@ -102,6 +103,10 @@ class Verdict:
     """Sorted by error relative to its tolerance, the worst first."""
     exception: str = ""
     """What the proof leaves out, as the end of a sentence: "but for …"; empty where it leaves nothing out."""
+    causes: tuple[str, ...] = ()
+    """Why it differs, the likeliest first, where a person's own model was compared."""
+    remarks: tuple[str, ...] = ()
+    """What a person should know of their own model, also where nothing differs."""
 
     @property
     def ok(self) -> bool:
@@ -139,6 +144,8 @@ class Verdict:
             "max_param_rel_err": _finite(self.max_param_rel_err),
             "worst": worst,
         }
+        said = {"causes": list(self.causes), "remarks": list(self.remarks)}
+        values |= {name: sentences for name, sentences in said.items() if sentences}
         return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
     def table(self) -> str:
@@ -157,9 +164,11 @@ class Verdict:
         if self.ok:
             without = f", {self.exception}" if self.exception else ""
             last = f"proven   the layout computes what one plain process computes{without}"
+        elif self.causes:
+            last = "differs  " + "\n         ".join(self.causes)
         else:
             last = "differs  this layout does not compute what one plain process computes: a bug, so report it"
-        return f"{self.table()}\n{last}"
+        return "\n".join([self.table(), last, *(f"note     {remark}" for remark in self.remarks)])
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -178,12 +187,13 @@ def compare_runs(
 
 
 def weight_text(name: str) -> str:
-    """A weight's name in words: "layers.3.attention.o.weight" becomes "layer 3's attention output weight"."""
+    """A weight's name in words: "layers.3.attention.o.weight" becomes "layer 3's attention output weight". Names that
+    are not of plait's own models stay as they are."""
     layer = layer_of(name)
     if layer is None:
         return _WHOLE.get(name, name)
     part, _, kind = pattern_of(name).removeprefix("layers.*.").rpartition(".")
-    return f"layer {layer}'s {_PARTS[part]} {kind}"
+    return f"layer {layer}'s {_PARTS[part]} {kind}" if part in _PARTS else name
 
 
 def _findings(
