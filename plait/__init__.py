@@ -20,22 +20,32 @@ if TYPE_CHECKING:
         verify,
     )
     from plait.api_models import chat, evaluate, export, sample
+    from plait.api_programs import run
     from plait.cluster.cluster import Cluster
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.runs import Run, runs
-    from plait.errors import Interrupted, PlaitError, RunFailed
+    from plait.custom.collectives import all_reduce, broadcast
+    from plait.custom.cutting import BatchCut
+    from plait.custom.run import SpreadRun
+    from plait.custom.spread import spread
+    from plait.errors import Interrupted, PlaitError, ProgramFailed, RunFailed
     from plait.proof.verdict import Verdict
     from plait.report.receipt import Receipt
 
 __all__ = [
+    "BatchCut",
     "Cluster",
     "Interrupted",
     "PlaitError",
     "PlannedRun",
+    "ProgramFailed",
     "Receipt",
     "Run",
     "RunFailed",
+    "SpreadRun",
     "Verdict",
+    "all_reduce",
+    "broadcast",
     "chat",
     "evaluate",
     "export",
@@ -45,17 +55,26 @@ __all__ = [
     "plan",
     "prepare_data",
     "probe",
+    "run",
     "runs",
     "sample",
+    "spread",
     "train",
     "train_recipe",
     "verify",
 ]
 
 _HOMES = {
+    "BatchCut": "plait.custom.cutting",
     "Cluster": "plait.cluster.cluster",
     "Interrupted": "plait.errors",
     "PlaitError": "plait.errors",
+    "ProgramFailed": "plait.errors",
+    "SpreadRun": "plait.custom.run",
+    "all_reduce": "plait.custom.collectives",
+    "broadcast": "plait.custom.collectives",
+    "run": "plait.api_programs",
+    "spread": "plait.custom.spread",
     "PlannedRun": "plait.commands.planning.planned_run",
     "Receipt": "plait.report.receipt",
     "Run": "plait.commands.runs",

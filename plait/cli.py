@@ -19,6 +19,7 @@ from plait.command_line.arguments import (
     MoreTexts,
     Overrides,
     Port,
+    ProgramOfHost,
     Recipe,
     RecipeIfAny,
     SecretFile,
@@ -26,6 +27,7 @@ from plait.command_line.arguments import (
     Version,
 )
 from plait.command_line.models import chat_command, evaluate, export_command, sample, screen_on
+from plait.command_line.programs import run_command
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
@@ -82,13 +84,14 @@ def train(
 
 @app.command()
 def join(
-    at: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address where plait train --hosts waits.")],
+    at: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address where plait train or run --hosts waits.")],
     secret_file: SecretFile = None,
+    program: ProgramOfHost = None,
 ) -> None:
     """Lend this machine to a run that another machine leads. The secret is read from PLAIT_SECRET or asked for."""
     from plait.commands.join import join
 
-    raise typer.Exit(EXIT_OF_SIGNAL[join(at, secret_file=secret_file, screen=_screen())])
+    raise typer.Exit(EXIT_OF_SIGNAL[join(at, secret_file=secret_file, program=program, screen=_screen())])
 
 
 @app.command()
@@ -210,6 +213,7 @@ app.command()(sample)
 app.command(name="eval")(evaluate)
 app.command(name="chat")(chat_command)
 app.command(name="export")(export_command)
+app.command(name="run")(run_command)
 
 
 def _screen() -> TerminalScreen:

@@ -30,6 +30,17 @@ class RunFailed(PlaitError):
     exit_code = 1
 
 
+class ProgramFailed(RunFailed):
+    """A person's own program raised; the text names the worker, the error and the line of their code.
+
+    `program_traceback` is that of their code, to be shown above the sentence.
+    """
+
+    def __init__(self, sentence: str, program_traceback: str = "") -> None:
+        super().__init__(sentence)
+        self.program_traceback = program_traceback
+
+
 class Interrupted(BaseException):
     """A signal ended what was going on, and nothing is lost; the text says which, and how a run goes on.
 

@@ -64,6 +64,9 @@ HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, thi
 Address = Annotated[str | None, typer.Option("--address", help="Address at which other hosts reach this machine.")]
 Port = Annotated[int, typer.Option("--port", help="Port where they join; 0 takes a free one.", min=0, max=65535)]
 SecretFile = Annotated[Path | None, typer.Option("--secret-file", help="File with the hosts' secret, private to you.")]
+ProgramOfHost = Annotated[
+    Path | None, typer.Option("--program", help="Your copy of the program, where plait run waits for hosts.")
+]
 Texts = Annotated[
     list[str] | None,
     typer.Option("--text", metavar="FILE...", help="The texts; all of this folder's, if left out."),

@@ -9,6 +9,7 @@ from plait.commands.hosts.host_info import own_host_info
 from plait.commands.hosts.invitation import check_first_address
 from plait.commands.hosts.joined_host import JoinedHostFiles
 from plait.commands.planning.workers import ENTRIES
+from plait.commands.programs.program_file import PROGRAM_ENTRIES, program_hash, program_in_environment
 from plait.errors import PlaitError
 from plait.launch.remote.agent import connect, serve
 from plait.launch.remote.connectivity import ConnectivityListener
@@ -18,9 +19,16 @@ from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
-def join(at: str, *, secret_file: Path | None, screen: Screen, working: WorkingFolder = CURRENT_FOLDER) -> StoppedBy:
+def join(
+    at: str,
+    *,
+    secret_file: Path | None,
+    screen: Screen,
+    working: WorkingFolder = CURRENT_FOLDER,
+    program: Path | None = None,
+) -> StoppedBy:
     """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it; "finished",
-    too, where the run does without this host.
+    too, where the run does without this host. With a `program` this host's workers run that file, and nothing else.
 
     Raises PlaitError, with what to mend on this host, when it may not join or cannot keep the run's files; RunFailed
     when the run failed or its leading host is lost.
@@ -34,7 +42,10 @@ def join(at: str, *, secret_file: Path | None, screen: Screen, working: WorkingF
         screen.print(line)
 
     host_info = own_host_info(working)
+    if program is not None:
+        host_info["program"] = program_hash(program)
     with (
+        program_in_environment(program),
         closing(JoinedHostFiles(working.path.absolute(), say)) as files,
         closing(ConnectivityListener(host_info["name"], wire.local_address)) as door,
     ):
@@ -44,7 +55,7 @@ def join(at: str, *, secret_file: Path | None, screen: Screen, working: WorkingF
                 wire,
                 host_info=host_info,
                 handlers=handlers,
-                entries=ENTRIES,
+                entries=ENTRIES if program is None else PROGRAM_ENTRIES,
                 while_running=files.running,
                 say=lambda sentence: say(f"stop     {sentence}"),
                 working_folder=working.path,

@@ -198,13 +198,12 @@ def unsharded(model: GPT) -> ShardedModel:
     return ShardedModel(
         chunks=(model,),
         weights=tuple(HeldWeight(name=name, tensor=p.detach(), box=whole_box(p.shape)) for name, p in named),
-        units=tuple(plain_unit(name, p, whole_box(p.shape), owned=True) for name, p in named),
+        units=tuple(plain_unit(n, p, whole_box(p.shape), decays=decays(n), owned=True) for n, p in named),
         gradients=LocalGradients([p for _, p in named]),
     )
 
 
-def plain_unit(name: str, parameter: nn.Parameter, box: Box, *, owned: bool) -> OptimizerUnit:
+def plain_unit(name: str, parameter: nn.Parameter, box: Box, *, decays: bool, owned: bool) -> OptimizerUnit:
     """A unit that is one weight, or a rectangle of it."""
-    return OptimizerUnit(
-        parameter=parameter, decays=decays(name), owned=owned, parts=(OptimizerUnitPart(name=name, box=box, first=0),)
-    )
+    part = OptimizerUnitPart(name=name, box=box, first=0)
+    return OptimizerUnit(parameter=parameter, decays=decays, owned=owned, parts=(part,))

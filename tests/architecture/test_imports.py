@@ -24,9 +24,9 @@ FLOORS = {
     "partition": 2,
     "recipe": 3, "cluster": 3, "data": 3, "checkpoint": 3, "report": 3,
     "planner": 4, "screen": 4, "parallel": 4, "launch": 4, "proof": 4, "interop": 4,
-    "trainer": 5,
+    "trainer": 5, "custom": 5,
     "commands": 6, "process_exit": 6,
-    "api": 7, "api_models": 7, "command_line": 7, "cli": 8, "__main__": 9,
+    "api": 7, "api_models": 7, "api_programs": 7, "command_line": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
@@ -34,8 +34,12 @@ INNER_FLOORS = {
                 "product_rates": 0, "gpus": 1, "requested_workers": 1, "short": 1, "measure": 2, "described": 2,
                 "measured": 3, "probe": 4, "pooled": 4, "cluster": 5, "machine_cluster": 6},
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2,
+                 "programs": 3,
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
                  "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4, "answering": 5},
+    "custom": {"variables": 0, "lone_sums": 0, "seeds": 0, "cutting": 0, "group": 1, "program": 1, "exchange": 2,
+               "collectives": 2, "likeness": 2, "data": 2, "strands": 3, "layouts": 4, "exact_norm": 3, "stepping": 4,
+               "saving": 4, "verifying": 5, "planning": 6, "run": 7, "spread": 8, "worker": 9},
     "data": {"choices": 0, "documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2, "index": 3,
              "shards": 4, "preparation": 5, "balance": 5, "integrity": 5, "order": 5, "packing": 5, "rows": 5,
              "loader": 6},

@@ -31,7 +31,7 @@ def meet(context: RankContext, argument: str) -> None:
     assert isinstance(group, dist.ProcessGroup)
     parameter = nn.Parameter(first_table())
     box = Box(shape=(2 * FIRST + ENTRIES, WIDTH), offset=(FIRST, 0), extent=(ENTRIES, WIDTH))
-    weight = SharedWeight(name=TIED_WEIGHT, parameter=parameter, box=box, chunk=0, ranks=(0, 1))
+    weight = SharedWeight(name=TIED_WEIGHT, parameter=parameter, box=box, chunk=0, ranks=(0, 1), decays=False)
     ends = TiedEmbeddingEnd(weight, group, embeds=embeds)
     left: dict[str, Tensor] = {}
     for step in range(STEPS):

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.launch.values.job import RankContext
+from plait.model.names import decays
 from plait.parallel.comm.reduction import LibraryScatter, LibrarySum, Transfer, own_slice, wait_for_all
 from plait.parallel.gradients.buckets import RankSet, SharedWeight
 from plait.parallel.gradients.reduce import GradientReducer
@@ -50,7 +51,12 @@ def shared(model: nn.Module, ranks: RankSet) -> list[SharedWeight]:
     """All weights of a model, shared by these ranks."""
     return [
         SharedWeight(
-            name=NAMES.get(name, name), parameter=parameter, box=whole_box(parameter.shape), chunk=0, ranks=ranks
+            name=NAMES.get(name, name),
+            parameter=parameter,
+            box=whole_box(parameter.shape),
+            chunk=0,
+            ranks=ranks,
+            decays=decays(NAMES.get(name, name)),
         )
         for name, parameter in model.named_parameters()
     ]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from plait.model.gpt import GPT
 from plait.model.init import initialize
+from plait.model.names import decays
 from plait.model.shape import ModelShape
 from plait.parallel.gradients.buckets import LAST_BYTES, RankSet, SharedWeight, fill_buckets
 from plait.parallel.gradients.reduce import GradientReducer
@@ -120,7 +121,10 @@ def weights(
     *sizes: int, ranks: RankSet = TWO, dtype: torch.dtype = torch.float32, name: str = "head.weight"
 ) -> list[SharedWeight]:
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
-    return [SharedWeight(name=name, parameter=p, box=whole_box(p.shape), chunk=0, ranks=ranks) for p in parameters]
+    return [
+        SharedWeight(name=name, parameter=p, box=whole_box(p.shape), chunk=0, ranks=ranks, decays=decays(name))
+        for p in parameters
+    ]
 
 
 def test_a_bucket_ends_once_it_has_its_size() -> None:

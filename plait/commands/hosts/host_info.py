@@ -46,11 +46,14 @@ class HostInfo:
     clock_s: float
     cores: int
     folder: str
+    program: str = ""
+    """SHA-256 of the program file that this host runs, where it joined with one."""
 
     def __post_init__(self) -> None:
         is_right = (
             _HOST_NAME.fullmatch(self.name)
             and _HEXADECIMAL.fullmatch(self.mark)
+            and _HEXADECIMAL.fullmatch(self.program)
             and 1 <= self.cores <= THREADS_AT_MOST
             and 0 <= self.clock_s < _LATEST_CLOCK_S
             and Path(self.folder).is_absolute()
@@ -107,12 +110,25 @@ def why_host_cannot_join(host_info: Mapping[str, Any], leader_info: Mapping[str,
             f"this host's plait is of the same version as {lead}'s, {leader_info['plait']}, but its files differ; "
             f"install the same commit on both; {install}"
         )
+    if sentence := _why_not_its_program(str(host_info.get("program", "")), str(leader_info.get("program", "")), lead):
+        return sentence
     ahead_s = host_info["clock_s"] - leader_info["clock_s"]
     if abs(ahead_s) > MAX_CLOCK_SKEW_S:
         return (
             f"this host's clock is {format_duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} {lead}'s; "
             "set it right (for example: timedatectl set-ntp true) and join again"
         )
+    return None
+
+
+def _why_not_its_program(here: str, there: str, lead: str) -> str | None:
+    """Code is never sent: each host runs a program file of its own user's, the same on all."""
+    if there and not here:
+        return f"{lead} runs a program; name your copy of it here: plait join HOST:PORT --program PROGRAM.py"
+    if here and not there:
+        return f"{lead} trains a recipe and runs no program; leave --program out"
+    if here != there:
+        return f"this host's program file is not {lead}'s; copy that file here, look at it, and join again"
     return None
 
 

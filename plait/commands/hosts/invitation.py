@@ -77,12 +77,12 @@ def choose_secret(file: Path | None) -> tuple[Secret, str]:
     return secret, f"and, when asked for it, the secret {secret.text}"
 
 
-def invitation_text(members: int, join_address: str, secret_text: str) -> str:
-    """What to type on the other hosts, of which there are `members`, and where the secret is."""
+def invitation_text(members: int, join_address: str, secret_text: str, options: str = "") -> str:
+    """What to type on the other hosts, of which there are `members`, with which options, and where the secret is."""
     others = "the other host" if members == 1 else f"each of the {members} other hosts"
     return (
         f"hosts    {members + 1}; on {others}, in the folder to work in, type:\n"
-        f"             plait join {join_address}\n"
+        f"             plait join {join_address}{options}\n"
         f"         {secret_text}"
     )
 

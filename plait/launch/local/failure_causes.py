@@ -7,7 +7,7 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 from plait.launch.local.site import WorkerHost
-from plait.launch.values.failure import Failure, HostLost, RankRaised, error_for_caller, root_cause
+from plait.launch.values.failure import Failure, HostLost, RankRaised, error_for_caller, is_shown_traceback, root_cause
 
 LINES_OF_ANOTHER_HOST = 100
 
@@ -38,9 +38,10 @@ class FailureCauses:
         cause = root_cause([failure for failure, _ in self._failures])
         site = next(site for failure, site in self._failures if failure is cause)
         log_dir = site.job.log_dir
-        if log_dir is not None and not isinstance(cause, HostLost) and cause.rank is not None:
+        of_program = isinstance(cause, RankRaised) and bool(cause.plait_classes) and is_shown_traceback(cause)
+        if log_dir is not None and not of_program and not isinstance(cause, HostLost) and cause.rank is not None:
             return error_for_caller(cause, f"in {Path(log_dir) / f'rank-{cause.rank}.log'}", host=site.host)
-        if isinstance(cause, RankRaised) and not cause.plait_classes:
+        if isinstance(cause, RankRaised) and is_shown_traceback(cause):
             print(_traceback_text(cause.traceback, site.host), file=sys.stderr, flush=True)
         return error_for_caller(cause, "above", host=site.host)
 

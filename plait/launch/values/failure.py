@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.checked_json import SingleLine
-from plait.errors import PlaitError, RunFailed
+from plait.errors import PlaitError, ProgramFailed, RunFailed
 
 RESUME_ADVICE = "run the same command again to go on from the newest checkpoint, or anew where there is none yet"
 _TEXT_CHARACTERS = 2_000
@@ -74,8 +74,20 @@ def describe_exception(error: BaseException, rank: int | None) -> RankRaised:
         plait_classes=_plait_classes(type(error)) if is_plait else (),
         lost_peer=any(_is_lost_peer(link) for link in _chain(error)),
         out_of_memory=isinstance(error, MemoryError) or any(part in _text(error) for part in _NO_MEMORY_TEXTS),
-        traceback="".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:],
+        traceback=_shown_traceback(error)[-_TRACEBACK_CHARACTERS:],
     )
+
+
+def is_shown_traceback(failure: RankRaised) -> bool:
+    """Whether a person needs the traceback: that of our bugs and of their own programs, not of what a sentence
+    mends."""
+    return not failure.plait_classes or _class_name(ProgramFailed) in failure.plait_classes
+
+
+def _shown_traceback(error: BaseException) -> str:
+    if isinstance(error, ProgramFailed):
+        return error.program_traceback
+    return "".join(traceback.format_exception(error))
 
 
 def rank_raised_from(values: dict[str, Any]) -> RankRaised:
@@ -194,5 +206,5 @@ def _class_name(kind: type) -> str:
 
 def _known_class(names: Sequence[str]) -> type[PlaitError]:
     """The nearest of the classes that are made of one sentence; nothing is imported on a rank's word."""
-    known = {_class_name(kind): kind for kind in (RunFailed, PlaitError)}
+    known = {_class_name(kind): kind for kind in (ProgramFailed, RunFailed, PlaitError)}
     return next((known[name] for name in names if name in known), PlaitError)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.checkpoint.transfer import share_out
-from plait.model.names import decays
 from plait.parallel.sharded_model import OptimizerUnit, OptimizerUnitPart, plain_unit
 from plait.partition.boxes import Box, boxes_of_range
 
@@ -33,7 +32,8 @@ RankSet = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedWeight:
-    """A weight of this rank's model and the ranks over which its gradient is summed, itself included.
+    """A weight of this rank's model and the ranks that hold it, itself included: those that sum its gradient, if it
+    learns.
 
     Where the optimizer's state is split, `ranks` are those that keep the same part of it.
     """
@@ -43,6 +43,11 @@ class SharedWeight:
     box: Box
     chunk: int
     ranks: RankSet
+    decays: bool
+
+    @property
+    def trained(self) -> bool:
+        return self.parameter.requires_grad
 
 
 def fill_buckets(weights: Sequence[SharedWeight], split: int, bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
@@ -56,7 +61,7 @@ def fill_buckets(weights: Sequence[SharedWeight], split: int, bucket_bytes: int 
     for index, weight in enumerate(weights):
         if split == 1 and len(weight.ranks) == 1:
             continue  # nobody to add to: a bucket would only cost passes through memory
-        kind = (weight.parameter.dtype, weight.ranks, decays(weight.name) if split > 1 else None)
+        kind = (weight.parameter.dtype, weight.ranks, weight.decays if split > 1 else None)
         kinds.setdefault(kind, []).append(index)
     sizes = [weight.parameter.nbytes for weight in weights]
     full = [bucket for indices in kinds.values() for bucket in _filled(indices, sizes, bucket_bytes)]
@@ -101,7 +106,7 @@ def unit_of_range(weights: Sequence[SharedWeight], own: Tensor, first: int, *, o
         for box, at in boxes_of_range(weight.box, low - begin, high - begin):
             parts.append(OptimizerUnitPart(name=weight.name, box=box, first=begin + at - first))
         begin = end
-    return OptimizerUnit(parameter=nn.Parameter(own), decays=decays(weights[0].name), owned=owned, parts=tuple(parts))
+    return OptimizerUnit(parameter=nn.Parameter(own), decays=weights[0].decays, owned=owned, parts=tuple(parts))
 
 
 def whole_units(weights: Sequence[SharedWeight]) -> list[OptimizerUnit]:
@@ -113,4 +118,4 @@ def whole_units(weights: Sequence[SharedWeight]) -> list[OptimizerUnit]:
         together.setdefault(weight.ranks, {})[weight.name] = weight.parameter.nbytes
     for ranks, sizes in together.items():
         owned |= set(share_out(sizes, len(ranks))[ranks.index(rank)])
-    return [plain_unit(w.name, w.parameter, w.box, owned=w.name in owned) for w in weights]
+    return [plain_unit(w.name, w.parameter, w.box, decays=w.decays, owned=w.name in owned) for w in weights]

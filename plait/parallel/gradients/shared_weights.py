@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from plait.model.names import decays
 from plait.parallel.gradients.buckets import SharedWeight
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.boxes import ranks_sharing, weight_boxes
@@ -23,5 +24,7 @@ def shared_weights(sharded: ShardedModel, execution: Execution) -> list[SharedWe
         for name, parameter in chunk.named_parameters():
             box = places[name]
             ranks = ranks_sharing(execution.shape, layout, name, box, here["shard"])
-            weights.append(SharedWeight(name=name, parameter=parameter, box=box, chunk=number, ranks=ranks))
+            weights.append(
+                SharedWeight(name=name, parameter=parameter, box=box, chunk=number, ranks=ranks, decays=decays(name))
+            )
     return weights

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.data.loader import IGNORED_TARGET, Micro
 from plait.model.gpt import GPT
+from plait.model.names import decays
 from plait.parallel.pipeline.deferred_gradients import DeferredGradients, defer_in
 from plait.parallel.pipeline.stage_links import StageLinks, WaitFor, wait_for
 from plait.parallel.pipeline.tied_embedding import TiedEmbeddingEnd
@@ -50,7 +51,7 @@ def pipeline(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> S
         sharded,
         chunks=chunks,
         weights=tuple(HeldWeight(name=name, tensor=p.detach(), box=whole_box(p.shape)) for name, p in named),
-        units=tuple(plain_unit(name, p, whole_box(p.shape), owned=True) for name, p in named),
+        units=tuple(plain_unit(n, p, whole_box(p.shape), decays=decays(n), owned=True) for n, p in named),
         gradients=LocalGradients([parameter for _, parameter in named]),
         pipe=StagePipe(chunks, execution, group),
         reports=sharded.reports and chunks[-1].part.ends,

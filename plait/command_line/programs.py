@@ -1,0 +1,35 @@
+"""The command that runs a person's own program: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait.command_line.arguments import Address, HostCount, Port, SecretFile
+from plait.command_line.models import screen_on
+from plait.process_exit import EXIT_OF_SIGNAL
+
+
+def run_command(
+    program: Annotated[Path, typer.Argument(metavar="PROGRAM.py", help="A Python file that calls plait.spread.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="The program's own arguments, after --.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Workers of each machine; one for each GPU, or one in all, if left out.", min=1)
+    ] = None,
+    hosts: HostCount = 1,
+    address: Address = None,
+    port: Port = 0,
+    secret_file: SecretFile = None,
+) -> None:
+    """Run your own program on all devices of this machine, or of several (plait join --program)."""
+    from plait.commands.hosts.invitation import HostsRequest
+    from plait.commands.programs.run_program import run_program
+
+    requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
+    ended_by = run_program(program, arguments or [], workers=workers, hosts=requested, screen=screen_on(sys.stderr))
+    raise typer.Exit(EXIT_OF_SIGNAL[ended_by])

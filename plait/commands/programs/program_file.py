@@ -1,0 +1,62 @@
+"""A person's program file: its hash, and how the workers of this host get to know which one it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from plait.custom.variables import PROGRAM_VARIABLE
+from plait.errors import PlaitError
+from plait.launch.values.entries import EntryTable
+
+PROGRAM_ENTRY, COUNT_ENTRY = "program", "count_workers"
+PROGRAM_ENTRIES = EntryTable(
+    functions={PROGRAM_ENTRY: "plait.custom.worker:main", COUNT_ENTRY: "plait.custom.worker:count_workers"},
+    # torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
+    preload=("torch._dynamo", "plait.custom.worker", "plait.custom.spread", "plait.custom.strands.replicated"),
+)
+"""All that a worker of a program can do: run the file that this host's own user named."""
+LARGEST_PROGRAM = 16 * 2**20
+
+
+def program_bytes(path: Path) -> bytes:
+    """The file's bytes; raises PlaitError where it is none."""
+    try:
+        if not path.is_file():
+            raise PlaitError(f"{path} is no file; name the program to run: plait run PROGRAM.py")
+        if path.stat().st_size > LARGEST_PROGRAM:
+            raise PlaitError(f"{path} is too large for a program; name a Python file")
+        return path.read_bytes()
+    except OSError as error:
+        raise PlaitError(f"{path} cannot be read ({error.strerror}); check its rights") from None
+
+
+def program_hash(path: Path) -> str:
+    """SHA-256 of a program file; raises PlaitError where it is none, or no Python."""
+    data = program_bytes(path)
+    try:
+        compile(data, str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise PlaitError(
+            f"{path}{line} is no Python program ({error.args[0]}); mend it, or name another file"
+        ) from None
+    return sha256(data).hexdigest()
+
+
+@contextmanager
+def program_in_environment(path: Path | None) -> Iterator[None]:
+    """Within the block processes that are started learn of this program file."""
+    before = os.environ.get(PROGRAM_VARIABLE)
+    if path is not None:
+        os.environ[PROGRAM_VARIABLE] = str(path.absolute())
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(PROGRAM_VARIABLE, None)
+        else:
+            os.environ[PROGRAM_VARIABLE] = before

@@ -1,0 +1,113 @@
+"""Batches made in a thread while the last one is computed with, as far as that changes nothing."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+from plait.custom.seeds import generator_states, seed_everything, seed_from
+
+READ_AHEAD = 2
+"""Batches that wait, made, beside the one in use and the one in the making."""
+
+BeforeExample = Callable[[int], None]
+"""Called with the position of an example before it is read."""
+MakeBatch = Callable[[BeforeExample], Any]
+_PASSED_OVER = object()
+
+
+class BatchMaker:
+    """Makes batches in order, and knows how long the program waited for them.
+
+    Note [random data]: a data set that draws random numbers (augmentation) must draw the same ones after a resume, and
+    must not draw from generators that the model's dropout uses at the same time. So each example is read after seeding
+    by (seed, pass, position), whoever reads it; the first batch shows whether anything was drawn. If nothing was, later
+    ones are made in a thread.
+    """
+
+    def __init__(self, seed: int, *, may_thread: Literal["may thread", "in turn"]) -> None:
+        self._seed, self._may_thread, self._turn = seed, may_thread == "may thread", 0
+        self.wait_s = 0.0
+        self.draws: bool | None = None
+        """Whether making a batch draws random numbers; None before the first."""
+
+    def in_turn(self, makers: Iterable[MakeBatch | None]) -> Iterator[Any]:
+        """The batches of all makers, in turn; those without a maker are passed over."""
+        pending = iter(makers)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = self._next(pending)
+            except StopIteration:
+                return
+            self.wait_s += time.perf_counter() - began
+            if batch is not _PASSED_OVER:
+                yield batch
+                if not self.draws and self._may_thread:
+                    break
+        yield from self._from_thread(pending)
+
+    def _next(self, pending: Iterator[MakeBatch | None]) -> Any:
+        def seed_example(position: int) -> None:
+            seed_everything(seed_from("example", self._seed, position))
+
+        if self.draws is not False:
+            seed_everything(seed_from("batch", self._seed, self._turn))
+        self._turn += 1
+        before = generator_states() if self.draws is None else ()
+        make = next(pending)
+        if make is None:
+            return _PASSED_OVER
+        batch = make(seed_example if self.draws else _nothing)
+        if self.draws is None:
+            self.draws = generator_states() != before
+            if self.draws:  # once more, with the seeds that this batch would have at any later time
+                seed_everything(seed_from("batch", self._seed, self._turn - 1))
+                batch = make(seed_example)
+        return batch
+
+    def _from_thread(self, makers: Iterator[MakeBatch | None]) -> Iterator[Any]:
+        ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=READ_AHEAD)
+        over = threading.Event()
+        thread = threading.Thread(target=_make_all, args=(makers, ready, over), name="plait-data", daemon=True)
+        thread.start()
+        try:
+            while True:
+                began = time.perf_counter()
+                kind, value = ready.get()
+                self.wait_s += time.perf_counter() - began
+                if kind == "end":
+                    return
+                if kind == "raised":
+                    raise value
+                yield value
+        finally:
+            over.set()
+
+
+def _nothing(position: int) -> None:
+    """What is not random needs no seed."""
+
+
+def _make_all(makers: Iterator[MakeBatch | None], ready: queue.Queue[tuple[str, Any]], over: threading.Event) -> None:
+    try:
+        for make in makers:
+            if make is not None and not _put(ready, ("batch", make(_nothing)), over):
+                return
+        _put(ready, ("end", None), over)
+    except BaseException as error:  # told to whoever waits
+        _put(ready, ("raised", error), over)
+
+
+def _put(ready: queue.Queue[tuple[str, Any]], item: tuple[str, Any], over: threading.Event) -> bool:
+    """Wait for room; False once nobody wants more."""
+    while not over.is_set():
+        try:
+            ready.put(item, timeout=0.2)
+        except queue.Full:
+            continue
+        return True
+    return False

@@ -1,0 +1,170 @@
+"""A program's batches: the same global ones whatever the number of workers, of which each worker gets its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from plait.custom.cutting import BatchCut
+from plait.custom.data.ahead import BatchMaker, BeforeExample, MakeBatch
+from plait.custom.data.shares import ShareTable
+from plait.custom.data.sources import Collate, Positions, Stream, source_of
+from plait.custom.seeds import seed_from
+from plait.errors import PlaitError
+
+Order = Literal["auto", "shuffled", "given"]
+"""Order of examples by position: shuffled in each pass by the seed, or as they lie. "auto" is a DataLoader's own, else
+shuffled."""
+LastBatch = Literal["drop", "keep"]
+"""Whether the rest of a pass that fills no batch is left out or trained on; with fewer examples than workers it is left
+out in any case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """What a program asked for: `batch` is global, None where the data come in batches of their own; `number` is that
+    of the call of run.batches in the program, counted from 0."""
+
+    batch: int | None
+    epochs: int
+    order: Order
+    last: LastBatch
+    collate: Collate | None
+    cut: BatchCut | None
+    seed: int
+    number: int
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchPlace:
+    """How far one call of run.batches has come: batches handed out, those of them that a step has used, and whether it
+    has come to its end."""
+
+    given: int = 0
+    used: int = 0
+    ended: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class OwnBatches:
+    """This worker's share of each batch, in turn. `place` is moved on; batches before `place.used` are not made."""
+
+    request: BatchRequest
+    source: Positions | Stream
+    shares: ShareTable
+    rank: int
+    place: BatchPlace
+    maker: BatchMaker = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A stream may draw random numbers when it is read again from its start: Note [random data] in ahead.py.
+        may = "may thread" if isinstance(self.source, Positions) or self.request.epochs == 1 else "in turn"
+        self.maker = BatchMaker(seed_from("data", self.request.seed, self.request.number), may_thread=may)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.place.ended:
+            return
+        self.place.given = self.place.used
+        # A batch counts as handed out before the program has it: it may save while it holds it.
+        for batch in self.maker.in_turn(self._makers(self.place.used)):
+            self.place.given += 1
+            yield batch
+        self.place.ended = True
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Batches of a pass over the data; None for a stream."""
+        if isinstance(self.source, Stream):
+            return None
+        return _batches_of_pass(self.source.size, _batch_of(self.request, self.source), self.request, self._workers)
+
+    @property
+    def _workers(self) -> int:
+        return len(self.shares.at(0))
+
+    def _makers(self, skipped: int) -> Iterator[MakeBatch | None]:
+        """What makes each batch; numbers of batches go on from pass to pass."""
+        if isinstance(self.source, Positions):
+            yield from self._by_position(self.source, skipped)
+        else:
+            yield from self._by_stream(self.source, skipped)
+
+    def _by_position(self, source: Positions, skipped: int) -> Iterator[MakeBatch | None]:
+        size = _batch_of(self.request, source)
+        passes = _batches_of_pass(source.size, size, self.request, self._workers)
+        for epoch in range(skipped // passes, self.request.epochs):
+            order = self._order(source, epoch)
+            for batch in range(max(0, skipped - epoch * passes), passes):
+                number, begin = epoch * passes + batch, batch * size
+                examples = min(size, source.size - begin)
+                first, end = self.shares.own_range(number, examples, self.rank)
+                positions = order[begin + first : begin + end].tolist()
+                yield partial(_read, source, positions, epoch)
+
+    def _order(self, source: Positions, epoch: int) -> torch.Tensor:
+        order = source.order if self.request.order == "auto" else self.request.order
+        if order == "given":
+            return torch.arange(source.size)
+        seed = seed_from("order", self.request.seed, self.request.number, epoch)
+        return torch.randperm(source.size, generator=torch.Generator().manual_seed(seed))
+
+    def _by_stream(self, source: Stream, skipped: int) -> Iterator[MakeBatch | None]:
+        number = 0
+        for epoch in range(self.request.epochs):
+            begun = number
+            for examples, part in source.batches(self.request.batch):
+                if not self._counts(examples):
+                    continue
+                first, end = self.shares.own_range(number, examples, self.rank)
+                yield partial(_take, part, first, end) if number >= skipped else None
+                number += 1
+            if number == begun:
+                again = "an iterator is read only once; give a list or a Dataset, or leave epochs out"
+                raise PlaitError(again if epoch else _too_few("the data", None, self.request.batch, self._workers))
+
+    def _counts(self, examples: int) -> bool:
+        full = self.request.batch is None or examples == self.request.batch
+        return examples >= self._workers and (full or self.request.last == "keep")
+
+
+def own_batches(data: Any, request: BatchRequest, shares: ShareTable, rank: int, place: BatchPlace) -> OwnBatches:
+    """This worker's share of the batches of a person's data; raises PlaitError for data that cannot be read so."""
+    source = source_of(data, batch=request.batch, collate=request.collate, cut=request.cut)
+    found = OwnBatches(request=request, source=source, shares=shares, rank=rank, place=place)
+    _ = found.steps_per_epoch  # raises where there are too few examples
+    return found
+
+
+def _read(source: Positions, positions: list[int], epoch: int, before: BeforeExample) -> Any:
+    return source.read(positions, lambda position: before(seed_from(epoch, position)))
+
+
+def _take(part: Callable[[int, int], Any], first: int, end: int, before: BeforeExample) -> Any:
+    return part(first, end)
+
+
+def _batch_of(request: BatchRequest, source: Positions) -> int:
+    batch = request.batch or source.batch
+    if batch is None:
+        raise PlaitError("data by position need a batch: run.batches(data, batch=256), over all workers")
+    return batch
+
+
+def _batches_of_pass(examples: int, batch: int, request: BatchRequest, workers: int) -> int:
+    full, rest = divmod(examples, batch)
+    found = full + (request.last == "keep" and rest >= workers)
+    if not found:
+        raise PlaitError(_too_few("the data set", examples, batch, workers))
+    return found
+
+
+def _too_few(what: str, examples: int | None, batch: int | None, workers: int) -> str:
+    has = "fewer examples" if examples is None else f"{examples} example{'s' * (examples != 1)}"
+    if examples is not None and examples < workers:
+        return f"{what} has {has} for {workers} workers; start fewer workers, or give more data"
+    than = "than a batch" if examples is None else f"and no batch of {batch}"
+    return f'{what} has {has} {than}; take a smaller batch, or last="keep"'

@@ -1,0 +1,185 @@
+"""A person's program as a value: models, optimizers, and one loss for each optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from plait.errors import PlaitError
+
+LossSum = Callable[[Any, Any], Any]
+"""Called with the model (or the tuple of models) and a batch; returns the sum of the losses of what it counts (0-dim)
+and their count."""
+ProgramPrecision = Literal["float32", "bf16"]
+"""Arithmetic of forward and backward: "float32" is the modules' own numbers, "bf16" torch's autocast."""
+
+_SUM_ADVICE = "return (sum of losses, count), for example F.cross_entropy(…, reduction='sum'), len(labels)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What is trained and how: each optimizer has the loss of its number. `single` says that the person gave one model,
+    which losses get, and not a tuple."""
+
+    models: tuple[nn.Module, ...]
+    optimizers: tuple[Optimizer, ...]
+    losses: tuple[LossSum, ...]
+    schedulers: tuple[Any, ...] = ()
+    single: bool = True
+    clip: float | None = None
+    accumulate: int = 1
+    precision: ProgramPrecision = "float32"
+    seed: int = 0
+    trained_names: tuple[tuple[str, ...], ...] = ()
+    """For each optimizer the weights that it updates and that want a gradient, in the models' order: found at the
+    start, since an optimizer may later be given parts of them."""
+    skeletons: tuple[nn.Module, ...] = ()
+    """The models as they were, on the meta device, where a layout changes the modules themselves."""
+
+    def __post_init__(self) -> None:
+        if not self.trained_names:
+            names = tuple(tuple(self._names_of(optimizer)) for optimizer in self.optimizers)
+            object.__setattr__(self, "trained_names", names)
+
+    def _names_of(self, optimizer: Optimizer) -> Iterator[str]:
+        held = {id(parameter) for parameter in parameters_of(optimizer)}
+        for name, parameter in self.named_parameters().items():
+            if id(parameter) in held and parameter.requires_grad:
+                yield name
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, in the models' order; of several models under "0.", "1." and so on."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, model in self.prefixed_models():
+            for name, parameter in model.named_parameters():
+                found.setdefault(id(parameter), (prefix + name, parameter))
+        return dict(found.values())
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """Every buffer once, named as the parameters are."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for prefix, model in self.prefixed_models():
+            for name, buffer in model.named_buffers():
+                found.setdefault(id(buffer), (prefix + name, buffer))
+        return dict(found.values())
+
+    def prefixed_models(self) -> list[tuple[str, nn.Module]]:
+        """The models, each with what its names begin with in this program."""
+        return [("" if self.single else f"{number}.", model) for number, model in enumerate(self.models)]
+
+    def trained_by(self, index: int) -> dict[str, nn.Parameter]:
+        """The parameters that this optimizer updates and that want a gradient, in the models' order."""
+        named = self.named_parameters()
+        return {name: named[name] for name in self.trained_names[index]}
+
+    def loss_sum(self, index: int, batch: Any) -> tuple[Tensor, Tensor]:
+        """The loss of a batch, summed (0-dim, with its graph), and its count (0-dim, float64). Raises PlaitError for
+        what is no such pair."""
+        with self._autocast():
+            result = self.losses[index](self.models[0] if self.single else self.models, batch)
+        return checked_sums(result)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.precision == "float32":
+            return nullcontext()
+        device = next((p.device.type for model in self.models for p in model.parameters()), "cpu")
+        return torch.autocast(device, torch.bfloat16)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """All parameters of an optimizer, group by group."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def checked_sums(result: Any) -> tuple[Tensor, Tensor]:
+    """What a person's loss returned, as a sum and a count; raises PlaitError with the mend where it is neither."""
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise PlaitError(f"loss_sum returned {_described(result)}; {_SUM_ADVICE}")
+    total, count = result
+    if not isinstance(total, Tensor) or not total.is_floating_point():
+        raise PlaitError(f"loss_sum returned {_described(total)} as the sum of losses; {_SUM_ADVICE}")
+    if total.dim():
+        raise PlaitError(f"loss_sum returned losses of shape {tuple(total.shape)}, not their sum; add .sum()")
+    if isinstance(count, Tensor):
+        if count.numel() != 1:
+            raise PlaitError(f"loss_sum returned a count of shape {tuple(count.shape)}; add .sum()")
+        return total, count.detach().reshape(()).to(total.device, torch.float64)
+    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < float("inf"):
+        raise PlaitError(f"loss_sum returned {_described(count)} as the count; {_SUM_ADVICE}")
+    return total, torch.tensor(float(count), dtype=torch.float64, device=total.device)
+
+
+def check_program(program: Program) -> None:
+    """Raise PlaitError, in one sentence, for a program that cannot be carried out exactly."""
+    if len(program.optimizers) != len(program.losses):
+        raise PlaitError(
+            f"{len(program.optimizers)} optimizers and {len(program.losses)} losses; give one loss for each optimizer, "
+            "as tuples in the same order"
+        )
+    _check_numbers(program)
+    for model in program.models:
+        _check_model(model)
+    _check_optimizers(program)
+    for scheduler in program.schedulers:
+        if type(scheduler).__name__ == "ReduceLROnPlateau":
+            raise PlaitError("ReduceLROnPlateau needs a loss at each step; step it in your own loop, with run.evaluate")
+
+
+def _check_numbers(program: Program) -> None:
+    if program.clip is not None and not program.clip > 0:
+        raise PlaitError(f"clip = {program.clip} is no length of a gradient; give a positive number, or leave it out")
+    if program.accumulate < 1:
+        raise PlaitError(f"accumulate = {program.accumulate}; give 1 or more parts of a batch")
+    if not 0 <= program.seed < 2**63:
+        raise PlaitError(f"seed = {program.seed}; give a number from 0 to 2**63 - 1")
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise PlaitError(f"{_described(model)} is no torch.nn.Module; give the model, or a tuple of models")
+    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+        raise PlaitError(f"the model is wrapped in {type(model).__name__}; give the module inside of it: model.module")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise PlaitError(f"{name} has no shape yet (a lazy module); run the model on one batch before plait.spread")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise PlaitError(
+                f"{name} has sparse gradients, which cannot be summed in buckets; build it with sparse=False"
+            )
+
+
+def _check_optimizers(program: Program) -> None:
+    names = {id(parameter): name for name, parameter in program.named_parameters().items()}
+    owner: dict[int, int] = {}
+    for index, optimizer in enumerate(program.optimizers):
+        if not isinstance(optimizer, Optimizer):
+            raise PlaitError(
+                f"{_described(optimizer)} is no torch.optim.Optimizer; give the optimizer, or a tuple of them"
+            )
+        kind = type(optimizer).__name__
+        if kind in ("LBFGS", "SparseAdam"):
+            why = "calls the loss several times a step" if kind == "LBFGS" else "needs sparse gradients"
+            raise PlaitError(f"{kind} {why}; take an optimizer that reads .grad once, such as SGD or AdamW")
+        for parameter in parameters_of(optimizer):
+            if id(parameter) not in names:
+                raise PlaitError(
+                    f"optimizer {index} updates a tensor of shape {tuple(parameter.shape)} that no model has; make it "
+                    "from the parameters of the models that you give to plait.spread"
+                )
+            if owner.setdefault(id(parameter), index) != index:
+                raise PlaitError(f"{names[id(parameter)]} is in two optimizers; let one of them update it")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,223 @@
+"""The run that `plait.spread` returns: batches, steps, evaluation, saving, for a person's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from plait.custom.cutting import BatchCut, batch_parts
+from plait.custom.data.batches import BatchPlace, BatchRequest, LastBatch, Order, OwnBatches, own_batches
+from plait.custom.data.measured_shares import ShareMeter
+from plait.custom.data.moving import on_device
+from plait.custom.data.shares import Shares, ShareTable
+from plait.custom.data.sources import Collate
+from plait.custom.group import Workers
+from plait.custom.program import Program
+from plait.custom.saving.program_state import resume_program, save_program
+from plait.custom.stepping.additive import check_additive, examples_to_check
+from plait.custom.stepping.evaluate import evaluate_mean
+from plait.custom.stepping.gradients import StepPlace, sum_gradients
+from plait.custom.stepping.rate import RateRule, goyal_rule
+from plait.custom.stepping.update import update_weights
+from plait.custom.strands.description import CustomLayout, Strands
+from plait.errors import PlaitError
+
+
+class SpreadRun:
+    """A program on all its workers. Each of them calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        program: Program,
+        strands: Strands,
+        workers: Workers,
+        layout: CustomLayout,
+        *,
+        cut: BatchCut | None,
+        alike: Literal["alike", "unlike"],
+    ) -> None:
+        self._program, self._strands, self._workers, self._layout, self._cut = program, strands, workers, layout, cut
+        self._steps = self._steps_here = 0
+        self._places: list[BatchPlace] = []
+        self._calls = 0
+        self._active: list[OwnBatches] = []
+        self._meter = ShareMeter(workers, alike)
+        self._rate = RateRule()
+        self._wait_s = 0.0
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._workers.rank
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return self._workers.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the models and batches of this worker are."""
+        return self._workers.device
+
+    @property
+    def layout(self) -> CustomLayout:
+        """How the weights lie over the workers."""
+        return self._layout
+
+    @property
+    def steps(self) -> int:
+        """Steps taken so far, those before a resume included."""
+        return self._steps
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Each worker's part of a batch, as decided last."""
+        return self._meter.shares
+
+    @property
+    def data_wait_s(self) -> float:
+        """Seconds that this worker has waited for its data so far."""
+        return self._wait_s + sum(own.maker.wait_s for own in self._active)
+
+    def batches(
+        self,
+        data: Any,
+        *,
+        batch: int | None = None,
+        batch_per_worker: int | None = None,
+        shares: Shares = "auto",
+        epochs: int = 1,
+        order: Order = "auto",
+        last: LastBatch = "drop",
+        collate: Collate | None = None,
+    ) -> Iterator[Any]:
+        """This worker's share of each global batch of `batch` examples, on its device, over `epochs` passes.
+
+        `data`: a Dataset, a list of examples, tensors of one length, a DataLoader, or an iterable (of examples if
+        `batch` is given, else of global batches). `batch_per_worker` in its place grows the batch with the workers, and
+        the learning rate by Goyal's rule. After a resume, calls go on where they were. Raises PlaitError in one
+        sentence.
+        """
+        size = self._batch_size(batch, batch_per_worker, epochs)
+        self._meter.choose(shares)
+        number, self._calls = self._calls, self._calls + 1
+        if number == len(self._places):
+            self._places.append(BatchPlace())
+        request = BatchRequest(
+            batch=size, epochs=epochs, order=order, last=last, collate=collate, cut=self._cut,
+            seed=self._program.seed, number=number,
+        )  # fmt: skip
+        table = ShareTable(self.workers)
+        table.set(0, self._meter.shares)
+        own = own_batches(data, request, table, self.rank, self._places[number])
+        if batch_per_worker is not None:
+            self._grow_rate(batch_per_worker, own.steps_per_epoch)
+        return self._each(own)
+
+    def step(self, batch: Any) -> Tensor:
+        """One step with this worker's share of a batch: forward, backward, sums over all workers, clipping, update.
+
+        Returns the global mean loss: 0-dim, or one for each of several losses [losses]; float64. Every worker must call
+        it for every batch.
+        """
+        if self._steps_here == 0:
+            self._check_losses(batch)
+        clock = self._meter.clock(self._steps_here)
+        place = StepPlace(step=self._steps, batch=sum(place.given for place in self._places), clock=clock)
+        micros = batch_parts(batch, self._program.accumulate, self._cut)
+        means, own_s = [], 0.0
+        for index in range(len(self._program.losses)):
+            sums = sum_gradients(self._program, self._strands, self._workers, index, micros, place)
+            own_s += sums.own_s
+            means.append(update_weights(self._program, self._strands, index, sums, self._rate.factor(self._steps)))
+        for scheduler in self._program.schedulers:
+            scheduler.step()
+        self._steps, self._steps_here = self._steps + 1, self._steps_here + 1
+        for done in self._places:
+            done.used = done.given
+        if clock == "timed":
+            self._meter.note(own_s, self._active)
+        return means[0] if len(means) == 1 else torch.stack(means)
+
+    def gradients(self, *, loss: int = 0) -> dict[str, Tensor]:
+        """The last step's whole gradient of a loss's mean, by parameter, after clipping; parameters that nobody's
+        backward reached are not in it. Every worker must call it; blocks where weights are cut."""
+        return self._strands.full_gradients(loss)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter whole, by its name. Every worker must call it; blocks where weights are cut."""
+        self._strands.settle()
+        return self._strands.full_weights()
+
+    def evaluate(self, data: Any, *, batch: int = 256, loss: int = 0) -> Tensor:
+        """The exact mean of a loss over all of the data, in the models' evaluation mode: 0-dim, float64, the same on
+        all workers. Every worker must call it; blocks."""
+        return evaluate_mean(self._program, self._strands, self._workers, data, batch, loss, self._cut)
+
+    def save(self, folder: str | Path) -> None:
+        """Save all that a resume needs to `folder`, whole or not at all. Every worker must call it; blocks."""
+        places = [[place.used, place.ended] for place in self._places]
+        decided = "undecided" if self._meter.undecided else "decided"
+        progress = {"places": places, "shares": list(self._meter.shares), "decided": decided}
+        save_program(Path(folder), self._program, self._strands, self._workers, self._steps, progress)
+
+    def resume(self, folder: str | Path) -> None:
+        """Go on from the newest state in `folder`, on any number of workers: to the bit on as many as saved it.
+
+        Call it before run.batches, whose calls then begin where they were. Every worker must call it; blocks.
+        """
+        if self._calls:
+            raise PlaitError("run.resume comes too late: call it before run.batches, whose batches go on from there")
+        found = resume_program(Path(folder), self._program, self._strands, self._workers)
+        self._steps, progress = int(found["steps"]), found["progress"]
+        self._places = [BatchPlace(given=used, used=used, ended=ended) for used, ended in progress["places"]]
+        if found["workers"] == self.workers:
+            self._meter.resume(progress["shares"], progress["decided"])
+
+    def _each(self, own: OwnBatches) -> Iterator[Any]:
+        self._active.append(own)
+        try:
+            for batch in own:
+                yield on_device(batch, self.device)
+        finally:
+            own.place.ended = True  # also where the program breaks its loop: a resume does not go on with it
+            self._active.remove(own)
+            self._wait_s += own.maker.wait_s
+
+    def _batch_size(self, batch: int | None, batch_per_worker: int | None, epochs: int) -> int | None:
+        if batch is not None and batch_per_worker is not None:
+            raise PlaitError("batch is that of all workers and batch_per_worker that of one; give one of the two")
+        for name, number in (("batch", batch), ("batch_per_worker", batch_per_worker), ("epochs", epochs)):
+            if number is not None and number < 1:
+                raise PlaitError(f"{name} = {number}; give 1 or more")
+        if batch is not None and batch < self.workers:
+            raise PlaitError(
+                f"a batch of {batch} for {self.workers} workers: each needs one example at least; take a larger "
+                f"batch or "
+                "fewer workers"
+            )
+        return batch_per_worker * self.workers if batch_per_worker is not None else batch
+
+    def _grow_rate(self, batch: int, steps_per_epoch: int | None) -> None:
+        rule = goyal_rule(self.workers, steps_per_epoch)
+        if rule != self._rate and self.workers > 1:
+            self._workers.say(
+                f"batch {batch * self.workers} = {batch} × {self.workers} workers; learning rates grow to "
+                f"{self.workers} × "
+                f"over {rule.warm_steps} steps (Goyal's rule, made for SGD)"
+            )
+        self._rate = rule
+
+    def _check_losses(self, batch: Any) -> None:
+        """Before the first step: whether losses are sums. All workers look, or none, as models may wait for each
+        other."""
+        few = torch.tensor([int(examples_to_check(batch, self._cut) < 2)])
+        if int(self._workers.sums.largest(few)) == 0:
+            self._strands.settle()
+            for index in range(len(self._program.losses)):
+                check_additive(self._program, index, batch, self._cut)

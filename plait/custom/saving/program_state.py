@@ -1,0 +1,140 @@
+"""All that a program resumes from: weights, buffers, optimizers, schedulers, steps, and places in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.custom.exchange import first_ones, first_tensors, gather_json
+from plait.custom.group import Workers
+from plait.custom.program import Program
+from plait.custom.saving.folder import newest_saved, read_state, read_tensors, write_saved
+from plait.custom.saving.optimizer_state import collect_optimizer, restore_optimizer
+from plait.custom.saving.tree import from_plain, to_plain
+from plait.custom.strands.description import Strands
+from plait.errors import PlaitError
+
+MODEL = "model"
+
+
+def save_program(
+    folder: Path, program: Program, strands: Strands, workers: Workers, steps: int, progress: Mapping[str, Any]
+) -> None:
+    """Write all of it to `folder`; `progress` is JSON of the caller. Every worker must call it; the first one writes,
+    and an error of its disk is raised by all."""
+    strands.settle()
+    files = {MODEL: {**strands.full_weights(), **program.named_buffers()}}
+    files |= _unlike_buffers(program, workers)
+    optimizers = []
+    for index, optimizer in enumerate(program.optimizers):
+        shapes = {name: _whole_shape(p) for name, p in program.trained_by(index).items()}
+        plain, tensors = collect_optimizer(optimizer, strands, index, shapes, workers)
+        optimizers.append(plain)
+        files[f"optimizer-{index}"] = tensors
+    scheduler_tensors: dict[str, Tensor] = {}
+    schedulers = [
+        to_plain(scheduler.state_dict(), f"scheduler/{number}", scheduler_tensors)
+        for number, scheduler in enumerate(program.schedulers)
+    ]
+    files["schedulers"] = scheduler_tensors
+    state = {
+        "steps": steps, "workers": workers.size, "optimizers": optimizers, "schedulers": schedulers,
+        "progress": dict(progress), "files": sorted(files), "buffers": sorted(program.named_buffers()),
+    }  # fmt: skip
+
+    def write() -> str:
+        here = {name: {key: one.detach().cpu() for key, one in tensors.items()} for name, tensors in files.items()}
+        return str(write_saved(folder, steps, state, here))
+
+    first_ones(write, workers)
+
+
+def resume_program(folder: Path, program: Program, strands: Strands, workers: Workers) -> dict[str, Any]:
+    """Read the newest state in `folder` back, on any number of workers; returns {"steps", "workers", "progress"}.
+
+    Only the first worker needs the folder. Every worker must call it; raises PlaitError where there is none, or it is
+    of another program.
+    """
+    strands.settle()
+    where = first_ones(lambda: str(newest_saved(folder)), workers)
+    state = first_ones(lambda: read_state(Path(where)), workers)
+    loaded = {name: _read(Path(where), name, workers) for name in _needed(state, workers)}
+    _check(state, program, loaded[MODEL])
+    with torch.no_grad():
+        strands.load_weights(loaded[MODEL])
+        own = loaded.get(f"buffers-{workers.rank}", loaded[MODEL])
+        for name, buffer in program.named_buffers().items():
+            buffer.copy_(own[name])
+    for index, optimizer in enumerate(program.optimizers):
+        shapes = {name: _whole_shape(p) for name, p in program.trained_by(index).items()}
+        plain, tensors = state["optimizers"][index], loaded[f"optimizer-{index}"]
+        restore_optimizer(optimizer, strands.pieces(index), shapes, plain, tensors)
+    for scheduler, plain in zip(program.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(from_plain(plain, loaded["schedulers"]))
+    return {key: state[key] for key in ("steps", "workers", "progress")}
+
+
+def _needed(state: Mapping[str, Any], workers: Workers) -> list[str]:
+    """The files to read; buffers that differed from worker to worker only for the same number of workers."""
+    same = state["workers"] == workers.size
+    return [name for name in state["files"] if same or not name.startswith("buffers-")]
+
+
+def _read(saved: Path, name: str, workers: Workers) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+
+    def read() -> None:
+        tensors.update(read_tensors(saved, name))
+
+    first_ones(read, workers)
+    return first_tensors(tensors, workers)
+
+
+def _check(state: Mapping[str, Any], program: Program, weights: Mapping[str, Tensor]) -> None:
+    counts = (len(state["optimizers"]), len(state["schedulers"]))
+    if counts != (len(program.optimizers), len(program.schedulers)):
+        raise PlaitError(
+            f"the saved program has {counts[0]} optimizers and {counts[1]} schedulers, this one "
+            f"{len(program.optimizers)} and {len(program.schedulers)}; resume with the program that saved it"
+        )
+    here = {name: _whole_shape(one) for name, one in program.named_parameters().items()}
+    here |= {name: one.shape for name, one in program.named_buffers().items()}
+    for name in sorted(here.keys() ^ weights.keys()):
+        where = "is not in the saved state" if name in here else "is in the saved state and not in this model"
+        raise PlaitError(f"{name} {where}; resume with the model that was saved")
+    for name, shape in here.items():
+        if shape != weights[name].shape:
+            raise PlaitError(
+                f"{name} was saved with shape {tuple(weights[name].shape)} and has {tuple(shape)} now; resume with the "
+                "model that was saved"
+            )
+
+
+def _whole_shape(tensor: Tensor) -> torch.Size:
+    return tensor.shape  # a sharded one's is that of the whole
+
+
+def _unlike_buffers(program: Program, workers: Workers) -> dict[str, dict[str, Tensor]]:
+    """Each worker's buffers where they are not the same on all: a file for each."""
+    buffers = {name: buffer.detach().cpu().contiguous() for name, buffer in program.named_buffers().items()}
+    if workers.size == 1 or not buffers:
+        return {}
+    digest = sha256()
+    for buffer in buffers.values():
+        digest.update(bytes(buffer.reshape(-1).view(torch.uint8).numpy()))
+    if len(set(gather_json(digest.hexdigest(), workers))) == 1:
+        return {}
+    found: dict[str, dict[str, Tensor]] = {}
+    for rank in range(workers.size):
+        found[f"buffers-{rank}"] = {}
+        for name, buffer in buffers.items():
+            flat = buffer.reshape(-1).to(workers.device, copy=True)
+            if flat.numel():
+                workers.broadcast(flat.view(torch.uint8), source=rank)
+            found[f"buffers-{rank}"][name] = flat.cpu().view(buffer.shape)
+    return found

@@ -1,0 +1,29 @@
+"""Seeds for whatever is random in a program: the same for the same place in it, whoever computes it and when."""
+
+from __future__ import annotations
+
+import random
+import sys
+from hashlib import sha256
+
+import torch
+
+
+def seed_from(*numbers: int | str) -> int:
+    """A number below 2**63 that follows from these alone."""
+    return int.from_bytes(sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices), and Python's and numpy's own generators where a program may use them."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed(seed % 2**32)
+
+
+def generator_states() -> tuple[object, ...]:
+    """What the generators of this process's processor have come to, to see whether somebody drew from them."""
+    numpy_random = sys.modules.get("numpy.random")
+    state = numpy_random.get_state() if numpy_random else (0, b"", 0)
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), bytes(state[1]), state[2]

@@ -1,0 +1,131 @@
+"""`plait.spread`: from a person's models and optimizers to a run on all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypedDict, Unpack
+
+from torch import nn
+from torch.optim import Optimizer
+
+from plait.custom.cutting import BatchCut
+from plait.custom.group import Workers, find_workers
+from plait.custom.layouts import RequestedLayout, choose_layout
+from plait.custom.likeness import workers_are_alike
+from plait.custom.program import LossSum, Program, ProgramPrecision, check_program
+from plait.custom.run import SpreadRun
+from plait.custom.seeds import seed_everything, seed_from
+from plait.custom.strands.choose import make_strands
+from plait.custom.strands.copies import skeletons_of
+from plait.custom.strands.description import StrandChoices
+from plait.custom.strands.first_weights import share_first_weights
+from plait.errors import PlaitError
+
+DEFAULT_BUCKET_MIB = 8.0
+RequestedPrecision = Literal["auto", "float32", "bf16"]
+
+
+class SpreadOptions(TypedDict, total=False):
+    """What else `plait.spread` takes."""
+
+    schedulers: Sequence[Any]
+    """Learning-rate schedulers, stepped after each step and saved."""
+    transfer: Literal["float32", "bf16"]
+    """In what numbers gradients travel: as they are, or rounded to half the bytes."""
+    bucket_mib: float | Literal["auto"]
+    """Gradients that travel together, in MiB: 8 if left out. "auto" measures the link; sums of three workers or more
+    are the same to the bit only with equal buckets."""
+    units: Sequence[str]
+    """Names of the modules that are gathered as one where parameters are sharded, in place of ModuleLists' members."""
+    recompute: Literal["none", "full"]
+    """"full": units keep only their inputs for the backward pass, and run a second time in it."""
+    cut: BatchCut
+    """How batches of a kind of their own are cut."""
+
+
+def spread(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    loss_sum: LossSum | Sequence[LossSum],
+    layout: RequestedLayout = "auto",
+    clip: float | None = None,
+    accumulate: int = 1,
+    precision: RequestedPrecision = "auto",
+    seed: int = 0,
+    **options: Unpack[SpreadOptions],
+) -> SpreadRun:
+    """Train any module on all workers that this program was started on, with the numbers of one process.
+
+    `loss_sum(model, batch)` returns the sum of the losses of what it counts, and their count. Of several models give
+    tuples, with one loss for each optimizer. `clip` is the largest length of the whole gradient, `accumulate` the parts
+    in which a worker computes its share. "auto" precision is the modules' own numbers, "bf16" torch's autocast. `seed`
+    gives the order of data and what is random in steps, and seeds torch, numpy and random here. Every worker must call
+    it; blocks until all are here. Raises PlaitError in one sentence.
+    """
+    if unknown := sorted(set(options) - set(SpreadOptions.__annotations__)):
+        raise PlaitError(f"plait.spread has no option {unknown[0]}; it has {', '.join(SpreadOptions.__annotations__)}")
+    if precision not in ("auto", "float32", "bf16"):
+        raise PlaitError(f'precision = "{precision}" is unknown; choose "auto", "float32" or "bf16"')
+    program = Program(
+        models=_tuple(model),
+        optimizers=_tuple(optimizer),
+        losses=_tuple(loss_sum),
+        schedulers=tuple(options.get("schedulers", ())),
+        single=not isinstance(model, tuple | list),
+        clip=clip,
+        accumulate=accumulate,
+        precision=_precision(precision),
+        seed=seed,
+    )
+    check_program(program)
+    workers = find_workers()
+    for one in program.models:
+        one.to(workers.device)
+    share_first_weights(program, workers)
+    chosen, reason = choose_layout(layout, program, workers)
+    if workers.size > 1:
+        workers.say(f'{workers.size} workers, layout "{chosen}": {reason}')
+    if chosen == "shard parameters" and workers.size > 1:
+        program = replace(program, skeletons=skeletons_of(program))
+    strands = make_strands(program, workers, chosen, _choices(options, program, workers))
+    seed_everything(seed_from("program", seed))
+    alike = "alike" if workers_are_alike(workers) else "unlike"
+    return SpreadRun(program, strands, workers, chosen, cut=options.get("cut"), alike=alike)
+
+
+def _tuple(given: Any) -> tuple[Any, ...]:
+    """One or several, as a tuple; an nn.Sequential is one model."""
+    return tuple(given) if isinstance(given, tuple | list) else (given,)
+
+
+def _precision(requested: RequestedPrecision) -> ProgramPrecision:
+    return "float32" if requested == "auto" else requested
+
+
+def _choices(options: SpreadOptions, program: Program, workers: Workers) -> StrandChoices:
+    transfer, recompute = options.get("transfer", "float32"), options.get("recompute", "none")
+    if transfer not in ("float32", "bf16"):
+        raise PlaitError(f'transfer = "{transfer}" is unknown; choose "float32" or "bf16"')
+    if recompute not in ("none", "full"):
+        raise PlaitError(f'recompute = "{recompute}" is unknown; choose "none" or "full"')
+    return StrandChoices(
+        transfer=transfer,
+        bucket_bytes=_bucket_bytes(options.get("bucket_mib", DEFAULT_BUCKET_MIB), program, workers),
+        units=tuple(options["units"]) if "units" in options else "auto",
+        recompute=recompute,
+    )
+
+
+def _bucket_bytes(mib: float | Literal["auto"], program: Program, workers: Workers) -> int:
+    if (isinstance(mib, str) and mib != "auto") or (not isinstance(mib, str) and not mib > 0):
+        raise PlaitError(f'bucket_mib = {mib}; give a positive number of MiB, or "auto"')
+    if not isinstance(mib, str):
+        return int(mib * 2**20)
+    if workers.size == 1:
+        return int(DEFAULT_BUCKET_MIB * 2**20)
+    from plait.custom.strands.bucket_size import measured_bucket_bytes
+
+    trained = [program.trained_by(index) for index in range(len(program.optimizers))]
+    return measured_bucket_bytes(workers, sum(p.nbytes for some in trained for p in some.values()))

@@ -1,0 +1,95 @@
+"""Forward and backward of this worker's share of a batch, and the global sums of losses, counts and gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from plait.custom.group import Workers
+from plait.custom.program import Program
+from plait.custom.seeds import seed_everything, seed_from
+from plait.custom.strands.description import Strands
+from plait.errors import PlaitError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlace:
+    """Where in a program a step is: its number, and that of the batch that this worker last took."""
+
+    step: int
+    batch: int
+    clock: Literal["timed", "untimed"] = "untimed"
+    """Whether the time of forward and backward is wanted, for which a GPU is waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalSums:
+    """Sums over all workers: losses and counts [2, float64], and which parameters any of them reached. `own_s` is how
+    long this worker's own forward and backward took, without waiting for others."""
+
+    total: Tensor
+    reached: tuple[bool, ...]
+    own_s: float
+
+
+def sum_gradients(
+    program: Program, strands: Strands, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
+) -> GlobalSums:
+    """Run all parts of a batch through one loss; then the gradients are global sums, not yet divided by the count.
+
+    Every worker must call it; blocks. Raises PlaitError where the loss is no sum, or a worker skipped a step.
+    """
+    strands.settle()
+    strands.open(index)
+    began = time.perf_counter()
+    own = run_backward(program, strands, workers, index, micros, place)
+    if place.clock == "timed" and own.device.type == "cuda":
+        torch.cuda.synchronize(own.device)
+    own_s = time.perf_counter() - began
+    reached = strands.reached(index)
+    marks = torch.tensor([place.batch, place.batch**2], dtype=torch.float64)
+    on_processor = own.device.type == "cpu"
+    told = workers.sums(torch.cat([marks, reached, own] if on_processor else [marks, reached]))
+    check_same_batch(told[:2].tolist(), place, workers)
+    by_anybody = tuple(count > 0 for count in told[2 : 2 + len(reached)].tolist())
+    strands.close(index, by_anybody)
+    # Behind the buckets, whose order on a GPU must be the same on all ranks.
+    total = told[-2:] if on_processor else workers.sums(own)
+    return GlobalSums(total=total, reached=by_anybody, own_s=own_s)
+
+
+def run_backward(
+    program: Program, strands: Strands, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
+) -> Tensor:
+    """Forward and backward of this worker's parts; returns its own [sum of losses, count] in float64."""
+    own = torch.zeros(2, dtype=torch.float64, device=workers.device)
+    # Of several losses each gives gradients to the weights of its own optimizer alone.
+    inputs = list(program.trained_by(index).values()) if len(program.optimizers) > 1 else None
+    for number, micro in enumerate(micros):
+        seed_everything(seed_from("step", program.seed, place.step, index, number, workers.rank))
+        strands.next_pass(index)
+        total, count = program.loss_sum(index, micro)
+        if not total.requires_grad:
+            raise PlaitError(
+                "the loss does not depend on a weight that is trained; compute it from the model's output, outside of "
+                "torch.no_grad and without .item()"
+            )
+        own += torch.stack([total.detach().to(torch.float64), count])
+        if number == len(micros) - 1:
+            strands.arm(index)
+        torch.autograd.backward(total, inputs=inputs)
+    return own
+
+
+def check_same_batch(sums: Sequence[float], place: StepPlace, workers: Workers) -> None:
+    """Raise PlaitError unless all workers are at the batch of the same number: sums of it and of its square."""
+    if sums != [place.batch * workers.size, place.batch**2 * workers.size]:
+        raise PlaitError(
+            f"worker {workers.rank} takes a step with batch {place.batch} of its loop, and the workers' mean is "
+            f"{sums[0] / workers.size:g}: one of them skipped a step; every worker must call run.step for every batch"
+        )

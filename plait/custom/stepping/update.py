@@ -1,0 +1,58 @@
+"""The update of weights from global sums of gradients: division by the global count, clipping, optimizer, rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from plait.custom.program import Program, parameters_of
+from plait.custom.stepping.gradients import GlobalSums
+from plait.custom.strands.description import Strands
+
+
+def update_weights(program: Program, strands: Strands, index: int, sums: GlobalSums, rate_factor: float) -> Tensor:
+    """Divide the gradients by the global count, clip them, and let the optimizer update; returns the mean loss (0-dim).
+
+    Every worker must call it. A count of 0 divides by 1: then all losses, and gradients, are 0.
+    """
+    count = sums.total[1].clamp(min=1.0) if sums.total.device.type != "cpu" else max(float(sums.total[1]), 0.0) or 1.0
+    scale = torch.as_tensor(1.0, dtype=torch.float64, device=sums.total.device) / count
+    if program.clip is not None:
+        length = strands.squares(index).to(scale.device).sqrt() * scale
+        scale = scale * (program.clip / (length + 1e-6)).clamp(max=1.0)
+    optimizer = program.optimizers[index]
+    _multiply([p.grad for p in parameters_of(optimizer) if p.grad is not None], scale)
+    with _rate(optimizer, rate_factor):
+        optimizer.step()
+    strands.publish(index)
+    return sums.total[0] / count
+
+
+def _multiply(gradients: list[Tensor], scale: Tensor) -> None:
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for gradient in gradients:
+        by_kind.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for (dtype, device), some in by_kind.items():
+        # A factor in 16 bits would be rounded, for all gradients alike.
+        exact = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+        torch._foreach_mul_(some, scale.to(device, exact))
+
+
+@contextmanager
+def _rate(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """The optimizer's rates times a factor, for one update: schedulers go on from the rates without it."""
+    if factor == 1.0:
+        yield
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

@@ -1,0 +1,64 @@
+"""All workers begin with the first worker's weights and buffers, whatever each of them drew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from plait.custom.group import Workers
+from plait.custom.program import Program
+from plait.errors import PlaitError
+
+_TOGETHER_BYTES = 32 * 2**20
+
+
+def share_first_weights(program: Program, workers: Workers) -> None:
+    """Give every worker the first one's weights and buffers. Every worker must call it; raises PlaitError where they
+    have built unlike models."""
+    if workers.size == 1:
+        return
+    _check_alike(program, workers)
+    with torch.no_grad():
+        weights = [parameter.detach() for parameter in program.named_parameters().values()]
+        broadcast_all([*weights, *program.named_buffers().values()], workers)
+
+
+def broadcast_all(tensors: Sequence[Tensor], workers: Workers, source: int = 0) -> None:
+    """Give every worker the values that `source` has, many small tensors in one message. Every worker must call it."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    for some in kinds.values():
+        held, size = [], 0
+        for tensor in some:
+            held.append(tensor)
+            size += tensor.nbytes
+            if size >= _TOGETHER_BYTES:
+                _broadcast(held, workers, source)
+                held, size = [], 0
+        _broadcast(held, workers, source)
+
+
+def _broadcast(tensors: list[Tensor], workers: Workers, source: int) -> None:
+    if not tensors:
+        return
+    flat = torch.cat([tensor.reshape(-1).to(workers.device) for tensor in tensors])
+    workers.broadcast(flat.view(torch.uint8), source)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def _check_alike(program: Program, workers: Workers) -> None:
+    named = [*program.named_parameters().items(), *program.named_buffers().items()]
+    described = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in named]
+    digest = sha256(repr(described).encode()).digest()[:7]
+    own = torch.tensor([int.from_bytes(digest, "big")])
+    for rank, other in enumerate(workers.sums.gather(own)):
+        if int(other) != int(own):
+            raise PlaitError(
+                f"workers {workers.rank} and {rank} have built unlike models; build the same one on all of them, "
+                "whatever their rank"
+            )

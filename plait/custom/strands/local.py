@@ -1,0 +1,72 @@
+"""One process: its own gradients are the global ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from plait.custom.program import Program
+from plait.custom.strands.description import HeldPiece, StrandForm
+
+
+class LocalStrands:
+    """The strands of a program in one process; no torch.distributed, no copies."""
+
+    form: StrandForm = "whole"
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._trained = [program.trained_by(index) for index in range(len(program.optimizers))]
+
+    def open(self, index: int) -> None:
+        for parameter in self._trained[index].values():
+            parameter.grad = None
+
+    def next_pass(self, index: int) -> None:
+        """Nothing to do."""
+
+    def arm(self, index: int) -> None:
+        """Nothing to begin."""
+
+    def reached(self, index: int) -> Tensor:
+        return torch.tensor([p.grad is not None for p in self._trained[index].values()], dtype=torch.float64)
+
+    def close(self, index: int, reached: Sequence[bool]) -> None:
+        """Nothing to wait for."""
+
+    def squares(self, index: int) -> Tensor:
+        return squares_of([p.grad for p in self._trained[index].values() if p.grad is not None])
+
+    def publish(self, index: int) -> None:
+        """Nobody else computes with the weights."""
+
+    def settle(self) -> None:
+        """The weights are here."""
+
+    def pieces(self, index: int) -> Sequence[HeldPiece]:
+        return whole_pieces(self._trained[index])
+
+    def full_weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._program.named_parameters().items()}
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._program.named_parameters().items():
+            parameter.detach().copy_(weights[name])
+
+    def full_gradients(self, index: int) -> dict[str, Tensor]:
+        return {name: p.grad.detach() for name, p in self._trained[index].items() if p.grad is not None}
+
+
+def whole_pieces(trained: dict[str, nn.Parameter]) -> list[HeldPiece]:
+    """Every weight as one piece."""
+    return [HeldPiece(name=name, first=0, parameter=p) for name, p in trained.items()]
+
+
+def squares_of(gradients: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all numbers: 0-dim, float64."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(list(gradients), 2)
+    return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()

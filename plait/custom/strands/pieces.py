@@ -1,0 +1,58 @@
+"""Weights of which each worker updates a part: the optimizer's parameters, and the whole put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from plait.custom.exchange import sum_of_bits
+from plait.custom.group import Workers
+from plait.custom.program import Program
+from plait.custom.strands.description import CustomLayout, HeldPiece
+from plait.errors import PlaitError
+
+
+def check_apart(program: Program, layout: CustomLayout) -> None:
+    """Raise PlaitError where weights share memory, or an optimizer has taken steps: neither survives being cut."""
+    begins: dict[int, str] = {}
+    for name, parameter in program.named_parameters().items():
+        other = begins.setdefault(parameter.untyped_storage().data_ptr(), name)
+        if other != name and parameter.numel():
+            raise PlaitError(
+                f'{name} and {other} are views of one memory, which layout "{layout}" would take apart; take '
+                'layout="replicate", or make each a tensor of its own'
+            )
+    for number, optimizer in enumerate(program.optimizers):
+        if optimizer.state:
+            raise PlaitError(
+                f"optimizer {number} has taken steps already; give it to plait.spread before its first step"
+            )
+
+
+def groups_by_name(program: Program, index: int) -> dict[str, int]:
+    """For each weight of an optimizer the number of its group."""
+    names = {id(parameter): name for name, parameter in program.trained_by(index).items()}
+    groups = enumerate(program.optimizers[index].param_groups)
+    return {names[id(p)]: number for number, group in groups for p in group["params"] if id(p) in names}
+
+
+def update_pieces(optimizer: Optimizer, groups: Mapping[str, int], pieces: Sequence[HeldPiece]) -> None:
+    """Let an optimizer update these pieces in place of the whole weights, each in its weight's group."""
+    for number, group in enumerate(optimizer.param_groups):
+        group["params"] = [piece.parameter for piece in pieces if groups[piece.name] == number]
+
+
+def whole_of(own: Mapping[str, tuple[int, Tensor]], like: Mapping[str, Tensor], workers: Workers) -> dict[str, Tensor]:
+    """Whole tensors, shaped as those in `like`, of the workers' parts, each with its first number. Every worker must
+    call it; blocks."""
+    found = {}
+    for name, shaped in like.items():
+        whole = torch.zeros(shaped.shape.numel(), dtype=shaped.dtype, device=workers.device)
+        if name in own:
+            first, part = own[name]
+            whole[first : first + part.numel()] = part.detach().reshape(-1)
+        found[name] = sum_of_bits(whole, workers).view(shaped.shape)
+    return found

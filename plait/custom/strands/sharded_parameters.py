@@ -1,0 +1,139 @@
+"""Every worker keeps its rows of each weight, gathered unit by unit when they are used (ZeRO-3): torch's FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from plait.checked_json import one_line
+from plait.custom.group import Workers
+from plait.custom.program import Program
+from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm, require_elementwise
+from plait.custom.strands.local import squares_of
+from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces, whole_of
+from plait.custom.strands.units import check_shared, find_units, units_text
+from plait.errors import PlaitError
+from plait.parallel.comm.split_reduction import SpreadWeights, SwapGradients
+
+
+class ShardedParameterStrands:
+    """The strands of layout "shard parameters"; the models' parameters become DTensors, whose rows optimizers
+    update."""
+
+    form: StrandForm = "cut"
+
+    def __init__(self, program: Program, workers: Workers, choices: StrandChoices) -> None:
+        if len(program.optimizers) > 1:
+            raise PlaitError(
+                'layout "shard parameters" trains with one optimizer, and this program has '
+                f'{len(program.optimizers)}; take "replicate" or "shard optimizer"'
+            )
+        require_elementwise(program.optimizers[0], "shard parameters")
+        check_apart(program, "shard parameters")
+        self._program, self._workers = program, workers
+        groups = groups_by_name(program, 0)
+        for model in program.models:
+            _shard(model, workers, choices)
+        self._sharded = {name: _as_dtensor(p) for name, p in program.named_parameters().items()}
+        self._rows = {name: _rows_of(name, p) for name, p in self._sharded.items()}
+        self._trained = {name: self._sharded[name] for name in program.trained_names[0]}
+        self._pieces = [self._rows[name] for name in self._trained if self._rows[name].parameter.numel()]
+        update_pieces(program.optimizers[0], groups, self._pieces)
+
+    def open(self, index: int) -> None:
+        self.publish(index)  # weights that are still gathered, as after an evaluation
+        for parameter in self._trained.values():
+            parameter.grad = None
+
+    def next_pass(self, index: int) -> None:
+        """Each part's gradients are summed after its own backward."""
+
+    def arm(self, index: int) -> None:
+        """Sums begin with each unit's backward."""
+
+    def reached(self, index: int) -> Tensor:
+        return torch.tensor([p.grad is not None for p in self._trained.values()], dtype=torch.float64)
+
+    def close(self, index: int, reached: Sequence[bool]) -> None:
+        for piece in self._pieces:
+            gradient = self._sharded[piece.name].grad
+            piece.parameter.grad = None if gradient is None else _as_dtensor(gradient).to_local()
+
+    def squares(self, index: int) -> Tensor:
+        return self._workers.sums(squares_of([p.parameter.grad for p in self._pieces if p.parameter.grad is not None]))
+
+    def publish(self, index: int) -> None:
+        for model in self._program.models:
+            for module in _sharded_modules(model):
+                module.reshard()
+
+    def settle(self) -> None:
+        """Weights are gathered when they are used."""
+
+    def pieces(self, index: int) -> Sequence[HeldPiece]:
+        return self._pieces
+
+    def full_weights(self) -> dict[str, Tensor]:
+        return whole_of({n: (p.first, p.parameter) for n, p in self._rows.items()}, self._sharded, self._workers)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for name, piece in self._rows.items():
+            rows = piece.parameter.detach()
+            rows.copy_(weights[name].reshape(-1)[piece.first : piece.first + rows.numel()].view_as(rows))
+        self.publish(0)
+
+    def full_gradients(self, index: int) -> dict[str, Tensor]:
+        own = {p.name: (p.first, p.parameter.grad) for p in self._pieces if p.parameter.grad is not None}
+        return whole_of(own, self._trained, self._workers)
+
+
+def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> None:
+    units = find_units(model, choices.units)
+    check_shared(model, units)
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(world, workers.device.type, mesh_dim_names=("shard",))
+    summed = torch.bfloat16 if choices.transfer == "bf16" else None
+    policy = MixedPrecisionPolicy(reduce_dtype=summed, cast_forward_inputs=False)
+    try:
+        for unit in units.values():
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    except (ValueError, NotImplementedError) as error:
+        raise PlaitError(
+            f'layout "shard parameters" is not possible for this model ({one_line(str(error))}); take "shard optimizer"'
+        ) from error
+    for module in _sharded_modules(model):
+        # Neither is recursive. Gradients are sums everywhere: Note [loss is a sum].
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if workers.device.type == "cpu":
+            module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
+            module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
+    workers.say(units_text(units))
+
+
+def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _as_dtensor(tensor: Tensor) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor
+
+
+def _rows_of(name: str, parameter: DTensor) -> HeldPiece:
+    """This worker's rows: torch.chunk gives each the same number, rounded up, until there are none left."""
+    local, mesh = parameter.to_local().detach(), parameter.device_mesh
+    rows = parameter.shape[0]
+    first = min(rows, -(-rows // mesh.size()) * mesh.get_local_rank())
+    per_row = parameter.shape.numel() // rows if rows else 0
+    return HeldPiece(
+        name=name, first=first * per_row, parameter=nn.Parameter(local, requires_grad=parameter.requires_grad)
+    )

@@ -1,0 +1,8 @@
+"""Variables of the environment by which plait's launcher speaks to the workers of a program."""
+
+from __future__ import annotations
+
+RENDEZVOUS = "PLAIT_RENDEZVOUS"
+"""Where the workers meet, as in `parallel.mesh.open_store`; their numbers are in torchrun's variables."""
+PROGRAM_VARIABLE = "PLAIT_PROGRAM"
+"""The path of the program file on the worker's own host: no message names a path or carries code."""

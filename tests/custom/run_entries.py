@@ -1,0 +1,154 @@
+"""What ranks do in tests of whole runs: training, saving, resuming, and mistakes that programs make."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import plait
+from plait.custom.run import SpreadRun
+from plait.custom.variables import RENDEZVOUS
+from plait.launch.values.job import RankContext
+from tests.custom.models import Layers
+
+EXAMPLES = 24
+
+
+def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    """Squared differences, and how many."""
+    return ((model(batch[0]) - batch[1]) ** 2).sum(), batch[1].numel()
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    """Examples that are the same everywhere."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(5, generator=generator, dtype=torch.float64), torch.randn(3, generator=generator).double())
+        for _ in range(EXAMPLES)
+    ]
+
+
+def build(asked: dict[str, Any], rank: int) -> SpreadRun:
+    """A run with momentum, clipping and a scheduler; ranks but 0 draw other weights, which must not matter."""
+    torch.manual_seed(3 + rank)
+    model = Layers().double()
+    some, rest = list(model.layers.parameters()), [*model.enter.parameters(), *model.leave.parameters()]
+    groups = [{"params": some, "weight_decay": 0.1}, {"params": rest, "lr": 0.02}]
+    optimizer = torch.optim.AdamW(groups, lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    return plait.spread(
+        model, optimizer, loss_sum=loss_sum, layout=asked["layout"], clip=0.5, accumulate=asked.get("accumulate", 1),
+        schedulers=[scheduler], bucket_mib=0.0005, recompute=asked.get("recompute", "none"),
+    )  # fmt: skip
+
+
+def train(context: RankContext, argument: str) -> None:
+    """Steps of a run; rank 0 tells the losses and writes the weights."""
+    asked = json.loads(argument)
+    os.environ[RENDEZVOUS] = context.rendezvous
+    run = build(asked, context.rank)
+    if asked.get("resume"):
+        run.resume(asked["resume"])
+    losses = []
+    for batch in run.batches(data(), batch=8, epochs=3, shares=asked.get("shares", "equal")):
+        losses.append(float(run.step(batch)))
+        if run.steps == asked.get("stop"):
+            run.save(asked["save"])
+            break
+    held_out = float(run.evaluate(data()[:7], batch=4))
+    weights = {name: weight.clone() for name, weight in run.weights().items()}
+    if context.rank == 0:
+        context.send("losses", losses=losses, held_out=held_out)
+        save_file(weights, Path(asked["folder"]) / "weights.safetensors")
+
+
+def skip_a_step(context: RankContext, argument: str) -> None:
+    """Rank 1 leaves a batch out."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    run = build({"layout": "replicate"}, context.rank)
+    for number, batch in enumerate(run.batches(data(), batch=8)):
+        if context.rank == 1 and number == 1:
+            continue
+        run.step(batch)
+
+
+def unlike_models(context: RankContext, argument: str) -> None:
+    """Ranks build models of different depth."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    model = Layers(depth=2 + context.rank)
+    plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+
+
+def measured_shares(context: RankContext, argument: str) -> None:
+    """Rank 1 is slow: it sleeps for each of its examples."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    torch.manual_seed(1)
+    model = nn.Linear(5, 3).double()
+
+    def slow(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        time.sleep(len(batch[0]) * (0.003 if context.rank == 1 else 0.001))
+        return loss_sum(model, batch)
+
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=slow)
+    sizes, losses = [], []
+    for batch in run.batches(data(), batch=24, epochs=16, shares="measured", order="given"):
+        sizes.append(len(batch[0]))
+        losses.append(float(run.step(batch)))
+    context.send("sizes", sizes=sizes, losses=losses, shares=list(run.shares))
+
+
+def helpers(context: RankContext, argument: str) -> None:
+    """Values from rank to rank."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    rank = context.rank
+    assert plait.broadcast(10 + rank, source=1) == 11
+    assert plait.all_reduce(1.5 + rank, "mean") == 2.0
+    assert plait.all_reduce(rank, "largest") == 1
+    tensor = torch.full((2,), float(rank))
+    assert plait.all_reduce(tensor) is tensor and tensor.tolist() == [1.0, 1.0]
+    context.send("done", ok=True)
+
+
+def grown_batch(context: RankContext, argument: str) -> None:
+    """The batch grows with the workers, and the rate with it."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    torch.manual_seed(1)
+    model = nn.Linear(5, 3).double()
+    start = model.weight.detach().clone()
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+    factors, sizes = [], []
+    for batch in run.batches(data(), batch_per_worker=4, epochs=2, order="given"):
+        run.step(batch)
+        sizes.append(len(batch[0]))
+        moved = model.weight.detach() - start
+        start = model.weight.detach().clone()
+        factors.append(float((moved / run.gradients()["weight"]).mean() / -0.1))
+    if context.rank == 0:
+        context.send("rates", factors=factors, sizes=sizes)
+
+
+def worker_that_raises(context: RankContext, argument: str) -> None:
+    """A GAN-like pair whose second loss fails on one rank."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    first, second = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+    optimizers = tuple(torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, second))
+
+    def one(models: Any, batch: Any) -> tuple[Tensor, int]:
+        return F.mse_loss(models[0](batch[0]), batch[1], reduction="sum"), batch[1].numel()
+
+    def other(models: Any, batch: Any) -> tuple[Tensor, int]:
+        if context.rank == 1:
+            raise ValueError("no such label")
+        return F.mse_loss(models[1](batch[0]), batch[1], reduction="sum"), batch[1].numel()
+
+    run = plait.spread((first, second), optimizers, loss_sum=(one, other))
+    for batch in run.batches(data(), batch=8):
+        run.step(batch)

@@ -1,0 +1,199 @@
+"""One program file under python, plait run, torchrun, srun's variables and two hosts: the same numbers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import plait
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def loss_sum(model, batch):
+    inputs, labels = batch
+    if "--fail" in sys.argv and run.rank == 1:
+        raise ValueError("no such label")
+    return F.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
+
+
+run = plait.spread(model, optimizer, loss_sum=loss_sum)
+data = [(torch.randn(4), number % 2) for number in range(32)]
+for batch in run.batches(data, batch=8, epochs=2):
+    loss = run.step(batch)
+    if "--leave" in sys.argv and run.rank == 1 and run.steps == 3:
+        break
+print(f"workers {run.workers} loss {float(loss):.12f}")
+"""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "my.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def ended(*command: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env={**ENVIRONMENT, **more}, capture_output=True, text=True, timeout=180, check=False
+    )
+
+
+def plait_run(program: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return ended(sys.executable, "-m", "plait", "run", program.name, *more, folder=program.parent)
+
+
+def loss_of(text: str, workers: int) -> float:
+    (line,) = [line for line in text.splitlines() if line.startswith("workers ") and " loss " in line]
+    assert line.startswith(f"workers {workers} "), line
+    return float(line.split()[-1])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> float:
+    path = tmp_path_factory.mktemp("alone") / "my.py"
+    path.write_text(PROGRAM)
+    found = ended(sys.executable, path.name, folder=path.parent)
+    assert found.returncode == 0, found
+    return loss_of(found.stdout, 1)
+
+
+def test_plait_run_has_the_numbers_of_python(program: Path, alone: float) -> None:
+    found = plait_run(program, "--workers", "2")
+    assert found.returncode == 0, found
+    assert loss_of(found.stdout, 2) == pytest.approx(alone, abs=1e-10)
+    assert "workers  2" in found.stderr
+
+
+def test_a_rank_that_raises_is_named_with_its_own_traceback(program: Path) -> None:
+    found = plait_run(program, "--workers", "2", "--", "--fail")
+    assert found.returncode == 1, found
+    line = next(n for n, text in enumerate(PROGRAM.splitlines(), start=1) if "raise ValueError" in text)
+    assert f'File "{program}", line {line}, in loss_sum' in found.stderr
+    assert found.stderr.count("Traceback") == 1 and "plait/custom/worker.py" not in found.stderr
+    assert found.stderr.rstrip().splitlines()[-1].startswith("plait: rank 1 of my.py, line ")
+    assert "failed with ValueError: no such label" in found.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_its_loop_earlier_ends_the_others(program: Path) -> None:
+    found = plait_run(program, "--workers", "2", "--", "--leave")
+    assert found.returncode == 1, found
+    assert "left its loop earlier" in found.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_has_the_numbers_of_python(program: Path, alone: float) -> None:
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    )
+    found = ended(*torchrun, program.name, folder=program.parent)
+    assert found.returncode == 0, found
+    losses = {line.split()[-1] for line in found.stdout.splitlines() if line.startswith("workers 2 loss")}
+    assert [float(loss) for loss in losses] == [pytest.approx(alone, abs=1e-10)]
+
+
+@pytest.mark.slow
+def test_srun_has_the_numbers_of_python(program: Path, alone: float) -> None:
+    """Two tasks with the variables that srun sets."""
+    common = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(free_port()), "SLURM_STEP_NODELIST": "localhost"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, program.name],
+            cwd=program.parent,
+            env={**ENVIRONMENT, **common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=180)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert [loss_of(text, 2) for text in outputs] == [pytest.approx(alone, abs=1e-10)] * 2
+
+
+@pytest.mark.slow
+def test_two_hosts_run_a_program_that_each_named(program: Path, alone: float, tmp_path: Path) -> None:
+    secret, port = tmp_path / "secret", free_port()
+    other, wrong = tmp_path / "other", tmp_path / "wrong"
+    for folder, text in ((other, PROGRAM), (wrong, PROGRAM + "\nprint(1)\n")):
+        folder.mkdir()
+        (folder / "theirs.py").write_text(text)
+    common = ("--secret-file", str(secret))
+    lead = subprocess.Popen(
+        [sys.executable, "-m", "plait", "run", "my.py", "--workers", "1", "--hosts", "2", "--address", "127.0.0.1",
+         "--port", str(port), *common], cwd=program.parent, env=ENVIRONMENT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not listens(port):
+        assert lead.poll() is None and time.monotonic() < deadline, lead.communicate()
+        time.sleep(0.1)
+    join = (sys.executable, "-m", "plait", "join", f"127.0.0.1:{port}", *common)
+    bare = ended(*join, folder=other)
+    assert bare.returncode == 2 and "--program PROGRAM.py" in bare.stderr, bare
+    unlike = ended(*join, "--program", "theirs.py", folder=wrong)
+    assert unlike.returncode == 2 and "copy that file here" in unlike.stderr, unlike
+    guest = ended(*join, "--program", "theirs.py", folder=other)
+    out, err = lead.communicate(timeout=120)
+    assert (lead.returncode, guest.returncode) == (0, 0), (out, err, guest)
+    assert loss_of(out, 2) == pytest.approx(alone, abs=1e-10)
+    assert "plait join 127.0.0.1" in err and "--program my.py" in err
+
+
+@pytest.mark.slow
+def test_a_function_of_a_notebook_runs_on_workers(tmp_path: Path) -> None:
+    path = tmp_path / "caller.py"
+    path.write_text(
+        "import plait\nimport torch\nfrom torch import nn\n\n\n"
+        "def work():\n"
+        "    import plait\n"
+        "    model = nn.Linear(3, 1)\n"
+        "    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1),\n"
+        "                       loss_sum=lambda model, batch: (model(batch).sum(), len(batch)))\n"
+        "    for batch in run.batches(torch.ones(8, 3), batch=4):\n"
+        "        run.step(batch)\n"
+        "    print('workers', run.workers, 'steps', run.steps)\n\n\n"
+        "if __name__ == '__main__':\n"
+        "    plait.run(work, workers=2)\n"
+        "    print('back')\n"
+    )
+    found = ended(sys.executable, path.name, folder=tmp_path)
+    assert found.returncode == 0, found
+    assert "workers 2 steps 2" in found.stdout and "back" in found.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

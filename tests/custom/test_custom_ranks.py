@@ -1,0 +1,107 @@
+"""Whole runs on several ranks: the numbers of one process in every layout, resumed on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plait.errors import PlaitError, RunFailed
+from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job
+from tests.entry_tables import entries_of
+
+LAYOUTS = ["replicate", "shard optimizer", "shard parameters"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    preload = ("torch._dynamo", "tests.custom.run_entries", "plait.custom.strands.sharded_parameters")
+    with ForkServer(entries_of("tests.custom.run_entries", preload=preload)) as server:
+        yield server
+
+
+def told_by(server: ForkServer, entry: str, ranks: int, **asked: Any) -> list[dict[str, Any]]:
+    found: list[tuple[int, dict[str, Any]]] = []
+    job = Job(entry=entry, argument=json.dumps(asked), world_size=ranks, threads=1)
+    server.run(job, on_message=lambda message: found.append((message.rank, dict(message.values))))
+    return [values for _, values in sorted(found, key=lambda pair: pair[0])]
+
+
+def trained(server: ForkServer, folder: Path, ranks: int, **asked: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    (told,) = told_by(server, "train", ranks, folder=str(folder), **asked)
+    return [*told["losses"], told["held_out"]], load_file(folder / "weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alone(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
+    return trained(server, tmp_path_factory.mktemp("alone"), 1, layout="replicate")
+
+
+def check_equal(found: tuple[list[float], dict[str, torch.Tensor]], expected: Any, last: int | None = None) -> None:
+    """Losses (the last ones of them) and weights agree to 1e-10."""
+    losses = expected[0] if last is None else expected[0][-last:]
+    assert found[0] == pytest.approx(losses, abs=1e-10)
+    assert found[1].keys() == expected[1].keys()
+    for name, weight in expected[1].items():
+        assert float((found[1][name] - weight).abs().max()) < 1e-10, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_has_the_numbers_of_one_process(server: ForkServer, tmp_path: Path, alone: Any, layout: str) -> None:
+    check_equal(trained(server, tmp_path, 2, layout=layout, shares=[1, 2], accumulate=2, recompute="full"), alone)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_resumes_to_the_bit_and_on_another_number_of_ranks(
+    server: ForkServer, tmp_path: Path, alone: Any, layout: str
+) -> None:
+    whole = trained(server, tmp_path, 2, layout=layout)
+    saved = str(tmp_path / "saved")
+    trained(server, tmp_path, 2, layout=layout, stop=4, save=saved)
+    rest = trained(server, tmp_path, 2, layout=layout, resume=saved)
+    assert rest[0] == whole[0][4:]
+    assert all(torch.equal(weight, whole[1][name]) for name, weight in rest[1].items())
+    other = LAYOUTS[(LAYOUTS.index(layout) + 1) % 3]
+    check_equal(trained(server, tmp_path, 3, layout=other, resume=saved), alone, last=len(rest[0]))
+    check_equal(trained(server, tmp_path, 1, layout="replicate", resume=saved), alone, last=len(rest[0]))
+
+
+def test_a_rank_that_skips_a_step_is_told(server: ForkServer) -> None:
+    with pytest.raises(PlaitError, match="one of them skipped a step"):
+        told_by(server, "skip_a_step", 2)
+
+
+def test_unlike_models_are_told(server: ForkServer) -> None:
+    with pytest.raises(PlaitError, match="have built unlike models"):
+        told_by(server, "unlike_models", 2)
+
+
+def test_a_rank_that_raises_ends_the_others(server: ForkServer) -> None:
+    with pytest.raises(RunFailed, match="no such label"):
+        told_by(server, "worker_that_raises", 2)
+
+
+def test_a_slow_rank_gets_less(server: ForkServer) -> None:
+    first, second = told_by(server, "measured_shares", 2)
+    assert first["sizes"][0] == second["sizes"][0] == 12
+    assert first["shares"] == second["shares"]
+    assert second["sizes"][-1] < 8 < 16 < first["sizes"][-1]
+    assert all(one + other == 24 for one, other in zip(first["sizes"], second["sizes"], strict=True))
+    assert first["losses"] == second["losses"]
+
+
+def test_values_go_from_rank_to_rank(server: ForkServer) -> None:
+    assert told_by(server, "helpers", 2) == [{"ok": True}] * 2
+
+
+def test_a_batch_that_grows_warms_the_rate_up(server: ForkServer) -> None:
+    ((told),) = told_by(server, "grown_batch", 2)
+    assert told["sizes"] == [4] * 6
+    warm = 15  # five passes of three steps
+    assert told["factors"] == pytest.approx([1 + (step + 1) / warm for step in range(6)], rel=1e-6)
