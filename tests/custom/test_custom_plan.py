@@ -57,11 +57,11 @@ def test_what_fits_nowhere_is_refused_with_the_leanest() -> None:
 def test_the_plan_as_text() -> None:
     rows = [*measured(2.0, 1.1, 1.0, 1.3)[:3], MeasuredLayout(layout="shard parameters", workers=2, refused="too odd")]
     assert str(choose_measured(rows, 85 * MIB)) == (
-        "layout               a step  a worker\n"
-        "one worker              2 s    90 MiB  does not fit\n"
-        "replicate × 2         1.1 s    80 MiB\n"
-        "shard optimizer × 2     1 s    60 MiB  chosen\n"
-        "shard parameters × 2                   too odd\n"
+        "layout                a step  a worker\n"
+        "one worker               2 s    90 MiB  does not fit\n"
+        "replicate × 2          1.1 s    80 MiB\n"
+        "shard optimizer × 2      1 s    60 MiB  chosen\n"
+        "shard parameters × 2                    too odd\n"
         "why      shard optimizer × 2 is the fastest that fits: 1 s a step, measured\n"
         "why      2 workers are 2.00 × as fast as one with all threads of this machine\n"
         "why      it takes 60 MiB of the 85 MiB that a worker may use"

@@ -55,7 +55,7 @@ CAUSES = {
     "buffer": ("the buffer between.0.center is changed in the forward pass", "between.0 (Centered)"),
     "noise": ("between.0 draws random numbers", "between.0 (Noisy)"),
     "mean": ("loss_sum returns a mean", "differs by"),
-    "float32": ("narrow_loss computes in less than float64", "all layers put out the same"),
+    "16 bits": ("narrow_loss computes in less than float64", "all layers put out the same"),
 }
 
 

@@ -115,8 +115,8 @@ def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, i
 
 
 def narrow_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """A sum in float32, whatever the model computes in."""
-    return F.cross_entropy(model(batch[0]).float(), batch[1], reduction="sum"), len(batch[1])
+    """A sum in 16 bits, whatever the model computes in."""
+    return F.cross_entropy(model(batch[0]).bfloat16(), batch[1], reduction="sum"), len(batch[1])
 
 
 PLANTED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
@@ -126,11 +126,11 @@ PLANTED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "dropout": (lambda: Net(nn.Dropout(0.5), Dropped()), loss_sum),
     "buffer": (lambda: Net(Centered()), loss_sum),
     "noise": (lambda: Net(Noisy()), loss_sum),
-    "changed view": (lambda: Net(nn.Tanh(), Reshaped(), Flattened()), loss_sum),
+    "changed view": (lambda: Net(nn.Linear(8, 8), Reshaped(), Flattened()), loss_sum),
     "views": (lambda: Net(Shifted()), loss_sum),
     "unused": (lambda: Net(Spare()), loss_sum),
     "mean": (Net, mean_loss),
-    "float32": (Net, narrow_loss),
+    "16 bits": (Net, narrow_loss),
 }
 
 
