@@ -26,7 +26,7 @@ def run_command(
     port: Port = 0,
     secret_file: SecretFile = None,
 ) -> None:
-    """Run your own program on all devices of this machine, or of several (plait join --program)."""
+    """Run your own program on many devices. Over several hosts the others type plait join HOST:PORT --program."""
     from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.programs.run_program import run_program
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch.distributed._composable import checkpoint
-
 from plait.custom.program import Program
 from plait.custom.strands.description import StrandChoices
 from plait.custom.strands.units import find_units
@@ -17,6 +15,8 @@ def recompute_units(program: Program, choices: StrandChoices) -> None:
     """
     if choices.recompute == "none":
         return
+    from torch.distributed._composable import checkpoint  # most of a second of imports
+
     for model in program.models:
         units = find_units(model, choices.units)
         if not units:

@@ -1,0 +1,85 @@
+"""What a spread program prints: each choice once, with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from plait.commands.hosts.invitation import invitation_text
+from plait.commands.programs.run_program import invitation_of, workers_text
+from plait.custom.data.measured_shares import shares_text
+from plait.custom.group import first_host, started_worker
+from plait.custom.program import Program
+from plait.custom.stepping.rate import goyal_rule
+from plait.custom.strands.bucket_size import LEAST, MOST, chosen_bucket_bytes
+from plait.custom.strands.units import find_units, units_text
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "own-programs.txt"
+
+
+def lines() -> list[str]:
+    seconds = (0.2, 0.1, 0.1)
+    layers = nn.ModuleDict({"body": nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), "head": nn.Linear(2, 2)})
+    return [
+        workers_text([1], None),
+        workers_text([4], Path(".plait/programs/my")),
+        workers_text([4, 1], Path(".plait/programs/my")),
+        shares_text(seconds, (1.0, 1.0, 1.0), None),
+        shares_text(seconds, (1.0, 1.0, 1.0), (0.2, 0.4, 0.4)),
+        units_text(find_units(layers, "auto")),
+        units_text({}),
+        invitation_text(1, "10.0.0.1:29500", "with the secret", invitation_of(Path("folder/my.py"))),
+    ]
+
+
+def test_what_is_said_is_as_it_was_read() -> None:
+    assert "\n".join(lines()) + "\n" == GOLDEN.read_text()
+
+
+def test_a_worker_is_told_by_the_environment_of_whoever_started_it() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+                "MASTER_PORT": "1"}  # fmt: skip
+    told = started_worker(torchrun)
+    assert told is not None and (told.rank, told.size, told.local_rank, told.rendezvous) == (3, 4, 1, "env://program")
+    ours = started_worker({**torchrun, "PLAIT_RENDEZVOUS": "/tmp/x"})
+    assert ours is not None and ours.rendezvous == "/tmp/x"
+    slurm = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "41",
+             "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_NUM_NODES": "2"}  # fmt: skip
+    there = started_worker(slurm)
+    assert there is not None and (there.rank, there.local_size) == (2, 2)
+    assert there.rendezvous == "srun://gpu03:20041"
+    assert started_worker({}) is None and started_worker({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert [first_host(text) for text in ("a", "a,b", "n[1,4-5],m", "x-[07]")] == ["a", "a", "n1", "x-07"]
+
+
+def test_goyals_rule_grows_in_a_line() -> None:
+    rule = goyal_rule(4, 10)
+    assert [rule.factor(step) for step in (0, 24, 49, 1000)] == [1.06, 2.5, 4.0, 4.0]
+    assert goyal_rule(4, None).warm_steps == 500 and goyal_rule(4, 10**6).warm_steps == 500
+
+
+def test_units_are_members_of_rows_and_no_unit_lies_in_another() -> None:
+    block = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    inner = nn.ModuleList([nn.Linear(2, 2)])
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(block, nn.Sequential(inner, nn.ReLU())))
+    assert list(find_units(model, "auto")) == ["1.0", "1.1"]
+    assert list(find_units(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "auto")) == []
+    assert list(find_units(model, ("0",))) == ["0"]
+
+
+def test_a_bucket_is_large_enough_for_its_start() -> None:
+    assert chosen_bucket_bytes(1e-3, 1e9, 10**9) == 16 * 2**20
+    assert chosen_bucket_bytes(1e-5, 1e8, 10**9) == LEAST
+    assert chosen_bucket_bytes(1.0, 1e9, 10**12) == MOST
+    assert chosen_bucket_bytes(1e-3, 1e9, 20 * 2**20) == 4 * 2**20
+
+
+def test_tied_weights_and_models_in_a_tuple_have_one_name_each() -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    two.weight = one.weight
+    optimizer = torch.optim.SGD([one.weight, one.bias, two.bias], lr=0.1)
+    program = Program(models=(one, two), optimizers=(optimizer,), losses=(print,), single=False)
+    assert list(program.named_parameters()) == ["0.weight", "0.bias", "1.bias"]
+    assert program.trained_names == (("0.weight", "0.bias", "1.bias"),)
