@@ -45,7 +45,8 @@ class SpreadRun:
         cut: BatchCut | None,
         alike: Literal["alike", "unlike"],
     ) -> None:
-        self._program, self._strands, self._workers, self._layout, self._cut = program, strands, workers, layout, cut
+        self._program, self._strands, self._workers, self._cut = program, strands, workers, cut
+        self._layout: CustomLayout = layout
         self._steps = self._steps_here = 0
         self._places: list[BatchPlace] = []
         self._calls = 0

@@ -159,14 +159,14 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, *rest: Any
     ) -> Tensor:
         ctx.count, ctx.eps, ctx.group = rest
-        mean, variance, weight_wide, bias = (_wide(one, input) for one in (mean, variance, weight, bias))
+        mean, variance = mean.to(_kept_dtype(input)), variance.to(_kept_dtype(input))
         ctx.save_for_backward(input, weight, mean, variance)
-        return F.batch_norm(input, mean, variance, weight_wide, bias, False, 0.0, ctx.eps)
+        return F.batch_norm(input, mean, variance, _wide(weight, input), _wide(bias, input), False, 0.0, ctx.eps)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (input, weight, mean, variance) = outer, ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,), (input, weight, mean, variance) = grad_outputs, ctx.saved_tensors
         wide = _wide(weight, input)
         # As if mean and variance were constants; what flows through them is taken off after it.
         back, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
@@ -184,9 +184,14 @@ class _Normalize(torch.autograd.Function):
         return back, to_weight.to(weight.dtype), to_bias.to(weight.dtype), *[None] * 5
 
 
+def _kept_dtype(input: Tensor) -> torch.dtype:
+    """The numbers in which PyTorch normalizes such an input: float64, or else float32."""
+    return torch.float64 if input.dtype == torch.float64 else torch.float32
+
+
 def _wide(values: Tensor | None, input: Tensor) -> Tensor | None:
-    """Values by channel in the numbers in which PyTorch normalizes such an input: float64, or else float32."""
-    return None if values is None else values.to(torch.float64 if input.dtype == torch.float64 else torch.float32)
+    """Values by channel in those numbers."""
+    return None if values is None else values.to(_kept_dtype(input))
 
 
 def _all_but_channels(input: Tensor) -> list[int]:

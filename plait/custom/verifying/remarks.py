@@ -56,8 +56,8 @@ def overlapping_parameters(program: Program) -> list[tuple[str, str]]:
         if parameter.is_meta or not parameter.numel() or type(parameter.data) is not Tensor:
             continue
         sizes = zip(parameter.shape, parameter.stride(), strict=True)
-        first = parameter.storage_offset()
-        last = first + sum((size - 1) * stride for size, stride in sizes)
+        first = int(parameter.storage_offset())
+        last = first + int(sum((size - 1) * stride for size, stride in sizes))
         spans.setdefault(parameter.untyped_storage().data_ptr(), []).append((first, last, name))
     pairs = []
     for some in spans.values():
