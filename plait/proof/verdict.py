@@ -85,13 +85,16 @@ class Finding:
     error: float
     tolerance: float
     remark: str = ""
+    label: str = ""
+    """What it is called; empty where its name is that of one of plait's own weights."""
 
     @property
     def passes(self) -> bool:
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
-        return f"{weight_text(self.name)}, {_KINDS[self.kind]}" + (f" ({self.remark})" if self.remark else "")
+        text = f"{self.label or weight_text(self.name)}, {_KINDS[self.kind]}"
+        return f"{text} ({self.remark})" if self.remark else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +190,12 @@ def compare_runs(
 
 
 def weight_text(name: str) -> str:
-    """A weight's name in words: "layers.3.attention.o.weight" becomes "layer 3's attention output weight". Names that
-    are not of plait's own models stay as they are."""
+    """A weight's name in words: "layers.3.attention.o.weight" becomes "layer 3's attention output weight"."""
     layer = layer_of(name)
     if layer is None:
         return _WHOLE.get(name, name)
     part, _, kind = pattern_of(name).removeprefix("layers.*.").rpartition(".")
-    return f"layer {layer}'s {_PARTS[part]} {kind}" if part in _PARTS else name
+    return f"layer {layer}'s {_PARTS[part]} {kind}"
 
 
 def _findings(

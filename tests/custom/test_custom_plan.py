@@ -61,10 +61,11 @@ def test_the_plan_as_text() -> None:
         "one worker               2 s    90 MiB  does not fit\n"
         "replicate × 2          1.1 s    80 MiB\n"
         "shard optimizer × 2      1 s    60 MiB  chosen\n"
-        "shard parameters × 2                    too odd\n"
+        "shard parameters × 2                    refused\n"
         "why      shard optimizer × 2 is the fastest that fits: 1 s a step, measured\n"
-        "why      2 workers are 2.00 × as fast as one with all threads of this machine\n"
-        "why      it takes 60 MiB of the 85 MiB that a worker may use"
+        "why      2 workers are 2.00 × as fast as one\n"
+        "why      it takes 60 MiB of the 85 MiB that a worker may use\n"
+        "why      shard parameters × 2 was not measured: too odd"
     )
 
 

@@ -90,3 +90,14 @@ def test_one_worker_finds_what_two_halves_of_its_batch_show() -> None:
     assert named["clean"] == named["own batch norm"] == (True, "")
     assert not named["batch norm"][0] and "between.0: BatchNorm" in named["batch norm"][1]
     assert not named["mean"][0] and "returns a mean" in named["mean"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["shard optimizer", "shard parameters"])
+def test_sharded_layouts_are_verified_as_well(server: ForkServer, layout: str) -> None:
+    told = verdicts_of(server, layout, ["clean", "own batch norm", "dropout", "unused", "batch norm", "mean"])
+    assert {name: one["ok"] for name, one in told.items()} == {
+        "clean": True, "own batch norm": True, "dropout": True, "unused": True, "batch norm": False, "mean": False,
+    }  # fmt: skip
+    assert "with it the gradients are equal here" in told["batch norm"]["text"]
+    assert "returns a mean" in told["mean"]["text"]

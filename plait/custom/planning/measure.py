@@ -64,16 +64,19 @@ def _measured_layout(program: Program, workers: Workers, layout: CustomLayout, s
 
 
 def _measured_alone(program: Program, workers: Workers, share: Any) -> MeasuredLayout:
-    """The first worker takes the whole batch with all threads of its machine, while the others wait."""
+    """The first worker takes the whole batch, while the others wait; with its own threads or with all of its machine,
+    whichever is faster."""
     shares = gather_shares(share, workers)
     whole = join_shares(shares)
     told = torch.zeros(2, dtype=torch.float64)
     if workers.rank == 0:
         one = replace(alone(), device=workers.device)
+        micros = shares if whole is None else [whole]
         try:
+            own_s, taken = _time_steps(program, one, "replicate", micros)
             with _all_threads(workers):
-                step_s, taken = _time_steps(program, one, "replicate", shares if whole is None else [whole])
-            told += torch.tensor([step_s, taken], dtype=torch.float64)
+                step_s, _ = _time_steps(program, one, "replicate", micros)
+            told += torch.tensor([min(own_s, step_s), taken], dtype=torch.float64)
         except (MemoryError, RuntimeError):  # the others wait for these numbers
             if workers.size == 1:
                 raise

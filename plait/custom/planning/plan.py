@@ -121,13 +121,14 @@ def _reasons(
     alone = next((other for other in measured if other.workers == 1 and not other.refused), None)
     if alone is not None and one.workers > 1:
         gain = alone.step_s / one.step_s
-        reasons.append(f"{one.workers} workers are {gain:.2f} × as fast as one with all threads of this machine")
+        reasons.append(f"{one.workers} workers are {gain:.2f} × as fast as one")
     if one.workers == 1 and len(measured) > 1:
         several = min((other.step_s for other in measured if other.workers > 1), default=float("inf"))
         reasons.append(f"several workers would take {format_duration(several)} a step, for sums of gradients cost time")
     reasons.append(
         f"it takes {format_bytes(one.bytes_per_worker)} of the {format_bytes(memory_bytes)} that a worker may use"
     )
+    reasons += [f"{other.name} was not measured: {other.refused}" for other in measured if other.refused]
     return tuple(reasons)
 
 
@@ -138,7 +139,7 @@ def _figures(one: MeasuredLayout) -> tuple[str, str]:
 def _mark(plan: CustomPlan, number: int) -> str:
     one = plan.measured[number]
     if one.refused:
-        return one.refused
+        return "refused"
     if number == plan.chosen:
         return "chosen"
     return "does not fit" if one.bytes_per_worker > plan.memory_bytes else ""

@@ -89,7 +89,13 @@ def compare_outcomes(alone: Outcome, spread: Outcome, workers: Workers) -> tuple
             rows.append((name, "buffer", _error(wanted, spread.buffers[name], 1e-6), BUFFER_TOLERANCE))
     errors = workers.sums.largest(torch.tensor([error for _, _, error, _ in rows], dtype=torch.float64))
     found = [
-        Finding(name=name, kind=kind, error=float(error), tolerance=bar)
+        Finding(
+            name=name,
+            kind=kind,
+            error=float(error),
+            tolerance=bar,
+            label="losses and counts" if kind == "sums" else name,
+        )
         for (name, kind, _, bar), error in zip(rows, errors, strict=True)
     ]
     return tuple(sorted(found, key=lambda one: one.error / one.tolerance, reverse=True))
