@@ -15,12 +15,12 @@ if TYPE_CHECKING:
         plan,
         prepare_data,
         probe,
+        run,
         train,
         train_recipe,
         verify,
     )
     from plait.api_models import chat, evaluate, export, sample
-    from plait.api_programs import run
     from plait.cluster.cluster import Cluster
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.runs import Run, runs
@@ -79,7 +79,6 @@ _HOMES = {
     "all_reduce": "plait.custom.collectives",
     "broadcast": "plait.custom.collectives",
     "convert_batch_norm": "plait.custom.exact_norm.batch_norm",
-    "run": "plait.api_programs",
     "spread": "plait.custom.spread",
     "PlannedRun": "plait.commands.planning.planned_run",
     "Receipt": "plait.report.receipt",

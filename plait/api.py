@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
 
@@ -163,6 +164,32 @@ def prepare_data(
     config, working = load_recipe(recipe, overrides), named_folder(folder)
     with as_command():
         return corpus_facts(prepared_corpus(config, working, screen_for(progress)))
+
+
+def run(
+    function: Callable[[], Any],
+    *,
+    workers: int | None = None,
+    progress: ProgressDisplay = "lines",
+    folder: Place = None,
+) -> None:
+    """Run a function without arguments on `workers` fresh workers of this machine; blocks until all have returned.
+
+    Its source is written to a file, which each worker runs: it sees what it imports and defines itself, and nothing of
+    the notebook; what it returns is dropped. Raises PlaitError for a closure, ProgramFailed where it raises.
+    """
+    from plait.commands.programs.function_source import function_program
+    from plait.commands.programs.run_program import run_program
+
+    check_arguments(workers=workers, progress=progress)
+    working = named_folder(folder)
+    text = function_program(function)
+    with TemporaryDirectory(prefix="plait-function-") as name, as_command():
+        path = Path(name) / f"{function.__name__}.py"
+        path.write_text(text, encoding="utf-8")
+        ended_by = run_program(path, workers=workers, screen=screen_for(progress), working=working)
+    if ended_by != "finished":
+        raise Interrupted(ended_by)
 
 
 def train_recipe(recipe: str | Path, overrides: Sequence[str] = (), **options: Any) -> Literal["finished"] | StopSignal:

@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.custom.group import Workers
 from plait.errors import PlaitError
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+TRAVELLING_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )}  # fmt: skip
@@ -52,7 +52,7 @@ def first_tensors(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str, 
     described = first_ones(lambda: [[name, _name_of(t.dtype), list(t.shape)] for name, t in tensors.items()], workers)
     found = {}
     for name, dtype, shape in described:
-        there = tensors[name] if workers.rank == 0 else torch.empty(shape, dtype=DTYPES[dtype])
+        there = tensors[name] if workers.rank == 0 else torch.empty(shape, dtype=TRAVELLING_DTYPES[dtype])
         flat = there.reshape(-1).to(workers.device, copy=True)
         if flat.numel():
             workers.broadcast(flat.view(torch.uint8))

@@ -13,7 +13,7 @@ from plait.custom.cutting import BatchCut, batch_parts
 from plait.custom.data.batches import BatchPlace, BatchRequest, LastBatch, Order, OwnBatches, own_batches
 from plait.custom.data.measured_shares import ShareMeter
 from plait.custom.data.moving import on_device
-from plait.custom.data.shares import Shares, ShareTable
+from plait.custom.data.shares import ShareTable, WorkerShares
 from plait.custom.data.sources import Collate
 from plait.custom.group import Workers
 from plait.custom.program import Program
@@ -22,6 +22,7 @@ from plait.custom.stepping.additive import check_additive, examples_to_check
 from plait.custom.stepping.evaluate import evaluate_mean
 from plait.custom.stepping.gradients import StepPlace, sum_gradients
 from plait.custom.stepping.rate import RateRule, goyal_rule
+from plait.custom.stepping.unchanged import ModelWatch
 from plait.custom.stepping.update import update_weights
 from plait.custom.strands.description import CustomLayout, StrandChoices, Strands
 from plait.errors import PlaitError
@@ -52,7 +53,7 @@ class SpreadRun:
         self._calls = 0
         self._active: list[OwnBatches] = []
         self._meter = ShareMeter(workers, alike)
-        self._rate = RateRule()
+        self._rate, self._watch = RateRule(), ModelWatch(program)
         self._wait_s = 0.0
         self._choices = choices
         self._last: list[Any] = []
@@ -99,7 +100,7 @@ class SpreadRun:
         *,
         batch: int | None = None,
         batch_per_worker: int | None = None,
-        shares: Shares = "auto",
+        shares: WorkerShares = "auto",
         epochs: int = 1,
         order: Order = "auto",
         last: LastBatch = "drop",
@@ -136,6 +137,7 @@ class SpreadRun:
         """
         if self._steps_here == 0:
             self._check_losses(batch)
+        self._watch.look(self._strands, self._steps_here)
         clock = self._meter.clock(self._steps_here)
         place = StepPlace(step=self._steps, batch=sum(place.given for place in self._places), clock=clock)
         micros = batch_parts(batch, self._program.accumulate, self._cut)

@@ -26,7 +26,7 @@ FLOORS = {
     "planner": 4, "screen": 4, "parallel": 4, "launch": 4, "proof": 4, "interop": 4,
     "trainer": 5, "custom": 5,
     "commands": 6, "process_exit": 6,
-    "api": 7, "api_models": 7, "api_programs": 7, "command_line": 7, "cli": 8, "__main__": 9,
+    "api": 7, "api_models": 7, "command_line": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {

@@ -60,7 +60,7 @@ def _alone(case: Case) -> tuple[dict[str, torch.Tensor], float]:
     total, count = case.loss_sum(model, default_collate(case.data))
     (total / count).backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return found, float(total / count)
+    return found, float(total.detach() / count)
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -17,7 +17,7 @@ import plait
 from plait.custom.run import SpreadRun
 from plait.custom.variables import RENDEZVOUS
 from plait.launch.values.job import RankContext
-from tests.custom.models import Layers
+from tests.custom.models import CASES, Layers
 
 EXAMPLES = 24
 
@@ -78,6 +78,62 @@ def skip_a_step(context: RankContext, argument: str) -> None:
         if context.rank == 1 and number == 1:
             continue
         run.step(batch)
+
+
+def call_a_part(context: RankContext, argument: str) -> None:
+    """The loss uses a part of the model without a call of the whole."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    model = Layers().double()
+    run = plait.spread(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_sum=lambda model, batch: loss_sum(model.enter, (batch[0], batch[0][:, :1])),
+        layout="shard parameters",
+    )
+    for batch in run.batches(data(), batch=8):
+        run.step(batch)
+
+
+def refuse(context: RankContext, argument: str) -> None:
+    """Layouts that cannot carry a model or an optimizer; each rank tells the sentences."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    told = []
+    for name, layout, kind in (
+        ("scalar", "shard parameters", "SGD"),
+        ("one_memory", "shard optimizer", "SGD"),
+        ("mlp", "shard optimizer", "Adafactor"),
+        ("across", "shard parameters", "SGD"),
+    ):
+        if name == "across":
+            model: nn.Module = Layers()
+            model.leave.bias = model.layers[0][1].bias = nn.Parameter(torch.zeros(6))  # type: ignore[union-attr, index]
+        else:
+            model = CASES[name]().model
+        try:
+            options: Any = {"layout": layout}
+            plait.spread(model, getattr(torch.optim, kind)(model.parameters(), lr=0.1), loss_sum=loss_sum, **options)
+        except plait.PlaitError as refusal:
+            told.append(str(refusal))
+    context.send("told", told=told)
+
+
+def travel(context: RankContext, argument: str) -> None:
+    """Gradients in bf16, over buckets measured on the link: rank 0 tells the error against exact ones."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    asked = json.loads(argument)
+    found = []
+    for options in ({}, {"transfer": "bf16", "bucket_mib": "auto"}):
+        torch.manual_seed(3)
+        model = Layers()
+        made: Any = {"layout": asked["layout"], **options}
+        run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum, **made)
+        for batch in run.batches([(x.float(), y.float()) for x, y in data()], batch=12, order="given"):
+            run.step(batch)
+            break
+        found.append(torch.cat([one.flatten() for one in run.gradients().values()]))
+    error = float((found[1] - found[0]).norm() / found[0].norm())
+    if context.rank == 0:
+        context.send("error", error=error)
 
 
 def unlike_models(context: RankContext, argument: str) -> None:

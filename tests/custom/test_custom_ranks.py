@@ -77,6 +77,27 @@ def test_a_rank_that_skips_a_step_is_told(server: ForkServer) -> None:
         told_by(server, "skip_a_step", 2)
 
 
+def test_a_part_that_is_called_alone_is_told(server: ForkServer) -> None:
+    with pytest.raises(PlaitError, match="without a call of the whole model"):
+        told_by(server, "call_a_part", 2)
+
+
+def test_layouts_that_cannot_carry_a_program_say_so(server: ForkServer) -> None:
+    first, second = told_by(server, "refuse", 2)
+    assert first == second
+    scalar, memory, whole, across = first["told"]
+    assert "is not possible for this model" in scalar
+    assert "views of one memory" in memory
+    assert "Adafactor may need whole ones" in whole
+    assert "is shared by" in across
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_may_travel_rounded(server: ForkServer, layout: str) -> None:
+    (told,) = told_by(server, "travel", 2, layout=layout)
+    assert 1e-5 < told["error"] < 1e-2
+
+
 def test_unlike_models_are_told(server: ForkServer) -> None:
     with pytest.raises(PlaitError, match="have built unlike models"):
         told_by(server, "unlike_models", 2)

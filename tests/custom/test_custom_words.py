@@ -9,7 +9,7 @@ from torch import nn
 
 from plait.commands.hosts.invitation import invitation_text
 from plait.commands.programs.run_program import invitation_of, workers_text
-from plait.custom.data.measured_shares import shares_text
+from plait.custom.data.measured_shares import measured_shares_text
 from plait.custom.group import first_host, started_worker
 from plait.custom.program import Program
 from plait.custom.stepping.rate import goyal_rule
@@ -26,8 +26,8 @@ def lines() -> list[str]:
         workers_text([1], None),
         workers_text([4], Path(".plait/programs/my")),
         workers_text([4, 1], Path(".plait/programs/my")),
-        shares_text(seconds, (1.0, 1.0, 1.0), None),
-        shares_text(seconds, (1.0, 1.0, 1.0), (0.2, 0.4, 0.4)),
+        measured_shares_text(seconds, (1.0, 1.0, 1.0), None),
+        measured_shares_text(seconds, (1.0, 1.0, 1.0), (0.2, 0.4, 0.4)),
         units_text(find_units(layers, "auto")),
         units_text({}),
         invitation_text(1, "10.0.0.1:29500", "with the secret", invitation_of(Path("folder/my.py"))),

@@ -71,8 +71,15 @@ def workers_text(counts: Sequence[int], logs: Path | None) -> str:
 class _ProgramGroup(Protocol):
     """The hosts that run a program."""
 
-    hosts: int
-    cores: Sequence[int]
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are."""
+        ...
+
+    @property
+    def cores(self) -> Sequence[int]:
+        """The cores of each of them."""
+        ...
 
     def count(self) -> list[int]:
         """How many workers each host has devices for."""

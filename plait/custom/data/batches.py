@@ -12,7 +12,7 @@ import torch
 from plait.custom.cutting import BatchCut
 from plait.custom.data.ahead import BatchMaker, BeforeExample, MakeBatch
 from plait.custom.data.shares import ShareTable
-from plait.custom.data.sources import Collate, Positions, Stream, source_of
+from plait.custom.data.sources import Collate, ExamplePositions, Stream, source_of
 from plait.custom.seeds import seed_from
 from plait.errors import PlaitError
 
@@ -54,7 +54,7 @@ class OwnBatches:
     """This worker's share of each batch, in turn. `place` is moved on; batches before `place.used` are not made."""
 
     request: BatchRequest
-    source: Positions | Stream
+    source: ExamplePositions | Stream
     shares: ShareTable
     rank: int
     place: BatchPlace
@@ -62,7 +62,7 @@ class OwnBatches:
 
     def __post_init__(self) -> None:
         # A stream may draw random numbers when it is read again from its start: Note [random data] in ahead.py.
-        may = "may thread" if isinstance(self.source, Positions) or self.request.epochs == 1 else "in turn"
+        may = "may thread" if isinstance(self.source, ExamplePositions) or self.request.epochs == 1 else "in turn"
         self.maker = BatchMaker(seed_from("data", self.request.seed, self.request.number), may_thread=may)
 
     def __iter__(self) -> Iterator[Any]:
@@ -88,12 +88,12 @@ class OwnBatches:
 
     def _makers(self, skipped: int) -> Iterator[MakeBatch | None]:
         """What makes each batch; numbers of batches go on from pass to pass."""
-        if isinstance(self.source, Positions):
+        if isinstance(self.source, ExamplePositions):
             yield from self._by_position(self.source, skipped)
         else:
             yield from self._by_stream(self.source, skipped)
 
-    def _by_position(self, source: Positions, skipped: int) -> Iterator[MakeBatch | None]:
+    def _by_position(self, source: ExamplePositions, skipped: int) -> Iterator[MakeBatch | None]:
         size = _batch_of(self.request, source)
         passes = _batches_of_pass(source.size, size, self.request, self._workers)
         for epoch in range(skipped // passes, self.request.epochs):
@@ -105,7 +105,7 @@ class OwnBatches:
                 positions = order[begin + first : begin + end].tolist()
                 yield partial(_read, source, positions, epoch)
 
-    def _order(self, source: Positions, epoch: int) -> torch.Tensor:
+    def _order(self, source: ExamplePositions, epoch: int) -> torch.Tensor:
         order = source.order if self.request.order == "auto" else self.request.order
         if order == "given":
             return torch.arange(source.size)
@@ -139,7 +139,7 @@ def own_batches(data: Any, request: BatchRequest, shares: ShareTable, rank: int,
     return found
 
 
-def _read(source: Positions, positions: list[int], epoch: int, before: BeforeExample) -> Any:
+def _read(source: ExamplePositions, positions: list[int], epoch: int, before: BeforeExample) -> Any:
     return source.read(positions, lambda position: before(seed_from(epoch, position)))
 
 
@@ -147,7 +147,7 @@ def _take(part: Callable[[int, int], Any], first: int, end: int, before: BeforeE
     return part(first, end)
 
 
-def _batch_of(request: BatchRequest, source: Positions) -> int:
+def _batch_of(request: BatchRequest, source: ExamplePositions) -> int:
     batch = request.batch or source.batch
     if batch is None:
         raise PlaitError("data by position need a batch: run.batches(data, batch=256), over all workers")

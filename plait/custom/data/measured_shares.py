@@ -9,7 +9,14 @@ from typing import Literal
 import torch
 
 from plait.custom.data.batches import OwnBatches
-from plait.custom.data.shares import AHEAD, FIRST_MEASURED, LAST_MEASURED, Shares, check_shares, shares_by_speed
+from plait.custom.data.shares import (
+    AHEAD,
+    FIRST_MEASURED,
+    LAST_MEASURED,
+    WorkerShares,
+    check_worker_shares,
+    shares_from_seconds,
+)
 from plait.custom.group import Workers
 
 
@@ -26,9 +33,9 @@ class ShareMeter:
         """Whether steps are still measured."""
         self._seconds: list[float] = []
 
-    def choose(self, requested: Shares) -> None:
+    def choose(self, requested: WorkerShares) -> None:
         """Take what a person asks for; raises PlaitError for what is no share."""
-        check_shares(requested, self._workers.size)
+        check_worker_shares(requested, self._workers.size)
         if not isinstance(requested, str):
             self.shares, self.undecided = tuple(requested), False
         elif requested == "equal":
@@ -55,15 +62,15 @@ class ShareMeter:
         own = torch.tensor([median(self._seconds)], dtype=torch.float64)
         seconds = [float(one) for one in self._workers.sums.gather(own)]
         self.undecided, self._seconds = False, []
-        old, found = self.shares, shares_by_speed(seconds, self.shares)
-        self._workers.say(shares_text(seconds, old, found))
+        old, found = self.shares, shares_from_seconds(seconds, self.shares)
+        self._workers.say(measured_shares_text(seconds, old, found))
         if found is not None:
             self.shares = found
             for one in active:
                 one.shares.set(one.place.given + AHEAD, found)
 
 
-def shares_text(seconds: Sequence[float], old: Sequence[float], new: Sequence[float] | None) -> str:
+def measured_shares_text(seconds: Sequence[float], old: Sequence[float], new: Sequence[float] | None) -> str:
     """A decision on shares and its reason: the workers' times for their old parts of a step."""
     parts = zip(seconds, old, strict=True)
     times = ", ".join(

@@ -8,7 +8,7 @@ from typing import Literal
 from plait.custom.cutting import cut_sizes
 from plait.errors import PlaitError
 
-Shares = Literal["auto", "equal", "measured"] | Sequence[float]
+WorkerShares = Literal["auto", "equal", "measured"] | Sequence[float]
 """How a batch is shared: "auto" measures where workers have unlike devices; numbers are parts by worker."""
 
 FIRST_MEASURED, LAST_MEASURED = 2, 8
@@ -42,7 +42,7 @@ class ShareTable:
         return first, first + sizes[rank]
 
 
-def check_shares(shares: Shares, workers: int) -> None:
+def check_worker_shares(shares: WorkerShares, workers: int) -> None:
     """Raise PlaitError where given shares are no positive numbers, one for each worker."""
     if isinstance(shares, str):
         if shares not in ("auto", "equal", "measured"):
@@ -54,7 +54,7 @@ def check_shares(shares: Shares, workers: int) -> None:
         raise PlaitError(f"shares = {list(shares)} for {workers} workers; give one positive number for each of them")
 
 
-def shares_by_speed(seconds: Sequence[float], shares: Sequence[float]) -> tuple[float, ...] | None:
+def shares_from_seconds(seconds: Sequence[float], shares: Sequence[float]) -> tuple[float, ...] | None:
     """New shares of workers that needed these seconds for the old ones; None where there is too little to gain."""
     mean = sum(seconds) / len(seconds)
     if min(seconds) <= 0 or max(seconds) < LEAST_GAIN * mean:

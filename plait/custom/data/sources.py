@@ -28,7 +28,7 @@ ReadPositions = Callable[[Sequence[int], BeforeExample], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Positions:
+class ExamplePositions:
     """Examples by position: each worker reads its own alone."""
 
     size: int
@@ -64,7 +64,9 @@ class Stream:
         return lambda first, end: batch_part(batch, first, end, self.cut)
 
 
-def source_of(data: Any, *, batch: int | None, collate: Collate | None, cut: BatchCut | None) -> Positions | Stream:
+def source_of(
+    data: Any, *, batch: int | None, collate: Collate | None, cut: BatchCut | None
+) -> ExamplePositions | Stream:
     """The source behind a person's data; `batch` says that an iterable's items are examples. Raises PlaitError."""
     if isinstance(data, DataLoader):
         return _of_loader(data, collate, cut)
@@ -74,7 +76,7 @@ def source_of(data: Any, *, batch: int | None, collate: Collate | None, cut: Bat
         return _stream(data, batch, collate, cut)
     length, reads = getattr(type(data), "__len__", None), getattr(type(data), "__getitem__", None)
     if length is not None and reads is not None:
-        return Positions(size=len(data), read=_reader(data, collate or default_collate))
+        return ExamplePositions(size=len(data), read=_reader(data, collate or default_collate))
     return _stream(data, batch, collate, cut)
 
 
@@ -117,7 +119,7 @@ def _is_rows(data: Any) -> bool:
     return isinstance(data, Tensor) or (type(data).__module__ == "numpy" and type(data).__name__ == "ndarray")
 
 
-def _of_columns(data: Any) -> Positions:
+def _of_columns(data: Any) -> ExamplePositions:
     size = batch_size(data)
 
     def rows(column: Any, positions: Tensor) -> Any:
@@ -131,10 +133,10 @@ def _of_columns(data: Any) -> Positions:
             return {name: rows(column, index) for name, column in data.items()}
         return rows(data, index)
 
-    return Positions(size=size, read=read)
+    return ExamplePositions(size=size, read=read)
 
 
-def _of_loader(loader: DataLoader[Any], collate: Collate | None, cut: BatchCut | None) -> Positions | Stream:
+def _of_loader(loader: DataLoader[Any], collate: Collate | None, cut: BatchCut | None) -> ExamplePositions | Stream:
     """A DataLoader's data set, order and batch, so that each worker reads its own examples alone."""
     if isinstance(loader.dataset, IterableDataset):
         return Stream(data=loader, collate=None, cut=cut)
@@ -147,4 +149,4 @@ def _of_loader(loader: DataLoader[Any], collate: Collate | None, cut: BatchCut |
     order = "shuffled" if type(loader.sampler) is RandomSampler else "given"
     found: Any = loader.dataset
     read = _reader(found, collate or loader.collate_fn)
-    return Positions(size=len(found), read=read, order=order, batch=loader.batch_size)
+    return ExamplePositions(size=len(found), read=read, order=order, batch=loader.batch_size)

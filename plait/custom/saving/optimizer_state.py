@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.custom.exchange import DTYPES, gather_json, sum_of_bits
+from plait.custom.exchange import TRAVELLING_DTYPES, gather_json, sum_of_bits
 from plait.custom.group import Workers
 from plait.custom.saving.tree import from_plain, to_plain
 from plait.custom.strands.description import HeldPiece, Strands
@@ -56,13 +56,13 @@ def _collect_cut(
         entry: dict[str, Any] = {}
         for key, (kind, value) in known.items():
             if kind == "cut":
-                whole = _joined(optimizer, held.get(name), key, DTYPES[value], shape, workers)
+                whole = _joined(optimizer, held.get(name), key, TRAVELLING_DTYPES[value], shape, workers)
                 if workers.rank == 0:
                     entry[key] = to_plain(whole, f"{name}/{key}", tensors)
             elif kind == "number":
                 entry[key] = value
             else:
-                entry[key] = to_plain(torch.tensor(value, dtype=DTYPES[kind]), f"{name}/{key}", tensors)
+                entry[key] = to_plain(torch.tensor(value, dtype=TRAVELLING_DTYPES[kind]), f"{name}/{key}", tensors)
         state[name] = entry
     return state
 

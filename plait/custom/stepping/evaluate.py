@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.custom.cutting import BatchCut
 from plait.custom.data.moving import on_device
-from plait.custom.data.sources import Positions, Stream, source_of
+from plait.custom.data.sources import ExamplePositions, Stream, source_of
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.seeds import seed_everything, seed_from
@@ -40,10 +40,10 @@ def evaluate_mean(
     return total[0] / total[1].clamp(min=1.0)
 
 
-def _parts(source: Positions | Stream, batch: int, workers: Workers) -> Iterator[tuple[Any, bool]]:
+def _parts(source: ExamplePositions | Stream, batch: int, workers: Workers) -> Iterator[tuple[Any, bool]]:
     """This worker's part of each batch. Where there are fewer examples than workers some get one that another has,
     which does not count: a model whose weights are sharded must run as often on all."""
-    if isinstance(source, Positions):
+    if isinstance(source, ExamplePositions):
         for begin in range(0, source.size, batch):
             size = min(batch, source.size - begin)
             first, end, counts = _own(size, workers)

@@ -73,7 +73,7 @@ def run_backward(
     for number, micro in enumerate(micros):
         seed_everything(seed_from("step", program.seed, place.step, index, number, workers.rank))
         strands.next_pass(index)
-        total, count = program.loss_sum(index, micro)
+        total, count = _loss_sum(program, index, micro)
         if not total.requires_grad:
             raise PlaitError(
                 "the loss does not depend on a weight that is trained; compute it from the model's output, outside of "
@@ -84,6 +84,18 @@ def run_backward(
             strands.arm(index)
         torch.autograd.backward(total, inputs=inputs)
     return own
+
+
+def _loss_sum(program: Program, index: int, micro: Any) -> tuple[Tensor, Tensor]:
+    try:
+        return program.loss_sum(index, micro)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise PlaitError(
+            'layout "shard parameters" gathers weights where a module is called, and the loss uses one without a '
+            'call of the whole model; call model(…), or take "shard optimizer"'
+        ) from error
 
 
 def check_same_batch(sums: Sequence[float], place: StepPlace, workers: Workers) -> None:

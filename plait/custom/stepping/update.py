@@ -39,7 +39,7 @@ def _multiply(gradients: list[Tensor], scale: Tensor) -> None:
     for (dtype, device), some in by_kind.items():
         # A factor in 16 bits would be rounded, for all gradients alike.
         exact = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-        torch._foreach_mul_(some, scale.to(device, exact))
+        torch._foreach_mul_(some, scale.to(device, exact))  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextmanager

@@ -68,5 +68,5 @@ def squares_of(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all numbers: 0-dim, float64."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch._foreach_norm(list(gradients), 2)
+    norms = torch._foreach_norm(list(gradients), 2)  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()

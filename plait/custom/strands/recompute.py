@@ -15,7 +15,7 @@ def recompute_units(program: Program, choices: StrandChoices) -> None:
     """
     if choices.recompute == "none":
         return
-    from torch.distributed._composable import checkpoint  # most of a second of imports
+    from torch.distributed._composable.checkpoint_activation import checkpoint  # most of a second of imports
 
     for model in program.models:
         units = find_units(model, choices.units)

@@ -32,6 +32,7 @@ class ShardedOptimizerStrands:
         self._program, self._workers = program, workers
         self._trained = [program.trained_by(index) for index in range(len(program.optimizers))]
         self._arrivals = [Arrivals(list(trained.values())) for trained in self._trained]
+        self._reached: list[dict[str, bool]] = [{} for _ in self._trained]
         groups = [groups_by_name(program, index) for index in range(len(program.optimizers))]
         self._reducers = [_split_reducer(trained, workers, choices) for trained in self._trained]
         self._units = [reducer.split_units() for reducer in self._reducers]
@@ -55,7 +56,7 @@ class ShardedOptimizerStrands:
 
     def close(self, index: int, reached: Sequence[bool]) -> None:
         self._reducers[index].close()
-        by_anybody = dict(zip(self._trained[index], reached, strict=True))
+        by_anybody = self._reached[index] = dict(zip(self._trained[index], reached, strict=True))
         for one in self._own[index]:
             whole = one.unit.parameter.grad
             assert whole is not None
@@ -90,7 +91,8 @@ class ShardedOptimizerStrands:
             for one in self._own[index]
             if one.piece.parameter.grad is not None
         }
-        return whole_of(own, self._trained[index], self._workers)
+        like = {name: p for name, p in self._trained[index].items() if self._reached[index].get(name)}
+        return whole_of(own, like, self._workers)
 
 
 class _OwnPiece:

@@ -29,14 +29,16 @@ class ShardedParameterStrands:
     form: StrandForm = "cut"
 
     def __init__(self, program: Program, workers: Workers, choices: StrandChoices) -> None:
-        if len(program.optimizers) > 1:
+        optimizers = list(program.optimizers)
+        if len(optimizers) > 1:
             raise PlaitError(
                 'layout "shard parameters" trains with one optimizer, and this program has '
-                f'{len(program.optimizers)}; take "replicate" or "shard optimizer"'
+                f'{len(optimizers)}; take "replicate" or "shard optimizer"'
             )
-        require_elementwise(program.optimizers[0], "shard parameters")
+        require_elementwise(optimizers[0], "shard parameters")
         check_apart(program, "shard parameters")
         self._program, self._workers = program, workers
+        self._reached: dict[str, bool] = {}
         groups = groups_by_name(program, 0)
         for model in program.models:
             _shard(model, workers, choices)
@@ -44,7 +46,7 @@ class ShardedParameterStrands:
         self._rows = {name: _rows_of(name, p) for name, p in self._sharded.items()}
         self._trained = {name: self._sharded[name] for name in program.trained_names[0]}
         self._pieces = [self._rows[name] for name in self._trained if self._rows[name].parameter.numel()]
-        update_pieces(program.optimizers[0], groups, self._pieces)
+        update_pieces(optimizers[0], groups, self._pieces)
 
     def open(self, index: int) -> None:
         self.publish(index)  # weights that are still gathered, as after an evaluation
@@ -61,6 +63,7 @@ class ShardedParameterStrands:
         return torch.tensor([p.grad is not None for p in self._trained.values()], dtype=torch.float64)
 
     def close(self, index: int, reached: Sequence[bool]) -> None:
+        self._reached = dict(zip(self._trained, reached, strict=True))
         for piece in self._pieces:
             gradient = self._sharded[piece.name].grad
             piece.parameter.grad = None if gradient is None else _as_dtensor(gradient).to_local()
@@ -90,7 +93,7 @@ class ShardedParameterStrands:
 
     def full_gradients(self, index: int) -> dict[str, Tensor]:
         own = {p.name: (p.first, p.parameter.grad) for p in self._pieces if p.parameter.grad is not None}
-        return whole_of(own, self._trained, self._workers)
+        return whole_of(own, {n: p for n, p in self._trained.items() if self._reached.get(n)}, self._workers)
 
 
 def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> None:
