@@ -28,7 +28,7 @@ from plait.custom.strands.description import CustomLayout, StrandChoices, Strand
 from plait.errors import PlaitError
 
 if TYPE_CHECKING:
-    from plait.custom.planning.plan import CustomPlan
+    from plait.custom.planning.measure import CustomPlan
     from plait.proof.verdict import Verdict
 
 

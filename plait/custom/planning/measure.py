@@ -30,7 +30,7 @@ from plait.errors import PlaitError
 
 STEPS = 4
 """Steps of each layout; the first warms up and is not counted."""
-MEMORY_SHARE = 0.9
+FREE_MEMORY_SHARE = 0.9
 """Share of the memory that is free, which a plan may fill."""
 LAYOUTS: tuple[CustomLayout, ...] = ("replicate", "shard optimizer", "shard parameters")
 
@@ -51,7 +51,7 @@ def plan_program(
     if workers.size > 1:
         measured += [_measured_layout(copied(), workers, layout, share) for layout in LAYOUTS]
     memory = -float(workers.sums.largest(torch.tensor([-_free_bytes(workers)], dtype=torch.float64)))
-    return choose_measured(measured, memory * MEMORY_SHARE)
+    return choose_measured(measured, memory * FREE_MEMORY_SHARE)
 
 
 def _measured_layout(program: Program, workers: Workers, layout: CustomLayout, share: Any) -> MeasuredLayout:
