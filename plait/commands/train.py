@@ -27,7 +27,7 @@ from plait.commands.planning.workers import (
 from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
 from plait.commands.probing.survey import survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
-from plait.errors import Interrupted, PlaitError, StopSignal
+from plait.errors import Interrupted, StopSignal
 from plait.planner.plan import Plan
 from plait.recipe.load import RecipeSource, load_recipe, run_name_of
 from plait.recipe.schema import RunConfig
@@ -110,8 +110,6 @@ def _open_workers(
     """The workers of this machine, or of all hosts once they have joined, numbered as before in this run."""
     if hosts.n_hosts == 1:
         return worker_pool(working)
-    if config.model.from_ is not None:
-        raise PlaitError("model.from works on one host so far; train on one, or take model.from out of the recipe")
     refuse_torchrun()
     prepared_corpus(config, working, screen)  # an error in it is shown before anybody is invited to join
     folder = run_folder(config.run.name, working)

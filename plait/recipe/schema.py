@@ -5,11 +5,13 @@ Only `data.files` is required. Every `"auto"` is derived in planner/resolve/reso
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from plait.recipe.finetune import FinetuneSection
+from plait.recipe.section import RecipeSection
 from plait.recipe.values import (
     AmountText,
     Auto,
@@ -25,14 +27,6 @@ from plait.recipe.values import (
     TokenCount,
     Width,
 )  # fmt: skip
-
-
-class RecipeSection(BaseModel):
-    """Base of all sections of the recipe: frozen; unknown keys are an error."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True
-    )
 
 
 class RunSection(RecipeSection):
@@ -230,6 +224,7 @@ class RunConfig(RecipeSection):
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
+    finetune: FinetuneSection = FinetuneSection()
     data: DataSection
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()

@@ -29,6 +29,11 @@ OTHER_VALUES = {
     "run.workers": "4",
     "run.threads": "1",
     "model.from": ".",
+    "finetune.method": "lora",
+    "finetune.rank": "2",
+    "finetune.alpha": "3.0",
+    "finetune.targets": '["attention"]',
+    "finetune.variant": "rslora",
     "model.size": "3M",
     "model.layers": "3",
     "model.width": "256",
@@ -87,8 +92,12 @@ OTHER_VALUES = {
     "report.choices": "choices.jsonl",
 }
 
+TUNED = ("model.size=auto", "model.from=.", "layout.pipeline=1")
+LORA = (*TUNED, "finetune.method=lora")
 BESIDE = {
     "model.from": ("model.size=auto",),
+    "finetune.method": TUNED,
+    **dict.fromkeys(("finetune.rank", "finetune.alpha", "finetune.targets", "finetune.variant"), LORA),
     "optimizer.kind": ("optimizer.lr=0.1",),
     "optimizer.momentum": ("optimizer.kind=sgd", "optimizer.lr=0.1"),
 }

@@ -18,7 +18,9 @@ from plait.data.samples.sizes import CorpusSizes
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
+from plait.model.sizes import named_shape
 from plait.planner.derive.compile_mode import compile_of
+from plait.planner.derive.model_size import BaseFacts
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
@@ -27,6 +29,7 @@ from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recip
 from tests.planner.machines import LAPTOP, ONE_H100, corpus, planned
 
 FACTS = corpus(1_500_000, 1)
+BASE = named_shape("1M", vocabulary=4096, sequence=1024)
 EXAMPLES = CorpusSizes(examples=(((100, 10, 30), (40, 1, 50)),))
 SMALL = ModelShape(layers=1, width=8, heads=1, kv_heads=1, head_width=8, ffn=8, vocabulary=8, sequence=8)
 
@@ -39,7 +42,8 @@ def schema_keys() -> Iterator[str]:
 
 def plan_of(config: RunConfig) -> Plan:
     """What will be done, without what only tells of where it came from."""
-    return replace(planned(config, FACTS, LAPTOP), recipe_hash="", reasons=())
+    facts = replace(FACTS, base=BaseFacts(folder="base", shape=BASE)) if config.model.from_ else FACTS
+    return replace(planned(config, facts, LAPTOP), recipe_hash="", reasons=())
 
 
 def gpu_kernels(config: RunConfig) -> bool:

@@ -49,7 +49,7 @@ def run_training(
     require_present()
     plan = replace(plan, corpus=workers.working_folder.relative(plan.corpus))
     point = folder.prepare_resume()
-    keep_base_files(plan.base, folder.base)
+    keep_base_files(plan.base and str(workers.working_folder.path / plan.base), folder.base)
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     if point:
         for sentence in point.skipped:

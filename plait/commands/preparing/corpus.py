@@ -23,8 +23,10 @@ from plait.working_folder import WorkingFolder
 
 
 def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -> Corpus:
-    """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence."""
+    """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence, also for a model to go on from
+    that cannot be used."""
     check_choices(config)
+    base_facts(config, working)  # before minutes go into its tokens
     request = data_request(config, base_folder(config, working))
     for source in request.sources:
         if Path(source.path).is_dir():

@@ -15,6 +15,7 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import MODEL_SIZES, explicit_shape
 from plait.partition.execution import Precision
 from plait.planner.derive import scaling_rules
+from plait.planner.derive.adapters import adapter_for
 from plait.planner.derive.hyperparameters import with_usual_numbers
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_layout import check_schedule, layout_of, named_degrees
@@ -72,9 +73,13 @@ def requested_shape(config: RunConfig, degrees: Layout) -> ModelShape:
 
 
 def _base_shape(config: RunConfig, base: ModelShape) -> ModelShape:
-    """A trained model's shape, for the sequences that the recipe names or that are usual for its size."""
+    """A trained model's shape, for the sequences that the recipe names or that are usual for its size, with the adapter
+    that the recipe asks for."""
     usual, requested = scaling_rules.usual_sequence_length(parameter_count(base)), config.train.sequence
-    return replace(base, sequence=min(usual, base.sequence) if requested == "auto" else requested)
+    shape = replace(base, sequence=min(usual, base.sequence) if requested == "auto" else requested)
+    if config.finetune.method != "lora":
+        return shape
+    return replace(shape, adapter=adapter_for(config.finetune, shape, 0, []))
 
 
 def _fitting_size(degrees: Layout) -> str:

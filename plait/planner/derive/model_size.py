@@ -13,7 +13,8 @@ from plait.errors import PlaitError
 from plait.model.requested_size import named_size, parameters_of_size, shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
-from plait.planner.derive import scaling_rules
+from plait.planner.derive import finetuning_rules, scaling_rules
+from plait.planner.derive.adapters import adapter_for
 from plait.planner.derive.sequence_length import example_sequence, stream_sequence
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
@@ -29,6 +30,8 @@ class BaseFacts:
     folder: str
     shape: ModelShape
     """Its `sequence` is the longest that the model takes."""
+    fingerprint: str = ""
+    """Tells it from every other model; empty where nobody asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +96,12 @@ class RunSize:
 
 
 def budget_of(config: RunConfig) -> Amount:
-    """The recipe's budget; without one, 20 tokens a parameter where a model size is named, else ten minutes."""
+    """The recipe's budget; without one, three epochs of fine-tuning, 20 tokens a parameter where a model size is named,
+    else ten minutes."""
     if config.train.budget != "auto":
         return parse_amount(config.train.budget)
+    if config.finetune.method != "auto":
+        return Amount(finetuning_rules.EPOCHS, "epochs")
     if config.model.size != "auto":
         parameters = parameters_of_size(config.model.size, vocabulary=32768)
         return Amount(scaling_rules.TOKENS_PER_PARAMETER * parameters, "tokens")
@@ -107,6 +113,11 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
     budget = budget_of(config)
     if corpus.base is not None:
         return _size_of_base(config, corpus, corpus.base, rate, budget, why)
+    if config.finetune.method != "auto":
+        raise PlaitError(
+            f'finetune.method = "{config.finetune.method}" tunes a model that is trained already; name it, for example '
+            'model.from = "smollm2", or take [finetune] out'
+        )
     vocabulary = _vocabulary(config, corpus)
     size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
@@ -128,7 +139,7 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
 def _run_size(config: RunConfig, corpus: CorpusFacts, shape: ModelShape, budget: Amount, rate: TrainingRate) -> RunSize:
     if budget.unit == "epochs":
         budget = replace(budget, epoch_tokens=corpus.epoch_tokens(shape.sequence, config.data.overlong))
-    per_token = 6 * parameter_count(shape)
+    per_token = scaling_rules.training_flops_of_weights(shape)
     tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, shape.sequence)
     return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
 
@@ -144,14 +155,18 @@ def _size_of_base(
             "own; take data.tokenizer out, or name the tokenizer that the model was trained with"
         )
     if config.train.budget == "auto":
-        why.append(f"budget {budget}: none was asked for")
+        tuned = "the usual passes over the data in fine-tuning (Taori 2023)"
+        why.append(f"budget {budget}: {'none was asked for' if config.finetune.method == 'auto' else tuned}")
     sequence = _sequence(config, parameter_count(shape), corpus, why, longest_of_model=shape.sequence)
     if sequence > shape.sequence:
         raise PlaitError(
             f"train.sequence = {sequence} is longer than the {shape.sequence} tokens that the model was made for; "
             f"choose at most {shape.sequence}"
         )
-    return _run_size(config, corpus, replace(shape, sequence=sequence), budget, rate)
+    shape = replace(shape, sequence=sequence)
+    if config.finetune.method == "lora":
+        shape = replace(shape, adapter=adapter_for(config.finetune, shape, corpus.train_tokens, why))
+    return _run_size(config, corpus, shape, budget, rate)
 
 
 def _best_parameter_count(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
