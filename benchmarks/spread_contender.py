@@ -26,6 +26,8 @@ def main() -> None:
     flags = _flags()
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Accelerate asks for these even where the group is there already.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=f"file://{flags.rendezvous}", rank=rank, world_size=ranks)
     program = PROGRAMS[flags.work]
     torch.manual_seed(7)
