@@ -35,11 +35,12 @@ INNER_FLOORS = {
                 "measured": 3, "probe": 4, "pooled": 4, "cluster": 5, "machine_cluster": 6},
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2,
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
-                 "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4, "answering": 5},
+                 "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4,
+                 "answering": 5, "drilling": 6},
     "data": {"choices": 0, "documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2, "index": 3,
              "shards": 4, "preparation": 5, "balance": 5, "integrity": 5, "order": 5, "packing": 5, "rows": 5,
              "loader": 6},
-    "launch": {"values": 0, "local": 1, "remote": 2},
+    "launch": {"values": 0, "watching": 1, "local": 2, "remote": 3},
     "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "materialize": 1,
                  "recompute": 1, "gradients": 1, "tensor": 1, "pipeline": 2, "sharding": 2, "replicate": 3, "apply": 4},
     "planner": {"calibration": 0, "plan": 1, "plan_file": 2, "problem": 1, "step_time": 2, "derive": 3, "memory": 3,
@@ -47,7 +48,7 @@ INNER_FLOORS = {
                 "resolve": 7},
     "trainer": {"choices": 4, "first_weights": 1, "state": 0, "optim": 0, "score_passes": 0, "loss": 1, "divergence": 0,
                 "step": 2, "assemble": 3, "rank_sinks": 3, "checkpointing": 4, "loop": 5, "balance": 5,
-                "worker": 6, "time_steps": 7},
+                "watching": 6, "worker": 7, "time_steps": 8},
 }  # fmt: skip
 MODULES_OF_A_FOLDER = 14
 FAN_OUT = 20
