@@ -81,7 +81,7 @@ class Receipt:
     """Share of the recipe's multiple-choice questions (report.choices) that the last evaluation answered right."""
     choices_accuracy_per_byte: float | None = None
     """The same, where log-probabilities are divided by the bytes of a choice."""
-    incidents: Sequence[str] = ()
+    incidents: tuple[str, ...] = ()
     """A sentence for each failure that ended workers of the run."""
     useful_share: float | None = None
     """Seconds of the steps that count over `wall_s`; the rest went to starts, saves, evaluations and failures."""

@@ -92,6 +92,7 @@ def test_a_stop_is_not_held_up_by_a_stopped_rank(server: ForkServer) -> None:
     assert time.monotonic() - record.acted_at_s < 8
 
 
+@pytest.mark.slow
 def test_without_the_watch_nobody_notices(server: ForkServer) -> None:
     """The control: the same stopped rank, with a patience that does not end, is found only by the stop's bound."""
     endless = Patience(stopped_s=1e9, least_s=1e9, unknown_s=1e9, computing_s=1e9)
@@ -101,7 +102,7 @@ def test_without_the_watch_nobody_notices(server: ForkServer) -> None:
         threading.Timer(5.0, os.kill, [os.getpid(), signal.SIGINT]).start()
 
     record = Record(2, after_a_while(stop, 0.5))
-    with pytest.raises(Exception, match="they had not saved and ended 5 s after SIGINT"):
+    with pytest.raises(Exception, match=r"they had not saved and ended \S+ s after SIGINT"):
         supervised(server, job("step_together", 2), record, endless)
     assert time.monotonic() - record.acted_at_s > 9
 
