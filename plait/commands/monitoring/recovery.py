@@ -61,7 +61,7 @@ class Recovery:
         self._without_progress = 1 if resumed_from != self._newest_before else self._without_progress + 1
         self._newest_before = resumed_from
         may_go_on = failure is not None and failure.stopped_by == "finished"
-        passes = may_go_on and may_pass(facts, did_steps=bool(session.step_times))
+        passes = may_go_on and may_pass(facts, did_steps=session.has_stepped)
         decision = decision_after(self._asked, self._without_progress, "may pass" if passes else "stays")
         lost = [step_s for step, step_s in session.step_times.items() if step > resumed_from and isfinite(step_s)]
         incident = Incident(

@@ -49,7 +49,8 @@ class Session:
     ) -> None:
         self.saved_step = self.last_step = 0
         self.step_times: dict[int, float] = {}
-        """Seconds of each step that was reported."""
+        """Seconds of each step that was reported and is not saved yet."""
+        self.has_stepped = False
         self._on_first_step, self._began_at = on_first_step, time.monotonic()
         self._require_present = require_present
         self._folder, self._display, self._monitor, self._devices = folder, display, monitor, devices
@@ -71,13 +72,15 @@ class Session:
         elif message.kind == "memory":
             self.update_totals(**{key: tuple(value) for key, value in values.items()})
         elif message.kind == "saved":
-            self.saved_step = values["step"]
+            self.saved_step = saved = values["step"]
+            self.step_times = {step: step_s for step, step_s in self.step_times.items() if step > saved}
             so_far = self._folder.totals
             self._folder.write_totals(replace(so_far, save_s=so_far.save_s + values["seconds"]))
             self.update_totals()
 
     def _note_step(self, report: StepReport) -> None:
-        if not self.step_times:
+        if not self.has_stepped:
+            self.has_stepped = True
             so_far, start_s = self._folder.totals, time.monotonic() - self._began_at - report.step_s
             self._folder.write_totals(replace(so_far, start_s=so_far.start_s + max(0.0, start_s)))
             self._on_first_step()
