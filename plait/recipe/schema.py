@@ -208,6 +208,15 @@ class CheckpointSection(RecipeSection):
     """How many of the newest checkpoints stay."""
 
 
+class RecoverSection(RecipeSection):
+    """[recover]: what happens when a worker dies or hangs."""
+
+    mode: Literal["auto", "never"] = "auto"
+    """"auto" starts the workers again from the newest checkpoint; "never" ends the run."""
+    give_up_after: Positive = 3
+    """Failures without a new checkpoint between them after which the run ends."""
+
+
 class ReportSection(RecipeSection):
     """[report]: how often the run reports."""
 
@@ -231,6 +240,7 @@ class RunConfig(RecipeSection):
     layout: LayoutSection = LayoutSection()
     balance: BalanceSection = BalanceSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    recover: RecoverSection = RecoverSection()
     report: ReportSection = ReportSection()
 
     def __str__(self) -> str:

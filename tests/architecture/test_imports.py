@@ -37,14 +37,14 @@ INNER_FLOORS = {
                  "programs": 3,
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
                  "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4, "answering": 5,
-                 "evaluating": 3},
+                 "evaluating": 3, "drilling": 6},
     "custom": {"variables": 0, "lone_sums": 0, "seeds": 0, "cutting": 0, "group": 1, "program": 1, "exchange": 2,
                "collectives": 2, "likeness": 2, "data": 2, "strands": 3, "layouts": 4, "exact_norm": 3, "stepping": 4,
                "saving": 4, "verifying": 5, "planning": 6, "run": 7, "spread": 8, "worker": 9},
     "data": {"choices": 0, "documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2,
              "conversations": 2, "index": 3, "shards": 4, "preparation": 5, "balance": 5, "integrity": 5, "order": 5,
              "packing": 5, "rows": 5, "samples": 6, "loader": 7},
-    "launch": {"values": 0, "local": 1, "remote": 2},
+    "launch": {"values": 0, "watching": 1, "local": 2, "remote": 3},
     "model": {"names": 0, "adapter_shape": 0, "rope_scaling": 0, "matmul": 0, "shape": 1, "weights": 2, "sizes": 2,
               "requested_size": 3, "kernels": 2, "linear": 3, "attention": 4, "feedforward": 4, "gpt": 5, "init": 6,
               "adapters": 6},
@@ -55,7 +55,7 @@ INNER_FLOORS = {
                 "resolve": 7},
     "trainer": {"choices": 4, "first_weights": 1, "state": 0, "optim": 0, "score_passes": 0, "loss": 1, "divergence": 0,
                 "step": 2, "assemble": 3, "rank_sinks": 3, "checkpointing": 4, "loop": 5, "balance": 5,
-                "worker": 6, "time_steps": 7},
+                "watching": 6, "worker": 7, "time_steps": 8},
 }  # fmt: skip
 MODULES_OF_A_FOLDER = 14
 FAN_OUT = 20
