@@ -59,7 +59,7 @@ class _TemplateConversation:
     ) -> None:
         self.messages: list[dict[str, str]] = []
         opened = next(iter(models.values()))
-        self.adapters = tuple(name for name in models if name)
+        self.adapters: Sequence[str] = tuple(name for name in models if name)
         self._models, self._opened, self._template, self._how = models, opened, template, how
         # A text's own "<|im_end|>" is ordinary text to the model's tokenizer; a template's is the token.
         self._encoder: Any = tokenizers.Tokenizer.from_str(opened.tokenizer.definition)
