@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 
+from plait.checked_json import printable
 from plait.command_line.arguments import MoreTexts, OtherTexts, Questions, RunName, Temperature, TopP, WindowTokens
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
@@ -34,10 +36,7 @@ def sample(
     from plait.commands.sample import sample
 
     output = OptionalOutput(sys.stdout)
-    for piece in sample(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed):
-        output.write(piece)
-        output.flush()
-    output.write("\n")
+    _write_pieces(output, sample(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed))
 
 
 def evaluate(
@@ -96,7 +95,13 @@ def chat_command(
             return
         if not line.strip():
             continue
-        for piece in conversation.say(line.strip()):
-            output.write(piece)
-            output.flush()
-        output.write("\n")
+        _write_pieces(output, conversation.say(line.strip()))
+
+
+def _write_pieces(output: OptionalOutput, pieces: Iterable[str]) -> None:
+    """A model's words as they come; on a terminal without signs that it would obey, which a model may have learned."""
+    is_terminal = output.isatty()
+    for piece in pieces:
+        output.write(printable(piece) if is_terminal else piece)
+        output.flush()
+    output.write("\n")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plait.checkpoint.fitting import check_weights
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.checkpoint.transfer import read_slice
@@ -24,7 +25,7 @@ from plait.interop.config_out import config_of_shape
 from plait.interop.families import MODEL_FAMILIES
 from plait.interop.small_files import LICENCES, TOKENIZER, copy_small_files
 from plait.interop.write_weights import SHARD_BYTES, ReadPart, files_bytes, write_weights, written_tensors
-from plait.model.shape import ModelShape
+from plait.model.shape import ModelShape, weight_sizes
 from plait.planner.plan import Plan
 from plait.screen.screen import Screen
 from plait.units import format_bytes
@@ -57,6 +58,7 @@ def write_export(
     found = newest_good(folder.checkpoints)
     if found is None:
         raise PlaitError(f'"{folder.path}" has no checkpoint yet; train it for a while first')
+    check_weights(found.manifest, weight_sizes(plan.shape))
     tokenizer = corpus_tokenizer(open_corpus(working.path / plan.corpus))
     tensors = written_tensors(shape, MODEL_FAMILIES[config["model_type"]])
     staging = target.with_name(f".{target.name}.part")

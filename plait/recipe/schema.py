@@ -20,6 +20,7 @@ from plait.recipe.values import (
     Layers,
     Name,
     Positive,
+    SequenceLength,
     SizeText,
     Steps,
     TokenCount,
@@ -115,7 +116,7 @@ class TrainSection(RecipeSection):
 
     budget: AmountText | Auto = "auto"
     """How long: "10 minutes", "500 steps", "20M tokens"."""
-    sequence: Annotated[int, Field(ge=2, le=1_000_000_000)] | Auto = "auto"
+    sequence: SequenceLength | Auto = "auto"
     """Tokens of a training window."""
     batch_tokens: TokenCount | Auto = "auto"
     """Tokens of one optimizer step over all devices: 16384, "512K", "16M"; K is 1,000 and M 1,000,000."""

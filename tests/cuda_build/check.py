@@ -44,7 +44,7 @@ class Graphs:
         return aot_eager_decomp_partition(graph, inputs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlacedDocuments(Documents):
     """Documents that are on the device already: fake tensors cannot be pinned."""
 

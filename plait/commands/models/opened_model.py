@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from plait.checkpoint.fitting import check_model, check_weights
 from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.cluster.requested_workers import RequestedDevices
 from plait.commands.planning.run_folder import RunFolder, find_run
@@ -18,7 +19,7 @@ from plait.errors import PlaitError
 from plait.interop.base_model import read_base_model
 from plait.interop.read_weights import load_model_from
 from plait.model.gpt import GPT
-from plait.model.shape import ModelShape
+from plait.model.shape import ModelShape, weight_sizes
 from plait.planner.plan import Plan
 from plait.report.metrics import read_metrics
 from plait.trainer.checkpointing.persist import load_weights
@@ -77,6 +78,8 @@ def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | Non
     found = newest_good(folder.checkpoints)
     if found is None:
         raise PlaitError(f'"{folder.path}" {_why_no_checkpoint(folder)}')
+    check_model(found.manifest, plan.shape.to_dict())
+    check_weights(found.manifest, weight_sizes(plan.shape))
     device = device_to_sample_on(folder.saved_config().run.devices, torch.cuda.device_count())
     model = GPT(plan.shape if sequence is None else _for_sequence(plan.shape, sequence))
     load_weights(model, found.path, found.manifest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from plait.checkpoint.fitting import check_model, check_weights
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import monitor_of
 from plait.commands.monitoring.session import Session, run_session
@@ -14,6 +15,7 @@ from plait.commands.planning.running_runs import listed_as_running, registry_fol
 from plait.commands.planning.workers import WorkerPool
 from plait.commands.preparing.base import keep_base_files
 from plait.launch.values.job import StoppedBy
+from plait.model.shape import weight_sizes
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.report.receipt import Receipt
@@ -49,6 +51,9 @@ def run_training(
     require_present()
     plan = replace(plan, corpus=workers.working_folder.relative(plan.corpus))
     point = folder.prepare_resume()
+    if point:
+        check_model(point.manifest, plan.shape.to_dict())
+        check_weights(point.manifest, weight_sizes(plan.shape))
     keep_base_files(plan.base, folder.base)
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     if point:

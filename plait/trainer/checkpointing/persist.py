@@ -11,7 +11,8 @@ from torch import Tensor
 
 from plait.checkpoint.arrival import await_parts
 from plait.checkpoint.file_check import HashShare
-from plait.checkpoint.manifest import Manifest, check_model, check_optimizer, tensor_names
+from plait.checkpoint.fitting import check_model, check_optimizer
+from plait.checkpoint.manifest import Manifest, tensor_names
 from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice, write_rank
 from plait.errors import PlaitError, RunFailed
