@@ -204,7 +204,8 @@ def test_float32_documents_on_gpus_are_no_reason_to_compile_anew(plan: Plan, wha
         for each, output in ((model, found), (plain, wanted)):
             each.zero_grad()
             output.square().sum().backward()
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+        found, wanted = ([one.grad for one in each.parameters() if one.grad is not None] for each in (model, plain))
+        for one, other in zip(found, wanted, strict=True):
+            assert float((one - other).norm()) < 1e-4 * float(other.norm())
         counts.append(graphs.count)
     assert counts[-1] <= 6 and counts[-1] == counts[2]
