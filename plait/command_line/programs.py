@@ -10,7 +10,7 @@ import typer
 
 from plait.command_line.arguments import Address, HostCount, Port, SecretFile
 from plait.command_line.models import screen_on
-from plait.process_exit import EXIT_OF_SIGNAL
+from plait.process_exit import exit_code_of
 
 
 def run_command(
@@ -32,4 +32,4 @@ def run_command(
 
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
     ended_by = run_program(program, arguments or [], workers=workers, hosts=requested, screen=screen_on(sys.stderr))
-    raise typer.Exit(EXIT_OF_SIGNAL[ended_by])
+    raise typer.Exit(exit_code_of(ended_by))
