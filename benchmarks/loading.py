@@ -1,6 +1,9 @@
 """How long four ranks take to load a model of 1B parameters from a float32 file, beside reading its bytes cold.
 
-    python -m benchmarks.loading --folder /somewhere/with/5GB      # as root: caches are dropped before each turn
+    python -m benchmarks.loading --folder /somewhere/with/5GB
+
+Before each turn the kernel is told to drop what it holds of the model's files, and no others; how much then came from
+the disk says whether it did.
 
 The ranks are those of a run that goes on from the model (`model.from`): tensor = 4, and shard = 4 with the parameters
 split. Their start and the building of the model without weights stand apart. Each rank counts what it read by system
@@ -42,7 +45,6 @@ from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, parameter_count
 from plait.parallel.apply import parallelize
 from plait.parallel.mesh import make_mesh
-from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.load import parse_config
 from plait.trainer.first_weights import fill_first_weights
@@ -87,15 +89,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="loading a large model by four ranks")
     parser.add_argument("--folder", type=Path, required=True, help="where to make the model, 4 GB, unless it is there")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model; saves nothing, needs no root")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model; saves nothing")
     asked = parser.parse_args()
-    if os.geteuid() and not asked.smoke:
-        sys.exit("plait: caches can only be dropped by root; run this as root, or try it with --smoke")
     folder = asked.folder.absolute() / ("small" if asked.smoke else "large")
     shape = make_model(folder, SMALL if asked.smoke else LARGE)
     plans = {name: write_case(folder, name, layout) for name, layout in LAYOUTS.items()}
     file_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    turns = alternate([*READS, *LAYOUTS], asked.rounds, lambda name: _turn(name, folder, plans, asked.smoke))
+    turns = alternate([*READS, *LAYOUTS], asked.rounds, lambda name: _turn(name, folder, plans))
     results = [_result(name, turns, file_bytes) for name in LAYOUTS]
     print(f"{parameter_count(shape):,} parameters, {file_bytes:,} bytes, {asked.rounds} rounds")
     for name in READS:
@@ -148,10 +148,10 @@ def write_case(folder: Path, name: str, layout: Layout) -> Path:
     return place
 
 
-def _turn(name: str, folder: Path, plans: dict[str, Path], smoke: bool) -> list[RankCosts]:
+def _turn(name: str, folder: Path, plans: dict[str, Path]) -> list[RankCosts]:
     """One turn by fresh processes: what each rank's cost."""
     ranks = 1 if name == READS[0] else RANKS
-    argument = {"plan": str(plans.get(name, plans["tensor = 4"])), "files": str(folder), "drop": not smoke}
+    argument = {"plan": str(plans.get(name, plans["tensor = 4"])), "files": str(folder)}
     job = Job(entry="load" if name in LAYOUTS else "read", argument=json.dumps(argument), world_size=ranks, threads=1)
     found: dict[int, RankCosts] = {}
 
@@ -173,7 +173,7 @@ def load_rank(context: RankContext, argument: str) -> None:
             model = GPT(plan.shape)
         sharded = parallelize(model, make_mesh(plan.layout, plan.device), plan.execution)
         build_s = time.perf_counter() - began
-        with _counted(context, plan, asked["drop"], peak, build_s):
+        with _counted(context, Path(asked["files"]), peak, build_s):
             fill_first_weights(sharded, plan, 1)
 
 
@@ -182,9 +182,9 @@ def read_rank(context: RankContext, argument: str) -> None:
     asked = json.loads(argument)
     plan = read_plan(Path(asked["plan"]) / "plan.json")
     plan = replace(plan, layout=Layout(replicate=context.world_size))
-    room = memoryview(bytearray(BLOCK_BYTES))
-    with process_group_for(context, plan), _anonymous_peak() as peak, _counted(context, plan, asked["drop"], peak, 0.0):
-        for file in sorted(Path(asked["files"]).glob("*.safetensors")):
+    room, folder = memoryview(bytearray(BLOCK_BYTES)), Path(asked["files"])
+    with process_group_for(context, plan), _anonymous_peak() as peak, _counted(context, folder, peak, 0.0):
+        for file in sorted(folder.glob("*.safetensors")):
             size = file.stat().st_size
             first, end = (size * part // context.world_size for part in (context.rank, context.rank + 1))
             descriptor = os.open(file, os.O_RDONLY)
@@ -194,12 +194,14 @@ def read_rank(context: RankContext, argument: str) -> None:
 
 
 @contextmanager
-def _counted(context: RankContext, plan: Plan, drop: bool, peak: list[int], build_s: float) -> Iterator[None]:
+def _counted(context: RankContext, folder: Path, peak: list[int], build_s: float) -> Iterator[None]:
     """Drop the caches, count what the block costs, and tell it."""
     dist.barrier()
-    if context.rank == 0 and drop:
-        os.sync()
-        Path("/proc/sys/vm/drop_caches").write_text("3")
+    if context.rank == 0:
+        for file in folder.glob("*.safetensors"):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     dist.barrier()
     before, faults, began = _io(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt, time.perf_counter()
     yield

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from plait.commands.runs import Run, runs
     from plait.custom.collectives import all_reduce, broadcast
     from plait.custom.cutting import BatchCut
+    from plait.custom.exact_norm.batch_norm import convert_batch_norm
+    from plait.custom.planning.plan import CustomPlan
     from plait.custom.run import SpreadRun
     from plait.custom.spread import spread
     from plait.errors import Interrupted, PlaitError, ProgramFailed, RunFailed
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchCut",
     "Cluster",
+    "CustomPlan",
     "Interrupted",
     "PlaitError",
     "PlannedRun",
@@ -47,6 +50,7 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "chat",
+    "convert_batch_norm",
     "evaluate",
     "export",
     "join",
@@ -67,12 +71,14 @@ __all__ = [
 _HOMES = {
     "BatchCut": "plait.custom.cutting",
     "Cluster": "plait.cluster.cluster",
+    "CustomPlan": "plait.custom.planning.plan",
     "Interrupted": "plait.errors",
     "PlaitError": "plait.errors",
     "ProgramFailed": "plait.errors",
     "SpreadRun": "plait.custom.run",
     "all_reduce": "plait.custom.collectives",
     "broadcast": "plait.custom.collectives",
+    "convert_batch_norm": "plait.custom.exact_norm.batch_norm",
     "spread": "plait.custom.spread",
     "PlannedRun": "plait.commands.planning.planned_run",
     "Receipt": "plait.report.receipt",

@@ -19,7 +19,6 @@ from plait.command_line.arguments import (
     MoreTexts,
     Overrides,
     Port,
-    ProgramOfHost,
     Recipe,
     RecipeIfAny,
     SecretFile,
@@ -28,11 +27,12 @@ from plait.command_line.arguments import (
     Version,
 )
 from plait.command_line.models import chat_command, evaluate, export_command, sample, screen_on
-from plait.command_line.programs import run_command
+from plait.command_line.programs import join_command, run_command
+from plait.command_line.runs import drill_command, status_command
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
-from plait.process_exit import EXIT_OF_SIGNAL, exit_with_sentence
+from plait.process_exit import exit_code_of, exit_with_sentence
 from plait.screen.terminal import TerminalScreen
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -80,19 +80,10 @@ def train(
     details = [name for name, asked in (("reasons", why), ("receipt", verbose)) if asked]
     shown: Any = {"details": details, "screen": _screen()}
     end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, **shown)
-    raise typer.Exit(EXIT_OF_SIGNAL[end.stopped_by])
+    raise typer.Exit(exit_code_of(end.stopped_by))
 
 
-@app.command()
-def join(
-    at: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address where plait train or run --hosts waits.")],
-    secret_file: SecretFile = None,
-    program: ProgramOfHost = None,
-) -> None:
-    """Lend this machine to a run that another machine leads. The secret is read from PLAIT_SECRET or asked for."""
-    from plait.commands.join import join
-
-    raise typer.Exit(EXIT_OF_SIGNAL[join(at, secret_file=secret_file, program=program, screen=_screen())])
+app.command(name="join")(join_command)
 
 
 @app.command()
@@ -213,6 +204,8 @@ def _check_machines(recipe: Path | None, overrides: list[str], hosts: Any) -> No
 
 app.command()(sample)
 app.command(name="eval")(evaluate)
+app.command(name="status")(status_command)
+app.command(name="drill")(drill_command)
 app.command(name="chat")(chat_command)
 app.command(name="export")(export_command)
 app.command(name="run")(run_command)

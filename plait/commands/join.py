@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 from plait.commands.hosts.host_info import own_host_info
@@ -14,7 +14,7 @@ from plait.errors import PlaitError
 from plait.launch.remote.agent import connect, serve
 from plait.launch.remote.connectivity import ConnectivityListener
 from plait.launch.remote.secret import read_secret
-from plait.launch.values.job import ReleasedBy, StoppedBy
+from plait.launch.values.job import Job, ReleasedBy, StoppedBy
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -50,13 +50,14 @@ def join(
         closing(ConnectivityListener(host_info["name"], wire.local_address)) as door,
     ):
         try:
-            handlers = {**files.handlers, **door.handlers}
+            # With a program there are no run's files: nothing here is read, written or listed for the leader.
+            handlers = {**files.handlers, **door.handlers} if program is None else door.handlers
             ended_by = serve(
                 wire,
                 host_info=host_info,
                 handlers=handlers,
                 entries=ENTRIES if program is None else PROGRAM_ENTRIES,
-                while_running=files.running,
+                while_running=files.running if program is None else _no_files,
                 say=lambda sentence: say(f"stop     {sentence}"),
                 working_folder=working.path,
             )
@@ -66,6 +67,11 @@ def join(
             raise
     screen.print(ending_text(ended_by))
     return "finished" if ended_by == "not needed" else ended_by
+
+
+def _no_files(job: Job) -> AbstractContextManager[None]:
+    """A program's job names no folder."""
+    return nullcontext()
 
 
 def joining_text(at: str) -> str:

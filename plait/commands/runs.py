@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.arguments import check_arguments
+from plait.checked_json import printable
 from plait.checkpoint.store import published_checkpoints
+from plait.commands.monitoring.account import RunAccount, account_of
 from plait.commands.monitoring.run_end import run_end
 from plait.commands.planning.run_folder import find_run, run_names
 from plait.commands.python_call import in_call_words
@@ -66,6 +68,11 @@ class Run:
         """The folders of the saved checkpoints, oldest first."""
         return published_checkpoints(self._folder.checkpoints)
 
+    @property
+    def account(self) -> RunAccount:
+        """What the run's time went to, and what went wrong in it, as `plait status` tells it."""
+        return account_of(self._folder)
+
     def metrics(self, form: MetricsForm = "auto") -> Any:
         """One row a step, with the keys of metrics.jsonl; those of an evaluation are there where one was made.
 
@@ -86,7 +93,7 @@ class Run:
         if receipt := self.receipt:
             return in_call_words(run_end(receipt, self.path, [report.loss for report in steps], "utf-8"))
         loss = f", loss {steps[-1].loss:.3f}" if steps else ""
-        return f"run      {self.path}: step {steps[-1].step if steps else 0} of {self.plan.steps}{loss}"
+        return printable(f"run      {self.path}: step {steps[-1].step if steps else 0} of {self.plan.steps}{loss}")
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -12,7 +12,12 @@ from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.hosts.leader_workers import leader_workers
 from plait.commands.monitoring.finish import is_finished, print_finished
 from plait.commands.monitoring.training import TrainingEnd, run_training
-from plait.commands.planning.begun_plan import refuse_lowered_budget, refuse_other_text, resumed_plan
+from plait.commands.planning.begun_plan import (
+    refuse_impossible_layout,
+    refuse_lowered_budget,
+    refuse_other_text,
+    resumed_plan,
+)
 from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.introduction import Details, run_start, running_runs_text
 from plait.commands.planning.make_plan import make_plan
@@ -52,8 +57,8 @@ def train(
 ) -> TrainingEnd:
     """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during) with the mend.
 
-    A run that is finished prints its receipt. A first SIGINT, SIGTERM or SIGHUP saves, and is the end's `stopped_by`.
-    Over several hosts it first waits until the others have joined.
+    A run that is finished prints its receipt. A first SIGINT, SIGTERM, SIGHUP or SIGUSR1 saves, and is the end's
+    `stopped_by`. Over several hosts it first waits until the others have joined.
     """
     if serve_under_torchrun():
         return TrainingEnd(stopped_by="finished")
@@ -66,6 +71,7 @@ def train(
         changed = check_changes(folder.saved_config(), config) if folder.has_begun else []
         if folder.has_begun:
             refuse_lowered_budget(config, folder.saved_plan())
+            refuse_impossible_layout(config, folder.saved_plan())
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             refuse_other_text(prepared_corpus(config, working, screen), folder.saved_plan())
             receipt = print_finished(folder, screen, details)

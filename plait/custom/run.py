@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,8 +24,12 @@ from plait.custom.stepping.gradients import StepPlace, sum_gradients
 from plait.custom.stepping.rate import RateRule, goyal_rule
 from plait.custom.stepping.unchanged import ModelWatch
 from plait.custom.stepping.update import update_weights
-from plait.custom.strands.description import CustomLayout, Strands
+from plait.custom.strands.description import CustomLayout, StrandChoices, Strands
 from plait.errors import PlaitError
+
+if TYPE_CHECKING:
+    from plait.custom.planning.measure import CustomPlan
+    from plait.proof.verdict import Verdict
 
 
 class SpreadRun:
@@ -38,6 +42,7 @@ class SpreadRun:
         workers: Workers,
         layout: CustomLayout,
         *,
+        choices: StrandChoices,
         cut: BatchCut | None,
         alike: Literal["alike", "unlike"],
     ) -> None:
@@ -50,6 +55,9 @@ class SpreadRun:
         self._meter = ShareMeter(workers, alike)
         self._rate, self._watch = RateRule(), ModelWatch(program)
         self._wait_s = 0.0
+        self._choices = choices
+        self._last: list[Any] = []
+        """The last batch that was handed out, if any."""
 
     @property
     def rank(self) -> int:
@@ -162,6 +170,25 @@ class SpreadRun:
         all workers. Every worker must call it; blocks."""
         return evaluate_mean(self._program, self._strands, self._workers, data, batch, loss, self._cut)
 
+    def verify(self, batch: Any) -> Verdict:
+        """Whether all workers compute what one process computes on this batch, of which each gives its own share: in
+        float64, on copies; see `verify_program`. Every worker must call it; blocks."""
+        from plait.custom.verifying.verify import verify_program
+
+        return verify_program(
+            self._program, self._workers, self._layout, batch, cut=self._cut, weights=self.weights(),
+            choices=self._choices,
+        )  # fmt: skip
+
+    def plan(self) -> CustomPlan:
+        """Which layout suits this program, measured in a few steps of each on copies, with the last batch. Every worker
+        must call it; blocks."""
+        from plait.custom.planning.measure import plan_program
+
+        if not self._last:
+            raise PlaitError("run.plan measures steps on a batch; call it in the loop over run.batches")
+        return plan_program(self._program, self._workers, self._last[0], weights=self.weights())
+
     def save(self, folder: str | Path) -> None:
         """Save all that a resume needs to `folder`, whole or not at all. Every worker must call it; blocks."""
         places = [[place.used, place.ended] for place in self._places]
@@ -186,7 +213,8 @@ class SpreadRun:
         self._active.append(own)
         try:
             for batch in own:
-                yield on_device(batch, self.device)
+                self._last = [on_device(batch, self.device)]
+                yield self._last[0]
         finally:
             own.place.ended = True  # also where the program breaks its loop: a resume does not go on with it
             self._active.remove(own)

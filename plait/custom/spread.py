@@ -89,10 +89,11 @@ def spread(
         workers.say(f'{workers.size} workers, layout "{chosen}": {reason}')
     if chosen == "shard parameters" and workers.size > 1:
         program = replace(program, skeletons=skeletons_of(program))
-    strands = make_strands(program, workers, chosen, _choices(options, program, workers))
+    choices = _choices(options, program, workers)
+    strands = make_strands(program, workers, chosen, choices)
     seed_everything(seed_from("program", seed))
     alike = "alike" if workers_are_alike(workers) else "unlike"
-    return SpreadRun(program, strands, workers, chosen, cut=options.get("cut"), alike=alike)
+    return SpreadRun(program, strands, workers, chosen, choices=choices, cut=options.get("cut"), alike=alike)
 
 
 def _tuple(given: Any) -> tuple[Any, ...]:

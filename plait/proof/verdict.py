@@ -27,6 +27,7 @@ _KINDS = {
     "adamw": "after AdamW steps",
     "momentum": "after SGD steps",
     "sums": "sum over ranks",
+    "buffer": "after a forward pass",
 }
 _PARTS = {
     "attention_norm": "attention norm",
@@ -84,13 +85,16 @@ class Finding:
     error: float
     tolerance: float
     remark: str = ""
+    label: str = ""
+    """What it is called; empty where its name is that of one of plait's own weights."""
 
     @property
     def passes(self) -> bool:
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
-        return f"{weight_text(self.name)}, {_KINDS[self.kind]}" + (f" ({self.remark})" if self.remark else "")
+        text = f"{self.label or weight_text(self.name)}, {_KINDS[self.kind]}"
+        return f"{text} ({self.remark})" if self.remark else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,10 @@ class Verdict:
     """Sorted by error relative to its tolerance, the worst first."""
     exception: str = ""
     """What the proof leaves out, as the end of a sentence: "but for …"; empty where it leaves nothing out."""
+    causes: tuple[str, ...] = ()
+    """Why it differs, the likeliest first, where a person's own model was compared."""
+    remarks: tuple[str, ...] = ()
+    """What a person should know of their own model, also where nothing differs."""
 
     @property
     def ok(self) -> bool:
@@ -139,6 +147,8 @@ class Verdict:
             "max_param_rel_err": _finite(self.max_param_rel_err),
             "worst": worst,
         }
+        said = {"causes": list(self.causes), "remarks": list(self.remarks)}
+        values |= {name: sentences for name, sentences in said.items() if sentences}
         return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
     def table(self) -> str:
@@ -157,9 +167,11 @@ class Verdict:
         if self.ok:
             without = f", {self.exception}" if self.exception else ""
             last = f"proven   the layout computes what one plain process computes{without}"
+        elif self.causes:
+            last = "differs  " + "\n         ".join(self.causes)
         else:
             last = "differs  this layout does not compute what one plain process computes: a bug, so report it"
-        return f"{self.table()}\n{last}"
+        return "\n".join([self.table(), last, *(f"note     {remark}" for remark in self.remarks)])
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -87,6 +87,8 @@ OTHER_VALUES = {
     "layout.micro_sequences": "5",
     "checkpoint.every": "7 steps",
     "checkpoint.keep": "5",
+    "recover.mode": "never",
+    "recover.give_up_after": "5",
     "report.every": "9 steps",
     "report.evaluate": "13 steps",
     "report.choices": "choices.jsonl",

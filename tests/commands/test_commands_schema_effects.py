@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel
 
 from plait.cluster.requested_workers import chosen_gpus
+from plait.commands.monitoring.recovery import decision_after
 from plait.commands.planning.run_folder import run_folder
 from plait.commands.preparing.base import base_folder
 from plait.commands.preparing.corpus import data_request
@@ -67,6 +68,7 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "kernels of GPUs": gpu_kernels,
     "the model's folder": lambda config: base_folder(config, CURRENT_FOLDER),
     "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
+    "what follows a failure": lambda config: [decision_after(config.recover, n, "may pass") for n in range(1, 7)],
 }
 ELSEWHERE = {
     "model.from": "the model's folder",
@@ -78,6 +80,7 @@ ELSEWHERE = {
     "run.seed": "the first weights",
     "data.overlong": "the windows",
     "data.": "the data",
+    "recover.": "what follows a failure",
 }
 NOT_JUST_THERE = {"data.mask_documents": "the plan"}
 

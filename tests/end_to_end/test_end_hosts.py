@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -177,12 +178,31 @@ def test_when_host_0_dies_the_other_one_ends_with_its_name(pair: Pair) -> None:
 @pytest.mark.slow
 def test_a_worker_that_dies_on_the_other_host_is_told_with_its_host(pair: Pair) -> None:
     name = "two-hosts-dead-worker"
-    lead, guest = pair.start(name)
+    lead, guest = pair.start(name, 'recover.mode="never"')
     wait_while_running(lambda: bool(pair.lead.checkpoints(name)), lead)
     os.kill(pair.other.rank_process(name, 1), signal.SIGKILL)
     first, second = ended(lead, within_s=30), ended(guest, within_s=30)
     assert (first.code, second.code) == (1, 1), (first, second)
     assert first.sentence().startswith("rank 1 on ") and "SIGKILL" in first.sentence()
+    pair.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_lost_on_the_other_host_is_named_and_both_commands_go_on(
+    pair: Pair, reference: Callable[[int], str], number: signal.Signals
+) -> None:
+    name = f"two-hosts-{number.name.lower()}"
+    lead, guest = pair.start(name, *EVEN)
+    wait_while_running(lambda: bool(pair.lead.checkpoints(name)), lead)
+    os.kill(pair.other.rank_process(name, 1), number)
+    first, second = ended(lead), ended(guest)
+    assert (first.code, second.code) == (0, 0) and not first.err + second.err, (first, second)
+    assert_same_end(pair.lead, name, reference(2))
+    lines = (pair.lead.path(name) / "incidents.jsonl").read_text().splitlines()
+    incident, back = map(json.loads, lines)
+    assert incident["rank"] == 1 and incident["host"] and incident["decision"] == "started again"
+    assert incident["cause"] == ("killed" if number is signal.SIGKILL else "hung") and back["back_after_s"] > 0
     pair.assert_nothing_left()
 
 

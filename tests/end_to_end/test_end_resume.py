@@ -29,7 +29,7 @@ MOMENTS = ("begun", "saved_once", "saving_again", "after_line_45")
 @pytest.mark.parametrize(
     ("workers", "moments"),
     [
-        (3, ("saved_once", "saving_again")),
+        (2, ("saved_once", "saving_again")),  # so many have a reference already
         *(pytest.param(workers, MOMENTS, marks=pytest.mark.slow) for workers in (1, 2, 3, 4)),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_dead_worker_and_signals_stop_cleanly_and_the_run_goes_on(
 ) -> None:
     whole, name = reference(2), "stopped"
 
-    process = place.start_training(name)
+    process = place.start_training(name, "recover.mode=never")
     wait_while_running(lambda: newest(place, name) >= 10, process)
     victim = place.rank_process(name, 1)
     at = time.monotonic()

@@ -53,6 +53,7 @@ ADAPTER_SHOWN_BY: dict[str, str] = {
 PROVE_ADAPTER = """
 import sys
 from dataclasses import replace
+from pathlib import Path
 from plait.commands.planning.workers import ENTRIES, ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import requested_layout, shrunk_plan
@@ -62,7 +63,7 @@ from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import linear_layers
 from plait.recipe.load import load_recipe
 
-config = load_recipe("small.toml", ())
+config = load_recipe(Path("small.toml"))
 shape, _ = requested_layout(config)
 shape = replace(shape, adapter=AdapterShape(rank=4, alpha=8.0, targets=linear_layers(shape)))
 with ForkServer(ENTRIES) as server:

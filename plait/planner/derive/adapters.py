@@ -86,11 +86,9 @@ def _meanings(shape: ModelShape) -> dict[str, tuple[AdapterTarget, ...]]:
     known: dict[str, tuple[AdapterTarget, ...]] = {**PEFT_NAMES, "all-linear": layers}
     for target in layers:
         part, _, short = target.partition(".")
-        whole: tuple[AdapterTarget, ...] = (*known.get(part, ()), target)
-        known[target] = known[short] = (target,)
-        known[part] = whole
+        known |= {target: (target,), short: (target,), part: (*known.get(part, ()), target)}
     present: dict[str, tuple[AdapterTarget, ...]] = {
-        name: tuple(one for one in targets if one in layers) for name, targets in known.items()
+        name: tuple(one for one in layers if one in targets) for name, targets in known.items()
     }
     return {name: targets for name, targets in present.items() if targets}
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from plait.checkpoint.arrival import await_parts
 from plait.checkpoint.file_check import HashShare
-from plait.checkpoint.manifest import Manifest, check_model, check_optimizer, tensor_names
+from plait.checkpoint.fitting import check_model, check_optimizer
+from plait.checkpoint.manifest import Manifest, tensor_names
 from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice, write_rank
 from plait.errors import PlaitError, RunFailed
@@ -20,8 +21,8 @@ from plait.model.weights import trained_weights
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
 from plait.partition.boxes import Box
-from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
+from plait.trainer.checkpointing.fits import described_model
 from plait.trainer.optim import moment_names, set_state, updates_counted
 from plait.trainer.state import TrainState
 
@@ -32,7 +33,14 @@ Send = Callable[[Path], None]
 """Requests the transfer of this rank's part in a staging folder to rank 0's host; returns before it has arrived."""
 
 
-def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, send: Send | None = None) -> Path:
+def save(
+    assembly: Assembly,
+    state: TrainState,
+    folder: Path,
+    world: Sums,
+    *,
+    send: Send | None = None,
+) -> Path:
     """Write and publish the checkpoint of `state`, and return its path. Every rank must call it; blocks until it is on
     disk.
 
@@ -44,29 +52,43 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
     clears = send is not None or world.index == 0
 
     def write_own() -> None:
-        write_rank(staging, world.index, _own_part(assembly, state, world))
+        write_rank(staging, world.index, rank_slices(assembly, state, world))
         if send is not None:
             send(staging)
 
     def publish_all() -> None:
         if world.index == 0:
-            await_parts(staging, world.size)
-            kinds = ("model", *moment_names(assembly.plan.optimizer))
-            publish(
-                staging,
-                final,
-                step=state.step,
-                cursor=state.position,
-                model=described_model(assembly.plan),
-                world_size=world.size,
-                needs=[f"{kind}/{name}" for kind in kinds for name in trained_weights(assembly.plan.shape)],
-            )
+            publish_parts(assembly, state, (staging, final), world.size)
 
-    _run_on_all_ranks(world, write_own, staging if clears else None)
-    _run_on_all_ranks(world, publish_all, staging if clears else None)
+    run_on_all_ranks(world, write_own, staging if clears else None)
+    run_on_all_ranks(world, publish_all, staging if clears else None)
     if send is not None:
         shutil.rmtree(staging, ignore_errors=True)
     return final
+
+
+def publish_parts(
+    assembly: Assembly,
+    state: TrainState,
+    places: tuple[Path, Path],
+    world_size: int,
+    fence: Callable[[], None] = lambda: None,
+) -> None:
+    """Wait for the parts of all ranks in the first of two `places`, and make them the checkpoint in the second; rank 0
+    alone calls it. `fence` raises RunFailed where it may no longer write. Raises RunFailed."""
+    staging, final = places
+    await_parts(staging, world_size)
+    fence()
+    kinds = ("model", *moment_names(assembly.plan.optimizer))
+    publish(
+        staging,
+        final,
+        step=state.step,
+        cursor=state.position,
+        model=described_model(assembly.plan),
+        world_size=world_size,
+        needs=[f"{kind}/{name}" for kind in kinds for name in trained_weights(assembly.plan.shape)],
+    )
 
 
 def prune_old(folder: Path, keep: int, world: Sums, whole: Collection[int]) -> None:
@@ -77,7 +99,7 @@ def prune_old(folder: Path, keep: int, world: Sums, whole: Collection[int]) -> N
         if world.index == 0:
             prune(folder, keep, whole)
 
-    _run_on_all_ranks(world, prune_here, None)
+    run_on_all_ranks(world, prune_here, None)
 
 
 def verify_together(path: Path, world: Sums, local_rank: int) -> Manifest:
@@ -94,7 +116,7 @@ def verify_together(path: Path, world: Sums, local_rank: int) -> Manifest:
     def verify_share() -> None:
         found.append(verify_checkpoint(path, HashShare(index=local_rank, count=beyond - first)))
 
-    _run_on_all_ranks(world, verify_share, None)
+    run_on_all_ranks(world, verify_share, None)
     return found[0]
 
 
@@ -163,17 +185,11 @@ def load_weights(model: GPT, path: Path, manifest: Manifest) -> None:
             model.get_parameter(name).copy_(read_tensor(path, manifest, f"model/{name}"))
 
 
-def described_model(plan: Plan) -> dict[str, object]:
-    """What a checkpoint says of its model: the shape and, where it holds an adapter alone, which model that is of."""
-    base = {"base": plan.base_fingerprint} if plan.base and plan.shape.adapter else {}
-    return {**plan.shape.to_dict(), **base}
-
-
 def _trained(assembly: Assembly) -> list[HeldWeight]:
     return [held for held in assembly.model.weights if held.trained]
 
 
-def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, list[TensorSlice]]:
+def rank_slices(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, list[TensorSlice]]:
     """The slices that this rank writes: the units that it owns, its random state, and on rank 0 the values that are
     global."""
     slices: dict[str, list[TensorSlice]] = {f"rng/rank-{world.index}": [whole_slice(torch.get_rng_state())]}
@@ -198,7 +214,7 @@ def unit_part_view(tensor: Tensor, part: OptimizerUnitPart) -> Tensor:
     return tensor.view(-1)[part.first : part.first + part.box.numbers].view(part.box.extent)
 
 
-def _run_on_all_ranks(world: Sums, act: Callable[[], None], clear: Path | None) -> None:
+def run_on_all_ranks(world: Sums, act: Callable[[], None], clear: Path | None) -> None:
     """Call `act` on every rank; if it fails on any of them, all ranks raise RunFailed with the same message.
 
     Every rank must raise it, because no rank knows whose error will be shown. Then the folder `clear` is deleted, on

@@ -1,0 +1,136 @@
+"""`run.verify`: a person's own model in float64, once spread over the workers and once in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.custom.cutting import BatchCut, batch_parts
+from plait.custom.exact_norm.batch_norm import GlobalBatchNorm
+from plait.custom.group import Workers
+from plait.custom.program import Program
+from plait.custom.strands.choose import DEFAULT_CHOICES
+from plait.custom.strands.copies import copy_program
+from plait.custom.strands.description import CustomLayout, StrandChoices
+from plait.custom.verifying.causes import FailedProof, find_causes
+from plait.custom.verifying.outcome import Outcome, run_alone, run_spread
+from plait.custom.verifying.remarks import remarks_of
+from plait.custom.verifying.shares import gather_shares, in_float64, join_shares
+from plait.errors import PlaitError
+from plait.layout import Layout
+from plait.proof.verdict import FLOAT64_TOLERANCES, Finding, Verdict
+
+BUFFER_TOLERANCE = 1e-9
+
+
+def verify_program(
+    program: Program,
+    workers: Workers,
+    layout: CustomLayout,
+    batch: Any,
+    *,
+    cut: BatchCut | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    choices: StrandChoices = DEFAULT_CHOICES,
+) -> Verdict:
+    """Whether the workers compute what one process computes on the same batch, of which `batch` is this worker's share.
+
+    Copies of the models run in float64, with dropout set to 0: nothing of the run changes. `weights` are whole ones by
+    name, where the program's own are sharded. Every worker must call it, and each computes the whole batch, too, so it
+    takes the memory of one. With one worker two halves of the batch stand for two. Where gradients differ the verdict
+    names the layer and the likely cause.
+    """
+
+    def copied() -> Program:
+        return replace(copy_program(program, dtype=torch.float64, weights=weights), precision="float32", clip=None)
+
+    choices = replace(choices, transfer="float32", recompute="none")
+    shares = [in_float64(share) for share in gather_shares(batch, workers)]
+    whole = join_shares(shares)
+    alone = run_alone(copied(), shares if whole is None else [whole])
+    micros = [shares[workers.rank]] if workers.size > 1 else _halves(program, shares[0], cut)
+    spread = run_spread(copied(), workers, layout, micros, choices)
+    findings = compare_outcomes(alone, spread, workers)
+    verdict = Verdict(
+        layout=_as_layout(layout, workers.size),
+        findings=findings,
+        remarks=remarks_of(program, alone, joined=whole is not None),
+    )
+    if verdict.ok:
+        return verdict
+
+    def rerun(changed: Program) -> bool | None:
+        if workers.size == 1:
+            return None
+        again = run_spread(changed, workers, layout, micros, choices)
+        return all(finding.passes for finding in compare_outcomes(alone, again, workers))
+
+    case = FailedProof(
+        program=copied(), alone=alone, spread=spread, findings=findings, share=shares[workers.rank], cut=cut
+    )
+    return replace(verdict, causes=find_causes(case, workers, rerun))
+
+
+def compare_outcomes(alone: Outcome, spread: Outcome, workers: Workers) -> tuple[Finding, ...]:
+    """The error of each gradient, of losses and counts, and of buffers, the worst first; the same on all workers."""
+    bars = FLOAT64_TOLERANCES
+    largest = max((float(one.abs().max()) for one in alone.gradients.values() if one.numel()), default=0.0)
+    rows = [("loss", "sums", _error(alone.sums, spread.sums, 1e-30), bars.gradient)]
+    for name in sorted({*alone.gradients, *spread.gradients}):
+        found, wanted = spread.gradients.get(name), alone.gradients.get(name)
+        error = _gradient_error(wanted, found, bars.min_gradient_share * largest)
+        rows.append((name, "gradient", error, bars.gradient))
+    if workers.size > 1:
+        for name, wanted in sorted(alone.buffers.items()):
+            rows.append((name, "buffer", _error(wanted, spread.buffers[name], 1e-6), BUFFER_TOLERANCE))
+    errors = workers.sums.largest(torch.tensor([error for _, _, error, _ in rows], dtype=torch.float64))
+    found = [
+        Finding(
+            name=name,
+            kind=kind,
+            error=float(error),
+            tolerance=bar,
+            label="losses and counts" if kind == "sums" else name,
+        )
+        for (name, kind, _, bar), error in zip(rows, errors, strict=True)
+    ]
+    return tuple(sorted(found, key=lambda one: one.error / one.tolerance, reverse=True))
+
+
+def _gradient_error(wanted: Tensor | None, found: Tensor | None, least: float) -> float:
+    """A parameter that one process does not reach has no gradient, which several workers write as zeros."""
+    if wanted is None:
+        return 0.0 if found is None or not found.any() else float("inf")
+    if found is None:
+        return float("inf") if wanted.any() else 0.0
+    return _error(wanted, found, least)
+
+
+def _error(wanted: Tensor, found: Tensor, least: float) -> float:
+    if wanted.shape != found.shape:
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    one, other = wanted.double(), found.double()
+    error = float((one - other).abs().max() / max(float(one.abs().max()), least))
+    return error if error == error else float("inf")
+
+
+def _halves(program: Program, share: Any, cut: BatchCut | None) -> Sequence[Any]:
+    """Two parts that stand for two workers; the whole where a layer needs all samples at once, or it cannot be cut."""
+    if any(isinstance(module, GlobalBatchNorm) for model in program.models for module in model.modules()):
+        return [share]
+    try:
+        return batch_parts(share, 2, cut)
+    except PlaitError:
+        return [share]
+
+
+def _as_layout(layout: CustomLayout, size: int) -> Layout:
+    if layout == "replicate" or size == 1:
+        return Layout(replicate=size)
+    return Layout(shard=size, shard_what="optimizer" if layout == "shard optimizer" else "parameters")
