@@ -12,6 +12,7 @@ import pytest
 from plait.commands.answering.chat import AnswerSettings, open_chat, talk
 from plait.commands.answering.choices import ask_choices
 from plait.commands.evaluate import Evaluation, evaluation_of
+from plait.data.conversations.chat_template import token_text, tokenizer_settings
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.screen.screen import SilentScreen
@@ -94,3 +95,10 @@ def test_a_model_of_a_folder_answers_questions(tmp_path: Path) -> None:
     found = ask_choices("base", tmp_path / "q.jsonl", screen=SilentScreen(), working=WorkingFolder(tmp_path))
     assert found.keys() == {"step", "questions", "choices_accuracy", "choices_accuracy_per_byte"}
     assert found["step"] == 0 and found["questions"] == 1 and found["choices_accuracy"] in (0.0, 1.0)
+
+
+def test_an_answer_ends_where_a_tokenizer_without_a_longest_text_says(tmp_path: Path) -> None:
+    """transformers writes int(1e30) for "no longest text": a number of 31 digits among the keys that name the end."""
+    settings = {"eos_token": {"content": "<|im_end|>"}, "model_max_length": int(1e30)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert token_text(tokenizer_settings(tmp_path), "eos_token") == "<|im_end|>"
