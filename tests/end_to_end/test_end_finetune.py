@@ -43,7 +43,7 @@ def home(tmp_path: Path) -> Place:
     home = Place(tmp_path)
     write_model(tmp_path / "base")
     chats = [
-        [{"role": "user", "content": f"{word}?"}, {"role": "assistant", "content": f"{word}!" * (1 + n % 3)}]
+        [{"role": "user", "content": f"{word} {n}?"}, {"role": "assistant", "content": f"{word}!" * (1 + n % 2)}]
         for n, word in enumerate(["yes", "no", "hello", "what", "why"] * 20)
     ]
     lines = [json.dumps({"messages": messages}) for messages in chats]
