@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train test test-commands test-pieces test-all test-gpu test-cuda-build test-newest check bench bench-strands bench-gpu lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full test test-commands test-pieces test-all test-gpu test-cuda-build test-newest check bench bench-strands bench-gpu lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -16,6 +16,45 @@ train: env  ## learn Shakespeare on this machine, then write a little
 	$(BIN)/plait train recipes/01-shakespeare.toml $(SETTINGS)
 	@echo
 	$(BIN)/plait sample shakespeare --prompt "KING HENRY." --tokens 160
+
+SMOLLM2 := models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+smollm2: env  ## the weights of a small language model, 135M parameters, for the recipes that go on from it
+	$(BIN)/python install/smollm2.py
+
+continued: smollm2  ## teach that model Shakespeare on two workers: loss and sample before and after
+	$(BIN)/plait train recipes/04-continued-pretraining.toml run.name=continued $(SETTINGS)
+	@echo; echo "before, on the run's held-out text:"
+	$(BIN)/plait eval $(SMOLLM2) --heldout-of continued
+	$(BIN)/plait sample $(SMOLLM2) --prompt "KING HENRY." --tokens 60
+	@echo; echo "after:"
+	$(BIN)/plait eval continued
+	$(BIN)/plait sample continued --prompt "KING HENRY." --tokens 60
+
+chats: smollm2  ## 2,026 short English chats, to tune that model with
+	$(BIN)/python install/chats.py
+
+QUESTIONS := printf '%s\n' "What is AI?" "Tell me a joke." "What is your favorite hobby?"
+CHAT := $(QUESTIONS) | $(BIN)/plait chat
+
+finetune: chats  ## teach that model to chat in another way by LoRA on two workers: answers before and after
+	@echo; echo "before:"
+	$(CHAT) $(SMOLLM2) --temperature 0 --tokens 48
+	@echo
+	$(BIN)/plait train recipes/05-lora-chats.toml $(SETTINGS)
+	@echo; echo "after:"
+	$(CHAT) chats --temperature 0 --tokens 48
+	@echo; echo "the loss on chats that it did not learn from, before and after:"
+	$(BIN)/plait eval chats --adapter none
+	$(BIN)/plait eval chats
+
+finetune-full: chats  ## the same model, all of its weights, on a mixed layout of four workers: answers before and after
+	@echo; echo "before:"
+	$(CHAT) $(SMOLLM2) --temperature 0 --tokens 48
+	@echo
+	$(BIN)/plait train recipes/06-full-finetuning.toml $(SETTINGS)
+	@echo; echo "after:"
+	$(CHAT) chats-full --temperature 0 --tokens 48
 
 # Two parts run side by side: most of the first is waiting for commands to start. Each tells its results when it is done.
 PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-commands test-pieces

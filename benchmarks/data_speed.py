@@ -24,8 +24,8 @@ from typing import Literal
 import torch
 
 from plait.data.loader import Loader, SampleSelection
-from plait.data.order import make_order
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.samples.opening import training_samples
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 
@@ -133,7 +133,7 @@ def load(corpus: Corpus, sequence: int, documents: Literal["mask", "join"], repe
         documents=documents,
         device=torch.device("cpu"),
     )
-    loader = Loader(corpus, make_order(corpus, 1, sequence), samples)
+    loader = Loader(corpus, training_samples(corpus, 1, sequence), samples)
     began = time.perf_counter()
     for step in range(repeat * STEPS, (repeat + 1) * STEPS):
         loader.micros(step * rows)

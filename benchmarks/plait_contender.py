@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from benchmarks.chosen_arithmetic import shape_of
 from benchmarks.contender import Journal, Orders, read_orders
 from benchmarks.workload import Workload, load_workload
 from plait.data.loader import Loader
+from plait.data.samples.windows import WindowReader
 from plait.data.shards import Corpus, Shard
 from plait.layout import Layout
 from plait.model.gpt import GPT
@@ -108,9 +109,10 @@ def make_loader(orders: Orders, workload: Workload, plan: Plan) -> Loader:
         folder=orders.workdir, vocabulary=workload.vocabulary, eot=0, dtype=np.dtype(np.uint16), train=(shard,),
         heldout=(), train_bytes=0, heldout_bytes=0, weights=(), source_names=(), content_hash="", entries=(),
     )  # fmt: skip
+    order: Any = GivenOrder(orders.workdir, workload.sequence)
     return Loader(
         corpus,
-        GivenOrder(orders.workdir, workload.sequence),  # type: ignore[arg-type]
+        WindowReader(corpus.train, order, corpus.vocabulary),
         select_samples(plan, plan.layout, orders.rank, torch.device("cpu")),
     )
 

@@ -24,7 +24,8 @@ from benchmarks.peers.gpu_loop import (
 from benchmarks.workload import Workload
 from plait.data.preparation.synthetic import write_synthetic
 from plait.layout import Layout
-from plait.model.shape import ModelShape, parameter_count, training_flops_per_token
+from plait.model.shape import ModelShape, parameter_count
+from plait.model.weights import training_flops_per_token
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.recipe.load import load_recipe

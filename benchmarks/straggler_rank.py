@@ -17,6 +17,7 @@ import torch
 
 from plait.data.loader import Loader
 from plait.data.order import SampleOrder, make_order
+from plait.data.samples.windows import WindowReader
 from plait.parallel.comm.echo import message_from_before_s
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
@@ -95,7 +96,8 @@ def main(folder: Path, rank: int) -> None:
 def _with_slow_data(assembly: Assembly, seed: int, delay: Path) -> Assembly:
     assembly.loader.close()
     order: Any = SlowOrder(make_order(assembly.corpus, seed, assembly.plan.sequence), delay)
-    return replace(assembly, loader=Loader(assembly.corpus, order, assembly.loader.selection))
+    reader = WindowReader(assembly.corpus.train, order, assembly.corpus.vocabulary)
+    return replace(assembly, loader=Loader(assembly.corpus, reader, assembly.loader.selection))
 
 
 def _writer(file: Path) -> Callable[[dict[str, Any]], None]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.strands_work import Work, join, serve, tokens_of, window_starts
 from plait.data.loader import Loader, heldout_micros
+from plait.data.samples.windows import WindowReader
 from plait.data.shards import Corpus, Shard
 from plait.layout import Layout
 from plait.model.gpt import GPT
@@ -83,7 +84,7 @@ def assembled(work: Work, plan: Plan) -> Assembly:
         model = GPT(plan.shape)
     mesh = make_mesh(plan.layout, "cpu") if together else None
     sharded = parallelize(model, mesh, plan.execution, STAGES if together else ())
-    initialize_weights(sharded, plan.shape, work.seed)
+    initialize_weights(sharded.weights, plan.shape, work.seed)
     sums = world_sums() if together else ONE_PROCESS
     samples = select_samples(plan, plan.layout, sums.index, device)
     corpus = corpus_of(work)
@@ -95,7 +96,7 @@ def assembled(work: Work, plan: Plan) -> Assembly:
         model=sharded,
         optimizer=make_optimizer(sharded.units, plan.optimizer),
         corpus=corpus,
-        loader=Loader(corpus, order, samples),
+        loader=Loader(corpus, WindowReader(corpus.train, order, corpus.vocabulary), samples),
         heldout=partial(heldout_micros, corpus, samples),
         sums=sums,
         run_micros=run_micros,

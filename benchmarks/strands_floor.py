@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.strands_work import Work
-from plait.model.shape import ModelShape, parameter_count, training_flops_per_token
+from plait.model.shape import ModelShape, parameter_count
+from plait.model.weights import training_flops_per_token
 from plait.partition.pipeline_schedule import schedule_actions
 from plait.partition.pipeline_simulation import equal_times, simulate
 

@@ -31,11 +31,14 @@ _NATURAL = _Wanted(text="a whole number", types=(int,), least=0)
 _REAL = _Wanted(text="a number", types=(int, float), least=0)
 _YES_OR_NO = _Wanted(text="True or False", types=(bool,))
 _WANTED: Mapping[str, _Wanted] = {
+    "adapter": _OPTIONAL_PATH,
     "address": _OPTIONAL_TEXT,
     "again": _YES_OR_NO,
     "at": _TEXT,
     "choices": _OPTIONAL_PATH,
+    "heldout_of": _OPTIONAL_PATH,
     "dtype": _Wanted(text='"float32", "bfloat16" or "float16"', types=(str,), words=("float32", "bfloat16", "float16")),
+    "field": _OPTIONAL_TEXT,
     "folder": _OPTIONAL_PATH,
     "form": _Wanted(text='"auto", "list" or "frame"', types=(str,), words=("auto", "list", "frame")),
     "hosts": _COUNT,
@@ -51,6 +54,7 @@ _WANTED: Mapping[str, _Wanted] = {
     "to": _PATH,
     "tokens": _COUNT,
     "top_p": _REAL,
+    "what": _Wanted(text='"model", "adapter" or "merged"', types=(str,), words=("model", "adapter", "merged")),
     "where": _Wanted(text='"anywhere" or "here"', types=(str,), words=("anywhere", "here")),
     "workers": _OPTIONAL_COUNT,
 }

@@ -23,15 +23,17 @@ from plait.command_line.arguments import (
     Recipe,
     RecipeIfAny,
     SecretFile,
+    ShownSamples,
     Texts,
     Version,
 )
 from plait.command_line.models import chat_command, evaluate, export_command, sample, screen_on
 from plait.command_line.programs import run_command
+from plait.command_line.runs import drill_command, status_command
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
-from plait.process_exit import EXIT_OF_SIGNAL, exit_with_sentence
+from plait.process_exit import exit_code_of, exit_with_sentence
 from plait.screen.terminal import TerminalScreen
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -79,7 +81,7 @@ def train(
     details = [name for name, asked in (("reasons", why), ("receipt", verbose)) if asked]
     shown: Any = {"details": details, "screen": _screen()}
     end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, **shown)
-    raise typer.Exit(EXIT_OF_SIGNAL[end.stopped_by])
+    raise typer.Exit(exit_code_of(end.stopped_by))
 
 
 @app.command()
@@ -91,7 +93,7 @@ def join(
     """Lend this machine to a run that another machine leads. The secret is read from PLAIT_SECRET or asked for."""
     from plait.commands.join import join
 
-    raise typer.Exit(EXIT_OF_SIGNAL[join(at, secret_file=secret_file, program=program, screen=_screen())])
+    raise typer.Exit(exit_code_of(join(at, secret_file=secret_file, program=program, screen=_screen())))
 
 
 @app.command()
@@ -137,11 +139,12 @@ def data(
     recipe: Recipe,
     overrides: Overrides = None,
     balance: BalanceRanks = None,
+    show: ShownSamples = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
     from plait.commands.data import prepare_text
 
-    prepare_text(recipe, overrides or [], balance_ranks=balance, screen=_screen())
+    prepare_text(recipe, overrides or [], balance_ranks=balance, show=show or 0, screen=_screen())
 
 
 @app.command()
@@ -211,6 +214,8 @@ def _check_machines(recipe: Path | None, overrides: list[str], hosts: Any) -> No
 
 app.command()(sample)
 app.command(name="eval")(evaluate)
+app.command(name="status")(status_command)
+app.command(name="drill")(drill_command)
 app.command(name="chat")(chat_command)
 app.command(name="export")(export_command)
 app.command(name="run")(run_command)

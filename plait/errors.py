@@ -7,8 +7,9 @@ import shlex
 import sys
 from typing import Literal
 
-StopSignal = Literal["SIGINT", "SIGTERM", "SIGHUP"]
-"""The signals that stop a command: Ctrl-C, what schedulers and `kill` send, and the end of a terminal."""
+StopSignal = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
+"""The signals that stop a command: Ctrl-C, what schedulers and `kill` send, the end of a terminal, and a scheduler's
+warning that its time is soon over."""
 
 
 class PlaitError(Exception):
@@ -39,6 +40,12 @@ class ProgramFailed(RunFailed):
     def __init__(self, sentence: str, program_traceback: str = "") -> None:
         super().__init__(sentence)
         self.program_traceback = program_traceback
+
+
+class GaveUp(RunFailed):
+    """A run was started again and again, and got no further: no scheduler should start it once more."""
+
+    exit_code = 93
 
 
 class Interrupted(BaseException):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from shutil import get_terminal_size
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import typer
 
-from plait.errors import Interrupted, PlaitError, file_error_sentence
+from plait.errors import Interrupted, PlaitError, StopSignal, file_error_sentence
 from plait.launch.local.output import OptionalOutput
 from plait.screen.wrapping import wrapped
 
-EXIT_OF_SIGNAL = {"finished": 0, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
+_EXIT_OF_SIGNAL = {"finished": 0, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 143}
+REQUEUE_EXIT = 75
+"""To a scheduler: the run is saved where it stands, start it again."""
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this version of typer keeps its click
 _PLAINER_WORDS = (
     ("Input should be a valid integer", "it should be a whole number"),
@@ -24,6 +27,13 @@ _PLAINER_WORDS = (
     ("Input should be", "it should be"),
 )
 """How the checks of options are told by the libraries under typer, and how plait says it."""
+
+
+def exit_code_of(stopped_by: Literal["finished", StopSignal]) -> int:
+    """The exit code of a command that a signal ended with nothing lost: below Slurm a run asks to be queued again."""
+    if stopped_by in ("SIGTERM", "SIGUSR1") and os.environ.get("SLURM_JOB_ID"):
+        return REQUEUE_EXIT
+    return _EXIT_OF_SIGNAL[stopped_by]
 
 
 def exit_with_sentence(command: Callable[[], int]) -> NoReturn:
@@ -36,9 +46,9 @@ def exit_with_sentence(command: Callable[[], int]) -> NoReturn:
     except _USAGE_ERROR as error:
         _refuse(errors, _usage_sentence(error), PlaitError.exit_code)
     except Interrupted as stopped:
-        _refuse(errors, str(stopped), EXIT_OF_SIGNAL[stopped.signal])
+        _refuse(errors, str(stopped), exit_code_of(stopped.signal))
     except (KeyboardInterrupt, typer.Abort):  # click turns the first into the second
-        sys.exit(EXIT_OF_SIGNAL["SIGINT"])
+        sys.exit(exit_code_of("SIGINT"))
     except OSError as error:
         if error.filename is None:
             _report_bug(errors)

@@ -1,15 +1,16 @@
-"""Amounts with units, as people write them: "10 minutes", "500 steps", "20M tokens", "125M"."""
+"""Amounts with units, as people write them: "10 minutes", "500 steps", "20M tokens", "3 epochs", "125M"."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from math import floor, isfinite, log10
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil, floor, isfinite, log10
 from typing import Literal
 
 from plait.errors import PlaitError
 
-AmountUnit = Literal["seconds", "steps", "tokens"]
+AmountUnit = Literal["seconds", "steps", "tokens", "epochs"]
 
 _SECONDS = {
     "ms": 0.001,
@@ -33,15 +34,22 @@ _COUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number of seconds, optimizer steps or tokens."""
+    """A number of seconds, optimizer steps, tokens, or epochs: passes over the data."""
 
     value: float
     unit: AmountUnit
+    epoch_tokens: int = field(default=0, compare=False)
+    """Of epochs: the tokens of the windows of one, once the data are known."""
 
     def __str__(self) -> str:
         if self.unit == "seconds":
             return format_duration(self.value)
-        return f"{format_count(self.value)} {self.unit}"
+        return f"{format_count(self.value)} {'epoch' if self == Amount(1, 'epochs') else self.unit}"
+
+    @property
+    def epochs(self) -> float | None:
+        """The number of passes over the data after which they end; None where they are read as long as needed."""
+        return self.value if self.unit == "epochs" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +65,26 @@ class Every:
         return "never" if self.value == 0 else str(Amount(self.value, self.unit))
 
 
+def part_of(epochs: float, whole: int) -> int:
+    """How many of so many things so many passes take, a part of one as a whole one; exact for decimal numbers."""
+    return max(1, ceil(Fraction(str(epochs)) * whole))
+
+
 def parse_amount(text: str) -> Amount:
-    """Read "10 minutes", "500 steps" or "20M tokens"; raises PlaitError on anything else."""
+    """Read "10 minutes", "500 steps", "20M tokens" or "3 epochs"; raises PlaitError on anything else."""
     match = _AMOUNT.match(text)
     if match:
         number, word = _product(match[1], _MULTIPLES[match[2]]), match[3]
         singular = word if word in _SECONDS else word.removesuffix("s")  # "ms" is no plural
         if number > 0 and singular in ("step", "token"):
             return Amount(number, "steps" if singular == "step" else "tokens")
+        if number > 0 and not match[2] and singular == "epoch":
+            return Amount(number, "epochs")
         if number > 0 and not match[2] and singular in _SECONDS:
             return Amount(number * _SECONDS[singular], "seconds")
-    raise PlaitError(f'"{text}" is not an amount; write for example "10 minutes", "500 steps" or "20M tokens"')
+    raise PlaitError(
+        f'"{text}" is not an amount; write for example "10 minutes", "500 steps", "20M tokens" or "3 epochs"'
+    )
 
 
 def parse_every(text: str) -> Every:
@@ -78,7 +95,7 @@ def parse_every(text: str) -> Every:
         amount = parse_amount(text)
     except PlaitError:
         amount = None
-    if amount is None or amount.unit == "tokens":
+    if amount is None or amount.unit in ("tokens", "epochs"):
         raise PlaitError(f'"{text}" is not an interval; write for example "10 steps", "5 minutes" or "never"')
     return Every(amount.value, amount.unit)
 

@@ -75,6 +75,10 @@ MoreTexts = Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=Tr
 OtherTexts = Annotated[
     list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
 ]
+HeldOutRun = Annotated[
+    str | None,
+    typer.Option("--heldout-of", help="Take the text that this run held out.", autocompletion=_run_names),
+]
 MeasuredStep = Annotated[
     str | None, typer.Option("--measured", help="Measured step time (412ms): say what explains the difference.")
 ]
@@ -83,6 +87,9 @@ LayoutsToProve = Annotated[
 ]
 BalanceRanks = Annotated[
     int | None, typer.Option("--balance", help="Also show how a step's documents divide among ranks.", min=2)
+]
+ShownSamples = Annotated[
+    int | None, typer.Option("--show", help="Also show so many samples, and what of them is learnt.", min=1, max=1000)
 ]
 TopP = Annotated[
     float,
@@ -94,5 +101,14 @@ Temperature = Annotated[float, typer.Option(callback=_finite_temperature, help="
 Questions = Annotated[
     Path | None, typer.Option("--choices", help="Multiple-choice questions to ask instead (JSON lines).")
 ]
+AdapterName = Annotated[
+    str | None,
+    typer.Option("--adapter", help='Another adapter: a run, a folder of PEFT\'s, or "none" for the base alone.'),
+]
+AdapterNames = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", help='An adapter: a run, a folder of PEFT\'s, "none". Several: one after the other.'),
+]
+TextField = Annotated[str | None, typer.Option("--field", help="Column that holds the text, or the messages.")]
 WindowTokens = Annotated[int | None, typer.Option("--sequence", help="Tokens of a window.", min=2)]
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]

@@ -10,7 +10,19 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from plait.command_line.arguments import MoreTexts, OtherTexts, Questions, RunName, Temperature, TopP, WindowTokens
+from plait.command_line.arguments import (
+    AdapterName,
+    AdapterNames,
+    HeldOutRun,
+    MoreTexts,
+    OtherTexts,
+    Questions,
+    RunName,
+    Temperature,
+    TextField,
+    TopP,
+    WindowTokens,
+)
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.screen.terminal import TerminalScreen
@@ -29,15 +41,23 @@ def sample(
     temperature: Temperature = 0.8,
     top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.", min=0, max=2**63 - 1)] = 1,
+    adapter: AdapterNames = None,
 ) -> None:
     """Let a trained model continue a text."""
-    from plait.commands.sample import sample
+    from plait.commands.sample import sample, sample_each
 
-    output = OptionalOutput(sys.stdout)
-    for piece in sample(run, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed):
-        output.write(piece)
-        output.flush()
-    output.write("\n")
+    how = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    names, output = adapter or [], OptionalOutput(sys.stdout)
+    if len(names) > 1:
+        texts = sample_each(run, names, prompt, **how)
+    else:
+        texts = [("", sample(run, prompt, **how, adapter=names[0] if names else None))]
+    for name, text in texts:
+        output.write(f"adapter  {name}\n" if name else "")
+        for piece in text:
+            output.write(piece)
+            output.flush()
+        output.write("\n")
 
 
 def evaluate(
@@ -46,20 +66,27 @@ def evaluate(
     more: MoreTexts = None,
     sequence: WindowTokens = None,
     choices: Questions = None,
+    heldout_of: HeldOutRun = None,
+    adapter: AdapterName = None,
+    field: TextField = None,
 ) -> None:
     """Measure the loss of a run or a model on text. Prints one line of JSON."""
     from plait.commands.answering.choices import ask_choices
-    from plait.commands.evaluate import evaluate
+    from plait.commands.evaluate import evaluate, texts_of_field
 
     screen, texts = screen_on(sys.stderr), [*(files or []), *(more or [])]
     if more and not files:
         raise PlaitError(f"{shlex.quote(more[0])} comes after the run; name text files with --files")
-    if choices and texts:
-        raise PlaitError("--files and --choices are measured one at a time; leave one of them out")
+    if choices and (texts or heldout_of):
+        other = "--files" if texts else "--heldout-of"
+        raise PlaitError(f"{other} and --choices are measured one at a time; leave one of them out")
+    if field and not texts:
+        raise PlaitError("--field is the column of the files; name them with --files")
     if choices:
-        found = ask_choices(run, choices, sequence=sequence, screen=screen)
+        found = ask_choices(run, choices, sequence=sequence, adapter=adapter, screen=screen)
     else:
-        found = evaluate(run, texts, sequence=sequence, screen=screen)
+        how = {"heldout_of": heldout_of, "sequence": sequence, "adapter": adapter}
+        found = evaluate(run, texts_of_field(texts, field), **how, screen=screen)
     OptionalOutput(sys.stdout).write(f"{found}\n")
 
 
@@ -67,11 +94,18 @@ def export_command(
     run: RunName,
     to: Annotated[Path, typer.Option(help="The folder to make.")],
     dtype: Annotated[str, typer.Option(help="float32 keeps every bit; or bfloat16, float16.")] = "float32",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter, as PEFT's files.")] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="The whole model, the adapter added to its weights.")
+    ] = False,
 ) -> None:
     """Write a run's model as a folder that transformers and others load."""
     from plait.commands.export import write_export
 
-    write_export(run, to, dtype=dtype, screen=screen_on(sys.stdout))
+    if adapter and merged:
+        raise PlaitError("--adapter and --merged are two folders; export twice, each time with one of them")
+    what = "adapter" if adapter else "merged" if merged else "model"
+    write_export(run, to, dtype=dtype, what=what, screen=screen_on(sys.stdout))
 
 
 def chat_command(
@@ -80,23 +114,11 @@ def chat_command(
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.", min=0, max=2**63 - 1)] = 1,
+    adapter: AdapterNames = None,
 ) -> None:
-    """Talk with a model by its chat template. Each line is a message; /quit ends."""
-    from plait.commands.answering.chat import AnswerSettings, open_chat
+    """Talk with a model by its chat template. Each line is a message; /adapter NAME takes another one; /quit ends."""
+    from plait.commands.answering.chat import AnswerSettings, open_chat, talk
 
     settings = AnswerSettings(tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
-    conversation, output, is_terminal = open_chat(run, settings), OptionalOutput(sys.stdout), sys.stdin.isatty()
-    if is_terminal:
-        output.write("chat     each line is a message; /quit ends\n")
-    while True:
-        output.write("> " if is_terminal else "")
-        output.flush()
-        line = sys.stdin.readline()
-        if not line or line.strip() == "/quit":
-            return
-        if not line.strip():
-            continue
-        for piece in conversation.say(line.strip()):
-            output.write(piece)
-            output.flush()
-        output.write("\n")
+    person = "terminal" if sys.stdin.isatty() else "pipe"
+    talk(open_chat(run, settings, adapters=adapter or []), sys.stdin, OptionalOutput(sys.stdout), person)

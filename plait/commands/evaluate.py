@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from html import escape
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
-from plait.commands.models.opened_model import OpenedModel, TrainedBy, open_model
-from plait.commands.planning.run_folder import RunFolder, find_run
+from plait.commands.evaluating.measure import MeasuredText, run_evaluation
+from plait.commands.models.found_model import FoundModel, TrainedBy, find_model, template_folders
+from plait.commands.planning.run_folder import find_run
 from plait.commands.preparing.base import is_model_source
 from plait.commands.preparing.corpus import data_request
-from plait.data.loader import Micro, SampleSelection, heldout_micros
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
-from plait.data.shards import Corpus, open_corpus
+from plait.data.preparation.tokens import corpus_tokenizer
+from plait.data.shards import open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
-from plait.model.matmul import select_matmul_library
-from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import Plan
 from plait.screen.screen import Screen, ShowProgress
-from plait.trainer.assemble import make_autocast, make_runners
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
-
-MICRO_TOKENS = 4096
-"""Tokens that a model of a folder reads at a time, about: what a processor's cache holds well."""
 
 
 class Evaluation(dict[str, float]):
@@ -47,43 +39,54 @@ class Evaluation(dict[str, float]):
 
 def evaluate(
     name: str,
-    files: Sequence[str],
+    files: Sequence[str | Source],
     *,
+    heldout_of: str | None = None,
     sequence: int | None = None,
+    adapter: str | None = None,
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
     given_as: str = "--files",
 ) -> Evaluation:
-    """The loss of a run or of a model's folder, with windows of `sequence` tokens; raises PlaitError where nothing can
-    be measured. A folder's step is 0.
+    """The loss of a run or of a model's folder on all workers, with windows of `sequence` tokens and an `adapter` as in
+    find_model; raises PlaitError where nothing can be measured. The step of a folder, and of another adapter than a
+    run's own, is 0.
 
-    `given_as` is what its caller calls the files, for sentences about them.
+    The text is `files`, or what the run `heldout_of` held out, else what the run itself did. `given_as` is what its
+    caller calls the files, for sentences about them.
     """
-    if not files and is_model_source(name, working):
-        raise PlaitError(f"{name} is a model and no run, which would have held-out text; name files with {given_as}")
-    if not files:
-        _verify_heldout(find_run(name, working), working, given_as)
-    opened = open_model(name, working, sequence)
-    run = opened.run
-    with TemporaryDirectory(prefix="plait-eval-") as cache, screen.progress() as show:
-        sources = tuple(Source(path, field=_usual_field(run), given_as=given_as) for path in files)
-        text = run.corpus if run and not files else _prepare_files(sources, opened, Path(cache), show)
-        total, tokens = _loss_and_tokens(opened, text, show)
-    if not tokens:
-        raise PlaitError(f"the text holds no token to predict; name a longer one with {given_as}")
-    if not isfinite(total):
+    other_run = "--heldout-of" if given_as.startswith("-") else "heldout_of"
+    if files and heldout_of:
+        raise PlaitError(f"{given_as} and {other_run} name two texts; leave one of them out")
+    if not files and not heldout_of and is_model_source(name, working):
         raise PlaitError(
-            f"{opened.origin} gives a loss of {total / tokens}: its run diverged; delete it if there is an older one, "
-            "or train again with a lower optimizer.lr and another run.name"
+            f"{name} is a model and no run, which would have held-out text; name files with {given_as}, or a run that "
+            f"held out text with {other_run}"
         )
-    return evaluation_of(run.checkpoint.manifest.step if run else 0, total, int(tokens), text.heldout_bytes)
+    plan = None if files else _plan_with_heldout(heldout_of or name, working, given_as)
+    found = find_model(name, working, sequence or (plan.sequence if plan and heldout_of else None), adapter)
+    with TemporaryDirectory(prefix="plait-eval-") as cache, screen.progress() as show:
+        if plan:
+            text, nbytes = _heldout_text(plan, found, working, given_as)
+        else:
+            usual = _usual_field(found.run)
+            sources = tuple(Source(o, field=usual, given_as=given_as) if isinstance(o, str) else o for o in files)
+            text, nbytes = _prepare_files(sources, found, working, Path(cache), show)
+        like = plan or (found.run.plan if found.run else None)
+        measured = run_evaluation(found, text, like=like, show=show, working=working)
+    if not measured.tokens:
+        raise PlaitError(f"the text holds no token to predict; name a longer one with {given_as}")
+    if not isfinite(measured.loss_sum):
+        raise PlaitError(
+            f"{found.origin} gives a loss of {measured.loss_sum / measured.tokens}: its run diverged; delete it if "
+            "there is an older one, or train again with a lower optimizer.lr and another run.name"
+        )
+    return evaluation_of(found.step, measured.loss_sum, measured.tokens, nbytes)
 
 
-def _verify_heldout(folder: RunFolder, working: WorkingFolder, given_as: str) -> None:
-    corpus = open_corpus(working.path / folder.saved_plan().corpus)
-    if not corpus.heldout_tokens:
-        raise PlaitError(f"this run held out no text (data.holdout = 0); name a file with {given_as}")
-    corpus.verify("heldout")
+def texts_of_field(paths: Sequence[str], field: str | None, given_as: str = "--files") -> Sequence[str | Source]:
+    """Texts whose column has this name; None: the name that the run's own text has."""
+    return paths if field is None else [Source(path, field=field, given_as=given_as) for path in paths]
 
 
 def evaluation_of(step: int, loss_sum: float, tokens: int, nbytes: int) -> Evaluation:
@@ -93,54 +96,45 @@ def evaluation_of(step: int, loss_sum: float, tokens: int, nbytes: int) -> Evalu
     return Evaluation(step=step, eval_loss=per_token, eval_nats_per_byte=per_byte, **named)
 
 
+def _plan_with_heldout(run: str, working: WorkingFolder, given_as: str) -> Plan:
+    """The plan of a run whose held-out text is there and whole."""
+    plan = find_run(run, working).saved_plan()
+    corpus = open_corpus(working.path / plan.corpus)
+    if not corpus.heldout_tokens:
+        raise PlaitError(f"the run {run} held out no text (data.holdout = 0); name a file with {given_as}")
+    corpus.verify("heldout")
+    return plan
+
+
+def _heldout_text(plan: Plan, found: FoundModel, working: WorkingFolder, given_as: str) -> tuple[MeasuredText, int]:
+    """The text that a run held out, and its bytes; raises PlaitError where the model has other tokens."""
+    corpus = open_corpus(working.path / plan.corpus)
+    if corpus_tokenizer(corpus).hash != found.tokenizer.hash:
+        raise PlaitError(
+            f"{found.origin} has another tokenizer than the held-out text was made with; name the text itself with "
+            f"{given_as}"
+        )
+    tokens = corpus.heldout_tokens
+    return MeasuredText(folder=corpus.folder, part="heldout", tokens=tokens), corpus.heldout_bytes
+
+
+def _prepare_files(
+    sources: tuple[Source, ...], found: FoundModel, working: WorkingFolder, cache: Path, show: ShowProgress
+) -> tuple[MeasuredText, int]:
+    """Other text or chats, none of it held out, in the model's own tokens and by its own chat template; and its
+    bytes."""
+    request = DataRequest(
+        sources=sources,
+        tokenizer=str(found.tokenizer_folder),
+        vocabulary=None,
+        holdout=0.0,
+        template_folders=tuple(template_folders(found.run, found.tokenizer_folder, working)),
+    )
+    corpus = open_corpus(prepare_corpus(request, cache, show))
+    return MeasuredText(folder=corpus.folder, part="train", tokens=corpus.train_tokens), corpus.train_bytes
+
+
 def _usual_field(run: TrainedBy | None) -> str:
     """The field or column of a run's own text, where all its sources have the same one."""
     fields = {source.field for source in data_request(run.folder.saved_config()).sources} if run else {"text"}
     return fields.pop() if len(fields) == 1 else "text"
-
-
-def _prepare_files(sources: tuple[Source, ...], opened: OpenedModel, cache: Path, show: ShowProgress) -> Corpus:
-    """Other text, all of it as held-out text, in the model's own tokens."""
-    request = DataRequest(
-        sources=sources,
-        tokenizer=str(opened.tokenizer_folder),
-        vocabulary=None,
-        holdout=0.0,
-    )
-    other = open_corpus(prepare_corpus(request, cache, show))
-    return replace(other, train=(), heldout=other.train, heldout_bytes=other.train_bytes)
-
-
-def _loss_and_tokens(opened: OpenedModel, corpus: Corpus, show: ShowProgress) -> tuple[float, float]:
-    """The summed loss and the number of tokens, by one process."""
-    model, plan = opened.model, opened.run.plan if opened.run else None
-    device = next(model.parameters()).device
-    select_matmul_library(plan.matmul_backend if plan else "default")
-    autocast = make_autocast(plan.precision if plan else "float32", device)
-    _, evaluate_micros = make_runners(unsharded(model), autocast)
-    windows = heldout_micros(corpus, evaluation_windows(model.shape.sequence, plan, device))
-    loss_sum, tokens = evaluate_micros(_counted(windows, corpus.heldout_tokens, show)).tolist()
-    return loss_sum, tokens
-
-
-def evaluation_windows(sequence: int, plan: Plan | None, device: torch.device) -> SampleSelection:
-    """All windows of so many tokens, for one process, in micro-batches of about as many tokens as in the run."""
-    most = min(plan.micro_limits or (plan.micro_sequences,)) * plan.sequence if plan else MICRO_TOKENS
-    return SampleSelection(
-        sequence=sequence,
-        sequences_per_replica=(1,),
-        data_parallel_rank=0,
-        lockstep_replicas=range(1),
-        micro_sequences=max(1, most // sequence),
-        documents=plan.documents if plan else "mask",
-        device=device,
-    )
-
-
-def _counted(micros: Iterator[Micro], total_tokens: int, show: ShowProgress) -> Iterator[Micro]:
-    """The micro-batches as they are, showing how many of the tokens went by."""
-    done = 0
-    for micro in micros:
-        show(min(done, total_tokens), total_tokens, "measuring the loss")
-        yield micro
-        done += micro.targets.numel()

@@ -1,29 +1,32 @@
-"""`plait export`: a run's newest checkpoint as a folder in Hugging Face's format."""
+"""`plait export`: a run's newest checkpoint as a folder in Hugging Face's format, or its adapter in PEFT's."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from plait.checkpoint.manifest import Manifest
-from plait.checkpoint.store import FoundCheckpoint, newest_good
-from plait.checkpoint.transfer import read_slice
+import torch
+
+from plait.checkpoint.store import newest_good
+from plait.checkpoint.transfer import read_tensor
+from plait.commands.models.exported_run import ExportedRun, merged_reader, run_base
 from plait.commands.models.model_card import model_card
-from plait.commands.planning.run_folder import RunFolder, find_run
+from plait.commands.planning.run_folder import find_run
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError, disk_advice
+from plait.interop.adapter_out import write_adapter
 from plait.interop.base_model import read_config
 from plait.interop.config_in import family_of, shape_of_config
 from plait.interop.config_out import config_of_shape
 from plait.interop.families import MODEL_FAMILIES
 from plait.interop.small_files import LICENCES, TOKENIZER, copy_small_files
-from plait.interop.write_weights import SHARD_BYTES, ReadPart, files_bytes, write_weights, written_tensors
+from plait.interop.write_weights import SHARD_BYTES, files_bytes, write_weights, written_tensors
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
 from plait.screen.screen import Screen
@@ -31,6 +34,8 @@ from plait.units import format_bytes
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 _CODES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+Exported = Literal["model", "adapter", "merged"]
+"""What is written: of a run of adapters "model" is the merged one."""
 _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
 
 
@@ -39,6 +44,7 @@ def write_export(
     to: Path,
     *,
     dtype: str = "float32",
+    what: Exported = "model",
     screen: Screen,
     shard_bytes: int = SHARD_BYTES,
     working: WorkingFolder = CURRENT_FOLDER,
@@ -47,26 +53,39 @@ def write_export(
     every bit. Raises PlaitError, and leaves nothing behind, where that cannot be done."""
     folder = find_run(run, working)
     plan, target = folder.saved_plan(), (working.path / to).absolute()
-    if dtype not in _CODES:
-        raise PlaitError(f"dtype = {dtype} is none of {', '.join(_CODES)}; choose one of these")
-    if target.exists() or not target.parent.is_dir():
-        raise PlaitError(f"{to} is there already, or the folder that it would lie in is not; name a new folder")
-    base = read_config(folder.base) if folder.base.is_dir() else {}
-    shape = _exported_shape(plan.shape, base)
-    config = config_of_shape(shape, dtype, family_of(base) if base else "")
+    _check_request(run, plan, to, target, dtype, what)
     found = newest_good(folder.checkpoints)
     if found is None:
         raise PlaitError(f'"{folder.path}" has no checkpoint yet; train it for a while first')
+    source = ExportedRun(folder=folder, plan=plan, found=found, base=run_base(folder, plan))
     tokenizer = corpus_tokenizer(open_corpus(working.path / plan.corpus))
-    tensors = written_tensors(shape, MODEL_FAMILIES[config["model_type"]])
+    with screen.progress() as show:
+        show(0, 0, "writing the weights")
+        if what == "adapter":
+            kind = _written(target, lambda staging: _write_adapter(staging, source, tokenizer, dtype))
+        else:
+            kind = _written(
+                target, lambda staging: _write_model(staging, target, source, tokenizer, dtype, shard_bytes)
+            )
+    screen.print(f"exported {folder.path} at step {found.manifest.step} to {to}: {kind}, {dtype}")
+    return target
+
+
+def _check_request(run: str, plan: Plan, to: Path, target: Path, dtype: str, what: Exported) -> None:
+    if dtype not in _CODES:
+        raise PlaitError(f"dtype = {dtype} is none of {', '.join(_CODES)}; choose one of these")
+    if what != "model" and plan.shape.adapter is None:
+        raise PlaitError(f'"{run}" trained all weights and has no adapter; export it without --{what}')
+    if target.exists() or not target.parent.is_dir():
+        raise PlaitError(f"{to} is there already, or the folder that it would lie in is not; name a new folder")
+
+
+def _written(target: Path, write: Callable[[Path], str]) -> str:
+    """Fill a folder beside the target by `write`, and then give it its name; returns what `write` says it is."""
     staging = target.with_name(f".{target.name}.part")
     try:
         staging.mkdir()
-        _require_room(target, files_bytes(tensors, _CODES[dtype]))
-        _write_small_files(staging, folder, plan, found, tokenizer, {**config, **_token_ids(base, tokenizer)})
-        with screen.progress() as show:
-            show(0, 0, "writing the weights")
-            write_weights(staging, tensors, _CODES[dtype], _reader(found.path, found.manifest), shard_bytes)
+        kind = write(staging)
         staging.rename(target)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
@@ -75,8 +94,39 @@ def write_export(
                 f"{target} cannot be written ({error.strerror}); {disk_advice(error)}, and export again"
             ) from error
         raise
-    screen.print(f"exported {folder.path} at step {found.manifest.step} to {to}: {config['model_type']}, {dtype}")
-    return target
+    return kind
+
+
+def _write_model(
+    staging: Path, target: Path, source: ExportedRun, tokenizer: Tokenizer, dtype: str, shard_bytes: int
+) -> str:
+    """The whole model, an adapter added to the weights beside it; returns its family."""
+    kept = read_config(source.folder.base) if source.folder.base.is_dir() else {}
+    shape = _exported_shape(replace(source.plan.shape, adapter=None), kept)
+    config = config_of_shape(shape, dtype, family_of(kept) if kept else "")
+    tensors = written_tensors(shape, MODEL_FAMILIES[config["model_type"]])
+    _require_room(target, files_bytes(tensors, _CODES[dtype]))
+    _write_small_files(staging, source, tokenizer, {**config, **_token_ids(kept, tokenizer)})
+    write_weights(staging, tensors, _CODES[dtype], merged_reader(source), shard_bytes)
+    return f"{config['model_type']}{', the adapter merged' if source.base else ''}"
+
+
+def _write_adapter(staging: Path, source: ExportedRun, tokenizer: Tokenizer, dtype: str) -> str:
+    """The adapter alone, with what a chat needs beside it; returns what it is."""
+    base = source.base
+    assert base is not None and source.plan.shape.adapter is not None
+    named = source.folder.saved_config().model.from_ or str(base.folder)
+    write_adapter(
+        staging,
+        source.plan.shape,
+        base.family,
+        lambda name: read_tensor(source.found.path, source.found.manifest, f"model/{name}"),
+        base=named.removeprefix("hub:"),
+        fingerprint=source.plan.base_fingerprint,
+        dtype=getattr(torch, dtype),
+    )
+    _write_small_files(staging, source, tokenizer, None)
+    return f"{source.plan.shape.adapter.variant} adapter of {base.family}"
 
 
 def _exported_shape(shape: ModelShape, base: Mapping[str, Any]) -> ModelShape:
@@ -99,21 +149,15 @@ def _require_room(target: Path, nbytes: int) -> None:
         )
 
 
-def _reader(path: Path, manifest: Manifest) -> ReadPart:
-    return lambda name, offset, extent: read_slice(path, manifest, f"model/{name}", offset, extent)
-
-
 def _write_small_files(
-    staging: Path,
-    folder: RunFolder,
-    plan: Plan,
-    found: FoundCheckpoint,
-    tokenizer: Tokenizer,
-    config: Mapping[str, Any],
+    staging: Path, source: ExportedRun, tokenizer: Tokenizer, config: Mapping[str, Any] | None
 ) -> None:
+    """Licences, configs (None: those of an adapter, which has none of a model), tokenizer and model card."""
+    folder = source.folder
     licences = copy_small_files(folder.base, staging, LICENCES)
-    _write_json(staging / "config.json", config)
-    if not copy_small_files(folder.base, staging, ("generation_config.json",)):
+    if config is not None:
+        _write_json(staging / "config.json", config)
+    if config is not None and not copy_small_files(folder.base, staging, ("generation_config.json",)):
         ids = {key: value for key, value in config.items() if key.endswith("_token_id") and value is not None}
         _write_json(staging / "generation_config.json", ids)
     is_same = (folder.base / "tokenizer.json").exists() and load_tokenizer(folder.base).hash == tokenizer.hash
@@ -123,7 +167,7 @@ def _write_small_files(
         tokenizer.save(staging)
         texts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eot_text}
         _write_json(staging / "tokenizer_config.json", texts)
-    card = model_card(folder.saved_config(), plan, found.manifest, licences)
+    card = model_card(folder.saved_config(), source.plan, source.found.manifest, licences)
     (staging / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -11,10 +11,11 @@ from plait.cluster.measured import Measurements
 from plait.cluster.probe.request import ProbeRequest
 from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers, check_requested_workers
 from plait.cluster.topology import Machine
+from plait.commands.planning.arithmetic import TIMING_PRODUCTS
 from plait.commands.planning.measuring import MachineSurvey, survey_machine
 from plait.commands.planning.output_files import check_output_file
 from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
-from plait.commands.probing.choose_request import probe_request_for
+from plait.commands.probing.choose_request import probe_request_for, with_fastest_library
 from plait.commands.probing.ending import end_probe
 from plait.commands.probing.measurements import ProbeFreshness, ProbeWorkers, measure_or_load
 from plait.errors import PlaitError
@@ -50,6 +51,9 @@ def probe(
             site = survey_machine(pool, named)
         extent = choose_probe_workers(site.machine, workers, threads, pool, named)
         requested = probe_request_for(config, site, extent, working)
+        with screen.progress() as show:
+            show(0, 0, TIMING_PRODUCTS)
+            requested, site = with_fastest_library(requested, config, site, pool)
         screen.print(probe_start(site.machine, requested, extent))
         with screen.progress() as show:
             measured = measure_or_load(pool, [site.machine], requested, extent, fresh=fresh, show=show)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from plait.cluster.catalog import link_at_rate
 from plait.cluster.machine_cluster import cluster_of_hosts
 from plait.commands.hosts.invitation import HostsRequest
 from plait.commands.hosts.leader_workers import leader_workers
+from plait.commands.planning.arithmetic import TIMING_PRODUCTS, new_with_arithmetic
 from plait.commands.planning.output_files import check_output_file
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.commands.probing.ending import end_probe
@@ -34,13 +36,20 @@ def probe_hosts(
     with leader_workers(hosts, config=config, folder=Path("runs") / config.run.name, log=screen.print) as workers:
         found = workers.host_machines()
         corpus, _ = corpus_facts_or_usual(config)
-        job = request_of(config, corpus, on_paper(cluster_of_hosts(found, link_at_rate(1, "machine")))).job
+        seen = on_paper(cluster_of_hosts(found, link_at_rate(1, "machine")))
+        job = request_of(config, corpus, seen).job
+        with screen.progress() as show:
+            show(0, 0, TIMING_PRODUCTS)
+            resources = replace(seen, fixed_workers=workers.fixed_workers)
+            arithmetic = new_with_arithmetic(config, corpus, resources, workers, rates="again").arithmetic
         need = ProbeNeed(
             shape=job.shape,
             batch_sequences=job.batch_sequences,
             precision=job.precision,
             compile=compile_of(config, [machine for machine, _, _ in found], []),
         )
+        if arithmetic:
+            need = replace(need, matmul_backend=arithmetic.backend, host_backends=arithmetic.host_backends)
         with screen.progress() as show:
             cluster = probe_cluster(workers, found, need, fresh="again", show=show)
     if cluster.measured is None:

@@ -17,7 +17,7 @@ from plait.launch.local.signals import interrupting_signals
 from plait.launch.local.torchrun import torchrun_context
 from plait.report.metrics import EvalReport, StepReport
 from plait.screen.notebook import NotebookScreen, notebook_output
-from plait.screen.screen import Screen, ShowProgress, SilentScreen, StepDisplay
+from plait.screen.screen import Screen, ShowProgress, SilentScreen, StepDisplay, TextPiece
 from plait.screen.terminal import TerminalScreen
 
 ProgressDisplay = Literal["auto", "lines", "off"]
@@ -73,6 +73,9 @@ class CallScreen:
 
     def print(self, text: str) -> None:
         self._screen.print(in_call_words(text))
+
+    def print_pieces(self, pieces: Sequence[TextPiece]) -> None:
+        self._screen.print_pieces(pieces)
 
     def progress(self) -> AbstractContextManager[ShowProgress]:
         return self._screen.progress()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from plait.arguments import check_arguments
 from plait.checkpoint.store import published_checkpoints
+from plait.commands.monitoring.account import RunAccount, account_of
 from plait.commands.monitoring.run_end import run_end
 from plait.commands.planning.run_folder import find_run, run_names
 from plait.commands.python_call import in_call_words
@@ -65,6 +66,11 @@ class Run:
     def checkpoints(self) -> Sequence[Path]:
         """The folders of the saved checkpoints, oldest first."""
         return published_checkpoints(self._folder.checkpoints)
+
+    @property
+    def account(self) -> RunAccount:
+        """What the run's time went to, and what went wrong in it, as `plait status` tells it."""
+        return account_of(self._folder)
 
     def metrics(self, form: MetricsForm = "auto") -> Any:
         """One row a step, with the keys of metrics.jsonl; those of an evaluation are there where one was made.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import chain
+from typing import Any
 
-from plait.commands.models.opened_model import open_model
+from plait.commands.models.opened_model import OpenedModel, open_each, open_model
 from plait.data.preparation.tokens import Tokenizer
 from plait.errors import check_utf8
 from plait.trainer.generate import generate
@@ -46,15 +47,31 @@ def sample(
     temperature: float,
     top_p: float,
     seed: int,
+    adapter: str | None = None,
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> SampledText:
     """The prompt and then the model's words, piece by piece as they come; the same seed gives the same text. `run` is a
-    run or a model's folder.
+    run or a model's folder, `adapter` as in find_model.
 
     Raises PlaitError before the first piece where there is no model.
     """
     check_utf8(prompt)
-    opened = open_model(run, working)
+    opened = open_model(run, working, adapter=adapter)
+    return _continued(opened, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+
+
+def sample_each(
+    run: str, adapters: Sequence[str], prompt: str, *, working: WorkingFolder = CURRENT_FOLDER, **how: Any
+) -> Iterator[tuple[str, SampledText]]:
+    """The name of each adapter and the text that the model writes with it; `how` as `sample` takes it."""
+    check_utf8(prompt)
+    for name, opened in zip(adapters, open_each(run, adapters, working), strict=True):
+        yield name, _continued(opened, prompt, **how)
+
+
+def _continued(
+    opened: OpenedModel, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int
+) -> SampledText:
     tokenizer = opened.tokenizer
     ids = [tokenizer.eot, *tokenizer.encode(prompt)]
     new = generate(

@@ -12,7 +12,12 @@ from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.hosts.leader_workers import leader_workers
 from plait.commands.monitoring.finish import is_finished, print_finished
 from plait.commands.monitoring.training import TrainingEnd, run_training
-from plait.commands.planning.begun_plan import refuse_lowered_budget, refuse_other_text, resumed_plan
+from plait.commands.planning.begun_plan import (
+    refuse_impossible_layout,
+    refuse_lowered_budget,
+    refuse_other_text,
+    resumed_plan,
+)
 from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.introduction import Details, run_start, running_runs_text
 from plait.commands.planning.make_plan import make_plan
@@ -27,7 +32,7 @@ from plait.commands.planning.workers import (
 from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
 from plait.commands.probing.survey import survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
-from plait.errors import Interrupted, PlaitError, StopSignal
+from plait.errors import Interrupted, StopSignal
 from plait.planner.plan import Plan
 from plait.recipe.load import RecipeSource, load_recipe, run_name_of
 from plait.recipe.schema import RunConfig
@@ -52,8 +57,8 @@ def train(
 ) -> TrainingEnd:
     """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during) with the mend.
 
-    A run that is finished prints its receipt. A first SIGINT, SIGTERM or SIGHUP saves, and is the end's `stopped_by`.
-    Over several hosts it first waits until the others have joined.
+    A run that is finished prints its receipt. A first SIGINT, SIGTERM, SIGHUP or SIGUSR1 saves, and is the end's
+    `stopped_by`. Over several hosts it first waits until the others have joined.
     """
     if serve_under_torchrun():
         return TrainingEnd(stopped_by="finished")
@@ -66,6 +71,7 @@ def train(
         changed = check_changes(folder.saved_config(), config) if folder.has_begun else []
         if folder.has_begun:
             refuse_lowered_budget(config, folder.saved_plan())
+            refuse_impossible_layout(config, folder.saved_plan())
         if folder.has_begun and "train.budget" not in changed and is_finished(folder):
             refuse_other_text(prepared_corpus(config, working, screen), folder.saved_plan())
             receipt = print_finished(folder, screen, details)
@@ -110,8 +116,6 @@ def _open_workers(
     """The workers of this machine, or of all hosts once they have joined, numbered as before in this run."""
     if hosts.n_hosts == 1:
         return worker_pool(working)
-    if config.model.from_ is not None:
-        raise PlaitError("model.from works on one host so far; train on one, or take model.from out of the recipe")
     refuse_torchrun()
     prepared_corpus(config, working, screen)  # an error in it is shown before anybody is invited to join
     folder = run_folder(config.run.name, working)

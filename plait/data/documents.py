@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ BLOCK_BYTES = 1 << 18
 LONGEST_LINE_BYTES = 1 << 28
 """A longer line of JSONL is refused: it is read as a whole."""
 _ONE_OBJECT = "write one JSON object on each line"
+_NO_OBJECT = ", or mend the line: it is no JSON object"
 _SHOWN_NAMES = 12
 _SHOWN_CHARACTERS = 40
 
@@ -38,8 +39,33 @@ class Document:
             yield from _read_range(self.content, start, stop)
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of JSON or one row of a table: its columns by name, and the place that errors name."""
+
+    place: str
+    values: Mapping[str, object]
+
+
 def json_lines(path: Path, field: str) -> Iterator[Document]:
     """The text in one field of each line; raises PlaitError naming the line that has none."""
+    for place, values in _json_values(path):
+        if not isinstance(values, dict) or field not in values:
+            hint = _field_hint(field, values) if isinstance(values, dict) else _NO_OBJECT
+            raise PlaitError(f'{place} has no field "{field}"; name the field that holds the text{hint}')
+        yield from text_document(place, values[field])
+
+
+def json_records(path: Path) -> Iterator[Record]:
+    """Every line of a file of JSON objects; raises PlaitError naming the line that is none."""
+    for place, values in _json_values(path):
+        if not isinstance(values, dict):
+            raise PlaitError(f"{place} is no JSON object; {_ONE_OBJECT}")
+        yield Record(place, values)
+
+
+def _json_values(path: Path) -> Iterator[tuple[str, object]]:
+    """Each line that is not blank, with its place; raises PlaitError naming the line that is not JSON."""
     offset = 0
     with path.open("rb") as file:
         lines = iter(lambda: file.readline(LONGEST_LINE_BYTES + 1), b"")
@@ -47,14 +73,13 @@ def json_lines(path: Path, field: str) -> Iterator[Document]:
             if len(line) > LONGEST_LINE_BYTES:
                 raise PlaitError(f"{path}:{number} is longer than {LONGEST_LINE_BYTES} bytes; {_ONE_OBJECT}")
             if line.strip():
-                yield from text_document(f"{path}:{number}", _json_text(path, number, offset, line, field))
+                yield f"{path}:{number}", _json_value(f"{path}:{number}", offset, line)
             offset += len(line)
 
 
-def _json_text(path: Path, number: int, offset: int, line: bytes, field: str) -> object:
-    place = f"{path}:{number}"
+def _json_value(place: str, offset: int, line: bytes) -> object:
     try:
-        record = json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise PlaitError(
             f"{place} is not UTF-8 text at byte {offset + error.start} of the file; convert the file to UTF-8"
@@ -63,10 +88,6 @@ def _json_text(path: Path, number: int, offset: int, line: bytes, field: str) ->
         raise PlaitError(f"{place} is not JSON ({first_line(error)}); {_ONE_OBJECT}") from None
     except RecursionError:
         raise PlaitError(f"{place} nests its values too deeply; {_ONE_OBJECT}, with the text as one field") from None
-    if not isinstance(record, dict) or field not in record:
-        hint = _field_hint(field, record) if isinstance(record, dict) else ", or mend the line: it is no JSON object"
-        raise PlaitError(f'{place} has no field "{field}"; name the field that holds the text{hint}')
-    return record[field]
 
 
 def _field_hint(field: str, record: dict[str, object]) -> str:
@@ -121,27 +142,44 @@ def import_parquet() -> Any:
 
 def parquet_rows(path: Path, field: str) -> Iterator[Document]:
     """The text in one column of each row; raises PlaitError naming the row that has none."""
+    file = _open_parquet(path)
+    columns = file.schema_arrow.names
+    if field not in columns:
+        raise PlaitError(f'{path} has no column "{field}"; {column_hint(field, columns)}')
+    for row in _parquet_values(path, file, [field]):
+        yield from text_document(row.place, row.values[field])
+
+
+def parquet_records(path: Path) -> Iterator[Record]:
+    """Every row of a Parquet file."""
+    file = _open_parquet(path)
+    yield from _parquet_values(path, file, file.schema_arrow.names)
+
+
+def _open_parquet(path: Path) -> Any:
     parquet = import_parquet()
     try:
         file = parquet.ParquetFile(path)
-        columns = file.schema_arrow.names
+        assert file.schema_arrow.names is not None
+        return file
     except Exception as error:  # a damaged file makes pyarrow raise many kinds
         raise PlaitError(f"{path} is not a readable Parquet file ({first_line(error)}); write it again") from None
-    if field not in columns:
-        raise PlaitError(f'{path} has no column "{field}"; {column_hint(field, columns)}')
+
+
+def _parquet_values(path: Path, file: Any, columns: list[str]) -> Iterator[Record]:
     row = 0
-    batches = file.iter_batches(batch_size=1024, columns=[field])
+    batches = file.iter_batches(batch_size=1024, columns=columns)
     while True:
         try:
             batch = next(batches, None)
-            texts = batch.column(0).to_pylist() if batch else None
+            rows = batch.to_pylist() if batch else None
         except Exception as error:
             sentence = f"{path} cannot be read after row {row} ({first_line(error)}); write it again, text as UTF-8"
             raise PlaitError(sentence) from None
-        if texts is None:
+        if rows is None:
             return
-        for text in texts:
-            yield from text_document(f"{path}:row {row}", text)
+        for values in rows:
+            yield Record(f"{path}:row {row}", values)
             row += 1
 
 

@@ -47,7 +47,7 @@ class DocumentSurvey:
 def survey_documents(documents: Iterable[Document], fraction: float) -> Iterator[DocumentSurvey]:
     """Read documents once and yield a DocumentSurvey of each; raises PlaitError on binary or non-UTF-8 text."""
     for document in documents:
-        held = _hash_fraction(_checked(document)) < fraction
+        held = hash_fraction(_checked(document)) < fraction
         yield DocumentSurvey(documents=1, text_bytes=document.text_bytes, held_documents=int(held))
 
 
@@ -65,7 +65,7 @@ def holdout_spans(document: Document, rule: HoldoutRule, fraction: float) -> tup
     if rule == "none":
         return (ByteSpan(split="train", start=0, stop=end),)
     if rule == "documents":
-        held = _hash_fraction(document.read()) < fraction
+        held = hash_fraction(document.read()) < fraction
         return (ByteSpan(split="heldout" if held else "train", start=0, stop=end),)
     cut = _character_start(document, end - int(end * fraction))
     both = (ByteSpan(split="train", start=0, stop=cut), ByteSpan(split="heldout", start=cut, stop=end))
@@ -80,7 +80,7 @@ def text_blocks(blocks: Iterable[bytes]) -> Iterator[str]:
     yield decode(b"", final=True)
 
 
-def _hash_fraction(blocks: Iterable[bytes]) -> float:
+def hash_fraction(blocks: Iterable[bytes]) -> float:
     """The text's hash as a number from 0 to 1. Equal texts have equal hashes, so duplicates are in one split."""
     state = blake2b(digest_size=8)
     for block in blocks:

@@ -22,6 +22,9 @@ _OWN_HASH = "index_sha256"
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+SampleLayout = Literal["stream", "whole"]
+"""Whether samples are windows of one stream of documents, or whole examples that are packed into windows."""
+
 _Weight = Annotated[int | float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -72,6 +75,9 @@ class CorpusIndex:
     heldout_bytes: _Count
     shards: tuple[ShardEntry, ...]
     sources: Annotated[tuple[SourceEntry, ...], Field(min_length=1)]
+    layout: SampleLayout = "stream"
+    template: str = ""
+    """Where the chat template was found; empty where no conversation was read."""
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -82,6 +88,7 @@ class CorpusIndex:
         """Hash of what training depends on: tokens, document ends, masks, weights and ids, but not the paths of the
         text or the names of files."""
         kept = [self.dtype, self.vocabulary, self.eot, self.tokenizer_hash, self.weights]
+        kept += [] if self.layout == "stream" else [self.layout]
         kept += [(entry.split, entry.source, *entry.files.values()) for entry in self.shards]
         return sha256(json.dumps(kept).encode()).hexdigest()
 
@@ -170,4 +177,5 @@ def _agrees(index: CorpusIndex) -> bool:
         and all(entry.name.startswith(entry.split) for entry in index.shards)
         and len(set(names)) == len(names)
         and any(entry.split == "train" for entry in index.shards)
+        and (index.layout == "stream" or all(entry.mask_sha256 for entry in index.shards))
     )

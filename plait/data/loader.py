@@ -12,13 +12,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from plait.data.balance import attention_pairs, balance_samples, counted_targets, order_by_load
+from plait.data.balance import balance_samples, order_by_load
 from plait.data.integrity import BackgroundVerification
 from plait.data.micro_sizes import micro_sizes
-from plait.data.order import SampleOrder
-from plait.data.packing import Lengths, restarting_positions, segment_lengths, zigzag_columns
-from plait.data.rows import IGNORED_TARGET, check_ids, gather_rows, make_targets, padded_rows, windows_end_to_end
-from plait.data.shards import Corpus, Shard
+from plait.data.packing import Lengths, restarting_positions, zigzag_columns
+from plait.data.rows import IGNORED_TARGET
+from plait.data.samples.opening import heldout_samples
+from plait.data.samples.reader import RowReader, SampleReader
+from plait.data.samples.sizes import Overlong
+from plait.data.shards import Corpus
 
 DocumentMode = Literal["mask", "join"]
 
@@ -71,11 +73,11 @@ class SampleSelection:
 class Loader:
     """Returns one rank's samples of each step, and prefetches the next step's in a background thread."""
 
-    def __init__(self, corpus: Corpus, order: SampleOrder, samples: SampleSelection) -> None:
-        assert samples.sequence == order.sequence
+    def __init__(self, corpus: Corpus, reader: SampleReader, samples: SampleSelection) -> None:
+        assert samples.sequence == reader.sequence
         self.wait_s = 0.0
         """Seconds that the last call of `micros` had to wait."""
-        self._corpus, self._order = corpus, order
+        self._corpus, self._reader = corpus, reader
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: tuple[int, SampleSelection, Future[list[Micro]]] | None = None
         self._verification: BackgroundVerification | None = None
@@ -125,55 +127,38 @@ class Loader:
         self._ahead = (position, samples, self._thread.submit(self._fetch, position, samples))
 
     def _fetch(self, position: int, samples: SampleSelection) -> list[Micro]:
-        train = self._corpus.train
-        shard, start = self._order.windows(position + np.arange(samples.batch_sequences))
-        mine = _own_samples(train, shard, start, samples)
-        shard, start = shard[mine], start[mine]
-        found = []
-        for rows in _row_slices(_sizes(samples.sequences_per_replica, samples)):
-            if not len(start[rows]):
-                found.append(_uncounted_micro(self._corpus, samples))
-                continue
-            tokens = gather_rows(train, shard[rows], start[rows], samples.sequence + 1)
-            check_ids(tokens, self._corpus.vocabulary, train, shard[rows])
-            lengths = None
-            if samples.documents == "mask":
-                lengths = segment_lengths(train, shard[rows], start[rows], samples.sequence)
-            wanted = make_targets(train, shard[rows], start[rows], tokens)
-            found.append(make_micro(tokens[:, :-1], wanted, lengths, samples))
-        return found
+        places = self._reader.places(position + np.arange(samples.batch_sequences))
+        mine = places[_own_samples(self._reader, places, samples)]
+        sizes = _sizes(samples.sequences_per_replica, samples)
+        return [_read_micro(self._corpus, self._reader, mine[rows], samples) for rows in _row_slices(sizes)]
 
 
-def heldout_micros(corpus: Corpus, samples: SampleSelection) -> Iterator[Micro]:
-    """This rank's micro-batches of held-out windows: over all data-parallel ranks, each held-out token is a target
-    exactly once.
+def heldout_micros(corpus: Corpus, samples: SampleSelection, overlong: Overlong = "refuse") -> Iterator[Micro]:
+    """This rank's micro-batches of held-out windows: over all data-parallel ranks, each held-out token that is learnt
+    is a target exactly once.
 
-    Windows lie end to end over every shard. The data-parallel ranks take turns, each with the same share of the windows
-    as of a training step.
+    The data-parallel ranks take turns, each with the same share of the windows as of a training step. Raises
+    PlaitError for examples that are too long where that is refused.
     """
-    shard, start = windows_end_to_end(corpus.heldout, samples.sequence)
-    if not len(start):
+    reader = heldout_samples(corpus, samples.sequence, overlong)
+    if not reader.samples:
         return
-    takers = np.resize(interleaved_replicas(samples.sequences_per_replica), len(start))
-    mine = np.flatnonzero(takers == samples.data_parallel_rank)
-    shard, start = shard[mine], start[mine]
+    takers = np.resize(interleaved_replicas(samples.sequences_per_replica), reader.samples)
+    mine = reader.places(np.flatnonzero(takers == samples.data_parallel_rank))
     counts = np.bincount(takers, minlength=len(samples.sequences_per_replica)).tolist()
     for rows in _row_slices(_sizes(counts, samples)):
-        if not len(start[rows]):
-            yield _uncounted_micro(corpus, samples)
-            continue
-        inputs, wanted = padded_rows(corpus.heldout, corpus.eot, shard[rows], start[rows], samples.sequence)
-        for tokens in (inputs, wanted):
-            check_ids(tokens, corpus.vocabulary, corpus.heldout, shard[rows])
-        lengths = None
-        if samples.documents == "mask":
-            lengths = segment_lengths(corpus.heldout, shard[rows], start[rows], samples.sequence)
-        yield make_micro(inputs, wanted, lengths, samples)
+        yield _read_micro(corpus, reader, mine[rows], samples)
 
 
-def _own_samples(
-    train: tuple[Shard, ...], shard: np.ndarray[Any, Any], start: Lengths, samples: SampleSelection
-) -> Lengths:
+def _read_micro(corpus: Corpus, reader: RowReader, places: Lengths, samples: SampleSelection) -> Micro:
+    """The samples at these places; one without counted tokens where there are none."""
+    if not len(places):
+        return _uncounted_micro(corpus, samples)
+    rows = reader.read(places)
+    return make_micro(rows.inputs, rows.targets, rows.lengths if samples.documents == "mask" else None, samples)
+
+
+def _own_samples(reader: SampleReader, places: Lengths, samples: SampleSelection) -> Lengths:
     """Indices of a step's samples that this rank reads, in reading order.
 
     Where documents are masked, their lengths determine the load of ranks and micro-batches, so the assignment follows
@@ -182,8 +167,7 @@ def _own_samples(
     if samples.documents == "join":
         first = sum(samples.sequences_per_replica[: samples.data_parallel_rank])
         return np.arange(first, first + samples.sequences_per_replica[samples.data_parallel_rank])
-    pairs = attention_pairs(train, shard, start, samples.sequence)
-    counted = counted_targets(train, shard, start, samples.sequence)
+    pairs, counted = reader.attention_pairs(places), reader.counted_targets(places)
     mine = balance_samples(pairs, samples.sequences_per_replica, counted)[samples.data_parallel_rank]
     filled = tuple(size for size in _sizes(samples.sequences_per_replica, samples) if size)
     return order_by_load(pairs, mine, filled, counted)

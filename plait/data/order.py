@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
@@ -68,10 +69,15 @@ class SampleOrder:
                 shard[mine], start[mine] = self._draw(stream, draws)
         return shard, start
 
+    @property
+    def samples(self) -> int:
+        """Windows of one pass over all streams."""
+        return sum(stream.windows for stream in self.streams)
+
     def epoch(self, position: int) -> float:
         """Number of epochs done before `position`: passes over all windows; with weights, the average over the
         streams."""
-        return position / sum(stream.windows for stream in self.streams)
+        return position / self.samples
 
     def _draw(self, stream: _Stream, draws: Indices) -> tuple[Indices, Indices]:
         epochs, index = np.divmod(draws, stream.windows)
@@ -100,11 +106,12 @@ def longest_window(corpus: Corpus) -> int:
     sizes = [(shard.source, len(shard.tokens)) for shard in corpus.train]
     if not corpus.weights:
         return max(size for _, size in sizes) - 1
-    _check_sources(corpus)  # before a worker starts
+    check_sources(corpus)  # before a worker starts
     return min(max(size for owner, size in sizes if owner == source) for source, _ in sizes) - 1
 
 
-def _check_sources(corpus: Corpus) -> None:
+def check_sources(corpus: Corpus) -> None:
+    """Raise PlaitError where a source of a mix has no training text."""
     trained = {shard.source for shard in corpus.train}
     held = [name for n, name in enumerate(corpus.source_names) if n not in trained]
     if corpus.weights and held:
@@ -113,7 +120,7 @@ def _check_sources(corpus: Corpus) -> None:
 
 def make_order(corpus: Corpus, seed: int, sequence: int) -> SampleOrder:
     """The order of a corpus in windows of `sequence` tokens; raises PlaitError where the data are too short."""
-    _check_sources(corpus)
+    check_sources(corpus)
     groups = sorted({shard.source for shard in corpus.train}) if corpus.weights else [0]
     streams = []
     for group in groups:
@@ -121,6 +128,18 @@ def make_order(corpus: Corpus, seed: int, sequence: int) -> SampleOrder:
         streams.append(_stream(group, numbers, [len(corpus.train[n].tokens) for n in numbers], sequence))
     slots = _pattern(corpus.weights or (1.0,), seed)
     return SampleOrder(seed=seed, sequence=sequence, streams=tuple(streams), slots=slots, index_in_stream=_ranks(slots))
+
+
+def make_row_order(rows: Sequence[int], weights: tuple[float, ...], seed: int) -> SampleOrder:
+    """The order of streams that have so many ready rows each, without weights of all rows as one stream: its
+    `windows` are the number of a stream and of a row in it."""
+    counts = list(rows) if weights else [sum(rows)]
+    streams = tuple(
+        _Stream(name=n, shards=np.array([n]), ends=np.array([count]), spare=np.array([0]))
+        for n, count in enumerate(counts)
+    )
+    slots = _pattern(weights or (1.0,), seed)
+    return SampleOrder(seed=seed, sequence=1, streams=streams, slots=slots, index_in_stream=_ranks(slots))
 
 
 def permuted_indices(index: Indices, size: int, key: int) -> Indices:

@@ -11,13 +11,15 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from plait.data.holdout import HoldoutSplit
-from plait.data.index import ShardEntry, damaged, file_sha256, read_index
+from plait.data.index import SampleLayout, ShardEntry, damaged, file_sha256, read_index
 
 # Note [stream of a shard]: <eot> document <eot> document … document <eot>. Each document is preceded by the end of text
 # and one more closes the stream, so over windows shifted by one every token and every end is a target exactly once, and
 # a document's first token is predicted from <eot>. A document that outgrows a shard goes on in the next one as if it
 # began there: one false end in SHARD_TOKENS. Where some tokens are never to be learned (a prompt, say), a mask beside
-# the shard marks them with 1, one byte a token.
+# the shard marks them with 1, one byte a token. In a corpus of whole examples (layout "whole") an example is all tokens
+# from its start to the next one's, with the ends of text that it has itself; its first token is marked, as nothing
+# stands before it, and so is the <eot> that closes the shard.
 
 SHARD_TOKENS = 2**28
 _MOST_STARTS_CHECKED = 1 << 20
@@ -64,6 +66,9 @@ class Corpus:
     content_hash: str
     entries: tuple[ShardEntry, ...]
     tokenizer_hash: str = ""
+    layout: SampleLayout = "stream"
+    template: str = ""
+    """Where the chat template was found; empty where no conversation was read."""
 
     @property
     def train_tokens(self) -> int:
@@ -114,6 +119,8 @@ def open_corpus(folder: Path) -> Corpus:
         content_hash=index.content_hash(),
         entries=index.shards,
         tokenizer_hash=index.tokenizer_hash,
+        layout=index.layout,
+        template=index.template,
     )
 
 

@@ -12,10 +12,13 @@ from typing import Any
 
 from plait.data.documents import (
     Document,
+    Record,
     column_hint,
     first_line,
     import_parquet,
     json_lines,
+    json_records,
+    parquet_records,
     parquet_rows,
     text_document,
 )
@@ -46,7 +49,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSource:
-    """A source whose files were found; each call of `documents()` reads them from the start.
+    """A source whose files were found; each call of `documents()` or `records()` reads them from the start.
 
     `files` are all files that the documents depend on, in reading order; `selection` states what else they depend on:
     the split and number of rows of a Hugging Face data set.
@@ -56,6 +59,8 @@ class OpenSource:
     files: tuple[Path, ...]
     selection: str
     documents: Callable[[], Iterator[Document]]
+    records: Callable[[], Iterator[Record]]
+    """Lines and rows with all their columns; a file of text has none."""
 
 
 def open_source(source: Source) -> OpenSource:
@@ -67,7 +72,13 @@ def open_source(source: Source) -> OpenSource:
     files = _matching_files(source)
     for file in files:
         _check_kind(file, source)
-    return OpenSource(source=source, files=files, selection="", documents=lambda: _file_documents(files, source))
+    return OpenSource(
+        source=source,
+        files=files,
+        selection="",
+        documents=lambda: _file_documents(files, source),
+        records=lambda: _file_records(files),
+    )
 
 
 def _matching_files(source: Source) -> tuple[Path, ...]:
@@ -106,23 +117,39 @@ def _file_documents(files: tuple[Path, ...], source: Source) -> Iterator[Documen
             yield Document(name=str(file), text_bytes=file.stat().st_size, content=file, removal=source.removal(file))
 
 
+def _file_records(files: tuple[Path, ...]) -> Iterator[Record]:
+    for file in files:
+        if file.suffix == ".jsonl":
+            yield from json_records(file)
+        elif file.suffix == ".parquet":
+            yield from parquet_records(file)
+
+
 def _open_hugging_face(source: Source) -> OpenSource:
     name, config, split = _hugging_face_parts(source.path)
     rows = _load_hugging_face(name, config, split, source.given_as)
-    if source.field not in rows.column_names:
-        raise PlaitError(
-            f'{source.path} has no column "{source.field}"; {column_hint(source.field, rows.column_names)}'
-        )
-    rows = rows.select_columns([source.field])  # other columns may hold images that are dear to decode
-    files = tuple(Path(entry["filename"]) for entry in rows.cache_files)
 
     def documents() -> Iterator[Document]:
-        for start in range(0, len(rows), 1024):
-            texts = rows[start : start + 1024][source.field]
-            for row, text in enumerate(texts, start=start):
+        if source.field not in rows.column_names:
+            raise PlaitError(
+                f'{source.path} has no column "{source.field}"; {column_hint(source.field, rows.column_names)}'
+            )
+        texts = rows.select_columns([source.field])  # other columns may hold images that are dear to decode
+        for start in range(0, len(texts), 1024):
+            for row, text in enumerate(texts[start : start + 1024][source.field], start=start):
                 yield from text_document(f"{source.path}:row {row}", text)
 
-    return OpenSource(source=source, files=files, selection=f"{split} {rows.num_rows}", documents=documents)
+    def records() -> Iterator[Record]:
+        for row, values in enumerate(rows):
+            yield Record(f"{source.path}:row {row}", values)
+
+    return OpenSource(
+        source=source,
+        files=tuple(Path(entry["filename"]) for entry in rows.cache_files),
+        selection=f"{split} {rows.num_rows}",
+        documents=documents,
+        records=records,
+    )
 
 
 def _hugging_face_parts(path: str) -> tuple[str, str | None, str]:

@@ -11,7 +11,7 @@ from plait.checked_json import parse_json
 from plait.errors import PlaitError
 from plait.interop.config_in import family_of, shape_of_config
 from plait.interop.families import MODEL_FAMILIES, Family, StoredName, stored_name
-from plait.interop.tensor_files import StoredTensor, list_tensors
+from plait.interop.tensor_files import INDEX, StoredTensor, list_tensors
 from plait.model.shape import ModelShape, weight_sizes
 
 CONFIG = "config.json"
@@ -46,6 +46,13 @@ class BaseModel:
                 f"for; choose train.sequence = {self.shape.sequence} or less"
             )
         return replace(self.shape, sequence=sequence)
+
+
+def needed_files(base: BaseModel) -> tuple[str, ...]:
+    """The names of the files in the model's folder that its shape and weights are read from, config.json last."""
+    weights = sorted({place.stored.file.name for place in base.places.values()})
+    index = [INDEX] if (base.folder / INDEX).exists() else []
+    return (*weights, *index, CONFIG)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

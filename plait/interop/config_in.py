@@ -15,19 +15,19 @@ from plait.model.rope_scaling import RopeScaling, yarn_table_scale
 from plait.model.shape import Bias, ModelShape
 
 ConfigValues = Mapping[str, Any]
-DEFAULT_THETA = 10_000.0
+DEFAULT_THETA, MOST_LAYERS = 10_000.0, 10_000
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
 def family_of(values: ConfigValues) -> str:
     """The `model_type` of a config.json; raises PlaitError, naming the nearest, for one that plait does not read."""
     kind = values.get("model_type")
-    if kind in MODEL_FAMILIES:
-        return str(kind)
+    if isinstance(kind, str) and kind in MODEL_FAMILIES:
+        return kind
     near = difflib.get_close_matches(str(kind), MODEL_FAMILIES, n=1, cutoff=0.4)
     nearest = f"the nearest is {near[0]}" if near else "choose a model of one of these families"
     raise PlaitError(
-        f"model_type {kind!r} in config.json is none that plait reads: {', '.join(MODEL_FAMILIES)}; {nearest}"
+        f"model_type {kind!r:.40} in config.json is none that plait reads: {', '.join(MODEL_FAMILIES)}; {nearest}"
     )
 
 
@@ -47,7 +47,7 @@ def _gpt2_shape(values: ConfigValues) -> ModelShape:
     _require(values, "add_cross_attention", (False, None))
     positions = _count(values, "n_positions")
     return ModelShape(
-        layers=_count(values, "n_layer"),
+        layers=_layers(values, "n_layer"),
         width=width,
         heads=heads,
         kv_heads=heads,
@@ -69,7 +69,7 @@ def _gpt2_shape(values: ConfigValues) -> ModelShape:
 def _llama_shape(family: str, values: ConfigValues) -> ModelShape:
     width, heads = _count(values, "hidden_size"), _count(values, "num_attention_heads")
     _require(values, "hidden_act", ("silu", "swish", None))
-    layers = _count(values, "num_hidden_layers")
+    layers = _layers(values, "num_hidden_layers")
     theta, scaling = _rope(values)
     return ModelShape(
         layers=layers,
@@ -112,13 +112,15 @@ def _windows(family: str, values: ConfigValues, layers: int) -> tuple[int, ...]:
     kinds = values.get("layer_types")
     if kinds is None:
         first = values["max_window_layers"]
+        if type(first) is not int:
+            raise PlaitError(f"max_window_layers in config.json is {first!r:.40}; it should be a whole number")
         kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
     known = {"sliding_attention": window, "full_attention": 0}
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= known.keys():
+    if not isinstance(kinds, list) or len(kinds) != layers or any(str(kind) not in known for kind in kinds):
         raise PlaitError(
             f"layer_types in config.json is not a list of {layers} times full_attention or sliding_attention; mend it"
         )
-    windows = tuple(known[kind] for kind in kinds)
+    windows = tuple(known[str(kind)] for kind in kinds)
     return windows if any(windows) else ()
 
 
@@ -137,7 +139,7 @@ def _rope(values: ConfigValues) -> tuple[float, RopeScaling | None]:
             f"config.json turns {share} of each head (partial_rotary_factor); plait turns whole heads only"
         )
     theta = _number({"rope_theta": rope.get("rope_theta") or values.get("rope_theta") or DEFAULT_THETA}, "rope_theta")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3", "yarn"):
@@ -180,6 +182,13 @@ def _yarn_scale(rope: ConfigValues, factor: float) -> float:
         scales = [1 + _number(rope, key) * (yarn_table_scale(factor) - 1) for key in ("mscale", "mscale_all_dim")]
         return scales[0] / scales[1]
     return yarn_table_scale(factor)
+
+
+def _layers(values: ConfigValues, key: str) -> int:
+    """As many as somebody might have; a list of a thousand million layers would fill the memory."""
+    if (layers := _count(values, key)) > MOST_LAYERS:
+        raise PlaitError(f"{key} in config.json is {layers}, more than any model has; take the one of these weights")
+    return layers
 
 
 def _count(values: ConfigValues, key: str) -> int:

@@ -7,6 +7,8 @@ pre-tokenizer that splits digits.
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,9 @@ def convert_gguf(file: Path, folder: Path) -> None:
     transformers.utils.logging.set_verbosity_error()
     place: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **place, dtype="float32")
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent, **place)
+        with redirect_stderr(StringIO()):  # a bar of its own, which no setting turns off
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **place, dtype="float32")
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent, **place)
     except Exception as error:  # of several libraries; the one for tokenizers raises bare Exception
         raise PlaitError(
             f"transformers cannot read {file} ({str(error).splitlines()[0]:.200}); take the model in safetensors"

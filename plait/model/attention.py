@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.model.blocked_attention import attend_in_blocks, suits_blocks
+from plait.model.kernels.blocked_attention import attend_in_blocks, suits_blocks
+from plait.model.kernels.norm import make_head_norm
+from plait.model.kernels.rotary import Rotation, rotate
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.matmul import attend_by_default_library
-from plait.model.norm import make_head_norm
-from plait.model.rotary import Rotation, rotate
 from plait.model.shape import ModelShape, biased_parts
 
 
@@ -109,12 +109,12 @@ class Attention(nn.Module):
         self.head_width = shape.head_width
         self.window = shape.window_of(layer)
         self.query_scale = 1.0 if shape.attention_scale == "head" else 1.0 / (layer + 1)
-        self.q = Linear(shape.width, query_width, bias="qkv" in biased)
-        self.k = Linear(shape.width, kv_width, bias="qkv" in biased)
-        self.v = Linear(shape.width, kv_width, bias="qkv" in biased)
+        self.q = Linear(shape.width, query_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.q"))
+        self.k = Linear(shape.width, kv_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.k"))
+        self.v = Linear(shape.width, kv_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.v"))
         self.q_norm = make_head_norm(shape) if shape.qk_norm else nn.Identity()
         self.k_norm = make_head_norm(shape) if shape.qk_norm else nn.Identity()
-        self.o = Linear(query_width, shape.width, bias="output" in biased)
+        self.o = Linear(query_width, shape.width, bias="output" in biased, adapter=shape.adapter_of("attention.o"))
         self.attend: Attend = attend
 
     def forward(self, x_nd: Tensor, rows: Rows) -> Tensor:

@@ -17,9 +17,9 @@ class FeedForward(nn.Module):
         bias = "feedforward" in biased_parts(shape.bias)
         self.activation = shape.activation
         if shape.activation == "swiglu":
-            self.gate = Linear(shape.width, shape.ffn, bias=bias)
-        self.up = Linear(shape.width, shape.ffn, bias=bias)
-        self.down = Linear(shape.ffn, shape.width, bias=bias)
+            self.gate = Linear(shape.width, shape.ffn, bias=bias, adapter=shape.adapter_of("feedforward.gate"))
+        self.up = Linear(shape.width, shape.ffn, bias=bias, adapter=shape.adapter_of("feedforward.up"))
+        self.down = Linear(shape.ffn, shape.width, bias=bias, adapter=shape.adapter_of("feedforward.down"))
 
     def forward(self, x_nd: Tensor) -> Tensor:
         x_nd = to_compute_precision(x_nd)  # once: autocast would keep a copy for each product

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from plait.model.attention import Attention, Cache, Documents, Rows
 from plait.model.feedforward import FeedForward
+from plait.model.kernels.norm import make_norm
+from plait.model.kernels.rotary import Rotary
 from plait.model.linear import Linear
-from plait.model.norm import make_norm
-from plait.model.rotary import Rotary
 from plait.model.shape import ModelPart, ModelShape, whole_model
+from plait.model.weights import is_trained
 
 
 class GPT(nn.Module):
-    """A language model of the given shape, or a part of it; its weights are uninitialized (see init.py).
+    """A language model of the given shape, or a part of it; its weights are uninitialized (see init.py), and those that
+    do not learn ask for no gradient.
 
     Layers are in a dict keyed by their global number, so that a part of the model keeps the weights' names. `embed` is
     None in a part without the embedding, `norm` in a part without the head.
@@ -42,6 +44,8 @@ class GPT(nn.Module):
             if shape.positions == "rope"
             else None
         )
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(is_trained(name, shape))
 
     def forward(
         self,

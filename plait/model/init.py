@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from math import prod, sqrt
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from plait.model.gpt import GPT
-from plait.model.names import dims_of
-from plait.model.shape import ModelShape, weight_sizes
+from plait.model.names import ADAPTER_B, dims_of, is_adapter
+from plait.model.shape import ModelShape
 
 
 @torch.no_grad()
@@ -23,10 +24,15 @@ def initialize(model: GPT, seed: int) -> None:
         parameter.copy_(first_value(name, model.shape, seed))
 
 
-def first_value(name: str, shape: ModelShape, seed: int) -> Tensor:
+AdapterStart = Literal["unchanged", "changed"]
+"""Whether a model with an adapter begins as the model without it, as training does: its second weight is zero. Proofs
+begin "changed", because a zero would hide what goes wrong behind it."""
+
+
+def first_value(name: str, shape: ModelShape, seed: int, start: AdapterStart = "unchanged") -> Tensor:
     """The whole first value of one weight in float32 on the CPU; a rank that holds a part cuts its part from it."""
-    sizes = weight_sizes(shape)[name]
-    if name.endswith(".bias"):
+    sizes = tuple(shape.size_of(dim) for dim in dims_of(name))
+    if name.endswith(".bias") or (name.endswith(f".{ADAPTER_B}") and start == "unchanged"):
         return torch.zeros(sizes)
     if len(sizes) == 1:
         return torch.ones(sizes)
@@ -42,6 +48,8 @@ def first_std(name: str, shape: ModelShape) -> float:
     if "vocabulary" in dims or "positions" in dims:
         return 0.5 / sqrt(shape.width)
     fan_in = shape.size_of(dims[1])
+    if is_adapter(name):
+        return 1 / sqrt(3 * fan_in)  # from -1 / sqrt(fan_in) to 1 / sqrt(fan_in), as PEFT draws
     into_stream = 0.01 / sqrt(2 * shape.layers) if dims[0] == "width" else 1.0
     return into_stream / sqrt(fan_in)
 

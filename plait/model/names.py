@@ -1,6 +1,7 @@
 """The model's weights by name: what each dim means, which dim may be cut, which weights decay.
 
-Tensor parallelism, the optimizer, checkpoints and conversions read this table; nobody parses weight names elsewhere.
+weights.py makes of it the description of each weight of a model, which the strands, the optimizer and checkpoints read;
+nobody parses weight names elsewhere.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Dim = Literal["width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "positions"]
+Dim = Literal["width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "positions", "rank"]
 
-DIMS: dict[str, tuple[Dim, ...]] = {
+_BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "embed.tokens.weight": ("vocabulary", "width"),
     "embed.positions.weight": ("positions", "width"),
     "layers.*.attention_norm.weight": ("width",),
@@ -36,6 +37,18 @@ DIMS: dict[str, tuple[Dim, ...]] = {
     "norm.weight": ("width",),
     "norm.bias": ("width",),
     "head.weight": ("vocabulary", "width"),
+}
+ADAPTER_A, ADAPTER_B = "lora_a", "lora_b"
+"""Last names of an adapter's two weights: A [rank, in] reads what the layer reads, B [out, rank] adds to its result."""
+_LINEAR_LAYERS = {
+    name.removesuffix(".weight"): dims
+    for name, dims in _BASE_DIMS.items()
+    if name.startswith("layers.") and name.endswith(".weight") and len(dims) == 2
+}
+DIMS: dict[str, tuple[Dim, ...]] = {
+    **_BASE_DIMS,
+    **{f"{layer}.{ADAPTER_A}": ("rank", dims[1]) for layer, dims in _LINEAR_LAYERS.items()},
+    **{f"{layer}.{ADAPTER_B}": (dims[0], "rank") for layer, dims in _LINEAR_LAYERS.items()},
 }
 """Meaning of each dim, `*` standing for the layer's number. `heads` and `kv_heads` run over heads × head_width rows."""
 
@@ -70,3 +83,8 @@ def cut_dim(name: str) -> int | None:
 def decays(name: str) -> bool:
     """Whether weight decay applies: to the matrices of linear layers, not to norms, biases and embeddings."""
     return len(dims_of(name)) == 2 and not name.startswith("embed.")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight is one of an adapter's two."""
+    return name.endswith((f".{ADAPTER_A}", f".{ADAPTER_B}"))

@@ -8,7 +8,8 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from plait.errors import PlaitError
-from plait.model.names import Dim, dims_of, pattern_of
+from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from
+from plait.model.names import ADAPTER_A, ADAPTER_B, Dim, dims_of
 from plait.model.rope_scaling import RopeScaling
 
 Norm = Literal["layernorm", "rmsnorm"]
@@ -25,7 +26,7 @@ _CHOICES = {
     "attention_scale": AttentionScale,
 }
 _COUNTS = ("layers", "width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "sequence")
-_LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale")
+_LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale", "adapter")
 """Fields that checkpoints of earlier versions lack: written only where they are not the default."""
 
 
@@ -63,6 +64,8 @@ class ModelShape:
     """Rows of a learned position table; 0: as many as `sequence`."""
     attention_scale: AttentionScale = "head"
     """Scores are divided by the root of head_width; "head and layer": also by the layer's number, from 1."""
+    adapter: AdapterShape | None = None
+    """Low-rank weights beside linear layers, which alone learn; None: all weights learn."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -72,6 +75,7 @@ class ModelShape:
             _check_choice(name, getattr(self, name), get_args(choices))
         _check_heads(self)
         _check_positions(self)
+        _check_adapter(self)
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
                 raise PlaitError(f"the model's {name} is {getattr(self, name)}; choose a number above 0")
@@ -86,12 +90,17 @@ class ModelShape:
             "ffn": self.ffn,
             "vocabulary": self.vocabulary,
             "positions": self.learned_positions or self.sequence,
+            "rank": self.adapter.rank if self.adapter else 0,
         }
         return sizes[dim]
 
     def window_of(self, layer: int) -> int:
         """How many tokens a query of a layer sees, itself included; 0: all before it."""
         return self.windows[layer] if self.windows else 0
+
+    def adapter_of(self, layer: AdapterTarget) -> AdapterShape | None:
+        """The adapter of a linear layer; None where it has none."""
+        return self.adapter if self.adapter and layer in self.adapter.targets else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` reads them back."""
@@ -138,33 +147,9 @@ def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape.size_of(dim) for dim in dims_of(name)) for name in names}
 
 
-def parameter_parts(shape: ModelShape) -> dict[str, int]:
-    """Parameters by part: embedding, attention, feedforward, norms, head (0 when tied)."""
-    parts = {"embedding": 0, "attention": 0, "feedforward": 0, "norms": 0, "head": 0}
-    for name, sizes in weight_sizes(shape).items():
-        parts[_part_of(name)] += prod(sizes)
-    return parts
-
-
 def parameter_count(shape: ModelShape) -> int:
-    """Number of trainable parameters; a tied head counts once."""
-    return sum(parameter_parts(shape).values())
-
-
-def training_flops_per_token(shape: ModelShape, sequence: int, attention: Literal["full", "causal"]) -> int:
-    """Floating-point operations that one token costs in training: three times the forward's matrix products.
-
-    A product of m × k by k × n counts 2mnk; looking up an embedding counts nothing, the head counts. "full" counts each
-    score of the T × T square, as torch's counter does; "causal" counts half of them.
-    """
-    matrices = shape.layers * sum(
-        prod(shape.size_of(dim) for dim in dims_of(f"layers.0.{name}"))
-        for name in _layer_weights(shape)
-        if len(dims_of(f"layers.0.{name}")) == 2
-    )
-    head = shape.vocabulary * shape.width
-    square = 4 * shape.layers * shape.size_of("heads") * sequence
-    return 3 * (2 * (matrices + head) + (square if attention == "full" else square // 2))
+    """Number of all parameters, frozen ones and an adapter's included; a tied head counts once."""
+    return sum(prod(sizes) for sizes in weight_sizes(shape).values())
 
 
 def biased_parts(bias: Bias) -> frozenset[str]:
@@ -181,25 +166,36 @@ def _own_value(name: str, value: Any) -> Any:
     """A field's value from JSON, as the field has it."""
     if name == "windows":
         return tuple(value)
+    if name == "adapter" and isinstance(value, Mapping):
+        return adapter_from(value)
     return RopeScaling(**value) if name == "rope" and isinstance(value, Mapping) else value
 
 
+def linear_layers(shape: ModelShape) -> tuple[AdapterTarget, ...]:
+    """The linear layers of one layer of the model, all of which an adapter may adapt."""
+    return tuple(name for name in get_args(AdapterTarget) if name != "feedforward.gate" or shape.activation == "swiglu")
+
+
 def _layer_weights(shape: ModelShape) -> list[str]:
-    qkv = ["attention.q", "attention.k", "attention.v"]
-    ffn = ["feedforward.gate"] if shape.activation == "swiglu" else []
+    q, k, v, o, *ffn = linear_layers(shape)
     biased = biased_parts(shape.bias)
     return [
         *_norm_weights("attention_norm", shape),
-        *_linear_weights(qkv, biased="qkv" in biased),
+        *_linear_weights([q, k, v], shape, biased="qkv" in biased),
         *(["attention.q_norm.weight", "attention.k_norm.weight"] if shape.qk_norm else []),
-        *_linear_weights(["attention.o"], biased="output" in biased),
+        *_linear_weights([o], shape, biased="output" in biased),
         *_norm_weights("feedforward_norm", shape),
-        *_linear_weights([*ffn, "feedforward.up", "feedforward.down"], biased="feedforward" in biased),
+        *_linear_weights(ffn, shape, biased="feedforward" in biased),
     ]
 
 
-def _linear_weights(names: list[str], *, biased: bool) -> list[str]:
-    return [f"{name}.{kind}" for name in names for kind in (("weight", "bias") if biased else ("weight",))]
+def _linear_weights(names: list[AdapterTarget], shape: ModelShape, *, biased: bool) -> list[str]:
+    adapted = shape.adapter.targets if shape.adapter else ()
+    return [
+        f"{name}.{kind}"
+        for name in names
+        for kind in ("weight", *(["bias"] if biased else []), *([ADAPTER_A, ADAPTER_B] if name in adapted else []))
+    ]
 
 
 def _norm_weights(name: str, shape: ModelShape) -> list[str]:
@@ -209,16 +205,6 @@ def _norm_weights(name: str, shape: ModelShape) -> list[str]:
 def has_norm_bias(shape: ModelShape) -> bool:
     """Whether the norms add a bias: LayerNorm does where every linear layer does."""
     return shape.norm == "layernorm" and shape.bias == "all"
-
-
-def _part_of(name: str) -> str:
-    pattern = pattern_of(name)
-    if "norm" in pattern:
-        return "norms"
-    for mark, part in (("embed.", "embedding"), ("head.", "head"), ("layers.*.attention.", "attention")):
-        if pattern.startswith(mark):
-            return part
-    return "feedforward"
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -248,3 +234,15 @@ def _check_positions(shape: ModelShape) -> None:
             f"a sequence of {shape.sequence} tokens is longer than the model's table of {shape.learned_positions} "
             f"positions; choose at most {shape.learned_positions}"
         )
+
+
+def _check_adapter(shape: ModelShape) -> None:
+    for target in shape.adapter.targets if shape.adapter else ():
+        if target not in linear_layers(shape):
+            raise PlaitError(f"this model has no {target} to adapt; choose among {', '.join(linear_layers(shape))}")
+        smaller = min(shape.size_of(dim) for dim in dims_of(f"layers.0.{target}.weight"))
+        if shape.size_of("rank") > smaller:
+            raise PlaitError(
+                f"an adapter of rank {shape.size_of('rank')} has more numbers than the layer {target}, whose smaller "
+                f"side is {smaller}; choose a rank of at most {smaller}"
+            )

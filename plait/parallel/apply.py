@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.model.gpt import GPT
 from plait.parallel.compile import compile_layers
 from plait.parallel.context.attention import context
+from plait.parallel.frozen import round_frozen
 from plait.parallel.materialize import materialize
 from plait.parallel.pipeline.one_owner import keep_at_one_end
 from plait.parallel.pipeline.stage import pipeline
@@ -38,6 +39,7 @@ STAGES: tuple[ParallelStage, ...] = (
     ParallelStage(axis="context", apply=context, reason="replaces attention's core, whatever heads are left to it"),
     ParallelStage(axis="", apply=recompute, reason="wraps layers with all communication that they repeat"),
     ParallelStage(axis="", apply=compile_layers, reason="sees the layers' final code"),
+    ParallelStage(axis="", apply=round_frozen, reason="before parameters are split: their dtypes are fixed there"),
     ParallelStage(axis="shard", apply=shard, reason="splits parameters before they take memory"),
     ParallelStage(axis="", apply=materialize, reason="real memory for what this rank holds, and no more"),
     ParallelStage(axis="", apply=keep_at_one_end, reason="says which sums are not needed, before `replicate` runs"),

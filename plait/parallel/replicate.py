@@ -17,7 +17,7 @@ from plait.parallel.gradients.buckets import BUCKET_BYTES, whole_units
 from plait.parallel.gradients.reduce import GradientReducer
 from plait.parallel.gradients.shared_weights import shared_weights
 from plait.parallel.mesh import make_groups
-from plait.parallel.sharded_model import HeldWeight, ShardedModel
+from plait.parallel.sharded_model import ShardedModel, held_weight
 from plait.partition.boxes import all_sharing_sets
 from plait.partition.execution import Execution
 
@@ -25,7 +25,10 @@ from plait.partition.execution import Execution
 def replicate(
     sharded: ShardedModel, mesh: DeviceMesh, execution: Execution, *, bucket_bytes: int = BUCKET_BYTES
 ) -> ShardedModel:
-    """Sum every gradient over the ranks that hold the same weight, during backward. Every rank must call it."""
+    """Sum every gradient over the ranks that hold the same weight, during backward; a frozen weight has none.
+
+    Every rank must call it.
+    """
     layout = execution.layout
     weights, groups = shared_weights(sharded, execution), make_groups(all_sharing_sets(execution.shape, layout))
     if layout.shard > 1 and layout.shard_what == "parameters":
@@ -33,11 +36,12 @@ def replicate(
 
         return fully_sharded(sharded, weights, groups, bucket_bytes=bucket_bytes, transfer=execution.gradient_transfer)
     split = mesh.get_group("shard") if layout.shard > 1 else None
-    summed = [replace(one, ranks=(dist.get_rank(),)) if one.name in sharded.single_owner else one for one in weights]
+    learning = [one for one in weights if one.trained]
+    summed = [replace(one, ranks=(dist.get_rank(),)) if one.name in sharded.single_owner else one for one in learning]
     reducer = GradientReducer(summed, groups, split, bucket_bytes, execution.gradient_transfer)
     if split:
         reducer.wait_in_forward(sharded.chunks)
     updated = [one for one in summed if sharded.single_owner.get(one.name) != "another rank"]
     units = reducer.split_units() if split else whole_units(updated)
-    held = tuple(HeldWeight(name=w.name, tensor=w.parameter.detach(), box=w.box) for w in weights)
+    held = tuple(held_weight(one.name, one.parameter, one.box) for one in weights)
     return replace(sharded, weights=held, units=tuple(units), gradients=reducer)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from plait.model.gpt import GPT
-from plait.model.names import decays
+from plait.model.weights import describe_weight
 from plait.partition.boxes import Box, whole_box
 
 Forward = Callable[[GPT, Any, Tensor | None], Tensor]
@@ -138,11 +138,12 @@ WHOLE_VOCABULARY = WholeVocabulary()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldWeight:
-    """A rectangle of a weight in this rank's memory, to be filled or loaded."""
+    """A rectangle of a weight in this rank's memory, to be filled or loaded; a frozen one is in no checkpoint."""
 
     name: str
     tensor: Tensor
     box: Box
+    trained: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +195,24 @@ class ShardedModel:
 
 def unsharded(model: GPT) -> ShardedModel:
     """A whole model in one process, before any stage."""
-    named = list(model.named_parameters())
+    return whole_weights((model,))
+
+
+def whole_weights(chunks: tuple[GPT, ...]) -> ShardedModel:
+    """Parts of a model whose weights are all whole and this rank's own; those that learn are updated."""
+    named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
+    trained = [(describe_weight(name, chunks[0].shape), p) for name, p in named if p.requires_grad]
     return ShardedModel(
-        chunks=(model,),
-        weights=tuple(HeldWeight(name=name, tensor=p.detach(), box=whole_box(p.shape)) for name, p in named),
-        units=tuple(plain_unit(n, p, whole_box(p.shape), decays=decays(n), owned=True) for n, p in named),
-        gradients=LocalGradients([p for _, p in named]),
+        chunks=chunks,
+        weights=tuple(held_weight(name, p, whole_box(p.shape)) for name, p in named),
+        units=tuple(plain_unit(one.name, p, whole_box(p.shape), decays=one.decays, owned=True) for one, p in trained),
+        gradients=LocalGradients([p for _, p in trained]),
     )
+
+
+def held_weight(name: str, parameter: nn.Parameter, box: Box) -> HeldWeight:
+    """A parameter as a rectangle to be filled or loaded."""
+    return HeldWeight(name=name, tensor=parameter.detach(), box=box, trained=parameter.requires_grad)
 
 
 def plain_unit(name: str, parameter: nn.Parameter, box: Box, *, decays: bool, owned: bool) -> OptimizerUnit:

@@ -14,8 +14,9 @@ from itertools import pairwise, product
 from math import prod
 
 from plait.layout import AXES, Layout, equal_share
-from plait.model.names import cut_dim, dims_of, layer_of
+from plait.model.names import layer_of
 from plait.model.shape import ModelPart, ModelShape, weight_sizes, whole_model
+from plait.model.weights import describe_weight, is_trained
 
 Range = tuple[int, int]
 """(first index, length) of a range along one dim."""
@@ -78,11 +79,11 @@ def holds_weight(part: ModelPart, name: str, shape: ModelShape) -> bool:
 
 def cut_box(name: str, shape: ModelShape, tensor: int, index: int) -> Box:
     """Box of a weight on rank `index` of the tensor axis. Dims of heads are cut between heads, other dims anywhere."""
-    sizes = tuple(shape.size_of(dim) for dim in dims_of(name))
-    dim = cut_dim(name)
+    weight = describe_weight(name, shape)
+    sizes, dim = weight.sizes, weight.cut
     if dim is None or tensor == 1:
         return whole_box(sizes)
-    match dims_of(name)[dim]:
+    match weight.dims[dim]:
         case "heads":
             first, length = (shape.head_width * number for number in equal_share(shape.heads, tensor, index))
         case "kv_heads":
@@ -130,13 +131,14 @@ def ranks_sharing(shape: ModelShape, layout: Layout, name: str, box: Box, shard:
 
 
 def all_sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]:
-    """Every set of ranks in the job that shares a weight, in the order in which all ranks create process groups."""
+    """Every set of ranks in the job that shares a weight that learns, in the order in which all ranks create process
+    groups."""
     found: set[tuple[int, ...]] = set()
     for pipeline, shard, tensor in product(range(layout.pipeline), range(layout.shard), range(layout.tensor)):
         here = {"pipeline": pipeline, "replicate": 0, "shard": shard, "context": 0, "tensor": tensor}
         firsts = {part.layers[0] for part in model_parts_of(shape, layout, pipeline) if part.layers}
         for name, box in weight_boxes(shape, layout, here).items():
-            if layer_of(name) is None or layer_of(name) in firsts:  # layers are alike
+            if is_trained(name, shape) and (layer_of(name) is None or layer_of(name) in firsts):  # layers are alike
                 found.add(ranks_sharing(shape, layout, name, box, shard))
     return sorted(found)
 

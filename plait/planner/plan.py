@@ -145,6 +145,8 @@ class Plan:
     optimizer: OptimizerPlan
     base: str = ""
     """The folder of the model whose weights the run begins with; empty: they are drawn from the seed."""
+    base_fingerprint: str = ""
+    """Of that model, where an adapter is trained beside it; empty: there is none, or it was not taken."""
     corpus: str
     """The folder with the prepared tokens."""
     corpus_hash: str
@@ -208,12 +210,8 @@ class Plan:
 
     def threads_of(self, rank: int) -> int:
         """Threads of one rank."""
-        last = 0
-        for host in self.hosts:
-            last += host.workers
-            if rank < last:
-                return host.threads
-        return self.threads
+        hosts = [host for host in self.hosts for _ in range(host.workers)]
+        return hosts[rank].threads if hosts else self.threads
 
     def matmul_backend_of(self, rank: int) -> MatmulBackend:
         """The library by which one rank multiplies float32 matrices."""

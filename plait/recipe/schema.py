@@ -5,11 +5,13 @@ Only `data.files` is required. Every `"auto"` is derived in planner/resolve/reso
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from plait.recipe.finetune import FinetuneSection
+from plait.recipe.section import RecipeSection
 from plait.recipe.values import (
     AmountText,
     Auto,
@@ -25,14 +27,6 @@ from plait.recipe.values import (
     TokenCount,
     Width,
 )  # fmt: skip
-
-
-class RecipeSection(BaseModel):
-    """Base of all sections of the recipe: frozen; unknown keys are an error."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True
-    )
 
 
 class RunSection(RecipeSection):
@@ -94,7 +88,7 @@ class SourceSection(RecipeSection):
     weight: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """Share of this source in the mix; all or none of the sources have one."""
     field: str = "text"
-    """The field or column that holds the text in JSONL, Parquet and Hugging Face rows."""
+    """The field or column that holds the text, or the list of messages, in JSONL, Parquet and Hugging Face rows."""
 
 
 class DataSection(RecipeSection):
@@ -108,13 +102,17 @@ class DataSection(RecipeSection):
     """The part kept out of training for evaluation; 0 for none."""
     mask_documents: bool | Auto = "auto"
     """Keep attention inside a document."""
+    format: Literal["text", "chat", "prompt-completion"] | Auto = "auto"
+    """What files hold: text, chats ("messages"), or "prompt" and "completion"; "auto" tells it by the columns."""
+    overlong: Literal["refuse", "drop", "cut"] = "refuse"
+    """What becomes of a chat that is longer than a window: refused, left out, or cut at the window's end."""
 
 
 class TrainSection(RecipeSection):
     """[train]: how long, and in which batches."""
 
     budget: AmountText | Auto = "auto"
-    """How long: "10 minutes", "500 steps", "20M tokens"."""
+    """How long: "10 minutes", "500 steps", "20M tokens", "3 epochs"."""
     sequence: Annotated[int, Field(ge=2, le=1_000_000_000)] | Auto = "auto"
     """Tokens of a training window."""
     batch_tokens: TokenCount | Auto = "auto"
@@ -210,6 +208,15 @@ class CheckpointSection(RecipeSection):
     """How many of the newest checkpoints stay."""
 
 
+class RecoverSection(RecipeSection):
+    """[recover]: what happens when a worker dies or hangs."""
+
+    mode: Literal["auto", "never"] = "auto"
+    """"auto" starts the workers again from the newest checkpoint; "never" ends the run."""
+    give_up_after: Positive = 3
+    """Failures without a new checkpoint between them after which the run ends."""
+
+
 class ReportSection(RecipeSection):
     """[report]: how often the run reports."""
 
@@ -226,12 +233,14 @@ class RunConfig(RecipeSection):
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
+    finetune: FinetuneSection = FinetuneSection()
     data: DataSection
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
     layout: LayoutSection = LayoutSection()
     balance: BalanceSection = BalanceSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    recover: RecoverSection = RecoverSection()
     report: ReportSection = ReportSection()
 
     def __str__(self) -> str:

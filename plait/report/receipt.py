@@ -81,6 +81,10 @@ class Receipt:
     """Share of the recipe's multiple-choice questions (report.choices) that the last evaluation answered right."""
     choices_accuracy_per_byte: float | None = None
     """The same, where log-probabilities are divided by the bytes of a choice."""
+    incidents: tuple[str, ...] = ()
+    """A sentence for each failure that ended workers of the run."""
+    useful_share: float | None = None
+    """Seconds of the steps that count over `wall_s`; the rest went to starts, saves, evaluations and failures."""
 
     @property
     def step_error(self) -> float | None:
@@ -146,6 +150,8 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("peak of tensors", _peak(receipt.peak_tensor_bytes)),
         ("peak of memory", _peak(receipt.peak_rss_bytes) + _rss_forecast(receipt)),
         ("time", f"{format_duration(receipt.wall_s)}, {plain_number(receipt.device_hours)} device hours"),
+        ("useful time", _text(receipt.useful_share, "{:.1%} in steps that count")),
+        *(("failure", sentence) for sentence in receipt.incidents),
         ("cost", _costs(receipt)),
         ("versions", ", ".join(f"{name} {version}" for name, version in receipt.versions.items())),
     ]

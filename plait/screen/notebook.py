@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 
 from plait.report.metrics import EvalReport, StepReport
-from plait.screen.screen import ShowProgress
+from plait.screen.screen import ShowProgress, TextPiece, in_brackets
 from plait.units import format_duration
 
 REDRAW_EVERY_S = 0.2
@@ -52,6 +52,9 @@ class NotebookScreen:
     def print(self, text: str) -> None:
         self._lines += text.rstrip("\n").split("\n")
         self._draw()
+
+    def print_pieces(self, pieces: Sequence[TextPiece]) -> None:
+        self.print(in_brackets(pieces))
 
     @contextmanager
     def progress(self) -> Iterator[ShowProgress]:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Literal, Protocol
 
 from plait.report.metrics import EvalReport, StepReport
 
 ShowProgress = Callable[[int, int, str], None]
 """Takes how much is done, of how much (0: unknown), and the stage in words."""
+
+
+TextPiece = tuple[str, Literal["plain", "emphasized"]]
+"""A part of a text, and whether it stands out."""
+
+
+def in_brackets(pieces: Sequence[TextPiece]) -> str:
+    """A text for a screen without colours: what stands out is in double brackets."""
+    return "".join(text if kind == "plain" else f"⟦{text}⟧" for text, kind in pieces)
 
 
 class StepDisplay(Protocol):
@@ -40,6 +49,11 @@ class Screen(Protocol):
         """Show one or several lines of plain text."""
         ...
 
+    def print_pieces(self, pieces: Sequence[TextPiece]) -> None:
+        """Show a text whose lines stay as they are, parts of it in colour, or in brackets where there are no
+        colours."""
+        ...
+
     def progress(self) -> AbstractContextManager[ShowProgress]:
         """While the block lasts, calls of what it gives show how far something is."""
         ...
@@ -56,6 +70,7 @@ class SilentScreen:
     encoding = "utf-8"
 
     def print(self, text: str) -> None: ...
+    def print_pieces(self, pieces: Sequence[TextPiece]) -> None: ...
 
     @contextmanager
     def progress(self) -> Iterator[ShowProgress]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from plait.screen.console import REFRESH_EVERY_S, Console
-from plait.screen.screen import ShowProgress
+from plait.screen.screen import ShowProgress, TextPiece, in_brackets
 from plait.screen.wrapping import wrapped
 
 WIDEST_COLUMNS = 110
@@ -34,6 +35,13 @@ class TerminalScreen:
 
     def print(self, text: str) -> None:
         self._rich.print(wrapped(text, self.columns), markup=False, highlight=False, soft_wrap=True)
+
+    def print_pieces(self, pieces: Sequence[TextPiece]) -> None:
+        if self._rich.color_system is None or self._rich.no_color:
+            self._rich.print(in_brackets(pieces), markup=False, highlight=False, soft_wrap=True)
+            return
+        text = Text.assemble(*((part, "" if kind == "plain" else "bold green") for part, kind in pieces))
+        self._rich.print(text, soft_wrap=True)
 
     @contextmanager
     def progress(self) -> Iterator[ShowProgress]:

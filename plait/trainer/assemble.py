@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.data.loader import Loader, Micro, SampleSelection, heldout_micros
-from plait.data.order import make_order
+from plait.data.samples.opening import training_samples
 from plait.data.shards import Corpus, open_corpus
 from plait.layout import Layout
 from plait.model.gpt import GPT
@@ -111,8 +111,8 @@ def assemble(
     stages: Sequence[ParallelStage] = STAGES,
     initialize: bool = True,
 ) -> Assembly:
-    """Build this rank's part of the run; with `initialize` its weights get their initial values. Every rank must call
-    it.
+    """Build this rank's part of the run; with `initialize` its weights get their initial values, without it those
+    alone that are frozen. Every rank must call it.
 
     With `stages=()` and `sums=ONE_PROCESS` the result is one plain process without a mesh: the reference that layouts
     are verified against.
@@ -125,11 +125,13 @@ def assemble(
     sharded = parallelize(
         model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan.execution, stages
     )
-    if initialize:
-        fill_first_weights(sharded, plan, config.run.seed)
+    fill_first_weights(sharded, plan, config.run.seed, which="all" if initialize else "frozen")
     corpus = open_corpus(Path(plan.corpus))
     samples = select_samples(plan, layout, sums.index, device)
-    loader = Loader(corpus, make_order(corpus, config.run.seed, plan.sequence), samples)
+    reader = training_samples(
+        corpus, config.run.seed, plan.sequence, overlong=config.data.overlong, epochs=plan.budget.epochs
+    )
+    loader = Loader(corpus, reader, samples)
     autocast = make_autocast(plan.precision, device)
     run_micros, evaluate_micros = make_runners(
         sharded, autocast, casts=weight_casts(plan), compile=plan.compile if stages else "off"
@@ -141,7 +143,7 @@ def assemble(
         optimizer=make_optimizer(sharded.units, plan.optimizer),
         corpus=corpus,
         loader=loader,
-        heldout=lambda: heldout_micros(corpus, loader.selection),
+        heldout=lambda: heldout_micros(corpus, loader.selection, config.data.overlong),
         sums=sums,
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,

@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from plait.errors import RunFailed
-from plait.interop.base_model import read_base_model
+from plait.interop.base_fingerprint import base_fingerprint
+from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import read_boxes
-from plait.model.init import first_value
+from plait.model.init import AdapterStart, first_value
 from plait.model.shape import ModelShape
-from plait.parallel.sharded_model import ShardedModel
+from plait.parallel.sharded_model import HeldWeight, ShardedModel
 from plait.planner.plan import Plan
 
+WhichWeights = Literal["all", "frozen"]
 
-def fill_first_weights(sharded: ShardedModel, plan: Plan, seed: int) -> None:
-    """Fill this rank's weights as the plan says. Raises PlaitError where the model's folder is not as it was planned
-    with."""
-    if not plan.base:
-        initialize_weights(sharded, plan.shape, seed)
+
+def fill_first_weights(sharded: ShardedModel, plan: Plan, seed: int, *, which: WhichWeights = "all") -> None:
+    """Fill this rank's weights as the plan says: all of them, or those alone that no checkpoint has. Raises PlaitError
+    where the model's folder is not as it was planned with."""
+    held = [one for one in sharded.weights if which == "all" or not one.trained]
+    if not held:
+        return
+    if not plan.base:  # an adapter of a model that nobody trained is there to be proven
+        initialize_weights(held, plan.shape, seed, "changed")
         return
     base = read_base_model(Path(plan.base))
-    if base.shape_for(plan.shape.sequence) != plan.shape:
+    check_base(base, plan)
+    read_boxes(base, ((one.name, one.box, one.tensor) for one in held if one.name in base.places))
+    initialize_weights([one for one in held if one.name not in base.places], plan.shape, seed)
+
+
+def check_base(base: BaseModel, plan: Plan) -> None:
+    """Raise RunFailed unless this is the model that the run was planned with."""
+    shape = replace(plan.shape, adapter=None)
+    is_same = not plan.base_fingerprint or base_fingerprint(base) == plan.base_fingerprint
+    if base.shape_for(shape.sequence) != shape or not is_same:
         raise RunFailed(f"the model in {plan.base} is not the one that this run was planned with; bring that one back")
-    read_boxes(base, ((held.name, held.box, held.tensor) for held in sharded.weights))
 
 
 @torch.no_grad()
-def initialize_weights(sharded: ShardedModel, shape: ModelShape, seed: int) -> None:
-    """Fill this rank's weights from the seed: each is a slice of the value that the whole weight has in one process."""
-    for held in sharded.weights:
-        value = first_value(held.name, shape, seed)
+def initialize_weights(
+    weights: Iterable[HeldWeight], shape: ModelShape, seed: int, start: AdapterStart = "unchanged"
+) -> None:
+    """Fill weights from the seed: each is a slice of the value that the whole weight has in one process."""
+    for held in weights:
+        value = first_value(held.name, shape, seed, start)
         for dim, (first, length) in enumerate(zip(held.box.offset, held.box.extent, strict=True)):
             value = value.narrow(dim, first, length)
         held.tensor.copy_(value)

@@ -14,6 +14,7 @@ import torch
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import Sink
+from plait.trainer.checkpointing.background import SaveEnd
 from plait.trainer.checkpointing.pace import CheckpointPace
 from plait.trainer.divergence import DivergenceWatch
 from plait.trainer.state import TrainState
@@ -42,7 +43,14 @@ class LoopActions:
 
     step: Callable[[TrainState], tuple[TrainState, Scalars]]
     evaluate: Callable[[TrainState], EvalReport | None]
-    save: Callable[[TrainState], None]
+    save: Callable[[TrainState], SaveEnd | None]
+    """Saves the state that the run ends with: returns when it is on the disk."""
+    begin_save: Callable[[TrainState], None]
+    """Saves a state while training goes on; no other save may go on."""
+    save_ended: Callable[[], SaveEnd | None]
+    """How the save that went on has ended, by the last `agree`; None while it goes on, or where there is none."""
+    finish_save: Callable[[], SaveEnd | None]
+    """The same, after waiting for its end."""
     prune: Callable[[], None]
     """Deletes old checkpoints, once the newest one is known to give a finite loss."""
     agree: Callable[[bool, bool], tuple[bool, bool]]
@@ -85,6 +93,7 @@ def run_loop(
         pending.append(_Pending(state, scalars, lr, actions.data_wait_s()))
         last = state.step == intervals.steps
         stop, save = actions.agree(actions.stop_requested(), pace.is_due(state.step))
+        _note_save(actions.save_ended(), pace, divergence, sink)
         evaluate = last or _divides(intervals.evaluate_every_steps, state.step)
         paces = intervals.report_every_steps, intervals.balance_every_steps, intervals.watch_every_steps
         fetch = any(_divides(every, state.step) for every in paces)
@@ -99,14 +108,27 @@ def run_loop(
             divergence.evaluated(report)
         _prune_if_proven(actions, divergence)  # before the next one is written, so that the disk need not hold both
         if (save or stop or last) and divergence.loss_is_finite:
-            before = time.monotonic()
-            actions.save(state)
-            divergence.saved(state.step)
-            _prune_if_proven(actions, divergence)
-            if sentence := pace.saved(state.step, time.monotonic() - before):
-                sink.note(sentence)
+            _note_save(actions.finish_save(), pace, divergence, sink)
+            pace.begun(state.step)
+            if stop or last:
+                _note_save(actions.save(state), pace, divergence, sink)
+                _prune_if_proven(actions, divergence)
+            else:
+                actions.begin_save(state)
         began = time.perf_counter()
     return state, "stopped" if state.step < intervals.steps else "done"
+
+
+def _note_save(end: SaveEnd | None, pace: CheckpointPace, divergence: DivergenceWatch, sink: Sink) -> None:
+    if end is None:
+        return
+    if end.failure:
+        if sentence := pace.failed(end.failure):
+            sink.note(sentence)
+        return
+    divergence.saved(end.step)
+    if sentence := pace.cost_known(end.cost_s):
+        sink.note(sentence)
 
 
 def _prune_if_proven(actions: LoopActions, divergence: DivergenceWatch) -> None:

@@ -5,58 +5,44 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from plait.errors import RunFailed
 from plait.model.matmul import select_matmul_library, select_matmul_precision
-from plait.model.shape import training_flops_per_token
-from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
+from plait.model.weights import training_flops_per_token
+from plait.parallel.mesh import make_mesh, open_store, world_sums
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
-from plait.report.memory import LiveTensorPeak, peak_rss_bytes
 from plait.report.metrics import EvalReport
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import move_layers
-from plait.trainer.checkpointing.persist import prune_old, restore, save, verify_together
+from plait.trainer.checkpointing.background import CheckpointSaver, SaveEnd, saver_of
+from plait.trainer.checkpointing.persist import prune_old, restore, verify_together
 from plait.trainer.choices import ChoiceEvaluation, load_choices
 from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.optim import learning_rate
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
-from plait.trainer.step import Scalars
+from plait.trainer.watching.watched_actions import FirstStep, WorkerContext, watched
 
 PEER_TIMEOUT = timedelta(minutes=10)
-
-
-class WorkerContext(Protocol):
-    """What a worker needs to know about its rank: implemented by launch.values.job.RankContext, and by tests."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    rendezvous: str
-
-    def send(self, kind: str, **values: Any) -> None: ...
-    def stop_requested(self) -> bool: ...
 
 
 def main(context: WorkerContext, argument: str) -> None:
     """Entry point of every rank of `plait train`.
 
-    `argument` is JSON: the run's folder, the checkpoint to resume from, and "parts": "here" if rank 0 finds this rank's
-    part of a checkpoint in that folder, "sent" if it must be sent there.
+    `argument` is JSON: the run's folder, the checkpoint to resume from, the number of this start ("generation"), and
+    "parts": "here" if rank 0 finds this rank's part of a checkpoint in that folder, "sent" if it must be sent there.
     """
     requested = json.loads(argument)
     folder = Path(requested["folder"])
@@ -69,19 +55,20 @@ def main(context: WorkerContext, argument: str) -> None:
         build = partial(assemble, config, sums=world, mesh=mesh)
         # A run that goes on has all its weights in the checkpoint.
         assembly = build(plan, initialize=not requested["resume"])
-        assembly, meter = attach_meter(assembly, clock_of(assembly.device))
+        assembly, meter = attach_meter(assembly, clock_of(assembly.device), context.progress)
         state, whole = TrainState(), set[int]()
         if requested["resume"]:
             path = folder / "checkpoints" / requested["resume"]
             state = restore(assembly, path, verify_together(path, world, context.local_rank), world)
             whole.add(state.step)
         sink = sinks_of_rank(context.rank, context.send, folder, state.step)
-        memory = _FirstStep(assembly, world, context)
+        memory = FirstStep(assembly, world, context)
         try:
             _verify_data(context, assembly)
 
             def restage(stage_layers: tuple[int, ...]) -> Meter:
-                new, own = attach_meter(move_layers(assembly, build, stage_layers), clock_of(assembly.device))
+                moved = move_layers(assembly, build, stage_layers)
+                new, own = attach_meter(moved, clock_of(assembly.device), context.progress)
                 assembly.replace_by(new)
                 _verify_data(context, assembly)
                 gc.collect()  # modules and their hooks know each other, and would keep the old stage
@@ -89,12 +76,11 @@ def main(context: WorkerContext, argument: str) -> None:
 
             tell = partial(context.send, "times")
             balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage)
-            checkpoints = folder / "checkpoints"
-            keep = _checkpoint_saver(context, assembly, checkpoints, world, requested["parts"], whole)
-            prune = partial(prune_old, checkpoints, plan.checkpoint_keep, world, whole)
+            saver = saver_of(assembly, folder, requested["parts"], requested["generation"], context.send)
+            prune = partial(prune_old, folder / "checkpoints", plan.checkpoint_keep, world, whole)
             choices = load_choices(assembly, Path(plan.choices) if plan.choices else None, world)
-            actions = _actions(context, assembly, keep, prune, balance, memory, choices)
-            run_loop(state, _pace(plan), actions, sink)
+            actions = _actions(context, assembly, saver, whole, prune, balance, memory, choices)
+            run_loop(state, _pace(plan), watched(actions, context.progress), sink)
         finally:
             sink.close()
             assembly.loader.close()
@@ -148,54 +134,39 @@ def _pace(plan: Plan) -> LoopIntervals:
     )
 
 
-SaveState = Callable[[TrainState], Path]
-Parts = Literal["here", "sent"]
-
-
-def _checkpoint_saver(
-    context: WorkerContext, assembly: Assembly, folder: Path, world: Sums, parts: Parts, whole: set[int]
-) -> SaveState:
-    """A function that saves a state's checkpoint in `folder` and adds its step to those that are known as `whole`; a
-    rank whose part is "sent" has the supervisors send it on to rank 0's folder."""
-
-    def send(staging: Path) -> None:
-        context.send("wrote", staging=staging.name)
-
-    def save_state(state: TrainState) -> Path:
-        path = save(assembly, state, folder, world, send=send if parts == "sent" else None)
-        whole.add(state.step)
-        return path
-
-    return save_state
-
-
 def _actions(
     context: WorkerContext,
     assembly: Assembly,
-    keep: SaveState,
+    saver: CheckpointSaver,
+    whole: set[int],
     prune: Callable[[], None],
     balance: Rebalancer,
-    memory: _FirstStep,
+    memory: FirstStep,
     choices: ChoiceEvaluation | None,
 ) -> LoopActions:
     plan, world = assembly.plan, assembly.sums
     flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
 
-    def save_here(state: TrainState) -> None:
-        began = time.perf_counter()
-        path = keep(state)
-        memory.report_peaks()
-        if context.rank == 0:
-            context.send("saved", step=state.step, name=path.name, seconds=time.perf_counter() - began)
+    def told(end: SaveEnd | None) -> SaveEnd | None:
+        if end is not None and not end.failure:
+            whole.add(end.step)
+            memory.report_peaks()
+            if context.rank == 0:
+                context.send("saved", step=end.step, seconds=end.blocked_s)
+        return end
 
     def agree(stop: bool, due: bool) -> tuple[bool, bool]:
-        flags = world.largest(torch.tensor([int(stop), int(due)]))
+        flags = world.largest(torch.tensor([int(stop), int(due), saver.status]))
+        saver.agree(int(flags[2]))
         return bool(flags[0]), bool(flags[1])
 
     return LoopActions(
         step=lambda state: balance.step(memory.watched, state),
         evaluate=lambda state: evaluate_held_out(assembly, state.step, choices),
-        save=save_here,
+        save=lambda state: told(saver.save_now(state)),
+        begin_save=saver.begin,
+        save_ended=lambda: told(saver.ended()),
+        finish_save=lambda: told(saver.finish()),
         prune=prune,
         agree=agree,
         rebalance_if_due=balance.rebalance_if_due,
@@ -222,30 +193,3 @@ def evaluate_held_out(assembly: Assembly, step: int, choices: ChoiceEvaluation |
         choices_accuracy=scores.choices_accuracy if scores else None,
         choices_accuracy_per_byte=scores.choices_accuracy_per_byte if scores else None,
     )
-
-
-class _FirstStep:
-    """Measures the peak memory of this process's first step and reports it; later steps run without measurement."""
-
-    def __init__(self, assembly: Assembly, world: Sums, context: WorkerContext) -> None:
-        self._assembly, self._world, self._context = assembly, world, context
-        self._peak_bytes: int | None = None
-
-    def watched(self, state: TrainState) -> tuple[TrainState, Scalars]:
-        """Take a step with the assembly; the first one is measured."""
-        if self._peak_bytes is not None:
-            return self._assembly.step(state)
-        with LiveTensorPeak(self._assembly.device, self._assembly.tensors()) as peak:
-            result = self._assembly.step(state)
-        self._peak_bytes = peak.bytes
-        self.report_peaks()
-        return result
-
-    def report_peaks(self) -> None:
-        """Report the peaks of all ranks, or nothing before the first step; every rank must call it."""
-        if self._peak_bytes is None:
-            return
-        peaks = self._world.gather(torch.tensor([self._peak_bytes, peak_rss_bytes()]))
-        if self._context.rank == 0:
-            tensor_bytes, rss_bytes = zip(*[peak.tolist() for peak in peaks], strict=True)
-            self._context.send("memory", peak_tensor_bytes=tensor_bytes, peak_rss_bytes=rss_bytes)

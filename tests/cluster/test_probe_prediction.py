@@ -68,7 +68,7 @@ def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences
 def real_step_s(shape, sequences: int, micros: int) -> float:
     """Processor seconds of a step as plait takes it in one process."""
     sharded = unsharded(GPT(shape))
-    initialize_weights(sharded, shape, 1)
+    initialize_weights(sharded.weights, shape, 1)
     run_micros, _ = make_runners(sharded, nullcontext)
     optimizer = make_optimizer(sharded.units, PROBED_OPTIMIZER)
     given = [micro(shape.vocabulary, sequences) for _ in range(micros)]

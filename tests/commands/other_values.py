@@ -29,6 +29,11 @@ OTHER_VALUES = {
     "run.workers": "4",
     "run.threads": "1",
     "model.from": ".",
+    "finetune.method": "lora",
+    "finetune.rank": "2",
+    "finetune.alpha": "3.0",
+    "finetune.targets": '["attention"]',
+    "finetune.variant": "rslora",
     "model.size": "3M",
     "model.layers": "3",
     "model.width": "256",
@@ -48,6 +53,8 @@ OTHER_VALUES = {
     "data.tokenizer": "gpt2",
     "data.holdout": "0.1",
     "data.mask_documents": "true",
+    "data.format": "chat",
+    "data.overlong": "drop",
     "train.budget": "200 steps",
     "train.sequence": "64",
     "train.batch_tokens": "65536",
@@ -80,13 +87,19 @@ OTHER_VALUES = {
     "layout.micro_sequences": "5",
     "checkpoint.every": "7 steps",
     "checkpoint.keep": "5",
+    "recover.mode": "never",
+    "recover.give_up_after": "5",
     "report.every": "9 steps",
     "report.evaluate": "13 steps",
     "report.choices": "choices.jsonl",
 }
 
+TUNED = ("model.size=auto", "model.from=.", "layout.pipeline=1")
+LORA = (*TUNED, "finetune.method=lora")
 BESIDE = {
     "model.from": ("model.size=auto",),
+    "finetune.method": TUNED,
+    **dict.fromkeys(("finetune.rank", "finetune.alpha", "finetune.targets", "finetune.variant"), LORA),
     "optimizer.kind": ("optimizer.lr=0.1",),
     "optimizer.momentum": ("optimizer.kind=sgd", "optimizer.lr=0.1"),
 }

@@ -14,6 +14,8 @@ from plait.cluster.topology import Machine
 from plait.commands.planning.make_plan import make_plan, replan
 from plait.commands.planning.measuring import MachineSurvey
 from plait.commands.planning.workers import PRODUCTS_ENTRY, TIMING_ENTRY, OnMessage
+from plait.commands.probing.choose_request import probe_request_for, with_fastest_library
+from plait.commands.probing.measurements import ProbeWorkers
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError
@@ -120,6 +122,21 @@ def test_nothing_is_timed_for_bf16_where_its_products_promise_too_little_or_the_
     short = planned(asked(tmp_path, budget="9 steps"), corpus, quick)
     assert "precision float32: the run is too short to time steps in bf16 as well" in short.reasons
     assert {plan.precision for plan in (*emulated.timed, *quick.timed)} <= {"float32"}
+
+
+@pytest.mark.parametrize(("gain", "library"), [(2.3, "onednn"), (0.7, "default")])
+def test_a_probe_times_the_library_that_a_run_would_take(
+    tmp_path: Path, corpus: Corpus, gain: float, library: str
+) -> None:
+    crew, config = Processor(LAPTOP, {"onednn": gain}), asked(tmp_path)
+    extent = ProbeWorkers(workers=2, threads=1)
+    for recipe_or_none in (config, None):
+        plain = probe_request_for(recipe_or_none, crew.site, extent, CURRENT_FOLDER)
+        requested, survey = with_fastest_library(plain, recipe_or_none, crew.site, crew)
+        assert requested == replace(plain, matmul_backend=library)
+        assert survey.peak_flops == pytest.approx(4e11 * max(1, gain)), (
+            "shares of the peak are shares of this library's"
+        )
 
 
 def test_a_named_precision_is_obeyed_with_its_price(tmp_path: Path, corpus: Corpus) -> None:

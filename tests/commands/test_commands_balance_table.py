@@ -11,6 +11,7 @@ from plait.data.loader import Loader, SampleSelection
 from plait.data.order import make_order
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.rows import IGNORED_TARGET
+from plait.data.samples.windows import WindowReader
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError
 from plait.recipe.load import parse_config
@@ -47,7 +48,7 @@ def test_what_is_told_is_what_ranks_read(corpus: Corpus) -> None:
             documents="mask",
             device=torch.device("cpu"),
         )
-        loader = Loader(corpus, order, samples)
+        loader = Loader(corpus, WindowReader(corpus.train, order, corpus.vocabulary), samples)
         micros = [micro for step in range(told.steps) for micro in loader.micros(step * BATCH)]
         loader.close()
         lengths = [length for micro in micros for length in micro.lengths or ()]

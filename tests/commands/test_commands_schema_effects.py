@@ -11,13 +11,17 @@ import torch
 from pydantic import BaseModel
 
 from plait.cluster.requested_workers import chosen_gpus
+from plait.commands.monitoring.recovery import decision_after
 from plait.commands.planning.run_folder import run_folder
 from plait.commands.preparing.base import base_folder
 from plait.commands.preparing.corpus import data_request
+from plait.data.samples.sizes import CorpusSizes
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
+from plait.model.sizes import named_shape
 from plait.planner.derive.compile_mode import compile_of
+from plait.planner.derive.model_size import BaseFacts
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
@@ -26,6 +30,8 @@ from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recip
 from tests.planner.machines import LAPTOP, ONE_H100, corpus, planned
 
 FACTS = corpus(1_500_000, 1)
+BASE = named_shape("1M", vocabulary=4096, sequence=1024)
+EXAMPLES = CorpusSizes(examples=(((100, 10, 30), (40, 1, 50)),))
 SMALL = ModelShape(layers=1, width=8, heads=1, kv_heads=1, head_width=8, ffn=8, vocabulary=8, sequence=8)
 
 
@@ -37,7 +43,8 @@ def schema_keys() -> Iterator[str]:
 
 def plan_of(config: RunConfig) -> Plan:
     """What will be done, without what only tells of where it came from."""
-    return replace(planned(config, FACTS, LAPTOP), recipe_hash="", reasons=())
+    facts = replace(FACTS, base=BaseFacts(folder="base", shape=BASE)) if config.model.from_ else FACTS
+    return replace(planned(config, facts, LAPTOP), recipe_hash="", reasons=())
 
 
 def gpu_kernels(config: RunConfig) -> bool:
@@ -54,12 +61,14 @@ def first_weights(config: RunConfig) -> list[float]:
 EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the plan": plan_of,
     "the data": data_request,
+    "the windows": lambda config: EXAMPLES.epoch_windows(64, config.data.overlong),
     "the folder": lambda config: run_folder(config.run.name),
     "the first weights": first_weights,
     "compiled layers": lambda config: compile_of(config, [ONE_H100], []),
     "kernels of GPUs": gpu_kernels,
     "the model's folder": lambda config: base_folder(config, CURRENT_FOLDER),
     "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
+    "what follows a failure": lambda config: [decision_after(config.recover, n, "may pass") for n in range(1, 7)],
 }
 ELSEWHERE = {
     "model.from": "the model's folder",
@@ -69,7 +78,9 @@ ELSEWHERE = {
     "train.deterministic": "kernels of GPUs",
     "run.name": "the folder",
     "run.seed": "the first weights",
+    "data.overlong": "the windows",
     "data.": "the data",
+    "recover.": "what follows a failure",
 }
 NOT_JUST_THERE = {"data.mask_documents": "the plan"}
 

@@ -17,6 +17,7 @@ from plait.launch.values.job import Job
 from tests.entry_tables import entries_of
 
 LAYOUTS = ["replicate", "shard optimizer", "shard parameters"]
+ONE_QUICK = [pytest.param(layout, marks=[] if layout == "shard optimizer" else pytest.mark.slow) for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_training_has_the_numbers_of_one_process(server: ForkServer, tmp_path: P
     check_equal(trained(server, tmp_path, 2, layout=layout, shares=[1, 2], accumulate=2, recompute="full"), alone)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ONE_QUICK)
 def test_a_run_resumes_to_the_bit_and_on_another_number_of_ranks(
     server: ForkServer, tmp_path: Path, alone: Any, layout: str
 ) -> None:
@@ -92,7 +93,7 @@ def test_layouts_that_cannot_carry_a_program_say_so(server: ForkServer) -> None:
     assert "is shared by" in across
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ONE_QUICK)
 def test_gradients_may_travel_rounded(server: ForkServer, layout: str) -> None:
     (told,) = told_by(server, "travel", 2, layout=layout)
     assert 1e-5 < told["error"] < 1e-2

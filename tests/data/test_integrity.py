@@ -15,8 +15,8 @@ import torch
 from plait.data.index import read_index
 from plait.data.integrity import BackgroundVerification, verify_at_start
 from plait.data.loader import Loader, SampleSelection, heldout_micros
-from plait.data.order import make_order
 from plait.data.preparation.tokens import corpus_tokenizer
+from plait.data.samples.opening import training_samples
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError, RunFailed
 
@@ -47,7 +47,7 @@ def selection(corpus: Corpus) -> SampleSelection:
 
 
 def loader_of(corpus: Corpus) -> Loader:
-    return Loader(corpus, make_order(corpus, 0, 16), selection(corpus))
+    return Loader(corpus, training_samples(corpus, 0, 16), selection(corpus))
 
 
 @pytest.mark.parametrize("name", FILES)

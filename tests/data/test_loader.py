@@ -19,6 +19,7 @@ from plait.data.loader import (
 )
 from plait.data.order import make_order
 from plait.data.packing import zigzag_columns
+from plait.data.samples.opening import training_samples
 from plait.data.shards import Corpus
 
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def loader(corpus: Corpus) -> Iterator[Callable[[SampleSelection], Loader]]:
     opened: list[Loader] = []
 
     def make(taken: SampleSelection) -> Loader:
-        opened.append(Loader(corpus, make_order(corpus, 3, taken.sequence), taken))
+        opened.append(Loader(corpus, training_samples(corpus, 3, taken.sequence), taken))
         return opened[-1]
 
     yield make

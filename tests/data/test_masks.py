@@ -11,6 +11,7 @@ import torch
 from plait.data.loader import IGNORED_TARGET, Loader, Micro, SampleSelection, heldout_micros
 from plait.data.order import make_order
 from plait.data.preparation.synthetic import write_synthetic
+from plait.data.samples.windows import WindowReader
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError
 
@@ -49,7 +50,7 @@ def test_the_corpus_has_what_can_go_wrong(corpus: Corpus) -> None:
 
 def test_a_step_leaves_marked_targets_out_and_keeps_the_inputs(corpus: Corpus) -> None:
     order = make_order(corpus, 1, SEQUENCE)
-    loader = Loader(corpus, order, samples(40))
+    loader = Loader(corpus, WindowReader(corpus.train, order, corpus.vocabulary), samples(40))
     (micro,) = loader.micros(0)
     loader.close()
     left_out = 0

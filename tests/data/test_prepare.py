@@ -166,9 +166,9 @@ def test_the_tokenizer_is_trained_on_the_training_part_within_its_limit(
     entries = load_tokenizer(prepare_corpus(request, tmp_path, Stages())).backend.get_vocab()
     assert not any("zqx" in entry for entry in entries), "the held-out part was seen"
     monkeypatch.setattr(build, "TOKENIZER_SAMPLE_BYTES", 30_000)
-    sample = list(build._sample(words, total=100_000))
+    sample = list(build.sample_of_text(words, total=100_000))
     assert 22_000 < sum(map(len, sample)) <= 30_000
-    assert sorted(build._sample(words[::-1], total=100_000)) == sample
+    assert sorted(build.sample_of_text(words[::-1], total=100_000)) == sample
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ from benchmarks.lab.demands import demands
 from benchmarks.lab.journal import read_lines
 from benchmarks.lab.report import Verdict, summary, verdict
 from benchmarks.lab.unequal import reached
-from benchmarks.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 Figures = Mapping[str, Any]
+_PLAIN = {ord(","): "", ord("×"): "x", ord("."): "-"}
+"""A case's name as a key that a format string may hold."""
 
 
 def figures(file: str) -> Figures:
@@ -33,23 +34,36 @@ def _published(path: Path) -> Figures:
 
 
 def _first_run(path: Path) -> Figures:
-    found = json.loads(path.read_text())
-    work = Workload(**found["workload"])
-    modes = {"one": (1, found["1 process × 2 threads"]), "two": (2, found["2 processes × 1 thread"])}
-    ratios = {
-        mode: {standing["name"]: _ratio_text(standing) for standing in run["standings"]}
-        for mode, (_, run) in modes.items()
-    }
-    share = {
-        mode: ranks
-        * work.tokens_per_rank
-        * work.flops_per_token
-        / run["standings"][0]["median_s"]
-        / run["matmul_flops"]
-        for mode, (ranks, run) in modes.items()
-    }
-    difference = max(run["greatest_loss_difference"] for _, run in modes.values())
-    return {**ratios, "matmul_share": share, "loss_difference": f"{difference:.0e}".replace("e-0", "e-")}
+    """By case of the benchmark: every row's time over plait's, as it chose ("auto") and at each precision."""
+    cases = {name: case for name, case in json.loads(path.read_text()).items() if isinstance(case, dict)}
+    cases = {name: case for name, case in cases.items() if "standings" in case}
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        over = {base: {row["name"]: _ratio_text(row) for row in rows} for base, rows in case["standings"].items()}
+        found[name.translate(_PLAIN)] = {
+            "auto": over[case["chosen"]["row"]],
+            "float32": over["plait"],
+            "bf16": over["plait, bf16"],
+            "times": {
+                "loop": _times(case, case["chosen"]["row"], "torch loop"),
+                "trainer": _times(case, case["chosen"]["row"], "HF Trainer, defaults"),
+                "loop in float32": _times(case, "plait", "torch loop"),
+                "loop in bf16": _times(case, "plait, bf16", "torch loop, bf16"),
+            },
+            "share": case["share_of_rate"][case["chosen"]["row"]],
+        }
+    differences = [
+        case["loss_differences"][row]
+        for case in cases.values()
+        for row in case["loss_differences"]
+        if "bf16" not in row
+    ]
+    return {**found, "loss_difference": f"{max(differences):.0e}".replace("e-0", "e-")}
+
+
+def _times(case: Figures, base: str, row: str) -> float:
+    """The median of a row's time over that of one of plait's rows; not a number where the row was not run."""
+    return next((one["ratio"] for one in case["standings"][base] if one["name"] == row), float("nan"))
 
 
 def _strands(path: Path) -> Figures:
@@ -83,6 +97,18 @@ def _lab(path: Path) -> Figures:
 def _over_floor(verdicts: list[Verdict], rate: float) -> float | None:
     """Of the 11M model with 16 sequences a step on two hosts."""
     return next(one.over_floor for one in verdicts if one.rate == rate and "11M, 16 × 256" in one.case)
+
+
+def _lab_quick(path: Path) -> Figures:
+    verdicts = [verdict(line) for line in read_lines(path)]
+    whole = summary(verdicts)
+    return {
+        "cases": len(verdicts),
+        "fastest_was_fastest": sum(one.regret == 0 for one in verdicts),
+        "regret": _spread(whole.regret),
+        "step_error": _spread(whole.step_error),
+        "bias": 100 * (whole.step_bias or 0.0),
+    }
 
 
 def _unequal(path: Path) -> Figures:
@@ -143,6 +169,7 @@ _READERS: dict[str, Callable[[Path], Figures]] = {
     "first-run": _first_run,
     "strands": _strands,
     "lab": _lab,
+    "lab-2026-11-25-quick": _lab_quick,
     "unequal": _unequal,
     "speedup": _speedup,
     "straggler": _straggler,

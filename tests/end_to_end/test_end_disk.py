@@ -62,6 +62,8 @@ def test_a_full_disk(small_disk: Path, place: Place, reference: Callable[[int], 
     filler = fill(small_disk, 300_000)
     saving = here.train("full")
     assert saving.code == 1
+    # A save that fails on the way is a warning, said once; only at the end there must be room.
+    assert saving.out.count("\nwarning  ") == 1 and "training goes on" in " ".join(saving.out.split())
     # Known beforehand or met while writing: how much is free then depends on the run's own logs.
     assert "free" in saving.sentence() and "earlier checkpoints, if there are any, are whole" in saving.err
     here.assert_nobody_left()
@@ -77,6 +79,7 @@ def test_a_full_disk(small_disk: Path, place: Place, reference: Callable[[int], 
 def test_a_write_that_fails_while_saving(place: Place, reference: Callable[[int], str]) -> None:
     limited = place.train("limited", preexec_fn=limit_file_size)
     assert limited.code == 1
+    assert limited.out.count("\nwarning  ") == 1 and "training goes on" in " ".join(limited.out.split())
     assert "File too large" in limited.sentence() and "earlier checkpoints, if there are any, are whole" in limited.err
     assert place.checkpoints("limited") == [] and not list((place.path("limited") / "checkpoints").glob(".*"))
     last = place.train("limited")

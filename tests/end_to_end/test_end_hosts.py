@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.command import STEPS, Ended, Place, ended, kill_group, wait_while_running
+from tests.interop.folders import write_model
 
 CORES = sorted(os.sched_getaffinity(0))
 HALVES = (CORES[: max(1, len(CORES) // 2)], CORES[-max(1, len(CORES) // 2) :])
@@ -31,8 +33,12 @@ class Pair:
 
     def start_lead(self, name: str, *more: str) -> subprocess.Popen[str]:
         """Start host 0, and wait until others can join."""
+        return self.start_command("train", "tiny.toml", f"run.name={name}", *more)
+
+    def start_command(self, *words: str) -> subprocess.Popen[str]:
+        """Start a command on host 0, and wait until others can join."""
         process = self.lead.start(
-            *("train", "tiny.toml", f"run.name={name}", *more, "--hosts", "2", "--address", "127.0.0.1"),
+            *(*words, "--hosts", "2", "--address", "127.0.0.1"),
             *("--port", str(self.port), "--secret-file", str(self.secret)),
             preexec_fn=lambda: os.sched_setaffinity(0, HALVES[0]),
         )
@@ -172,12 +178,31 @@ def test_when_host_0_dies_the_other_one_ends_with_its_name(pair: Pair) -> None:
 @pytest.mark.slow
 def test_a_worker_that_dies_on_the_other_host_is_told_with_its_host(pair: Pair) -> None:
     name = "two-hosts-dead-worker"
-    lead, guest = pair.start(name)
+    lead, guest = pair.start(name, 'recover.mode="never"')
     wait_while_running(lambda: bool(pair.lead.checkpoints(name)), lead)
     os.kill(pair.other.rank_process(name, 1), signal.SIGKILL)
     first, second = ended(lead, within_s=30), ended(guest, within_s=30)
     assert (first.code, second.code) == (1, 1), (first, second)
     assert first.sentence().startswith("rank 1 on ") and "SIGKILL" in first.sentence()
+    pair.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_lost_on_the_other_host_is_named_and_both_commands_go_on(
+    pair: Pair, reference: Callable[[int], str], number: signal.Signals
+) -> None:
+    name = f"two-hosts-{number.name.lower()}"
+    lead, guest = pair.start(name, *EVEN)
+    wait_while_running(lambda: bool(pair.lead.checkpoints(name)), lead)
+    os.kill(pair.other.rank_process(name, 1), number)
+    first, second = ended(lead), ended(guest)
+    assert (first.code, second.code) == (0, 0) and not first.err + second.err, (first, second)
+    assert_same_end(pair.lead, name, reference(2))
+    lines = (pair.lead.path(name) / "incidents.jsonl").read_text().splitlines()
+    incident, back = map(json.loads, lines)
+    assert incident["rank"] == 1 and incident["host"] and incident["decision"] == "started again"
+    assert incident["cause"] == ("killed" if number is signal.SIGKILL else "hung") and back["back_after_s"] > 0
     pair.assert_nothing_left()
 
 
@@ -246,3 +271,56 @@ def listens(port: int) -> bool:
     """Whether somebody waits for connections at a port, as the kernel has it."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return any(row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port for row in rows)
+
+
+@pytest.mark.slow
+def test_a_check_looks_at_both_hosts_and_the_link_between_them(pair: Pair) -> None:
+    lead, guest = pair.start_command("probe", "tiny.toml", "--check"), pair.start_join()
+    first, second = ended(lead, within_s=90), ended(guest, within_s=30)
+    assert (first.code, second.code) == (0, 0) and not first.err + second.err, (first, second)
+    words = [line.split()[0] for line in first.out.splitlines()]
+    told = words[words.index("devices") :]
+    assert told == ["devices", "links", "sums", *(["memory", "disk", "software"] * 2), "verdict"], first.out
+    assert "links    the link answers" in first.out and "over 2 workers is right" in first.out
+    assert first.out.endswith("verdict  ready to train\n")
+    pair.assert_nothing_left()
+
+
+FURTHER = """
+[model]
+from = "base"
+
+[data]
+files = "play.txt"
+
+[train]
+sequence = 16
+batch_tokens = 112
+budget = "12 steps"
+matmul_backend = "default"
+
+[layout]
+replicate = 2
+micro_sequences = 2
+
+[report]
+evaluate = "6 steps"
+"""
+
+
+@pytest.mark.slow
+def test_a_model_goes_on_learning_on_two_hosts_as_on_one(pair: Pair) -> None:
+    """The other host has no model of its own: the weights are sent to it, once for all starts."""
+    (pair.lead.folder / "tiny.toml").write_text(FURTHER)
+    write_model(pair.lead.folder / "base", shard_size="20KB")
+    alone = pair.lead.train("further-alone", *EVEN)
+    assert alone.code == 0, alone
+    for name in ("further", "further-again"):
+        lead, guest = (ended(process) for process in pair.start(name, *EVEN))
+        assert (lead.code, guest.code) == (0, 0) and not lead.err + guest.err, (lead, guest)
+        assert pair.lead.numbers(name) == pair.lead.numbers("further-alone")
+        assert pair.lead.manifest(name, 12) == pair.lead.manifest("further-alone", 12)
+        pair.assert_nothing_left()
+        assert ("of weights to begin with to" in lead.out) == (name == "further"), lead.out
+    models = pair.other.folder / ".plait" / "received" / "models"
+    assert len(list(models.iterdir())) == 1 and not (pair.other.folder / "base").exists()

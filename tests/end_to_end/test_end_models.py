@@ -57,6 +57,8 @@ def test_a_model_goes_in_and_out(home: Place) -> None:
     run(home, "train", "go.toml")
     after = json.loads(run(home, "eval", "go", "--files", "text.txt").out)
     assert after["tokens"] == before["tokens"] and after["nats_per_token"] < before["nats_per_token"] - 0.1
+    first, last = (json.loads(run(home, "eval", *names).out) for names in (("base", "--heldout-of", "go"), ("go",)))
+    assert first["tokens"] == last["tokens"] > 100 and last["nats_per_token"] < first["nats_per_token"] - 0.1
     run(home, "export", "go", "--to", "mine")
     again = json.loads(run(home, "eval", "mine", "--files", "text.txt", "--sequence", "32").out)
     assert again["nats_per_token"] == pytest.approx(after["nats_per_token"], rel=1e-6)

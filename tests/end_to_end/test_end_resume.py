@@ -109,7 +109,7 @@ def test_a_dead_worker_and_signals_stop_cleanly_and_the_run_goes_on(
 ) -> None:
     whole, name = reference(2), "stopped"
 
-    process = place.start_training(name)
+    process = place.start_training(name, "recover.mode=never")
     wait_while_running(lambda: newest(place, name) >= 10, process)
     victim = place.rank_process(name, 1)
     at = time.monotonic()

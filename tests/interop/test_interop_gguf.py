@@ -15,10 +15,12 @@ from tests.interop.folders import write_gguf, write_model
 pytest.importorskip("gguf")
 
 
-def test_a_gguf_file_computes_what_its_model_computes(tmp_path: Path) -> None:
+def test_a_gguf_file_computes_what_its_model_computes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     theirs = write_model(tmp_path / "model")
     write_gguf(tmp_path / "small.gguf", theirs, tmp_path / "model", tokenizer__ggml__pre="smollm")
+    capfd.readouterr()
     opened = open_model("small.gguf", WorkingFolder(tmp_path))
+    assert capfd.readouterr() == ("", ""), "the reader's own bar of progress"
     tokens_bt = torch.randint(0, 257, (2, 24))
     with torch.no_grad():
         wanted = theirs(tokens_bt).logits.flatten(0, 1)

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.model.norm import RMSNorm
-from plait.model.rotary import Rotary, rotate
+from plait.model.kernels.adapted_product import adapted_product
+from plait.model.kernels.norm import RMSNorm
+from plait.model.kernels.rotary import Rotary, rotate
 
 DOUBLE = torch.float64
 
@@ -67,3 +68,29 @@ def test_a_rotated_product_depends_on_the_distance_only() -> None:
         return float((next(turned) * next(turned)).sum())
 
     assert product(100_000, 99_990) == pytest.approx(product(10, 0), abs=1e-9)
+
+
+@pytest.mark.parametrize("biased", ["biased", "plain"])
+def test_a_frozen_product_with_its_adapter(biased: str) -> None:
+    x, a, b = (torch.randn(size, dtype=DOUBLE, requires_grad=True) for size in ((7, 12), (3, 12), (5, 3)))
+    weight, bias = torch.randn(5, 12, dtype=DOUBLE), torch.randn(5, dtype=DOUBLE) if biased == "biased" else None
+    expected = F.linear(x, weight, bias) + 0.7 * F.linear(F.linear(x, a), b)
+    same(adapted_product(x, weight, bias, a, b, 0.7), expected, [x, a, b])
+
+
+def test_a_first_layer_s_input_needs_no_gradient() -> None:
+    x, weight = torch.randn(7, 12), torch.randn(5, 12)
+    a, b = (torch.randn(size, requires_grad=True) for size in ((3, 12), (5, 3)))
+    adapted_product(x, weight, None, a, b, 0.7).sum().backward()
+    assert x.grad is None and weight.grad is None and a.grad is not None and b.grad is not None
+
+
+def test_under_autocast_gradients_of_an_adapter_stay_float32() -> None:
+    x, weight = torch.randn(64, 12), torch.randn(5, 12)
+    a, b = (torch.randn(size, requires_grad=True) for size in ((3, 12), (5, 3)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = adapted_product(x, weight.bfloat16(), None, a, b, 0.7)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), F.linear(x, weight + 0.7 * b @ a), rtol=0.05, atol=0.1)
+    actual.float().square().sum().backward()
+    assert a.grad is not None and a.grad.dtype == torch.float32

@@ -15,10 +15,9 @@ from plait.model.rope_scaling import RopeScaling
 from plait.model.shape import (
     ModelShape,
     parameter_count,
-    parameter_parts,
-    training_flops_per_token,
     weight_sizes,
 )
+from plait.model.weights import parameter_parts, training_flops_per_token
 
 LLAMA = ModelShape(layers=3, width=48, heads=6, kv_heads=2, head_width=16, ffn=80, vocabulary=97, sequence=32)
 GPT2 = replace(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.layout import Layout
+from plait.model.adapter_shape import AdapterShape, AdapterTarget, AdapterVariant
 from plait.model.rope_scaling import RopeScaling
-from plait.model.shape import ModelShape
+from plait.model.shape import ModelShape, linear_layers
 
 YARN = RopeScaling(kind="yarn", factor=4.0, original_sequence=16, table_scale=1.1)
 LLAMA = ModelShape(layers=8, width=64, heads=8, kv_heads=4, head_width=8, ffn=128, vocabulary=256, sequence=64)
@@ -126,3 +127,63 @@ def pairs() -> list[tuple[Layout, str]]:
     """Each layout with two of the families in turn, so that every family meets every strand."""
     names = list(FAMILIES)
     return [(layout, names[(place + turn) % len(names)]) for place, layout in enumerate(LONG) for turn in (0, 3)]
+
+
+def adapted(
+    family: str, *, targets: tuple[AdapterTarget, ...] = (), variant: AdapterVariant = "lora", rank: int = 3
+) -> ModelShape:
+    """A family with an adapter beside these linear layers, or beside all of them."""
+    shape = FAMILIES[family]
+    targets = targets or linear_layers(shape)
+    return replace(shape, adapter=AdapterShape(rank=rank, alpha=5.0, targets=targets, variant=variant))
+
+
+ADAPTED_EVERY_DAY: dict[str, tuple[ModelShape, Layout]] = {
+    "replicate": (adapted("gpt2"), Layout(replicate=3)),
+    "shard": (adapted("qwen2", variant="rslora"), Layout(shard=2, recompute="full")),
+    "shard parameters": (adapted("llama"), Layout(shard=4, shard_what="parameters")),
+    "tensor beyond kv heads": (adapted("multi-query"), Layout(tensor=4)),
+    "zero-bubble": (adapted("qwen3"), Layout(pipeline=2, stage_layers=(5, 3), schedule="zero-bubble")),
+    "context × tensor": (adapted("odd groups"), Layout(context=2, tensor=2)),
+}
+ADAPTED_LONG: dict[str, tuple[ModelShape, Layout]] = {
+    "all parts of a sequence": (adapted("windows"), Layout(context=4, recompute="selective")),
+    "a few targets": (
+        adapted("llama", targets=("attention.q", "attention.v")),
+        Layout(tensor=2, shard=2, recompute="selective"),
+    ),
+    "values alone": (adapted("qwen2", targets=("attention.v",)), Layout(tensor=2, context=2, recompute="full")),
+    "one target": (adapted("qwen3", targets=("feedforward.down",)), Layout(pipeline=2, stage_layers=_TWO, tensor=2)),
+    "rank 1": (adapted("gpt2", rank=1), Layout(shard=2, tensor=2, shard_what="parameters")),
+    "tied ends": (adapted("qwen2"), Layout(pipeline=2, stage_layers=_TWO)),
+    "interleaved": (adapted("gpt2"), Layout(pipeline=2, stage_layers=_VIRTUAL, schedule="interleaved")),
+    "replicate × parameters": (adapted("gpt2"), Layout(replicate=2, shard=2, shard_what="parameters")),
+    "pipeline × parameters": (
+        adapted("llama"),
+        Layout(pipeline=2, stage_layers=_TWO, shard=2, shard_what="parameters", recompute="full"),
+    ),
+    "replicate × shard × tensor": (adapted("odd groups"), Layout(replicate=2, shard=2, tensor=2)),
+    "shard × context × tensor": (adapted("llama"), Layout(shard=2, context=2, tensor=2, recompute="full")),
+    "parameters × context × tensor": (
+        adapted("gpt2", variant="rslora"),
+        Layout(shard=2, context=2, tensor=2, shard_what="parameters"),
+    ),
+    "pipeline × shard × tensor": (
+        adapted("qwen3"),
+        Layout(pipeline=2, stage_layers=_TWO, shard=2, tensor=2, recompute="selective"),
+    ),
+    "pipeline × context × tensor": (adapted("scaled"), Layout(pipeline=2, stage_layers=_TWO, context=2, tensor=2)),
+    "zero-bubble × shard × context": (
+        adapted("qwen2"),
+        Layout(pipeline=2, stage_layers=_TWO, shard=2, context=2, schedule="zero-bubble"),
+    ),
+}
+ADAPTED_UNEQUAL: dict[str, tuple[ModelShape, Layout, tuple[int, ...]]] = {
+    "shard": (adapted("qwen3"), Layout(shard=2), (3, 1)),
+    "shard parameters": (adapted("qwen2"), Layout(shard=3, shard_what="parameters"), (1, 1, 30)),
+    "zero-bubble": (
+        adapted("gpt2"),
+        Layout(pipeline=2, stage_layers=_TWO, replicate=2, schedule="zero-bubble"),
+        (5, 1),
+    ),
+}

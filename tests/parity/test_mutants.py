@@ -44,10 +44,37 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "chunks-begin-alike": ("layout.pipeline=2", "layout.virtual_stages=2"),
 }
 """Each mutant, and a layout in which its bug matters."""
+ADAPTER_SHOWN_BY: dict[str, str] = {
+    "frozen-weights-summed": "Layout(replicate=2)",
+    "tensor-trains-frozen-weights": "Layout(tensor=2)",
+    "one-rank-without-adapter": "Layout(tensor=2)",
+}
+"""The same for mutants that only a model with an adapter shows."""
+PROVE_ADAPTER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from plait.commands.planning.workers import ENTRIES, ForkedWorkers
+from plait.commands.verifying.gradient_check import check_gradients
+from plait.commands.verifying.small_model import requested_layout, shrunk_plan
+from plait.launch.local.run import ForkServer
+from plait.layout import Layout
+from plait.model.adapter_shape import AdapterShape
+from plait.model.shape import linear_layers
+from plait.recipe.load import load_recipe
+
+config = load_recipe(Path("small.toml"))
+shape, _ = requested_layout(config)
+shape = replace(shape, adapter=AdapterShape(rank=4, alpha=8.0, targets=linear_layers(shape)))
+with ForkServer(ENTRIES) as server:
+    verdict = check_gradients(config, shrunk_plan(config, shape, LAYOUT), ForkedWorkers(server))
+open("told.json", "w").write(verdict.to_json())
+sys.exit(0 if verdict.ok else 1)
+"""
 
 
 def test_every_mutant_has_its_layout() -> None:
-    assert {path.stem for path in MUTANTS.glob("*.patch")} == set(SHOWN_BY)
+    assert {path.stem for path in MUTANTS.glob("*.patch")} == set(SHOWN_BY) | set(ADAPTER_SHOWN_BY)
 
 
 USUAL = ("mean-of-each-rank", "pipeline-not-divided", "norm-counts-copies", "everybody-counts-alike")
@@ -63,6 +90,22 @@ def test_a_mutant_is_caught(name: str, tmp_path: Path) -> None:
     assert not told["ok"]
     off = [one["error"] for one in told["worst"] if one["error"] is not None]
     assert max(off) > 1e-4, "a bug is no matter of rounding"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=() if one == "frozen-weights-summed" else pytest.mark.slow) for one in ADAPTER_SHOWN_BY],
+)
+def test_a_mutant_of_adapters_is_caught(name: str, tmp_path: Path) -> None:
+    code, told = adapter_proven_from(mutated_copy(MUTANTS / f"{name}.patch", tmp_path), ADAPTER_SHOWN_BY[name])
+    assert code == 1 and told is not None and not told["ok"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", sorted(set(ADAPTER_SHOWN_BY.values())))
+def test_without_a_patch_adapters_are_proven(layout: str, tmp_path: Path) -> None:
+    code, told = adapter_proven_from(mutated_copy(None, tmp_path), layout)
+    assert code == 0 and told is not None and told["ok"]
 
 
 def test_the_same_copy_without_a_patch_is_green(tmp_path: Path) -> None:
@@ -91,9 +134,19 @@ def test_a_patch_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
 
 def verify_from(folder: Path, asked: tuple[str, ...]) -> tuple[int, dict[str, Any] | None]:
     """Exit code and JSON of `plait verify` as the copy in a folder does it."""
+    return ended_in(folder, ["-m", "plait", "verify", "small.toml", *asked, "--json", "told.json"])
+
+
+def adapter_proven_from(folder: Path, layout: str) -> tuple[int, dict[str, Any] | None]:
+    """The same of a model with an adapter."""
+    (folder / "prove.py").write_text(PROVE_ADAPTER.replace("LAYOUT)", f"{layout})"))
+    return ended_in(folder, ["prove.py"])
+
+
+def ended_in(folder: Path, arguments: list[str]) -> tuple[int, dict[str, Any] | None]:
     (folder / "small.toml").write_text(RECIPE)
     ended = subprocess.run(
-        [sys.executable, "-m", "plait", "verify", "small.toml", *asked, "--json", "told.json"],
+        [sys.executable, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.cluster.topology import Machine
-from plait.planner.derive.model_size import CorpusFacts
+from plait.model.shape import ModelShape
+from plait.planner.derive.model_size import BaseFacts, CorpusFacts
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import Draft, draft, settle
@@ -45,6 +46,12 @@ def corpus(train_tokens: int, documents: int, vocabulary: int = 4096) -> CorpusF
 PLAYS = corpus(1_500_000, 1)
 STORIES = corpus(450_000_000, 2_000_000, 8192)
 WEB = corpus(100_000_000_000, 80_000_000, 50257)
+SMOLLM2 = ModelShape(
+    layers=30, width=576, heads=9, kv_heads=3, head_width=64, ffn=1536, vocabulary=49152, sequence=8192,
+    rope_theta=1e5, tied=True,
+)  # fmt: skip
+CHATS = replace(corpus(90_000, 2_000, 49152), base=BaseFacts(folder="/models/smollm2", shape=SMOLLM2, fingerprint="f1"))
+"""2,000 conversations of 45 tokens, and the model that is to learn them."""
 
 
 def recipe(folder: Path, *overrides: str) -> RunConfig:

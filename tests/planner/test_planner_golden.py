@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from plait.planner.resolve.resolve import plan_summary
-from tests.planner.machines import EIGHT_H100, LAPTOP, ONE_H100, PLAYS, SERVER, STORIES, WEB, planned, recipe
+from tests.planner.machines import CHATS, EIGHT_H100, LAPTOP, ONE_H100, PLAYS, SERVER, STORIES, WEB, planned, recipe
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = {
     "laptop-plays-4-minutes": (LAPTOP, PLAYS, ("train.budget=4 minutes",)),
     "server-stories-1-hour": (SERVER, STORIES, ("train.budget=1 hour",)),
     "server-plays-named-layout": (SERVER, PLAYS, ("train.budget=500 steps", "layout.replicate=4", "model.size=3M")),
+    "laptop-chats-lora": (LAPTOP, CHATS, ("model.from=base", "finetune.method=lora")),
+    "h100-chats-full": (ONE_H100, CHATS, ("model.from=base", "finetune.method=full")),
     "h100-web-125m": (ONE_H100, WEB, ("model.size=125M", "train.sequence=1024")),
     "8-h100-web-20b-tokens": (EIGHT_H100, WEB, ("train.budget=20B tokens", "model.size=1B")),
 }

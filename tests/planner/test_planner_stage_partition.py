@@ -22,12 +22,12 @@ from plait.planner.problem.candidates import Candidates, LayerSplit
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.stage_partition import (
     balanced_stages_by_cost,
-    fullest_rank_parameters,
     head_cost_in_layers,
     layers_of_stages,
     published_stages,
     rank_layers,
 )
+from plait.planner.problem.trained_weights import fullest_trained_parameters
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.enumeration import enumerate_layouts
@@ -123,7 +123,7 @@ def test_named_stages_are_priced_as_named() -> None:
     seconds = [step_seconds(inputs(workload, CLUSTER, each, PLAIT_PROFILE))[0] for each in (even, odd, swapped)]
     assert seconds[1] > seconds[2] > 1.3 * seconds[0]  # the head stands with the last stage
     assert seconds[1] < 2 * seconds[0]
-    assert fullest_rank_parameters(workload, odd)[0][0] > 1.3 * fullest_rank_parameters(workload, even)[0][0]
+    assert fullest_trained_parameters(workload, odd)[0][0] > 1.3 * fullest_trained_parameters(workload, even)[0][0]
     activations = [estimate_memory(workload, each, PLAIT_PROFILE).activations[0] for each in (even, odd, swapped)]
     assert activations[2] > activations[0]
 

@@ -243,8 +243,10 @@ def test_the_shipped_recipes_load() -> None:
     assert shipped
     for path in shipped:
         config = load_recipe(path)
-        assert parse_config(config.model_dump(exclude_none=True)) == config
-        assert isinstance(config.data.files, str) and Path(config.data.files).exists()
+        assert parse_config(config.model_dump(exclude_none=True, by_alias=True)) == config
+        assert isinstance(config.data.files, str)
+        file = Path(config.data.files)
+        assert file.exists() or file.parent.name == "models"  # which `make chats` brings
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,6 +26,7 @@ from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.checkpointing.background import CheckpointSaver, SaveEnd, saver_of
 from plait.trainer.checkpointing.persist import restore, save, verify_together
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward, make_loss
@@ -134,6 +137,37 @@ def restore_and_save(context: RankContext, argument: str) -> None:
         if asked.get("poisoned") == context.rank:
             next(unit for unit in assembly.model.units if unit.owned).parameter.data.view(-1)[0] = float("inf")
         save(assembly, state, Path(asked["new"]), world)
+
+
+def save_meanwhile(context: RankContext, argument: str) -> None:
+    """Save in the background after each of two steps while the next goes on, in a folder where a rank may be unable to
+    write the first; tells how each save ended."""
+    asked = json.loads(argument)
+    folder, new = Path(asked["folder"]), Path(asked["new"])
+    with assembled(context, folder, [{}]) as (assembly,):
+        torch.manual_seed(context.rank)
+        saver = saver_of(assembly, new, "here", asked["generation"], context.send)
+        ends, end, state = list[SaveEnd](), None, TrainState()
+        (new / "checkpoints").mkdir(exist_ok=True)
+        for step in range(3):
+            state, scalars = assembly.step(state)
+            torch.rand(3)
+            state = replace(state, tokens=state.tokens + int(scalars.totals[1]))
+            while step and (end := _agreed_end(saver, assembly)) is None:
+                time.sleep(0.01)
+            ends += [end] if end is not None else []
+            if step < 2:
+                limit = 1 if asked["fails"] == context.rank and step == 0 else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+                saver.begin(state)
+        context.send("ends", ends=[[end.step, end.failure] for end in ends], now=asked["now"])
+        if asked["now"]:
+            saver.save_now(state)
+
+
+def _agreed_end(saver: CheckpointSaver, assembly: Assembly) -> SaveEnd | None:
+    saver.agree(int(assembly.sums.largest(torch.tensor([saver.status]))[0]))
+    return saver.ended()
 
 
 @contextmanager

@@ -151,6 +151,7 @@ def test_the_loop_waits_once_a_report() -> None:
 
     actions = LoopActions(
         step=step, evaluate=lambda state: None, save=lambda state: None, prune=lambda: None,
+        begin_save=lambda state: None, save_ended=lambda: None, finish_save=lambda: None,
         agree=lambda stop, save: (stop, save), rebalance_if_due=lambda state: [], stop_requested=lambda: False,
         learning_rate=lambda step: 0.1, data_wait_s=lambda: 0.0, mfu=lambda rate: None,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 
 from plait.errors import RunFailed
 from plait.report.metrics import EvalReport, StepReport
+from plait.trainer.checkpointing.background import SaveEnd
 from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
@@ -30,6 +31,8 @@ class Diary:
     loses: Mapping[int, float] = field(default_factory=dict)
     """Steps whose loss is another one."""
     eval_loss: float = 1.0
+    save_fails: Mapping[int, str] = field(default_factory=dict)
+    going_on: SaveEnd | None = None
     entries: list[str] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
     now: int = 0
@@ -38,7 +41,10 @@ class Diary:
         return LoopActions(
             step=self.take_step,
             evaluate=self.evaluate,
-            save=lambda state: self.entries.append(f"save {state.step} after {state.tokens} tokens"),
+            save=self.save,
+            begin_save=self.begin_save,
+            save_ended=self.save_ended,
+            finish_save=self.save_ended,
             prune=lambda: self.entries.append("prune"),
             agree=lambda stop, save: (stop or self.now >= self.peer_stops_at, save),
             rebalance_if_due=self.reckon,
@@ -47,6 +53,18 @@ class Diary:
             data_wait_s=lambda: 0.25,
             mfu=lambda rate: None,
         )
+
+    def save(self, state: TrainState) -> SaveEnd:
+        self.entries.append(f"save {state.step} after {state.tokens} tokens")
+        return SaveEnd(step=state.step, cost_s=0.0, blocked_s=0.0, failure=self.save_fails.get(state.step, ""))
+
+    def begin_save(self, state: TrainState) -> None:
+        self.going_on = self.save(state)
+
+    def save_ended(self) -> SaveEnd | None:
+        """A save that was begun has ended when it is next asked for."""
+        end, self.going_on = self.going_on, None
+        return end
 
     def take_step(self, state: TrainState) -> tuple[TrainState, Scalars]:
         self.now = state.step + 1

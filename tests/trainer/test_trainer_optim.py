@@ -51,7 +51,9 @@ def test_decay_shrinks_and_the_others_stay_without_gradient() -> None:
 def test_an_update_is_adamw_s_by_hand() -> None:
     torch.manual_seed(1)
     weight = torch.nn.Parameter(torch.randn(3, 4))
-    optimizer = make_optimizer([plain_unit("head.weight", weight, whole_box(weight.shape), owned=True)], PLAN)
+    optimizer = make_optimizer(
+        [plain_unit("head.weight", weight, whole_box(weight.shape), decays=True, owned=True)], PLAN
+    )
     mean, square, value = torch.zeros(3, 4), torch.zeros(3, 4), weight.detach().clone()
     for step in range(1, 4):
         grad = torch.randn(3, 4)
@@ -69,7 +71,7 @@ def test_an_update_is_adamw_s_by_hand() -> None:
 def test_an_update_is_sgd_s_by_hand_with_decay_after_clipping(dtype: torch.dtype, momentum: float) -> None:
     torch.manual_seed(1)
     weight = torch.nn.Parameter(torch.randn(3, 4, dtype=dtype))
-    units = [plain_unit("head.weight", weight, whole_box(weight.shape), owned=True)]
+    units = [plain_unit("head.weight", weight, whole_box(weight.shape), decays=True, owned=True)]
     optimizer = make_optimizer(units, replace(SGD, momentum=momentum))
     buffer, value = torch.zeros(3, 4, dtype=dtype), weight.detach().clone()
     for step in range(1, 4):
@@ -88,7 +90,7 @@ def test_an_update_is_sgd_s_by_hand_with_decay_after_clipping(dtype: torch.dtype
 
 def test_sgd_skips_a_step_whose_norm_is_not_finite() -> None:
     weight = torch.nn.Parameter(torch.ones(3, 4))
-    units = [plain_unit("head.weight", weight, whole_box(weight.shape), owned=True)]
+    units = [plain_unit("head.weight", weight, whole_box(weight.shape), decays=True, owned=True)]
     optimizer = make_optimizer(units, SGD)
     taken: list[list[torch.Tensor]] = []
     for norm in (1.0, float("nan"), float("inf")):
@@ -141,7 +143,9 @@ def test_the_norm_is_that_of_all_owned_gradients_in_one_row() -> None:
     like, parts = torch.zeros(1, dtype=torch.float64), [torch.randn(3, 4), torch.randn(7), torch.randn(5)]
     units = []
     for owned, part in zip((True, False, True), parts, strict=True):
-        units.append(plain_unit("head.weight", torch.nn.Parameter(part), whole_box(part.shape), owned=owned))
+        units.append(
+            plain_unit("head.weight", torch.nn.Parameter(part), whole_box(part.shape), decays=True, owned=owned)
+        )
         units[-1].parameter.grad = part
     row = torch.cat([parts[0].reshape(-1), parts[2]])
     assert owned_squares(units, like=like).tolist() == pytest.approx([float(row.norm()) ** 2], rel=1e-6)

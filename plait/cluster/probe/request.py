@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from plait.checked_json import parse_json, typed_value
 from plait.errors import PlaitError
-from plait.model.shape import ModelShape, training_flops_per_token
+from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
+from plait.model.weights import training_flops_per_token
 from plait.partition.execution import Compile, MatmulBackend
 
 TYPICAL: Mapping[str, tuple[tuple[str, int, int], ...]] = {

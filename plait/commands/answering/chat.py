@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TextIO
 
 import tokenizers
 
-from plait.commands.answering.chat_template import ChatTemplate, find_template, token_text, tokenizer_settings
-from plait.commands.models.opened_model import OpenedModel, open_model
-from plait.commands.preparing.base import base_folder
+from plait.commands.models.found_model import template_folders
+from plait.commands.models.opened_model import OpenedModel, open_each, open_model
 from plait.commands.sample import decode_incrementally
+from plait.data.conversations.chat_template import ChatTemplate, find_template, token_text, tokenizer_settings
 from plait.errors import PlaitError, check_utf8
+from plait.launch.local.output import OptionalOutput
 from plait.trainer.generate import generate
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
+
+ADAPTER_LINE = "/adapter "
+"""How a line begins that names the adapter to go on with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +39,28 @@ class Conversation(Protocol):
     messages: list[dict[str, str]]
     """Each with its "role" ("user" or "assistant") and its "content"."""
 
+    adapters: Sequence[str]
+    """Names of the adapters that the model may speak with; empty where it has its own, or none."""
+
     def say(self, text: str) -> Iterator[str]:
         """The model's answer to a message, piece by piece; it is remembered once it was read to its end."""
+        ...
+
+    def take_adapter(self, name: str) -> None:
+        """From now on the model answers with this one of `adapters`. Raises PlaitError for another name."""
         ...
 
 
 class _TemplateConversation:
     """A conversation by a model's chat template."""
 
-    def __init__(self, opened: OpenedModel, template: ChatTemplate, ends: Sequence[str], how: AnswerSettings) -> None:
+    def __init__(
+        self, models: Mapping[str, OpenedModel], template: ChatTemplate, ends: Sequence[str], how: AnswerSettings
+    ) -> None:
         self.messages: list[dict[str, str]] = []
-        self._opened, self._template, self._how = opened, template, how
+        opened = next(iter(models.values()))
+        self.adapters: Sequence[str] = tuple(name for name in models if name)
+        self._models, self._opened, self._template, self._how = models, opened, template, how
         # A text's own "<|im_end|>" is ordinary text to the model's tokenizer; a template's is the token.
         self._encoder: Any = tokenizers.Tokenizer.from_str(opened.tokenizer.definition)
         self._encoder.no_truncation()
@@ -82,26 +96,58 @@ class _TemplateConversation:
             yield piece
         self.messages.append({"role": "assistant", "content": "".join(said).strip()})
 
+    def take_adapter(self, name: str) -> None:
+        """From now on the model answers with this one of `adapters`. Raises PlaitError for another name."""
+        if name not in self.adapters:
+            known = ", ".join(self.adapters) or "none: name some by --adapter"
+            raise PlaitError(f'"{name}" is none of this conversation\'s adapters ({known}); write one of these')
+        self._opened = self._models[name]
+
 
 def open_chat(
-    name: str, settings: AnswerSettings | None = None, *, working: WorkingFolder = CURRENT_FOLDER
+    name: str,
+    settings: AnswerSettings | None = None,
+    *,
+    adapters: Sequence[str] = (),
+    working: WorkingFolder = CURRENT_FOLDER,
 ) -> Conversation:
-    """A new conversation with a run's model or that of a folder; raises PlaitError where it has no chat template."""
-    opened = open_model(name, working)
-    folders = _template_folders(opened, working)
-    template = find_template(folders)
-    if template is None:
+    """A new conversation with a run's model or that of a folder, with the first of `adapters` where there are some;
+    raises PlaitError where it has no chat template."""
+    if adapters:
+        models = dict(zip(adapters, open_each(name, adapters, working), strict=True))
+    else:
+        models = {"": open_model(name, working)}
+    opened = next(iter(models.values()))
+    folders = template_folders(opened.run, opened.tokenizer_folder, working)
+    found = find_template(folders)
+    if found is None:
         raise PlaitError(
             f"{name} has no chat template, so it was not trained to talk; let it go on with a text by plait sample, or "
             f"put its chat_template.jinja into {folders[0]}"
         )
     ends = [token_text(tokenizer_settings(folder), "eos_token") for folder in folders]
-    return _TemplateConversation(opened, template, [end for end in ends if end], settings or AnswerSettings())
+    template = ChatTemplate(found, "today")
+    return _TemplateConversation(models, template, [end for end in ends if end], settings or AnswerSettings())
 
 
-def _template_folders(opened: OpenedModel, working: WorkingFolder) -> list[Path]:
-    """Where a model's template may be: a run's folder, the model that it began from, its tokenizer's folder."""
-    if opened.run is None:
-        return [opened.tokenizer_folder]
-    base = base_folder(opened.run.folder.saved_config(), working)
-    return [opened.run.folder.path, *([base] if base else []), opened.tokenizer_folder]
+def talk(
+    conversation: Conversation, lines: TextIO, output: OptionalOutput, person: Literal["terminal", "pipe"]
+) -> None:
+    """Answer each line as a message until /quit or the end of the lines; a terminal is told so, and asked for each."""
+    others = "; /adapter NAME takes another one" if len(conversation.adapters) > 1 else ""
+    output.write(f"chat     each line is a message{others}; /quit ends\n" if person == "terminal" else "")
+    while True:
+        output.write("> " if person == "terminal" else "")
+        output.flush()
+        line = lines.readline()
+        if not line or line.strip() == "/quit":
+            return
+        if not line.strip():
+            continue
+        if line.startswith(ADAPTER_LINE):
+            conversation.take_adapter(line.removeprefix(ADAPTER_LINE).strip())
+            continue
+        for piece in conversation.say(line.strip()):
+            output.write(piece)
+            output.flush()
+        output.write("\n")

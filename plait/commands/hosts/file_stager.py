@@ -1,4 +1,5 @@
-"""Sends each joined host what a job needs there, once: recipe, plan, prepared data, the checkpoint to go on from."""
+"""Sends each joined host what a job needs there, once: recipe, plan, prepared data, weights to begin with, the
+checkpoint to go on from."""
 
 from __future__ import annotations
 
@@ -6,18 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from plait.commands.hosts.file_names import safe_path
-from plait.commands.hosts.file_transfer import FileEntry, fetch_file, file_entries_of, send_folder
+from plait.commands.hosts.file_names import check_file_name, safe_path
+from plait.commands.hosts.file_transfer import FileEntry, fetch_file, file_entries_of, named_entries, send_folder
 from plait.commands.hosts.replies import FolderReply, NamesReply, Peer, SharedReply, parse_reply
 from plait.commands.hosts.requests import StagedKind
 from plait.commands.hosts.shared_folder import write_nonce
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder
 from plait.data.shards import open_corpus
-from plait.planner.plan_file import plan_text, read_plan
+from plait.errors import PlaitError
+from plait.interop.base_model import needed_files, read_base_model
+from plait.planner.plan_file import plan_text, read_plan, write_plan
 from plait.private_folder import make_private_folder
 from plait.units import format_bytes
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -50,6 +54,9 @@ class _StagedFiles:
     folder: Path
     corpus: Path
     corpus_entries: tuple[FileEntry, ...]
+    base: Path | None
+    """The folder of the model whose weights a job begins with; None where it draws them."""
+    base_entries: tuple[FileEntry, ...]
     checkpoint: Path | None
     checkpoint_entries: tuple[FileEntry, ...]
 
@@ -74,8 +81,11 @@ class FileStager:
         """Copy what a job needs to every host: `folder` with its plan.json and recipe.toml, and the data.
 
         A "run" uses runs/NAME on every host, a "job" a temporary folder. Hosts are served in parallel; the folders are
-        returned in the members' order.
+        returned in the members' order. Raises PlaitError where hosts share the working folder and the model to go on
+        from lies outside of it: another host reads nothing by a path that is named here.
         """
+        if any(self._is_shared_by_host.values()):
+            self._name_base_by_shared_path(folder)
         apart = any(self._shared_job_folder(member, folder) is None for member in self._members)
         staged = self._files_to_stage(folder, kind, resume_from) if apart else None
         self._job_folders = _run_on_all_hosts(self._members, lambda member: self._stage_on_host(member, folder, staged))
@@ -117,14 +127,33 @@ class FileStager:
                 return JobFolder(path=str(Path(member.host_info["folder"]) / below), is_shared=True)
         return None
 
+    def _name_base_by_shared_path(self, folder: Path) -> None:
+        """Write the path of the model to go on from into the plan as it reads from the working folder, which other
+        hosts may have at another place."""
+        plan = read_plan(folder / "plan.json")
+        base, top = (self._working.path / plan.base).resolve(), self._working.path.resolve()
+        if not base.is_relative_to(top):
+            raise PlaitError(
+                f"the hosts share {top}, and the model in {plan.base} lies outside of it; copy that folder into the "
+                "shared one, and name it so in model.from"
+            )
+        if plan.base:
+            write_plan(replace(plan, base=str(base.relative_to(top))), folder / "plan.json")
+
     def _files_to_stage(self, folder: Path, kind: StagedKind, resume: str | None) -> _StagedFiles:
-        corpus = (self._working.path / read_plan(folder / "plan.json").corpus).resolve()
+        plan = read_plan(folder / "plan.json")
+        corpus = (self._working.path / plan.corpus).resolve()
+        base = self._working.path / plan.base if plan.base else None
+        if resume and base and not base.is_dir():  # the checkpoint has them, and nobody misses those of the base
+            base = None
         checkpoint = folder / "checkpoints" / resume if resume else None
         return _StagedFiles(
             kind=kind,
             folder=folder,
             corpus=corpus,
             corpus_entries=self._file_entries(corpus, "index.json"),
+            base=base,
+            base_entries=self._base_entries(base) if base else (),
             checkpoint=checkpoint,
             checkpoint_entries=self._file_entries(checkpoint, "manifest.json") if checkpoint else (),
         )
@@ -138,6 +167,14 @@ class FileStager:
             self._entries_by_folder[folder] = file_entries_of(folder, final_name=last, known_hashes=known)
         return self._entries_by_folder[folder]
 
+    def _base_entries(self, base: Path) -> tuple[FileEntry, ...]:
+        if base not in self._entries_by_folder:
+            names = needed_files(read_base_model(base))
+            if odd := next((name for name in names if not check_file_name(name)), None):
+                raise PlaitError(f"{base / odd} has a name that does not travel to other hosts; rename it")
+            self._entries_by_folder[base] = named_entries(base, names, {})
+        return self._entries_by_folder[base]
+
     def _stage_on_host(self, member: JoinedHost, folder: Path, staged: _StagedFiles | None) -> JobFolder:
         if shared := self._shared_job_folder(member, folder):
             return shared
@@ -145,12 +182,12 @@ class FileStager:
         recipe = RunFolder(folder).recipe.read_text(encoding="utf-8")
         request = {"kind": staged.kind, "name": folder.name, "recipe": recipe}
         path = parse_reply(FolderReply, member, member.ask("open", request)).folder
-        corpus = self._send_corpus(member, staged)
+        corpus, base = self._send_corpus(member, staged), self._send_base(member, staged)
         if staged.checkpoint:
             place = {"root": "folder", "path": f"checkpoints/{staged.checkpoint.name}"}
             _, sent = send_folder(member, staged.checkpoint, staged.checkpoint_entries, place)
             self._log_sent(sent, staged.checkpoint.name, member)
-        plan = replace(read_plan(folder / "plan.json"), corpus=corpus)
+        plan = replace(read_plan(folder / "plan.json"), corpus=corpus, base=base)
         member.ask("put", {"name": "recipe.toml"}, recipe.encode())
         member.ask("put", {"name": "plan.json"}, plan_text(plan).encode())
         return JobFolder(path=path, is_shared=False)
@@ -164,6 +201,19 @@ class FileStager:
         path, sent = send_folder(member, staged.corpus, staged.corpus_entries, place)
         if not inside:
             self._log_sent(sent, "prepared data", member)
+        return path
+
+    def _send_base(self, member: JoinedHost, staged: _StagedFiles) -> str:
+        """Send the weights to begin with that another host lacks, once; returns their path there. What was received is
+        found again by its content, whatever the folder is called here."""
+        if staged.base is None:
+            return ""
+        if self._is_shared_by_host[member.host]:
+            return str(staged.base.resolve().relative_to(self._working.path.resolve()))
+        digest = sha256("".join(f"{entry.name} {entry.sha256}\n" for entry in staged.base_entries).encode())
+        place = {"root": "cache", "path": f"models/{digest.hexdigest()[:32]}"}
+        path, sent = send_folder(member, staged.base, staged.base_entries, place)
+        self._log_sent(sent, "weights to begin with", member)
         return path
 
     def _log_sent(self, nbytes: int, what: str, member: JoinedHost) -> None:

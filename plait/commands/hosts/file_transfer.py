@@ -41,12 +41,18 @@ def file_entries_of(
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and check_file_name(path.name))
     assert final_name in names, f"{folder} has no {final_name}"
     ordered = [name for name in names if name != final_name] + [final_name]
-    hashes = known_hashes or {}
+    return named_entries(folder, ordered, known_hashes or {})
+
+
+def named_entries(folder: Path, names: Iterable[str], known_hashes: Mapping[str, str]) -> tuple[FileEntry, ...]:
+    """These files of a folder, in this order; those without a known SHA-256 are read for it."""
     return tuple(
         FileEntry(
-            name=name, nbytes=(folder / name).stat().st_size, sha256=hashes.get(name) or file_sha256(folder / name)
+            name=name,
+            nbytes=(folder / name).stat().st_size,
+            sha256=known_hashes.get(name) or file_sha256(folder / name),
         )
-        for name in ordered
+        for name in names
     )
 
 

@@ -1,5 +1,5 @@
-"""What a job's argument says of files (its folder, and the checkpoint that it goes on from), and whether a joined host
-lets the job use them."""
+"""What a job says of files (its folder, the checkpoint that it goes on from, the data and the model in its plan), and
+whether a joined host lets it use them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.commands.hosts.file_stager import JobFolder
+from plait.commands.hosts.file_transfer import IncomingFolder
 from plait.commands.hosts.requests import CHECKPOINT_NAME, MEND_ODD_REQUEST
-from plait.commands.planning.workers import MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY, TRAINING_ENTRY
+from plait.commands.planning.workers import (
+    MACHINE_CHECK_ENTRY,
+    MEASURE_ENTRY,
+    PROBE_ENTRY,
+    PRODUCTS_ENTRY,
+    TRAINING_ENTRY,
+)
+from plait.data.shards import open_corpus
 from plait.errors import PlaitError
+from plait.interop.base_model import CONFIG, needed_files, read_base_model
 from plait.launch.remote.leader import HostPart
 from plait.launch.values.job import Job
-from plait.planner.plan import HostShare
+from plait.planner.plan import HostShare, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +48,7 @@ def read_job_argument(argument: str) -> JobArgument:
 
 def check_job(job: Job, may_use: Callable[[Path], bool]) -> None:
     """Raise PlaitError for a job that would read or write outside of the folders that it may use."""
-    if job.entry in (MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY):  # without files
+    if job.entry in (MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY, MACHINE_CHECK_ENTRY):  # without files
         if job.log_dir is not None:
             raise PlaitError(f"{job.entry} has no logs, and {MEND_ODD_REQUEST}")
         return
@@ -48,6 +57,38 @@ def check_job(job: Job, may_use: Callable[[Path], bool]) -> None:
         raise PlaitError(f"{asked.resume[:80]!r} is no checkpoint, and {MEND_ODD_REQUEST}")
     if job.log_dir not in (None, asked.folder, f"{asked.folder}/logs") or not may_use(Path(asked.folder)):
         raise PlaitError(f"{asked.folder[:200]} is no folder of this run on this host, and {MEND_ODD_REQUEST}")
+
+
+class ReceivedFolders:
+    """Prepared data and models that host 0 has itself: all their files were offered to this host, and are here as it
+    has them."""
+
+    def __init__(self) -> None:
+        self._corpora, self._models = set[Path](), set[Path]()
+
+    def forget(self, folder: Path) -> None:
+        """Files are about to be offered for a folder: until they are here it is not to be used."""
+        self._corpora.discard(folder)
+        self._models.discard(folder)
+
+    def admit(self, incoming: IncomingFolder) -> None:
+        """Let jobs use what was offered as soon as it is complete. Raises PlaitError where its index, or its config,
+        names files that were not offered: host 0 may not know them, as those of another run on this host."""
+        if not incoming.is_complete:
+            return
+        if "index.json" in incoming.hashes:
+            for entry in open_corpus(incoming.folder).entries:
+                if not entry.files.items() <= incoming.hashes.items():
+                    raise PlaitError(f"the data offered lack files of {entry.name}, and {MEND_ODD_REQUEST}")
+            self._corpora.add(incoming.folder)
+        elif CONFIG in incoming.hashes:
+            if not set(needed_files(read_base_model(incoming.folder))) <= incoming.hashes.keys():
+                raise PlaitError(f"the model offered lacks files of its own, and {MEND_ODD_REQUEST}")
+            self._models.add(incoming.folder)
+
+    def allow(self, plan: Plan) -> bool:
+        """Whether the data and the model of a plan are among what was received."""
+        return Path(plan.corpus) in self._corpora and (not plan.base or Path(plan.base) in self._models)
 
 
 def own_part(job: Job, ranks: int, threads: int) -> HostPart:

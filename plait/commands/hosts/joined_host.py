@@ -7,11 +7,12 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from plait.commands.hosts.file_names import read_block, refuse_links, safe_path
 from plait.commands.hosts.file_transfer import IncomingFolder, convert_disk_errors
-from plait.commands.hosts.job_argument import check_job
+from plait.commands.hosts.job_argument import ReceivedFolders, check_job
 from plait.commands.hosts.joined_run import JoinedRun
 from plait.commands.hosts.requests import (
     MEND_ODD_REQUEST,
@@ -27,11 +28,11 @@ from plait.commands.hosts.shared_folder import has_nonce, working_folder_held
 from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder
-from plait.data.shards import open_corpus
 from plait.errors import PlaitError
 from plait.launch.remote.link import Handler, Reply
 from plait.launch.remote.wire import Frame
 from plait.launch.values.job import Job
+from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.private_folder import make_private_folder
 from plait.report.atomic import replace_file
@@ -57,8 +58,7 @@ class JoinedHostFiles:
         self._logs_arrival = False
         """Whether to log a line when all incoming files are complete."""
         self._received: set[Path] = set()
-        self._corpora: set[Path] = set()
-        """Prepared data that host 0 has itself: all their files were offered, and are here as it has them."""
+        self._folders = ReceivedFolders()
 
     def close(self) -> None:
         """Unlock the run's folder, and delete what belongs to single jobs, to a checkpoint that was not saved, or to an
@@ -121,9 +121,16 @@ class JoinedHostFiles:
         host 0 share."""
         if folder == self._folder:
             plan = read_plan(folder / "plan.json")
-            return not plan.base and Path(plan.corpus) in self._corpora  # a base is a folder that nobody sent
+            shared = replace(plan, base="") if self._is_shared_base(plan) else plan
+            return self._folders.allow(shared)
         tops = [(self._working_folder / top).resolve() for top in ("runs", ".plait")]
-        return self._shares_leader_folder and any(folder.resolve().is_relative_to(top) for top in tops)
+        is_shared = self._shares_leader_folder and any(folder.resolve().is_relative_to(top) for top in tops)
+        return is_shared and self._is_shared_base(read_plan(folder / "plan.json"))
+
+    def _is_shared_base(self, plan: Plan) -> bool:
+        """Whether the model that a plan begins with, if any, lies in the folder that this host and host 0 share."""
+        base, own = (self._working_folder / plan.base).resolve(), self._working_folder.resolve()
+        return self._shares_leader_folder and base.is_relative_to(own)
 
     def _recording_error(self, answer: Handler) -> Handler:
         def recorded(frame: Frame) -> Reply:
@@ -188,12 +195,12 @@ class JoinedHostFiles:
         refuse_links(root, folder)
         if offer.checkpoint and self._run is not None and root == self._run.path:
             self._run.make_room_for(offer.checkpoint)
-        self._corpora.discard(folder)
+        self._folders.forget(folder)
         self._incoming = IncomingFolder(folder, offer.files)
-        self._admit_corpus(self._incoming)
+        self._folders.admit(self._incoming)
         self._logs_arrival = in_cache or self._in_run_folder
         if not self._incoming.missing and in_cache and folder not in self._received:
-            self._log(f"data     {folder}, here already")
+            self._log(f"{offer.content:8} {folder}, here already")
         return Reply(values={"folder": str(folder), "lacking": list(self._incoming.missing)})
 
     def _write_block(self, frame: Frame) -> Reply:
@@ -202,21 +209,11 @@ class JoinedHostFiles:
             raise PlaitError("the host that leads sent a piece of no file; give the same command again")
         header = parse_request(BlockHeader, frame.values)
         self._incoming.write_block(header.name, header.offset, frame.blob)
-        self._admit_corpus(self._incoming)
+        self._folders.admit(self._incoming)
         if self._incoming.is_complete and self._logs_arrival:
             self._received.add(self._incoming.folder)
             self._log(f"received {self._incoming.folder}")
         return Reply()
-
-    def _admit_corpus(self, incoming: IncomingFolder) -> None:
-        """Let jobs use prepared data as soon as they are complete. Raises PlaitError where their index names files that
-        were not offered: host 0 may not know them, as those of another run on this host."""
-        if not incoming.is_complete or "index.json" not in incoming.hashes:
-            return
-        for entry in open_corpus(incoming.folder).entries:
-            if not entry.files.items() <= incoming.hashes.items():
-                raise PlaitError(f"the data offered lack files of {entry.name}, and {MEND_ODD_REQUEST}")
-        self._corpora.add(incoming.folder)
 
     def _write_file(self, frame: Frame) -> Reply:
         """A small file as a whole."""

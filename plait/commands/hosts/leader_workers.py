@@ -26,6 +26,7 @@ from plait.commands.planning.make_plan import Log
 from plait.commands.planning.measuring import MachineSurvey
 from plait.commands.planning.workers import (
     ENTRIES,
+    MACHINE_CHECK_ENTRY,
     MEASURE_ENTRY,
     PROBE_ENTRY,
     PRODUCTS_ENTRY,
@@ -118,7 +119,7 @@ class LeaderWorkers:
         if job.world_size == 1:
             idle = [HostPart(ranks=0, threads=1, argument="") for _ in self._hosts.members]
             return self._hosts.run(job, on_message=on_message, parts=[own_part(job, 1, job.threads), *idle])
-        if job.entry in (PROBE_ENTRY, PRODUCTS_ENTRY):
+        if job.entry in (PROBE_ENTRY, PRODUCTS_ENTRY, MACHINE_CHECK_ENTRY):
             assert job.world_size == self.fixed_workers.workers, job
             return self._hosts.run(job, on_message=_of_rank_0(on_message), parts=self._probe_parts(job))
         asked, training = read_job_argument(job.argument), job.entry == TRAINING_ENTRY

@@ -60,7 +60,8 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Which of these files are missing in a folder of the cache, or in one below the current folder?"""
+    """Which of these files are missing in a folder of the cache (prepared data, or a model to go on from), or in one
+    below the current folder?"""
 
     root: Literal["cache", "folder"]
     path: str
@@ -69,9 +70,14 @@ class Offer:
     def __post_init__(self) -> None:
         if self.root == "cache":
             top, _, name = self.path.partition("/")
-            _require(top == "data" and check_file_name(name), "Offer.path")
+            _require(top in ("data", "models") and check_file_name(name), "Offer.path")
         elif self.checkpoint is None:
             _require(check_file_name(self.path) and self.path not in _OWN_FOLDERS, "Offer.path")
+
+    @property
+    def content(self) -> Literal["data", "model"]:
+        """What a folder of the cache holds."""
+        return "model" if self.path.startswith("models/") else "data"
 
     @property
     def checkpoint(self) -> str | None:

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from plait.checkpoint.store import FoundCheckpoint, newest_good
+from plait.checkpoint.store import read_manifest
+from plait.checkpoint.transfer import read_tensor
 from plait.cluster.requested_workers import RequestedDevices
-from plait.commands.planning.run_folder import RunFolder, find_run
-from plait.commands.preparing.base import is_model_source, model_folder
-from plait.data.index import damaged
-from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
-from plait.data.shards import Corpus, open_corpus
-from plait.errors import PlaitError
-from plait.interop.base_model import read_base_model
+from plait.commands.models.found_model import FoundModel, StoredModel, TrainedBy, find_model, with_stored_adapter
+from plait.commands.models.stored_adapter import NO_ADAPTER, StoredAdapter
+from plait.data.preparation.tokens import Tokenizer
+from plait.interop.adapter_in import LoadedAdapter, read_adapter, with_adapter
+from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import load_model_from
 from plait.model.gpt import GPT
-from plait.model.shape import ModelShape
-from plait.planner.plan import Plan
-from plait.report.metrics import read_metrics
+from plait.model.weights import trained_weights
 from plait.trainer.checkpointing.persist import load_weights
 from plait.working_folder import WorkingFolder
-
-USUAL_SEQUENCE = 2048
-"""Longest text that a model of a folder is prepared for where nobody asks for more: its keys and values take memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedBy:
-    """The run that a model comes from."""
-
-    folder: RunFolder
-    plan: Plan
-    corpus: Corpus
-    checkpoint: FoundCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,55 +36,61 @@ class OpenedModel:
     run: TrainedBy | None = None
 
 
-def open_model(name: str, working: WorkingFolder, sequence: int | None = None) -> OpenedModel:
-    """The model of a run (its name or folder) or of a model's folder, for texts of up to `sequence` tokens; raises
-    PlaitError where there is none, or where it cannot take such texts."""
-    if not is_model_source(name, working):
-        return _model_of_run(find_run(name, working), working, sequence)
-    folder = model_folder(name, working)
-    base = read_base_model(folder)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.vocabulary > base.shape.vocabulary:
-        raise PlaitError(
-            f"the tokenizer in {folder} has {tokenizer.vocabulary} entries and the model {base.shape.vocabulary}; "
-            "bring the tokenizer that the model was trained with"
-        )
-    device = device_to_sample_on("auto", torch.cuda.device_count())
-    model = load_model_from(base, sequence or min(USUAL_SEQUENCE, base.shape.sequence), device)
-    return OpenedModel(model=model, tokenizer=tokenizer, tokenizer_folder=folder, origin=folder)
+def open_model(
+    name: str, working: WorkingFolder, sequence: int | None = None, adapter: str | None = None
+) -> OpenedModel:
+    """The model of a run (its name or folder) or of a model's folder, for texts of up to `sequence` tokens, with the
+    adapter of that name ("none": without; None: as the run trained it). Raises PlaitError where there is none, or where
+    it cannot take such texts."""
+    return _opened(find_model(name, working, sequence, adapter))
 
 
-def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | None) -> OpenedModel:
-    plan = folder.saved_plan()
-    corpus = open_corpus(working.path / plan.corpus)
-    if corpus.content_hash != plan.corpus_hash:
-        raise damaged(corpus.folder, "they are not those that this run was trained on")
-    found = newest_good(folder.checkpoints)
-    if found is None:
-        raise PlaitError(f'"{folder.path}" {_why_no_checkpoint(folder)}')
-    device = device_to_sample_on(folder.saved_config().run.devices, torch.cuda.device_count())
-    model = GPT(plan.shape if sequence is None else _for_sequence(plan.shape, sequence))
-    load_weights(model, found.path, found.manifest)
+def open_each(name: str, adapters: Sequence[str], working: WorkingFolder) -> Iterator[OpenedModel]:
+    """The model with each of these adapters in turn; its own weights are in memory once. Raises PlaitError, before the
+    first, for one that is not there or does not fit."""
+    plain = find_model(name, working, adapter=NO_ADAPTER)
+    found = [with_stored_adapter(plain, one, working) for one in adapters]
+    opened, base = _opened(plain), read_base_model(Path(plain.stored.path))
+    for one in found:
+        adapter = one.stored.adapter
+        model = opened.model if adapter is None else with_adapter(opened.model, load_adapter(adapter, base))
+        yield replace(opened, model=model, origin=one.origin)
+
+
+def _opened(found: FoundModel) -> OpenedModel:
+    device = device_to_sample_on(found.run.devices if found.run else "auto", torch.cuda.device_count())
     return OpenedModel(
-        model=model.to(device).eval(),
-        tokenizer=corpus_tokenizer(corpus),
-        tokenizer_folder=corpus.tokenizer_path.parent,
-        origin=found.path,
-        run=TrainedBy(folder=folder, plan=plan, corpus=corpus, checkpoint=found),
+        model=load_stored(found.stored, device),
+        tokenizer=found.tokenizer,
+        tokenizer_folder=found.tokenizer_folder,
+        origin=found.origin,
+        run=found.run,
     )
 
 
-def _for_sequence(shape: ModelShape, sequence: int) -> ModelShape:
-    """The same model for other sequences; raises PlaitError where its table of positions is too short."""
-    table = shape.size_of("positions") if shape.positions == "learned" else 0
-    return replace(shape, sequence=sequence, learned_positions=table)
+def load_stored(stored: StoredModel, device: torch.device) -> GPT:
+    """The whole model on a device, in float32, not to be trained. Whoever found a checkpoint has verified it.
+
+    Raises PlaitError where the files are no longer what they were.
+    """
+    path = Path(stored.path)
+    if stored.kind == "folder":
+        base = read_base_model(path)
+        model = load_model_from(base, stored.shape.sequence, device)
+        return model if stored.adapter is None else with_adapter(model, load_adapter(stored.adapter, base))
+    model = GPT(stored.shape)
+    load_weights(model, path, read_manifest(path))
+    return model.to(device).eval()
 
 
-def _why_no_checkpoint(folder: RunFolder) -> str:
-    steps, _ = read_metrics(folder.metrics)
-    if steps and not steps[-1].is_finite:
-        return "diverged before its first checkpoint; train again with a lower optimizer.lr and another run.name"
-    return "has no checkpoint yet; train it for a while first"
+def load_adapter(stored: StoredAdapter, base: BaseModel) -> LoadedAdapter:
+    """An adapter's weights, on the processor; raises PlaitError where they are no longer what they were."""
+    path = Path(stored.path)
+    if stored.shape is None:
+        return read_adapter(path, base.family, base.shape)
+    manifest, shape = read_manifest(path), replace(base.shape, adapter=stored.shape)
+    weights = {name: read_tensor(path, manifest, f"model/{name}") for name in trained_weights(shape)}
+    return LoadedAdapter(shape=stored.shape, weights=weights, base="")
 
 
 def device_to_sample_on(requested: RequestedDevices, present: int) -> torch.device:
@@ -109,3 +100,12 @@ def device_to_sample_on(requested: RequestedDevices, present: int) -> torch.devi
         return torch.device("cpu")
     first = 0 if requested == "auto" else requested[0]
     return torch.device("cuda", first if first < present else 0)
+
+
+def devices_to_evaluate_on(requested: RequestedDevices, present: int) -> tuple[int, ...]:
+    """torch's numbers of a run's GPUs; where the run was brought to another machine, all of that one's; empty for the
+    processor."""
+    if requested == "cpu" or not present:
+        return ()
+    everybody = tuple(range(present))
+    return everybody if requested == "auto" else tuple(one for one in requested if one < present) or everybody

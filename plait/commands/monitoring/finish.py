@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ from plait.commands.planning.calibration_store import add_observation
 from plait.commands.planning.introduction import Details, reason_lines
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import RunFailed
-from plait.model.shape import training_flops_per_token
+from plait.model.weights import training_flops_per_token
 from plait.planner.calibration.factors import (
     ForecastBasis,
     observation_of_items,
@@ -25,6 +26,7 @@ from plait.planner.calibration.factors import (
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Forecast, Plan
 from plait.recipe.schema import RunConfig
+from plait.report.incidents import read_incidents
 from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport, median_speed, read_metrics
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import read_receipt, write_receipt
@@ -141,7 +143,14 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         matmul_backend=plan.matmul_backend,
         matmul_flops=plan.matmul_flops,
         matmul_error=plan.matmul_error,
+        incidents=tuple(incident.sentence for incident in read_incidents(folder.incidents)[0]),
+        useful_share=_useful_share(steps, so_far.wall_s),
     )
+
+
+def _useful_share(steps: Sequence[StepReport], wall_s: float) -> float | None:
+    useful_s = sum(report.step_s for report in steps if isfinite(report.step_s))
+    return min(1.0, useful_s / wall_s) if wall_s > 0 else None
 
 
 def _has_several_host_kinds(plan: Plan) -> bool:

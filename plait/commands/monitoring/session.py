@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor, pass_to_monitor
@@ -16,6 +16,19 @@ from plait.launch.values.job import STOP_IN_WORDS, STOPPING, Job, JobResult, Mes
 from plait.planner.plan import Plan
 from plait.report.metrics import EvalReport, StepReport
 from plait.screen.screen import StepDisplay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where one start of the workers begins: its number in the run, the steps done, and the checkpoint's name."""
+
+    generation: int
+    steps_done: int = 0
+    resume_from: str | None = None
+
+    def as_argument(self) -> Mapping[str, Any]:
+        """What the workers are told of it."""
+        return {"resume": self.resume_from, "generation": self.generation}
 
 
 class Session:
@@ -32,8 +45,13 @@ class Session:
         devices: int,
         *,
         require_present: Callable[[], None],
+        on_first_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self.saved_step = 0
+        self.saved_step = self.last_step = 0
+        self.step_times: dict[int, float] = {}
+        """Seconds of each step that was reported and is not saved yet."""
+        self.has_stepped = False
+        self._on_first_step, self._began_at = on_first_step, time.monotonic()
         self._require_present = require_present
         self._folder, self._display, self._monitor, self._devices = folder, display, monitor, devices
         self._totals_updated_at = time.monotonic()
@@ -44,7 +62,7 @@ class Session:
             pass_to_monitor(self._monitor, message.kind, values)
         if message.kind == "step":
             self._require_present()
-            self._display.step(StepReport(**_parse_floats(values)))
+            self._note_step(StepReport(**_parse_floats(values)))
         elif message.kind == "evaluation":
             self._display.evaluation(EvalReport(**_parse_floats(values)))
         elif message.kind == "note":
@@ -54,8 +72,21 @@ class Session:
         elif message.kind == "memory":
             self.update_totals(**{key: tuple(value) for key, value in values.items()})
         elif message.kind == "saved":
-            self.saved_step = values["step"]
+            self.saved_step = saved = values["step"]
+            self.step_times = {step: step_s for step, step_s in self.step_times.items() if step > saved}
+            so_far = self._folder.totals
+            self._folder.write_totals(replace(so_far, save_s=so_far.save_s + values["seconds"]))
             self.update_totals()
+
+    def _note_step(self, report: StepReport) -> None:
+        if not self.has_stepped:
+            self.has_stepped = True
+            so_far, start_s = self._folder.totals, time.monotonic() - self._began_at - report.step_s
+            self._folder.write_totals(replace(so_far, start_s=so_far.start_s + max(0.0, start_s)))
+            self._on_first_step()
+        self.last_step = report.step
+        self.step_times[report.step] = report.step_s
+        self._display.step(report)
 
     def close(self) -> None:
         """Close the display and save the totals; call it after the last message."""
@@ -73,13 +104,13 @@ class Session:
 
 
 def run_session(
-    plan: Plan, folder: RunFolder, workers: WorkerPool, steps_done: int, resume_from: str | None, session: Session
+    plan: Plan, folder: RunFolder, workers: WorkerPool, start: Start, session: Session
 ) -> tuple[JobResult, int]:
     """Start the workers and wait for their end; returns also the step that is saved."""
-    session.saved_step = steps_done
+    session.saved_step = session.last_step = start.steps_done
     job = Job(
         entry=TRAINING_ENTRY,
-        argument=json.dumps({"folder": str(folder.path.resolve()), "resume": resume_from, "parts": "here"}),
+        argument=json.dumps({"folder": str(folder.path.resolve()), "parts": "here", **start.as_argument()}),
         world_size=plan.world_size,
         threads=plan.threads,
         log_dir=make_log_folder(folder.path),
@@ -92,7 +123,7 @@ def run_session(
 
 def stopping_text(signal: StopSignal) -> str:
     """What a person reads at the moment of a stop: saving comes after the step at hand, which may take long."""
-    again = "SIGTERM" if signal == "SIGHUP" else signal  # a terminal ends only once
+    again = "SIGTERM" if signal in ("SIGHUP", "SIGUSR1") else signal  # a terminal ends, a scheduler warns, only once
     return f"stop     by {signal}: {STOP_IN_WORDS}; another {again} ends them at once, without saving"
 
 

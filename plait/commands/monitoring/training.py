@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from plait.checkpoint.generation import raise_generation
+from plait.checkpoint.store import FoundCheckpoint
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import monitor_of
-from plait.commands.monitoring.session import Session, run_session
+from plait.commands.monitoring.recovery import Recovery
+from plait.commands.monitoring.session import Session, Start, run_session
 from plait.commands.planning.introduction import Details, time_left_text
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import listed_as_running, registry_folder, run_on_this_machine
 from plait.commands.planning.workers import WorkerPool
 from plait.commands.preparing.base import keep_base_files
+from plait.errors import PlaitError
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -42,31 +46,56 @@ def run_training(
     is_replanned: bool,
     require_present: Callable[[], None],
 ) -> TrainingEnd:
-    """Start the workers where the run stands, wait for their end, and say how it ended.
+    """Start the workers where the run stands, wait for their end, and say how it ended. After a failure that may pass
+    they are started again, as the recipe's `recover` says.
 
     `require_present` raises RunFailed where the run's folder is no longer there.
     """
     require_present()
     plan = replace(plan, corpus=workers.working_folder.relative(plan.corpus))
     point = folder.prepare_resume()
-    keep_base_files(plan.base, folder.base)
+    keep_base_files(plan.base and str(workers.working_folder.path / plan.base), folder.base)
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
-    if point:
-        for sentence in point.skipped:
-            screen.print(f"skipped  {sentence}")
-        screen.print(resumed_text(point.manifest.step, plan))
-    done = point.manifest.step if point else 0
-    bar = screen.steps(plan.steps, done)
-    compared = monitor_of(plan, done, bar.note, "always" if "receipt" in details else "when off")
-    session = Session(folder, bar, compared, plan.devices, require_present=require_present)
+    recovery = Recovery(config.recover, folder, plan, require_present)
     with listed_as_running(run_on_this_machine(plan, folder.path), registry_folder()):
-        result, step = run_session(plan, folder, workers, done, point.path.name if point else None, session)
+        while True:
+            start = _next_start(folder, plan, point, screen)
+            bar = screen.steps(plan.steps, start.steps_done)
+            compared = monitor_of(plan, start.steps_done, bar.note, "always" if "receipt" in details else "when off")
+            session = Session(
+                folder,
+                bar,
+                compared,
+                plan.devices,
+                require_present=require_present,
+                on_first_step=recovery.first_step,
+            )
+            recovery.begins(start)
+            try:
+                result, step = run_session(plan, folder, workers, start, session)
+                break
+            except PlaitError as error:
+                sentence = recovery.after(error, session, start)
+            screen.print(sentence)
+            point = folder.prepare_resume()
     if step < plan.steps:
-        sentence = stopped_text(step, done, plan)
+        sentence = stopped_text(step, start.steps_done, plan)
         screen.print(sentence)
         return TrainingEnd(stopped_by=result.stopped_by, sentence=sentence)
-    receipt = finish_run(config, folder, plan, done, screen, compared, details=details, working=workers.working_folder)
+    shown, working = details, workers.working_folder
+    receipt = finish_run(config, folder, plan, start.steps_done, screen, compared, details=shown, working=working)
     return TrainingEnd(stopped_by="finished", receipt=receipt)
+
+
+def _next_start(folder: RunFolder, plan: Plan, point: FoundCheckpoint | None, screen: Screen) -> Start:
+    """One more start of the workers, from a checkpoint or from the beginning; says from which."""
+    for sentence in point.skipped if point else ():
+        screen.print(f"skipped  {sentence}")
+    generation = raise_generation(folder.path)
+    if point is None:
+        return Start(generation=generation)
+    screen.print(resumed_text(point.manifest.step, plan))
+    return Start(generation=generation, steps_done=point.manifest.step, resume_from=point.path.name)
 
 
 def resumed_text(step: int, plan: Plan) -> str:

@@ -45,6 +45,8 @@ MOST_WORKERS = 8
 """Workers that are measured side by side, where their number is not given."""
 MOST_TOKENS = 512
 """Rows of the largest products that are measured: more change a processor's rate by little, and take longer."""
+TIMING_PRODUCTS = "timing matrix products"
+"""What a person reads while this goes on."""
 RATES_FORMAT = 1
 """Raised when other products are measured, so that earlier rates are not used."""
 RatesFreshness = Literal["kept", "again"]
@@ -61,8 +63,19 @@ def new_with_arithmetic(
     if resources.machine.device != "cpu":
         return resources
     job = new_job(config, corpus, resources, [])
-    found = _measured_products(job, resources, workers, rates)
+    found = _measured_products(_products_of(job), resources, workers, rates)
     return _with_backends(config.train.matmul_backend, job, resources, found)
+
+
+def arithmetic_to_probe(
+    named: BackendName, precision: Precision, model: ProbedModel, resources: Resources, workers: WorkerPool
+) -> ProcessorArithmetic | None:
+    """The library that a run of such a model would take on these processors, so that a probe times its arithmetic and
+    not another's; None for GPUs, which have none to choose."""
+    if resources.machine.device != "cpu":
+        return None
+    fewer = replace(model, sequences=min(model.sequences, max(1, MOST_TOKENS // model.sequence)))
+    return choose_backends(named, precision, _measured_products(fewer, resources, workers, "kept"))
 
 
 def draft_in_best_precision(
@@ -94,7 +107,7 @@ def begun_with_arithmetic(
     named = config.train.matmul_backend
     kept = plan.matmul_backend if named == "auto" and processors == "same" else named
     job = job_of_plan(plan)
-    return _with_backends(kept, job, resources, _measured_products(job, resources, workers, "kept"))
+    return _with_backends(kept, job, resources, _measured_products(_products_of(job), resources, workers, "kept"))
 
 
 def _with_backends(
@@ -107,18 +120,21 @@ def _with_backends(
     return resources.with_arithmetic(found)
 
 
+def _products_of(job: TrainingJob) -> ProbedModel:
+    """The job's model, with as many sequences as its largest measured products have."""
+    most = min(job.batch_sequences, max(1, MOST_TOKENS // job.shape.sequence))
+    return ProbedModel(shape=job.shape, sequence=job.shape.sequence, sequences=most)
+
+
 def _measured_products(
-    job: TrainingJob, resources: Resources, workers: WorkerPool, rates: RatesFreshness
+    model: ProbedModel, resources: Resources, workers: WorkerPool, rates: RatesFreshness
 ) -> Sequence[ProductRates]:
-    """Speed and error of a job's products on each worker: those given, else one a core. Kept for the next plan on this
-    machine; over several hosts, or where somebody else started the workers, they are measured each time.
+    """Speed and error of a model's products on each worker: those given, else one a core. Kept for the next plan on
+    this machine; over several hosts, or where somebody else started the workers, they are measured each time.
 
     Of a worker with one thread processor time is measured, which other programs do not lengthen.
     """
-    sequence = job.shape.sequence
     given = resources.fixed_workers or FixedWorkers(workers=min(resources.machine.cores, MOST_WORKERS), threads=1)
-    most = min(job.batch_sequences, max(1, MOST_TOKENS // sequence))
-    model = ProbedModel(shape=job.shape, sequence=sequence, sequences=most)
     measuring = Job(
         entry=PRODUCTS_ENTRY,
         argument=json.dumps(asdict(model)),

@@ -12,6 +12,7 @@ from plait.errors import PlaitError
 from plait.planner.derive.intervals import with_new_intervals, with_raised_budget
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Plan, same_hosts
+from plait.planner.resolve.named_layout import constraints_of
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
 
@@ -49,6 +50,11 @@ def refuse_lowered_budget(config: RunConfig, plan: Plan) -> None:
     """Raise PlaitError where a begun run's budget would become smaller: known before text and machine are looked at."""
     if budget_of(config) != plan.budget:
         with_raised_budget(config, plan)
+
+
+def refuse_impossible_layout(config: RunConfig, plan: Plan) -> None:
+    """Raise PlaitError where a begun run's model and batch cannot be split as the recipe now names."""
+    constraints_of(config, plan.shape, plan.batch_sequences)
 
 
 def refuse_other_text(corpus: Corpus, plan: Plan) -> None:

@@ -11,7 +11,8 @@ from plait.cluster.topology import usable_cores
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import registry_folder, run_on_this_machine, running_runs, sharing_lines
 from plait.layout import Layout
-from plait.model.shape import parameter_count
+from plait.model.shape import ModelShape, parameter_count
+from plait.model.weights import trained_parameter_count
 from plait.planner.calibration.factors import calibration_text
 from plait.planner.plan import Plan
 from plait.planner.rebalancing.batch_rebalance import why_rebalancing_cannot_help
@@ -37,7 +38,7 @@ def run_start(plan: Plan, folder: Path, details: Details = ()) -> str:
     shape = plan.shape
     size = f"{format_count(parameter_count(shape))} parameters in {counted(shape.layers, 'layer')}"
     lines = [
-        f"model    {folder.name}: {size}, width {shape.width}",
+        f"model    {folder.name}: {size}, width {shape.width}{_adapter_text(shape)}",
         f"devices  {_devices_text(plan)}: {layout_in_words(plan.layout)}, {_workers_text(plan)}",
         f"time     {_time_text(plan)}",
         f"run      {folder}, {_saved_text(plan)}; --why gives the reasons",
@@ -46,6 +47,15 @@ def run_start(plan: Plan, folder: Path, details: Details = ()) -> str:
         lines.insert(2, f"numbers  {chosen}")
     reasons = reason_lines(plan) if "reasons" in details else plan.warnings
     return "\n".join([*lines, *(f"         · {reason}" for reason in reasons)])
+
+
+def _adapter_text(shape: ModelShape) -> str:
+    """What of a model learns, where that is an adapter alone."""
+    if shape.adapter is None:
+        return ""
+    return (
+        f"; {format_count(trained_parameter_count(shape))} learn ({shape.adapter.variant}, rank {shape.adapter.rank})"
+    )
 
 
 def running_runs_text(plan: Plan, folder: RunFolder) -> str:
@@ -102,7 +112,7 @@ def _time_text(plan: Plan) -> str:
     """How long the run will take, by which knowledge, and until when it trains."""
     steps, budget = counted(plan.steps, "step"), plan.budget
     batch = format_count(plan.batch_tokens)
-    until = f"{budget} in {steps}" if budget.unit == "tokens" else f"{steps} of {batch} tokens"
+    until = f"{budget} in {steps}" if budget.unit in ("tokens", "epochs") else f"{steps} of {batch} tokens"
     asked = f", budget {budget}" if budget.unit == "seconds" else ""
     known = f"{left} ({'timed' if plan.step_s else 'forecast'}): " if (left := time_left_text(plan, 0)) else ""
     return f"{known}{until}{asked}"

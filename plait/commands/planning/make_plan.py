@@ -11,6 +11,7 @@ from pathlib import Path
 
 from plait.cluster.topology import Machine
 from plait.commands.planning.arithmetic import (
+    TIMING_PRODUCTS,
     begun_with_arithmetic,
     draft_in_best_precision,
     new_with_arithmetic,
@@ -34,8 +35,8 @@ from plait.screen.screen import ShowProgress, ignore_progress
 from plait.working_folder import WorkingFolder
 
 Log = Callable[[str], None]
-TIMING_PRODUCTS, COMPARING_LAYOUTS = "timing matrix products", "comparing layouts"
-"""What a person reads while these go on."""
+COMPARING_LAYOUTS = "comparing layouts"
+"""What a person reads while this goes on."""
 
 
 def make_plan(
@@ -222,8 +223,10 @@ def _on_machine(plan: Plan, here: Plan) -> Plan:
 def plan_key(
     config: RunConfig, content_hash: str, machine: Machine, workers: WorkerPool, others: Sequence[Machine] = ()
 ) -> str:
-    """Hash of a plan's inputs: the recipe but for its name and where its text lies, the text, and the machines."""
-    requested = {key: value for key, value in flat_values(config).items() if key not in ("run.name", "data.files")}
+    """Hash of a plan's inputs: the recipe but for its name, where its text lies and what follows a failure, the text,
+    and the machines."""
+    named = flat_values(config).items()
+    requested = {key: value for key, value in named if not key.startswith(("run.name", "data.files", "recover."))}
     given = [requested, content_hash, machine.fingerprint(), workers.fixed_workers and workers.fixed_workers.workers]
     given += [other.fingerprint() for other in others]
     return sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]

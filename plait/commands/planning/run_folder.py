@@ -27,7 +27,7 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 WORKER_KEYS = ("run.devices", "run.workers", "run.threads")
 NEW_PLAN_KEYS = ("layout.", "train.matmul_backend", *WORKER_KEYS)
 """Recipe keys that may change how a begun run is carried out: it is planned anew."""
-CHANGEABLE_KEYS = ("train.budget", *NEW_PLAN_KEYS, "balance.", "checkpoint.", "report.")
+CHANGEABLE_KEYS = ("train.budget", *NEW_PLAN_KEYS, "balance.", "checkpoint.", "recover.", "report.")
 """Recipe keys that may differ when a begun run continues; `data.files` may move, too, as long as the text is the
 same."""
 
@@ -41,6 +41,10 @@ class RunTotals:
     """Seconds of training times the number of devices, summed over sessions."""
     peak_tensor_bytes: Sequence[int] = ()
     peak_rss_bytes: Sequence[int] = ()
+    save_s: float = 0.0
+    """Part of the training time: from the beginnings of saves to their ends."""
+    start_s: float = 0.0
+    """Part of the training time: from each start of the workers to its first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,11 @@ class RunFolder:
     @property
     def shares(self) -> Path:
         return self.path / "shares.jsonl"
+
+    @property
+    def incidents(self) -> Path:
+        """One line for each time that the run was ended by a failure, whether it then went on by itself or not."""
+        return self.path / "incidents.jsonl"
 
     @property
     def base(self) -> Path:

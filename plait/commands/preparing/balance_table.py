@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from plait.data.balance import IntArray, attention_pairs, balance_samples, counted_targets, window_lengths
-from plait.data.order import make_order
-from plait.data.rows import IGNORED_TARGET, gather_rows, make_targets
+from plait.data.balance import IntArray, balance_samples
+from plait.data.rows import IGNORED_TARGET
+from plait.data.samples.opening import training_samples
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.layout import equal_share
@@ -91,19 +91,19 @@ def balance_report(config: RunConfig, corpus: Corpus, replicas: int) -> BalanceR
     """Distribute a recipe's first steps over so many data-parallel ranks; raises PlaitError where the recipe leaves
     the size of a step open."""
     sequence, shares = _tokens_per_sequence(config), _sequences_per_replica(config, replicas)
-    order = make_order(corpus, config.run.seed, sequence)
+    reader = training_samples(corpus, config.run.seed, sequence, overlong=config.data.overlong)
     batch = sum(shares)
     steps = max(1, min(MAX_STEPS_BALANCED, _MAX_TOKENS_READ // (batch * sequence)))
     seen = [_ReplicaTotals(lengths=[]) for _ in shares]
     rare = _unigram_nats(corpus)
     come, assigned = [], []
     for step in range(steps):
-        shard, start = order.windows(np.arange(step * batch, (step + 1) * batch))
-        pairs = attention_pairs(corpus.train, shard, start, sequence)
+        places = reader.places(np.arange(step * batch, (step + 1) * batch))
+        pairs = reader.attention_pairs(places)
         if config.data.mask_documents is False:  # each token looks back over all documents of its sequence
             pairs = np.full_like(pairs, sequence * (sequence + 1) // 2)
         before = np.split(np.arange(batch), np.cumsum(shares)[:-1])
-        counted = counted_targets(corpus.train, shard, start, sequence)
+        counted = reader.counted_targets(places)
         after = before if config.data.mask_documents is False else balance_samples(pairs, shares, counted)
         come.append(_max_to_min_pairs(pairs, before))
         assigned.append(_max_to_min_pairs(pairs, after))
@@ -111,8 +111,9 @@ def balance_report(config: RunConfig, corpus: Corpus, replicas: int) -> BalanceR
             one.pairs_unbalanced += int(pairs[there].sum())
             one.pairs_balanced += int(pairs[here].sum())
             one.counted_targets += int(counted[here].sum())
-            one.unigram_nats += _summed_unigram_nats(corpus, rare, shard[here], start[here], sequence)
-            one.lengths += list(_piece_lengths(corpus, shard[here], start[here], sequence))
+            rows = reader.read(places[here])
+            one.unigram_nats += float(rare[rows.targets[rows.targets != IGNORED_TARGET]].sum())
+            one.lengths.append(rows.lengths)
     return BalanceReport(
         steps=steps,
         sequence=sequence,
@@ -169,18 +170,6 @@ def _unigram_nats(corpus: Corpus) -> np.ndarray[Any, Any]:
     for shard in corpus.train:
         seen += np.bincount(shard.tokens[: _MAX_TOKENS_READ // len(corpus.train)], minlength=corpus.vocabulary)
     return np.log(seen.sum()) - np.log(seen)
-
-
-def _summed_unigram_nats(
-    corpus: Corpus, nats_by_token: np.ndarray[Any, Any], shard: np.ndarray[Any, Any], start: IntArray, sequence: int
-) -> float:
-    wanted = make_targets(corpus.train, shard, start, gather_rows(corpus.train, shard, start, sequence + 1))
-    return float(nats_by_token[wanted[wanted != IGNORED_TARGET]].sum())
-
-
-def _piece_lengths(corpus: Corpus, shard: np.ndarray[Any, Any], start: IntArray, sequence: int) -> Iterator[IntArray]:
-    for number in np.unique(shard):
-        yield window_lengths(corpus.train[number], start[shard == number], sequence)[0]
 
 
 def _replica_stats(totals: _ReplicaTotals, sequences: int, tokens: int) -> ReplicaStats:

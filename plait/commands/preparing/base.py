@@ -7,6 +7,7 @@ from pathlib import Path
 
 from plait.data.preparation.fingerprint import exclusive_lock, hash_files
 from plait.errors import PlaitError, disk_advice
+from plait.interop.base_fingerprint import base_fingerprint
 from plait.interop.base_model import read_base_model
 from plait.interop.gguf import convert_gguf
 from plait.interop.hub import PREFIX, fetch_model
@@ -23,7 +24,11 @@ def base_facts(config: RunConfig, working: WorkingFolder) -> BaseFacts | None:
     """The facts about the model that a recipe goes on from, None where it begins a new one. Looks at config and headers
     alone. Raises PlaitError for a folder that cannot be used."""
     folder = base_folder(config, working)
-    return None if folder is None else BaseFacts(folder=str(folder), shape=read_base_model(folder).shape)
+    if folder is None:
+        return None
+    base = read_base_model(folder)
+    fingerprint = base_fingerprint(base) if config.finetune.method == "lora" else ""
+    return BaseFacts(folder=str(folder), shape=base.shape, fingerprint=fingerprint)
 
 
 def base_folder(config: RunConfig, working: WorkingFolder) -> Path | None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from plait.commands.preparing.base import base_facts, base_folder
 from plait.data.choices import read_questions
+from plait.data.conversations.chat_template import PLAIN_NAME
 from plait.data.folders import find_text_files
 from plait.data.integrity import verify_at_start
 from plait.data.order import longest_window
 from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
+from plait.data.samples.sizes import corpus_sizes
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
@@ -21,8 +23,10 @@ from plait.working_folder import WorkingFolder
 
 
 def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -> Corpus:
-    """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence."""
+    """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence, also for a model to go on from
+    that cannot be used."""
     check_choices(config)
+    base_facts(config, working)  # before minutes go into its tokens
     request = data_request(config, base_folder(config, working))
     for source in request.sources:
         if Path(source.path).is_dir():
@@ -32,7 +36,15 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
         corpus = open_corpus(folder)
         show(0, 0, "comparing hashes")
         verify_at_start(corpus)
+    if corpus.template:
+        screen.print(f"template {_template_text(corpus)}")
     return corpus
+
+
+def _template_text(corpus: Corpus) -> str:
+    if corpus.template != PLAIN_NAME:
+        return f"of chats: {corpus.template}"
+    return f'of chats: {PLAIN_NAME}, as the tokenizer has none ("User:" and "Assistant:", each on a line of its own)'
 
 
 def check_choices(config: RunConfig) -> None:
@@ -66,6 +78,8 @@ def data_request(config: RunConfig, base: Path | None = None) -> DataRequest:
         tokenizer=_usual_tokenizer(base) if tokenizer == "auto" else tokenizer,
         vocabulary=None if vocabulary == "auto" else vocabulary,
         holdout=config.data.holdout,
+        format=config.data.format,
+        template_folders=(base,) if base else (),
     )
 
 
@@ -93,6 +107,8 @@ def corpus_facts(corpus: Corpus) -> CorpusFacts:
         vocabulary=corpus.vocabulary,
         train_tokens=corpus.train_tokens,
         longest_sequence=longest_window(corpus),
+        layout=corpus.layout,
+        sizes=corpus_sizes(corpus),
         heldout_tokens=corpus.heldout_tokens,
         documents=sum(len(shard.starts) for shard in corpus.train),
     )

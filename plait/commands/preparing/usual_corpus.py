@@ -10,7 +10,7 @@ from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.model.requested_size import named_size
 from plait.model.sizes import MODEL_SIZES
-from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.model_size import CorpusFacts, budget_of
 from plait.recipe.schema import RunConfig
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -20,10 +20,16 @@ ASSUMED_CORPUS_TOKENS = 10**15
 
 
 def corpus_facts_or_usual(config: RunConfig, working: WorkingFolder = CURRENT_FOLDER) -> tuple[CorpusFacts, list[str]]:
-    """Facts about the recipe's text if it is prepared, else usual ones; and sentences that say what is assumed."""
+    """Facts about the recipe's text if it is prepared, else usual ones; and sentences that say what is assumed. Raises
+    PlaitError for a budget in passes over text that was not looked at."""
     corpus = corpus_if_prepared(config, working)
     if corpus:
         return run_facts(config, corpus, working), []
+    if budget_of(config).unit == "epochs":
+        raise PlaitError(
+            f'train.budget = "{config.train.budget}" depends on the text, which is not prepared here; run plait data '
+            "first, or give steps or tokens"
+        )
     facts, notes = _usual_corpus_facts(config)
     base = base_facts(config, working)
     return (facts, notes) if base is None else (replace(facts, base=base, vocabulary=base.shape.vocabulary), [])

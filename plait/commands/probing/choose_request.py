@@ -11,7 +11,9 @@ from plait.cluster.probe.request import (
     model_probe_request,
     typical_probe_request,
 )
-from plait.commands.planning.measuring import MachineSurvey
+from plait.commands.planning.arithmetic import arithmetic_to_probe
+from plait.commands.planning.measuring import MachineSurvey, resources_of
+from plait.commands.planning.workers import WorkerPool
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.commands.probing.measurements import ProbeWorkers
 from plait.planner.derive.compile_mode import compile_of
@@ -48,3 +50,17 @@ def probe_request_for(
         threads=probe_workers.threads,
     )
     return replace(requested, gpus=gpus, compile=compile_of(config, [survey.machine], []))
+
+
+def with_fastest_library(
+    requested: ProbeRequest, config: RunConfig | None, survey: MachineSurvey, workers: WorkerPool
+) -> tuple[ProbeRequest, MachineSurvey]:
+    """The request, and the survey with its peak, by the library of products that a run would take here: a probe must
+    time the arithmetic that its plans forecast. GPUs have none to choose."""
+    resources = resources_of(survey, workers)
+    named = config.train.matmul_backend if config else "auto"
+    found = arithmetic_to_probe(named, requested.precision, requested.models[-1], resources, workers)
+    if found is None:
+        return requested, survey
+    requested = replace(requested, matmul_backend=found.backend, host_backends=found.host_backends)
+    return requested, replace(survey, peak_flops=resources.with_arithmetic(found).peak_flops)

@@ -113,7 +113,9 @@ def _temporary_folder(workers: WorkerPool) -> Iterator[Path]:
 def _write_inputs(folder: Path, config: RunConfig, plan: Plan) -> None:
     corpus = folder / "corpus"
     corpus.mkdir()
-    write_synthetic(corpus, vocabulary=plan.shape.vocabulary, sequence=plan.sequence, seed=config.run.seed)
+    layout = "whole" if config.data.format in ("chat", "prompt-completion") else "stream"
+    sizes = {"vocabulary": plan.shape.vocabulary, "sequence": plan.sequence}
+    write_synthetic(corpus, **sizes, seed=config.run.seed, layout=layout)
     write_plan(replace(plan, corpus=str(corpus)), folder / "plan.json")
     (folder / "recipe.toml").write_text(recipe_text(config))
 

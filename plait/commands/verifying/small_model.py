@@ -15,6 +15,7 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import MODEL_SIZES, explicit_shape
 from plait.partition.execution import Precision
 from plait.planner.derive import scaling_rules
+from plait.planner.derive.adapters import adapter_for
 from plait.planner.derive.hyperparameters import with_usual_numbers
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_layout import check_schedule, layout_of, named_degrees
@@ -26,6 +27,8 @@ STEPS_PER_OPTIMIZER = 5
 """Number of updates by plain gradient descent, and then of updates by the run's optimizer."""
 SHRUNK_WINDOW = 3
 """Tokens that a query of a windowed layer sees in a small model."""
+SHRUNK_RANK = 3
+"""Of a small model's adapters: fewer rows than many layouts have ranks."""
 CHECK_LR = 0.01
 CHECK_CLIP = 0.25
 """Below the norms of a small model's first gradients, so that clipping acts."""
@@ -70,9 +73,13 @@ def requested_shape(config: RunConfig, degrees: Layout) -> ModelShape:
 
 
 def _base_shape(config: RunConfig, base: ModelShape) -> ModelShape:
-    """A trained model's shape, for the sequences that the recipe names or that are usual for its size."""
+    """A trained model's shape, for the sequences that the recipe names or that are usual for its size, with the adapter
+    that the recipe asks for."""
     usual, requested = scaling_rules.usual_sequence_length(parameter_count(base)), config.train.sequence
-    return replace(base, sequence=min(usual, base.sequence) if requested == "auto" else requested)
+    shape = replace(base, sequence=min(usual, base.sequence) if requested == "auto" else requested)
+    if config.finetune.method != "lora":
+        return shape
+    return replace(shape, adapter=adapter_for(config.finetune, shape, 0, []))
 
 
 def _fitting_size(degrees: Layout) -> str:
@@ -110,6 +117,7 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
         ffn=2 * ffn,
         vocabulary=8 * layout.tensor + 45,
         sequence=sequence,
+        adapter=replace(shape.adapter, rank=min(shape.adapter.rank, SHRUNK_RANK)) if shape.adapter else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -119,7 +120,17 @@ def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> None:
         if workers.device.type == "cpu":
             module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
             module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
+    if workers.device.type == "cpu":
+        _gather_ahead(model)
     workers.say(units_text(units))
+
+
+def _gather_ahead(model: nn.Module) -> None:
+    """Let the next unit's weights travel under a unit's arithmetic, as streams of a GPU do by themselves."""
+    root, *units = _sharded_modules(model)
+    root._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
 
 
 def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from plait.data.conversations.chat_template import TemplateText
+from plait.data.conversations.formats import SourceFormat
 from plait.data.holdout import (
     DocumentSurvey,
     HoldoutRule,
@@ -38,7 +40,8 @@ Progress = Callable[[int, int, str], None]
 TOKENIZER_SAMPLE_BYTES = 20_000_000
 _BATCH_CHARACTERS = 1 << 19
 """Encoded in one call, during which no signal is heeded: half a second on one core."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The errors of a disk that is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,10 @@ class BuildRequest:
     holdout: float
     shard_tokens: int
     on_progress: Progress
+    formats: tuple[SourceFormat, ...]
+    """Of each source."""
+    template: TemplateText | None = None
+    """The tokenizer's own chat template; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +88,7 @@ def build_corpus(work: BuildRequest, folder: Path) -> None:
         )
     tokenizer.save(folder)
     entries = list(chain.from_iterable(writer.entries for writer in writers.values()))
-    write_index(folder, {**_index(tokenizer, rule, sizes, entries), "sources": _source_entries(work, found)})
+    write_index(folder, {**_index(tokenizer, rule, sizes, entries), "sources": source_entries(work, found)})
 
 
 def _survey(work: BuildRequest) -> list[DocumentSurvey]:
@@ -108,10 +115,10 @@ def _trained(work: BuildRequest, rule: HoldoutRule, total: int) -> Tokenizer:
     def wait() -> None:
         work.on_progress(0, 0, "building the tokenizer's vocabulary")
 
-    return train_bpe_apart(_sample(training_texts(), total), work.vocabulary or bpe_vocabulary(total), wait)
+    return train_bpe_apart(sample_of_text(training_texts(), total), work.vocabulary or bpe_vocabulary(total), wait)
 
 
-def _sample(texts: Iterable[str], total: int) -> Iterator[str]:
+def sample_of_text(texts: Iterable[str], total: int) -> Iterator[str]:
     """At most TOKENIZER_SAMPLE_BYTES of text. Pieces are chosen by their hash, so the choice does not depend on
     chance."""
     share = 1.0 if total <= TOKENIZER_SAMPLE_BYTES else 0.95 * TOKENIZER_SAMPLE_BYTES / total
@@ -156,8 +163,8 @@ def _tokenize(
         for each in writers.values():
             each.close_shard()
     except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise _disk_full(folder, sum(each.bytes_written for each in writers.values()), done, total) from error
+        if error.errno in NO_ROOM:
+            raise disk_full_error(folder, sum(each.bytes_written for each in writers.values()), done, total) from error
         raise
     work.on_progress(total, total, "tokenizing")
     return writers
@@ -201,7 +208,8 @@ def _index(
     }
 
 
-def _source_entries(work: BuildRequest, found: Sequence[DocumentSurvey]) -> list[dict[str, Any]]:
+def source_entries(work: BuildRequest, found: Sequence[DocumentSurvey]) -> list[dict[str, Any]]:
+    """What the index says of each source."""
     return [
         {
             "path": source.source.path,
@@ -214,7 +222,8 @@ def _source_entries(work: BuildRequest, found: Sequence[DocumentSurvey]) -> list
     ]
 
 
-def _disk_full(folder: Path, written: int, done: int, total: int) -> PlaitError:
+def disk_full_error(folder: Path, written: int, done: int, total: int) -> PlaitError:
+    """The error for a disk that filled up after `done` of `total` bytes of text."""
     needed = written * total / done if done else total
     return PlaitError(
         f"the disk is full: the tokens need about {format_bytes(needed)} in {folder.parent}; free that much, or "

@@ -7,15 +7,19 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
+from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate, TemplateText, find_template
+from plait.data.conversations.formats import RequestedFormat, SourceFormat, holds_examples, source_format
 from plait.data.index import SHARD_FORMAT
 from plait.data.preparation.build import BuildRequest, Progress, build_corpus
 from plait.data.preparation.fingerprint import FileStamp, cached_hashes, exclusive_lock, file_stamp, hash_files
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
+from plait.data.preparation.whole import build_examples
 from plait.data.shards import SHARD_TOKENS, open_corpus
 from plait.data.sources import OpenSource, Source, open_source
 from plait.errors import PlaitError
@@ -30,6 +34,9 @@ class DataRequest:
     tokenizer: str
     vocabulary: int | None
     holdout: float
+    format: RequestedFormat = "auto"
+    template_folders: tuple[Path, ...] = ()
+    """Where the chat template may be, in this order, before the tokenizer's own folder."""
 
 
 def prepare_corpus(
@@ -47,6 +54,7 @@ def prepare_corpus(
     home = cache / "data"
     try:
         sources = tuple(open_source(source) for source in request.sources)
+        formats = tuple(source_format(source, request.format) for source in sources)
         make_private_folder(home)
         files = list(dict.fromkeys(chain.from_iterable(source.files for source in sources)))
         stamps = {path: file_stamp(path) for path in files}
@@ -59,6 +67,8 @@ def prepare_corpus(
             holdout=request.holdout,
             shard_tokens=shard_tokens,
             on_progress=on_progress,
+            formats=formats,
+            template=_own_template(request, formats),
         )
         folder = home / _key(work)
         with exclusive_lock(
@@ -79,6 +89,7 @@ def find_prepared(request: DataRequest, cache: Path) -> Path | None:
     try:
         sources = tuple(open_source(source) for source in request.sources)
         files = list(dict.fromkeys(chain.from_iterable(source.files for source in sources)))
+        formats = tuple(source_format(source, request.format) for source in sources)
         hashes = cached_hashes(files, home / "hashes.json")
     except OSError:
         return None
@@ -92,6 +103,8 @@ def find_prepared(request: DataRequest, cache: Path) -> Path | None:
         holdout=request.holdout,
         shard_tokens=SHARD_TOKENS,
         on_progress=lambda *_: None,
+        formats=formats,
+        template=_own_template(request, formats),
     )
     folder = home / _key(work)
     return folder if folder.is_dir() else None
@@ -123,6 +136,19 @@ def _ready_tokenizer(request: DataRequest) -> Tokenizer | None:
     return tokenizer
 
 
+def _own_template(request: DataRequest, formats: Sequence[SourceFormat]) -> TemplateText | None:
+    """The chat template that belongs to the tokenizer; None where it has none, or no source needs one."""
+    if not any(form.kind == "chat" for form in formats):
+        return None
+    file = Path(request.tokenizer)
+    shipped = request.tokenizer in ("gpt2", "bpe")
+    own = None if shipped else file if file.is_dir() else file.parent
+    found = find_template([*request.template_folders, *([own] if own else [])])
+    if found:
+        ChatTemplate(found)  # one that cannot be read is refused before any work
+    return found
+
+
 def _throttled(on_progress: Progress) -> Progress:
     """A Progress that forwards at most one call per MiB within a stage, as a corpus may have millions of documents."""
     last = (0, "")
@@ -141,6 +167,10 @@ def _key(work: BuildRequest) -> str:
     sources = [_source_key(source, work.file_hashes) for source in work.sources]
     tokenizer = work.tokenizer.hash if work.tokenizer else f"bpe {work.vocabulary}"
     parts = [SHARD_FORMAT, sources, tokenizer, work.holdout, work.shard_tokens]
+    if holds_examples(work.formats):
+        found = work.template
+        template = [found.text, sorted(found.special.items())] if found else PLAIN_TEMPLATE
+        parts += [[(form.kind, form.column) for form in work.formats], template]
     return sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -166,7 +196,8 @@ def _make(work: BuildRequest, folder: Path, stamps: dict[Path, FileStamp]) -> No
     shutil.rmtree(aside, ignore_errors=True)  # left by a killed process: the lock is ours
     try:
         aside.mkdir()
-        build_corpus(work, aside)
+        build = build_examples if holds_examples(work.formats) else build_corpus
+        build(work, aside)
         changed = next((path for path, before in stamps.items() if file_stamp(path) != before), None)
         if changed:
             raise PlaitError(f"{changed} was changed while it was being prepared; run the same command again")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from plait.data.holdout import HoldoutSplit
-from plait.data.index import SHARD_FORMAT, index_row, token_dtype, write_index
+from plait.data.index import SHARD_FORMAT, SampleLayout, index_row, token_dtype, write_index
 from plait.data.preparation.writer import ShardWriter
 
 _TOKENS: dict[HoldoutSplit, int] = {"train": 250, "heldout": 11}
@@ -18,13 +18,17 @@ row."""
 _SHARDS = 3
 
 
-def write_synthetic(folder: Path, *, vocabulary: int, sequence: int, seed: int) -> Path:
+def write_synthetic(
+    folder: Path, *, vocabulary: int, sequence: int, seed: int, layout: SampleLayout = "stream"
+) -> Path:
     """Fill an empty folder with a corpus that `open_corpus` can read, and return the folder; token 0 is the end of
-    text."""
+    text. Whole examples fit into a window of `sequence` tokens."""
     draws = np.random.default_rng(seed)
-    writers = {split: _write(folder, split, vocabulary, sequence, draws) for split in _TOKENS}
+    write = _write if layout == "stream" else _write_whole
+    writers = {split: write(folder, split, vocabulary, sequence, draws) for split in _TOKENS}
     index = {
         "format": SHARD_FORMAT,
+        "layout": layout,
         "dtype": token_dtype(vocabulary).str,
         "vocabulary": vocabulary,
         "eot": 0,
@@ -53,5 +57,23 @@ def _write(
         writer.begin_document(0)
         writer.add(ids, (np.arange(length) < marked * length).astype(np.uint8))
         tokens -= length + 1
+    writer.close_shard()
+    return writer
+
+
+def _write_whole(
+    folder: Path, split: HoldoutSplit, vocabulary: int, sequence: int, draws: np.random.Generator
+) -> ShardWriter:
+    """Write examples of two tokens to one more than a sequence, each with a prompt of any length that is never
+    learned."""
+    tokens = _TOKENS[split] * sequence
+    dtype = token_dtype(vocabulary)
+    writer = ShardWriter(folder, split, eot=0, dtype=dtype, shard_tokens=-(-tokens // _SHARDS) + sequence, marks="kept")
+    while tokens > 0:
+        length = min(sequence + 1, 2 + int(draws.exponential() * sequence / 3))
+        ids = 1 + (draws.exponential(size=length) * vocabulary / 5).astype(np.int64) % (vocabulary - 1)
+        prompt = int(draws.integers(1, length))
+        writer.add_whole(0, ids, (np.arange(length) < prompt).astype(np.uint8))
+        tokens -= length
     writer.close_shard()
     return writer

@@ -11,7 +11,7 @@ import numpy as np
 from plait.data.holdout import HoldoutSplit
 from plait.data.index import ShardEntry, file_sha256, sync_and_close
 
-_COUNTED = np.zeros(1, dtype=np.uint8)
+_COUNTED, _NEVER = np.zeros(1, dtype=np.uint8), np.ones(1, dtype=np.uint8)
 
 
 class ShardWriter:
@@ -37,6 +37,7 @@ class ShardWriter:
         self._split: HoldoutSplit = split
         self._eot = np.array([eot], dtype=dtype)
         self._marks = marks
+        self._end = _COUNTED
         self._file: BinaryIO | None = None
         self._mask_file: BinaryIO | None = None
         self._source = self._tokens = 0
@@ -63,11 +64,23 @@ class ShardWriter:
                 self.close_shard()
                 self.begin_document(self._source)
 
+    def add_whole(self, source: int, ids: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
+        """Append a document that has its own ends, or none, and is never divided over shards; `mask` is as for
+        `add`."""
+        assert self._marks == "kept" and len(mask) == len(ids)
+        if source != self._source or self._tokens + len(ids) >= self._limit:
+            self.close_shard()
+        self._end = _NEVER
+        if self._file is None:
+            self._open(source)
+        self._starts.append(self._tokens)
+        self._write(ids, mask)
+
     def close_shard(self) -> None:
         """End the shard with its last <eot> and wait until it is on disk; does nothing if no shard is open."""
         if self._file is None:
             return
-        self._write(self._eot, _COUNTED)
+        self._write(self._eot, self._end)
         sync_and_close(self._file)
         if self._mask_file is not None:
             sync_and_close(self._mask_file)

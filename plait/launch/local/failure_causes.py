@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from plait.errors import PlaitError
 from plait.launch.local.site import WorkerHost
-from plait.launch.values.failure import Failure, HostLost, RankRaised, error_for_caller, is_shown_traceback, root_cause
+from plait.launch.values.failed_job import error_for_caller
+from plait.launch.values.failure import Failure, HostLost, RankRaised, is_shown_traceback, root_cause
 
 LINES_OF_ANOTHER_HOST = 100
 
@@ -44,6 +46,19 @@ class FailureCauses:
         if isinstance(cause, RankRaised) and is_shown_traceback(cause):
             print(_traceback_text(cause.traceback, site.host), file=sys.stderr, flush=True)
         return error_for_caller(cause, "above", host=site.host)
+
+
+def who_is_missing(unforked: Sequence[WorkerHost], not_started: Collection[int]) -> str:
+    """Who has not started in time: a fork server, else ranks."""
+    if unforked:
+        return f"the process that starts the workers{on_host(unforked[0])} was not ready"
+    missing = sorted(not_started)
+    return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not start"
+
+
+def on_host(site: WorkerHost) -> str:
+    """Where something of a site is, as part of a sentence; empty for this machine."""
+    return f" on {site.host}" if site.host else ""
 
 
 def _traceback_text(traceback: str, host: str | None) -> str:

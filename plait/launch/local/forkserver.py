@@ -52,7 +52,7 @@ class _ForkServer:
     def __init__(self, control: socket.socket, entries: EntryTable) -> None:
         self._control = control
         self._entries = entries
-        self._requests = LineReader(control, sender="the supervisor", descriptors_at_most=RANKS_AT_MOST + 1)
+        self._requests = LineReader(control, sender="the supervisor", descriptors_at_most=RANKS_AT_MOST + 2)
         self._ranks: dict[int, int] = {}
         self._child_ended, self._wakeup = _wake_on_child_end()
 
@@ -78,13 +78,14 @@ class _ForkServer:
 
     def _run(self, request: Mapping[str, Any]) -> None:
         job = typed_value(Job, request["run"])
-        sockets = [socket.socket(fileno=descriptor) for descriptor in self._requests.descriptors]
+        *wires, board = self._requests.descriptors
+        sockets = [socket.socket(fileno=descriptor) for descriptor in wires]
         self._requests.descriptors.clear()
         try:
             entry = self._entries.load(job.entry)
             _ready_to_fork()
             for local_rank in range(job.ranks):
-                pid = self._fork(job, entry, local_rank, sockets, request)
+                pid = self._fork(job, entry, local_rank, sockets, {**request, "board": board})
                 self._ranks[pid] = job.first_rank + local_rank
         except Exception as error:
             end_children()
@@ -97,6 +98,7 @@ class _ForkServer:
             send_line(self._control, {"forked": True})
         finally:
             _close(sockets)
+            os.close(board)
 
     def _fork(
         self, job: Job, entry: Entry, local_rank: int, sockets: Sequence[socket.socket], request: Mapping[str, Any]
@@ -116,6 +118,7 @@ class _ForkServer:
                 interface=request["interface"],
                 wire=wire,
                 server_pid=server_pid,
+                board=request["board"],
             )
             live_as_rank(job, place, {self._control, self._child_ended, self._wakeup, *sockets} - kept)
         return pid

@@ -23,6 +23,8 @@ from plait.launch.local.signals import STOP_SIGNALS
 from plait.launch.values.entries import Entry
 from plait.launch.values.failure import RESUME_ADVICE, RankRaised, describe_exception
 from plait.launch.values.job import Job, RankContext
+from plait.launch.values.progress import ProgressReport
+from plait.launch.watching.board import STACK_SIGNAL, SlotWriter, stack_writer
 from plait.regular_file import append_to_file
 
 
@@ -49,7 +51,7 @@ class StopFlag:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
     """What a forked process needs to become a rank: what to run, its number, its rendezvous, its wire to the
-    supervisor, its parent."""
+    supervisor, its parent, its progress board."""
 
     entry: Entry
     local_rank: int
@@ -57,6 +59,8 @@ class RankPlacement:
     interface: str
     wire: socket.socket
     server_pid: int
+    board: int
+    """Descriptor of the page where it writes how far it is."""
 
 
 def live_as_rank(job: Job, place: RankPlacement, inherited: Iterable[socket.socket]) -> NoReturn:
@@ -78,7 +82,7 @@ def _take_signals(stop: StopFlag) -> None:
     # The fork server's, which is among the strangers. From Python 3.12 on asyncio, which torch imports, has reset it.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     stop.listen(signal.SIGTERM)
     # Blocked since before the fork server's exec: none is lost between the fork and this line.
@@ -120,7 +124,7 @@ def thread_environment(threads: int) -> dict[str, str]:
     return {**counts, "OMP_DYNAMIC": "FALSE", "MKL_DYNAMIC": "FALSE"}
 
 
-def _context(job: Job, place: RankPlacement, stop: StopFlag) -> RankContext:
+def _context(job: Job, place: RankPlacement, stop: StopFlag, progress: ProgressReport) -> RankContext:
     lock = threading.Lock()
 
     def channel(kind: str, values: Mapping[str, Any]) -> None:
@@ -136,6 +140,7 @@ def _context(job: Job, place: RankPlacement, stop: StopFlag) -> RankContext:
         rendezvous=place.rendezvous,
         channel=channel,
         stop=stop.requested,
+        progress=progress,
     )
 
 
@@ -145,7 +150,8 @@ def _work(job: Job, place: RankPlacement, inherited: Iterable[socket.socket]) ->
     Whatever fails on the way there is reported like a failure of the entry itself.
     """
     stop = StopFlag()
-    context, wire, log = _context(job, place, stop), place.wire, sys.stderr
+    progress = SlotWriter(place.board, place.local_rank)
+    context, wire, log = _context(job, place, stop, progress), place.wire, sys.stderr
     try:
         die_with_parent(place.server_pid)
         log = _redirect(job, context.rank)
@@ -155,6 +161,8 @@ def _work(job: Job, place: RankPlacement, inherited: Iterable[socket.socket]) ->
             inherited_socket.close()
         _set_environment(job, place)
         faulthandler.enable(log)
+        faulthandler.register(STACK_SIGNAL, stack_writer(place.board), all_threads=True)
+        progress.phase("its preparation")
         send_line(wire, {"started": os.getpid()})
         place.entry(context, job.argument)
     except SystemExit as end:

@@ -19,6 +19,7 @@ from plait.launch.local.supervise import Supervision
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message
 from plait.launch.values.phase import Bounds
+from plait.launch.watching.board import ProgressBoard
 
 
 def run_job(
@@ -61,7 +62,7 @@ class ForkServer:
         self._process: ServerProcess | None = None
 
     def __enter__(self) -> ForkServer:
-        self._process = ServerProcess(entries=self._entries, threads=self._threads, working_folder=self._working_folder)
+        self._process = self._new_process()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -98,16 +99,31 @@ class ForkServer:
             raise PlaitError(
                 f"{job.ranks} workers cannot be started on one machine; choose 1 to {RANKS_AT_MOST} workers"
             )
-        process = self._entered()
-        with _private_directory() as directory, _wires(job.ranks) as (ours, theirs):
+        process = self._usable_process()
+        with (
+            _private_directory() as directory,
+            _wires(job.ranks) as (ours, theirs),
+            contextlib.closing(ProgressBoard(job.ranks)) as board,
+        ):
             here = meeting or Rendezvous(rendezvous=str(directory / "rendezvous"), interface="lo")
             request = {"run": asdict(job), "rendezvous": here.rendezvous, "interface": here.interface}
             listeners = [here.listener] if here.listener is not None else []
-            process.request(request, [each.fileno() for each in (*theirs, *listeners)])
+            process.request(request, [*(each.fileno() for each in (*theirs, *listeners)), board.descriptor])
             for each in (*theirs, *listeners):
                 each.close()
-            with contextlib.closing(LocalWorkerHost(job, process, ours)) as site:
+            with contextlib.closing(LocalWorkerHost(job, process, ours, board)) as site:
                 yield site
+
+    def _usable_process(self) -> ServerProcess:
+        """The server; a new one where it was lost in an earlier job."""
+        process = self._entered()
+        if not process.is_usable:
+            process.close()
+            self._process = process = self._new_process()
+        return process
+
+    def _new_process(self) -> ServerProcess:
+        return ServerProcess(entries=self._entries, threads=self._threads, working_folder=self._working_folder)
 
     def _entered(self) -> ServerProcess:
         if self._process is None:

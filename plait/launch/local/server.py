@@ -14,12 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from plait.errors import RunFailed
 from plait.launch.local.channel import LineReader, send_line
 from plait.launch.local.guard import require_linux
 from plait.launch.local.rank import thread_environment
 from plait.launch.local.signals import STOP_SIGNALS
 from plait.launch.values.entries import EntryTable
+from plait.launch.values.failed_job import FailureFacts, WorkersFailed
 from plait.launch.values.failure import RESUME_ADVICE, signal_name
 
 _SEND_S = 60
@@ -35,6 +35,7 @@ class ServerProcess:
         # Bounds a request to a server that has stopped reading; what it tells is read without blocking anyway.
         ours.settimeout(_SEND_S)
         self._control = ours
+        self._killed = False
         self.answers = LineReader(ours, sender="the fork server")
         with theirs:
             self._process = _start(theirs, entries, threads, working_folder)
@@ -44,11 +45,11 @@ class ServerProcess:
         return self._process.pid
 
     def request(self, value: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send one request; raises RunFailed when the server is gone or does not read."""
+        """Send one request; raises WorkersFailed when the server is gone or does not read."""
         try:
             send_line(self._control, value, descriptors)
         except OSError:
-            raise RunFailed(self.exit_description()) from None
+            raise WorkersFailed(self.exit_description(), FailureFacts(cause="no answer")) from None
 
     def exit_description(self) -> str:
         """How the server ended, for a person."""
@@ -59,8 +60,14 @@ class ServerProcess:
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         return f"the process that starts the workers {how}; {RESUME_ADVICE}"
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can be sent a job: it was neither killed here nor did it end."""
+        return not self._killed and self._process.poll() is None
+
     def kill(self) -> None:
         """Kill the server at once and, through the kernel, its ranks."""
+        self._killed = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

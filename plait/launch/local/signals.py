@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: as something that a select loop can wait for, and as the exception Interrupted."""
+"""Ctrl-C, SIGTERM, SIGHUP, SIGUSR1: as something that a select loop can wait for, and as the exception Interrupted."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from types import FrameType
 
 from plait.errors import Interrupted, StopSignal
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 REPEAT_S = 1.0
 """A signal that comes again within this time is the same stop: `timeout`, shells and schedulers signal a process and
 then its whole group."""
-_NAMES: dict[int, StopSignal] = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+_NAMES: dict[int, StopSignal] = {
+    signal.SIGINT: "SIGINT",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "SIGHUP",
+    signal.SIGUSR1: "SIGUSR1",
+}
 
 
 class StopRequests:
     """Tells a request to stop from the repetition of an earlier one.
 
     Nobody asks to be stopped at once by SIGHUP: it says that the terminal has gone, also while a run is saving, and a
-    session that ends sends SIGTERM right before or after it.
+    session that ends sends SIGTERM right before or after it. A scheduler that warns by SIGUSR1 sends SIGTERM later,
+    which asks for nothing more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,10 +41,10 @@ class StopRequests:
         """Take note of a signal; whether it is a request of its own."""
         now, last = self._clock(), self._last
         recent = now - self._last_at_s < REPEAT_S
-        if last is not None and (name == "SIGHUP" or (recent and last in (name, "SIGHUP"))):
+        if last is not None and (name in ("SIGHUP", "SIGUSR1") or (recent and last in (name, "SIGHUP"))):
             return False
         self._last, self._last_at_s = name, now
-        return True
+        return last != "SIGUSR1" or name != "SIGTERM"
 
 
 class SignalMailbox:

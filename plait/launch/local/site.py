@@ -12,6 +12,8 @@ from plait.errors import RunFailed
 from plait.launch.local.channel import LineReader
 from plait.launch.local.server import ServerProcess
 from plait.launch.values.job import Job
+from plait.launch.values.progress import RankProgress
+from plait.launch.watching.board import ProgressBoard, process_state
 
 # Note [events]: an event is what a rank or its fork server said, as it was said, for a rank with its number as
 # "rank". Two more are ours: {"rank", "ended"}: its wire is closed, so its death must be reported soon; and {"over"}: no
@@ -49,12 +51,26 @@ class WorkerHost(Protocol):
         """End the process that starts the ranks, and through the kernel the ranks: the way out when it is stuck."""
         ...
 
+    def observe(self) -> Sequence[RankProgress]:
+        """How far each of its ranks is."""
+        ...
+
+    def stack_of(self, rank: int) -> str:
+        """The Python stacks of a rank that is killed next; empty where they cannot be had. May take a second."""
+        ...
+
+    def is_server_stopped(self) -> bool:
+        """Whether the process that starts the ranks was stopped by a signal."""
+        ...
+
 
 class LocalWorkerHost:
     """This machine's part: a fork server that has been sent the job, and a wire to each of its ranks."""
 
-    def __init__(self, job: Job, server: ServerProcess, wires: Sequence[socket.socket]) -> None:
+    def __init__(self, job: Job, server: ServerProcess, wires: Sequence[socket.socket], board: ProgressBoard) -> None:
         self.job = job
+        self._board = board
+        self._pids: dict[int, int] = {}
         self.host = None
         self._server = server
         self._readers = {
@@ -85,6 +101,17 @@ class LocalWorkerHost:
     def kill(self) -> None:
         self._server.kill()
 
+    def observe(self) -> Sequence[RankProgress]:
+        first = self.job.first_rank
+        return [self._board.read(rank - first, rank=rank, pid=pid) for rank, pid in self._pids.items()]
+
+    def stack_of(self, rank: int) -> str:
+        pid = self._pids.get(rank)
+        return "" if pid is None else self._board.stack_of(pid)
+
+    def is_server_stopped(self) -> bool:
+        return process_state(self._server.pid)[0] == "stopped"
+
     def _read_rank(self, rank: int) -> Iterator[RankEvent]:
         if rank not in self._readers:  # its end was reported a moment ago
             return
@@ -100,6 +127,8 @@ class LocalWorkerHost:
     def _read_server(self) -> Iterator[RankEvent]:
         answers = self._server.answers
         for value in answers.read():
+            if "died" in value:
+                self._pids.pop(value["died"], None)
             if "died" in value and value["died"] in self._readers:  # its last messages come before its end
                 yield from self._events_from(value["died"], self._readers[value["died"]].read_all())
                 self._forget(value["died"])
@@ -119,7 +148,10 @@ class LocalWorkerHost:
                 yield from self._events_from(rank, reader.read())
 
     def _events_from(self, rank: int, values: Sequence[Mapping[str, Any]]) -> Iterator[RankEvent]:
-        return ({"rank": rank, **value} for value in values)
+        for value in values:
+            if "started" in value:
+                self._pids[rank] = value["started"]
+            yield {"rank": rank, **value}
 
     def _forget(self, rank: int) -> None:
         self._selector.unregister(self._readers.pop(rank).wire)

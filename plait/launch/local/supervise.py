@@ -8,11 +8,14 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 from plait.errors import PlaitError, RunFailed, StopSignal
-from plait.launch.local.failure_causes import FailureCauses
+from plait.launch.local.failure_causes import FailureCauses, on_host, who_is_missing
+from plait.launch.local.lookout import Lookout
 from plait.launch.local.signals import SignalMailbox
 from plait.launch.local.site import KillOrder, RankEvent, WorkerHost
+from plait.launch.values.failed_job import FailureFacts, WorkersFailed
 from plait.launch.values.failure import RESUME_ADVICE, Failure, HostLost, RankDied, rank_raised_from
 from plait.launch.values.job import STOPPING, Message, StoppedBy
 from plait.launch.values.phase import Bounds, Phase
@@ -44,6 +47,7 @@ class Supervision:
         self._blame = FailureCauses()
         self._report_due: dict[int, float] = {}
         self._waits_for_hosts = bounds.host_s > 0
+        self._lookout, self._grace_s = Lookout(bounds.patience), bounds.grace_s
         self._verdict: PlaitError | None = None
         self._stopped_by: StoppedBy = "finished"
         self._signalled_here = False
@@ -64,11 +68,22 @@ class Supervision:
         return self._conclusion()
 
     def _turn(self) -> None:
-        left_s = max(0.0, self._deadline - time.monotonic())
+        watches = self._phase in ("starting", "running", "stopping")
+        until = min(self._deadline, self._lookout.next_at_s if watches else math.inf)
+        left_s = max(0.0, until - time.monotonic())
         for key, _ in self._selector.select(None if math.isinf(left_s) else left_s):
             key.data()
         if time.monotonic() >= self._deadline and self._open:
             self._time_is_up()
+        elif watches and time.monotonic() >= self._lookout.next_at_s:
+            self._look()
+
+    def _look(self) -> None:
+        if found := self._lookout.look(self._open):
+            failure, site = found
+            self._fail(failure, site)
+            if isinstance(failure, HostLost):
+                site.kill()
 
     def _enter(self, phase: Phase, for_at_most_s: float) -> None:
         self._phase: Phase = phase
@@ -104,7 +119,7 @@ class Supervision:
         elif "died" in event:
             self._record_death(RankDied(rank=event["died"], code=event["code"], at_s=event["at_s"]), site)
         elif "over" in event:
-            self._close(site, event.get("obituary"))
+            self._close(site, event.get("obituary"), "host lost" if event.get("lost") else "no answer")
         elif "stop" in event and self._stopped_by == "finished":  # as in _read_signals
             self._stop(event["stop"])
 
@@ -124,14 +139,14 @@ class Supervision:
             self._fail(death, site)
         self._end_if_nobody_is_left()
 
-    def _close(self, site: WorkerHost, obituary: str | None) -> None:
+    def _close(self, site: WorkerHost, obituary: str | None, cause: Literal["host lost", "no answer"]) -> None:
         if site not in self._open:
             return
         self._open.remove(site)
         self._selector.unregister(site)
         left = self._alive_at(site)
         if obituary is not None and left:
-            self._fail(HostLost(at_s=time.monotonic(), sentence=obituary), site)
+            self._fail(HostLost(at_s=time.monotonic(), sentence=obituary, cause=cause), site)
         self._alive -= left
         self._end_if_nobody_is_left()
 
@@ -159,7 +174,8 @@ class Supervision:
             self._kill()
         elif self._phase in ("starting", "running"):
             self._order("SIGTERM")
-            self._enter("stopping", self._bounds.grace_s)
+            self._grace_s = max(self._bounds.grace_s, self._lookout.stop_grace_s())
+            self._enter("stopping", self._grace_s)
             self._on_message(Message(rank=0, kind=STOPPING, values={"signal": name}))
 
     def _fail(self, failure: Failure, site: WorkerHost) -> None:
@@ -187,8 +203,8 @@ class Supervision:
         self._enter("running", min(due, default=math.inf) - time.monotonic())
         if self._deadline <= time.monotonic():
             stuck = min(self._alive & self._report_due.keys(), key=self._report_due.__getitem__)
-            who = f"the process that starts the workers{_on(self._site_of[stuck])}"
-            self._verdict = RunFailed(f"{who} does not answer; {RESUME_ADVICE}")
+            who = f"the process that starts the workers{on_host(self._site_of[stuck])}"
+            self._verdict = WorkersFailed(f"{who} does not answer; {RESUME_ADVICE}", FailureFacts(cause="no answer"))
             self._kill_servers()
 
     def _a_lost_host_may_explain(self) -> bool:
@@ -197,10 +213,12 @@ class Supervision:
 
     def _give_up_waiting(self) -> None:
         if self._phase == "starting":
-            self._verdict = RunFailed(f"{self._who_is_missing()} within {self._bounds.start_s:g} s; {RESUME_ADVICE}")
+            who = who_is_missing(self._unforked, self._not_started)
+            sentence = f"{who} within {self._bounds.start_s:g} s; {RESUME_ADVICE}"
+            self._verdict = WorkersFailed(sentence, FailureFacts(cause="no answer"))
         if self._phase == "stopping":
             self._verdict = RunFailed(
-                f"the workers were killed because they had not saved and ended {self._bounds.grace_s:g} s after "
+                f"the workers were killed because they had not saved and ended {self._grace_s:.3g} s after "
                 f"{self._stopped_by}; {RESUME_ADVICE}"
             )
         self._kill()
@@ -226,21 +244,12 @@ class Supervision:
         while self._open:
             self._turn()
 
-    def _who_is_missing(self) -> str:
-        if self._unforked:
-            return f"the process that starts the workers{_on(self._unforked[0])} was not ready"
-        missing = sorted(self._not_started)
-        return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not start"
-
     # How it ended.
 
     def _conclusion(self) -> StoppedBy:
-        if self._verdict:
-            raise self._verdict
-        if self._blame:
-            raise self._blame.error()
+        error = self._verdict or (self._blame.error() if self._blame else None)
+        if isinstance(error, WorkersFailed):
+            error.stopped_by = self._stopped_by
+        if error is not None:
+            raise error
         return self._stopped_by
-
-
-def _on(site: WorkerHost) -> str:
-    return f" on {site.host}" if site.host else ""

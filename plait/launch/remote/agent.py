@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame, Wire
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import STOP_IN_WORDS, Job, ReleasedBy
+from plait.launch.values.phase import Patience
+from plait.launch.watching.hang_watch import LOOK_EVERY_S
 
 _JOIN_AGAIN = "see what host 0 printed, start the run there again and join it"
 
@@ -111,6 +114,7 @@ class _Agent:
         self._site: LocalWorkerHost | None = None
         self._number = 0
         self._asked_to_stop = False
+        self._next_look_at_s, self._server_stopped_looks = 0.0, 0
         self._stopped_by: ReleasedBy | None = None
 
     def run(self) -> ReleasedBy:
@@ -118,8 +122,11 @@ class _Agent:
             self._selector.register(self._signals.wire, selectors.EVENT_READ, self._read_signals)
             self._selector.register(self._link, selectors.EVENT_READ, self._read_link)
             while self._stopped_by is None:
-                for key, _ in self._selector.select():
+                watches = self._site is not None
+                for key, _ in self._selector.select(LOOK_EVERY_S if watches else None):
                     key.data()
+                if self._site is not None:
+                    self._look(self._site)
         return self._stopped_by
 
     def _read_link(self) -> None:
@@ -188,6 +195,18 @@ class _Agent:
             self._part.close()  # before host 0 hears of it, and sends what the next job needs
         for event in events:
             self._send_event(event)
+
+    def _look(self, site: LocalWorkerHost) -> None:
+        """Tell host 0 how far the ranks are; it decides, but for a fork server that was stopped."""
+        now_s = time.monotonic()
+        if now_s < self._next_look_at_s:
+            return
+        self._next_look_at_s = now_s + LOOK_EVERY_S
+        self._server_stopped_looks = self._server_stopped_looks + 1 if site.is_server_stopped() else 0
+        if self._server_stopped_looks * LOOK_EVERY_S >= Patience().stopped_s:
+            site.kill()
+        if ranks := site.observe():
+            self._send_event({"progress": [asdict(rank) for rank in ranks]})
 
     def _send_event(self, event: Mapping[str, Any]) -> None:
         self._link.send("event", {"number": self._number, "event": event, "sent_at_s": time.monotonic()})

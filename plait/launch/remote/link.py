@@ -17,7 +17,8 @@ from typing import Any
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.messages import Answer, Farewell, Question, UnexpectedMessage, parse_message
 from plait.launch.remote.wire import Frame, Wire, WireEnded
-from plait.launch.values.failure import RESUME_ADVICE, describe_exception, error_for_caller
+from plait.launch.values.failed_job import error_for_caller
+from plait.launch.values.failure import RESUME_ADVICE, describe_exception
 
 _PART_S = 3.0
 

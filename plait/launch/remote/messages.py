@@ -14,6 +14,7 @@ from plait.launch.local.signals import StopSignal
 from plait.launch.local.site import KillOrder, RankEvent
 from plait.launch.values.failure import RankRaised
 from plait.launch.values.job import Job, ReleasedBy
+from plait.launch.values.progress import RankProgress
 
 _T = TypeVar("_T")
 _RENDEZVOUS = re.compile(r"tcp://(\[[0-9a-f:.]+\]|[0-9.]+):[0-9]{1,5}/job-[0-9]{1,9}")
@@ -155,11 +156,16 @@ class _Forked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Progress:
+    progress: tuple[RankProgress, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Stop:
     stop: StopSignal
 
 
-_Event = _Started | _Told | _Returned | _Raised | _Ended | _Died | _Over | _Forked | _Stop
+_Event = _Started | _Told | _Returned | _Raised | _Ended | _Died | _Over | _Forked | _Progress | _Stop
 _EVENTS: Mapping[str, type[_Event]] = {
     "started": _Started,
     "told": _Told,
@@ -169,6 +175,7 @@ _EVENTS: Mapping[str, type[_Event]] = {
     "died": _Died,
     "over": _Over,
     "forked": _Forked,
+    "progress": _Progress,
     "stop": _Stop,
 }
 """What can happen at a joined host, by the key that says it (see the note on events in local/site.py)."""
@@ -207,4 +214,6 @@ def _ranks_of(event: _Event) -> list[int | None]:
         return [event.rank, event.raised.rank]
     if isinstance(event, _Died):
         return [event.died]
+    if isinstance(event, _Progress):
+        return [one.rank for one in event.progress]
     return [] if isinstance(event, _Over | _Forked | _Stop) else [event.rank]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from plait.launch.local.site import KillOrder, RankEvent
@@ -11,6 +11,7 @@ from plait.launch.remote.messages import EventReport, UnexpectedMessage, parse_e
 from plait.launch.remote.wire import Frame
 from plait.launch.values.failure import RESUME_ADVICE
 from plait.launch.values.job import Job
+from plait.launch.values.progress import RankProgress
 
 
 class RemoteWorkerHost:
@@ -22,6 +23,7 @@ class RemoteWorkerHost:
         self._link = link
         self._number = number
         self._forked = self._over = False
+        self._progress: Sequence[RankProgress] = ()
 
     def start(self, rendezvous: str | None) -> None:
         """Have the host start its ranks; a host that is lost meanwhile is heard of through `read`."""
@@ -45,12 +47,28 @@ class RemoteWorkerHost:
     def kill(self) -> None:
         self._link.send("kill", {"number": self._number})
 
+    def observe(self) -> Sequence[RankProgress]:
+        """As the host last said; it looks every half a second."""
+        return self._progress
+
+    def stack_of(self, rank: int) -> str:
+        """None: the host keeps it to itself."""
+        return ""
+
+    def is_server_stopped(self) -> bool:
+        """No: the host looks after its own, and says how it ended."""
+        return False
+
     def _events(self, frame: Frame) -> Iterator[RankEvent]:
         """The event in a frame, if it is of this job; a host that sends anything else is left."""
         try:
             report = parse_message(EventReport, frame.values)
             if report.number == self._number:
-                yield self._noted(parse_event(report, self.job))
+                event = parse_event(report, self.job)
+                if "progress" in event:
+                    self._progress = [RankProgress(**one) for one in event["progress"]]
+                else:
+                    yield self._noted(event)
         except UnexpectedMessage as error:
             yield self._end(str(error))
             self._link.leave(str(error))
@@ -67,4 +85,4 @@ class RemoteWorkerHost:
 
     def _end(self, how: str) -> RankEvent:
         self._over = True
-        return {"over": True, "obituary": f"{self.host} was lost: {how}; {RESUME_ADVICE}"}
+        return {"over": True, "lost": True, "obituary": f"{self.host} was lost: {how}; {RESUME_ADVICE}"}

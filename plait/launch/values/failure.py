@@ -1,4 +1,4 @@
-"""Turns the failures of ranks into the one sentence that a person reads. Pure but for its clock."""
+"""The failures of ranks and hosts as values, and an exception as one of them. Pure but for its clock."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plait.checked_json import SingleLine
-from plait.errors import PlaitError, ProgramFailed, RunFailed
+from plait.errors import PlaitError, ProgramFailed
+from plait.launch.values.progress import ProcessState
 
 RESUME_ADVICE = "run the same command again to go on from the newest checkpoint, or anew where there is none yet"
 _TEXT_CHARACTERS = 2_000
@@ -52,13 +53,34 @@ class RankDied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLost:
-    """The process that starts a host's ranks, or the whole host, and with it the ranks; the sentence says how."""
+    """The process that starts a host's ranks, or the whole host, and with it the ranks; the sentence says how.
+
+    `cause` is "no answer" where the host itself lives.
+    """
 
     at_s: float
     sentence: str
+    cause: Literal["host lost", "no answer"] = "host lost"
 
 
-Failure = RankRaised | RankDied | HostLost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHung:
+    """A rank that no longer got on, and for which the others waited; it is killed.
+
+    `place` is its phase and step, `line` the innermost line of its Python stack inside plait ("" where none was got).
+    """
+
+    rank: int
+    at_s: float
+    state: ProcessState
+    silent_s: float
+    place: str
+    others_in: str
+    line: str
+    stack: str
+
+
+Failure = RankRaised | RankDied | HostLost | RankHung
 
 
 def describe_exception(error: BaseException, rank: int | None) -> RankRaised:
@@ -81,7 +103,7 @@ def describe_exception(error: BaseException, rank: int | None) -> RankRaised:
 def is_shown_traceback(failure: RankRaised) -> bool:
     """Whether a person needs the traceback: that of our bugs and of their own programs, not of what a sentence
     mends."""
-    return not failure.plait_classes or _class_name(ProgramFailed) in failure.plait_classes
+    return not failure.plait_classes or class_name(ProgramFailed) in failure.plait_classes
 
 
 def _shown_traceback(error: BaseException) -> str:
@@ -98,52 +120,6 @@ def rank_raised_from(values: dict[str, Any]) -> RankRaised:
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """The failure that the others follow from: the first that is not merely the loss of a peer, else the first."""
     return min(failures, key=lambda failure: (isinstance(failure, RankRaised) and failure.lost_peer, failure.at_s))
-
-
-def error_for_caller(failure: Failure, log: str, *, host: str | None = None) -> PlaitError:
-    """The exception for the supervisor's caller; `log` says where more can be read ("in runs/x/rank-1.log").
-
-    `host` names the machine of the failure where it is not this one.
-    """
-    where = f" on {host}" if host else ""
-    if isinstance(failure, HostLost):
-        return RunFailed(failure.sentence)
-    if isinstance(failure, RankDied):
-        return RunFailed(_death_sentence(failure, where, log))
-    if failure.plait_classes:
-        prefix = f"on {host}: " if host else ""
-        return _known_class(failure.plait_classes)(prefix + failure.text)
-    return RunFailed(_exception_sentence(failure, where, log))
-
-
-def _death_sentence(death: RankDied, where: str, log: str) -> str:
-    who = f"rank {death.rank}{where}"
-    if death.code == 0:
-        return f"{who} left before its work was done; see what it printed {log}, and please report it"
-    if death.code > 0:
-        return f"{who} ended with exit code {death.code}; see what it printed {log}, then {RESUME_ADVICE}"
-    name = signal_name(-death.code)
-    return f"{who} was killed by {name}{_SIGNAL_HINTS.get(name, f'; see what it printed {log}, then')} {RESUME_ADVICE}"
-
-
-# Each ends so that the advice to run again follows.
-_SIGNAL_HINTS = {
-    "SIGKILL": ", often the kernel's out-of-memory killer; if so, try a smaller layout.micro_sequences, else",
-    "SIGBUS": ", often a full disk or /dev/shm, or a data file cut short while in use; mend that, then",
-}
-
-
-def _exception_sentence(failure: RankRaised, where: str, log: str) -> str:
-    who = ("starting the workers" if failure.rank is None else f"rank {failure.rank}") + where
-    what = f"{failure.type_name}: {failure.text}" if failure.text else failure.type_name
-    if failure.out_of_memory:
-        return f"{who} ran out of memory ({what}); try a smaller layout.micro_sequences"
-    if failure.lost_peer:
-        return f"{who} lost its connection to another rank ({what}; at {failure.place}); {RESUME_ADVICE}"
-    return (
-        f"{who} failed with {what} (at {failure.place}); this is a bug in plait, "
-        f"please report it with the full traceback {log}"
-    )
 
 
 def signal_name(number: int) -> str:
@@ -197,14 +173,9 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _plait_classes(kind: type) -> tuple[str, ...]:
-    return tuple(_class_name(base) for base in kind.__mro__ if issubclass(base, PlaitError))
+    return tuple(class_name(base) for base in kind.__mro__ if issubclass(base, PlaitError))
 
 
-def _class_name(kind: type) -> str:
+def class_name(kind: type) -> str:
+    """How a class is named where it travels."""
     return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _known_class(names: Sequence[str]) -> type[PlaitError]:
-    """The nearest of the classes that are made of one sentence; nothing is imported on a rank's word."""
-    known = {_class_name(kind): kind for kind in (ProgramFailed, RunFailed, PlaitError)}
-    return next((known[name] for name in names if name in known), PlaitError)

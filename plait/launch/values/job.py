@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from plait.errors import Interrupted, StopSignal
+from plait.launch.values.progress import NO_REPORT, ProgressReport
 
 RANKS_AT_MOST = 250
-"""One message carries every rank's channel to the fork server, and Linux passes at most 253 descriptors in one."""
+"""One message carries every rank's channel to the fork server, with two more; Linux passes 253 descriptors in one."""
 
 _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -107,6 +108,8 @@ class RankContext:
     rendezvous: str
     channel: Callable[[str, Mapping[str, Any]], None]
     stop: Callable[[], bool]
+    progress: ProgressReport = NO_REPORT
+    """Where the rank says how far it is, for whoever watches for ranks that hang."""
 
     def send(self, kind: str, **values: Any) -> None:
         """Send one message to the supervisor; values must be JSON, at most 1 MiB; may be called from any thread."""

@@ -12,8 +12,21 @@ Phase = Literal["starting", "running", "stopping", "collecting", "ending", "kill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a rank may be silent, in seconds; see Note [no false alarms] in watching/hang_watch.py."""
+
+    stopped_s: float = 5.0
+    """By a signal: only another signal ends that, and none of ours stops."""
+    least_s: float = 10.0
+    unknown_s: float = 600.0
+    """In a phase that no rank has yet come to the end of."""
+    computing_s: float = 60.0
+    """While it uses its processor: a loop without end, or a step that is longer than all before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How long each phase of a job may last; running alone has no bound.
+    """How long each phase of a job may last; running has no bound but the patience with ranks that are silent.
 
     `host_s` is how long it takes to notice that another host is lost, and 0 where there is none.
     """
@@ -25,3 +38,4 @@ class Bounds:
     kernel_s: float = 1.5
     report_s: float = 4.0
     host_s: float = 0.0
+    patience: Patience = Patience()

@@ -25,7 +25,7 @@ ProcessGroups = Mapping[RankSet, dist.ProcessGroup]
 
 
 class GradientReducer:
-    """Gives every weight the sum of its gradients over all ranks that hold it, SUM and never mean.
+    """Gives every weight that learns the sum of its gradients over all ranks that hold it, SUM and never mean.
 
     A step calls `open`, runs its micro-batches, calls `arm` before a chunk's last backward, then `close`; in between
     `.grad`, a view of its bucket, collects this rank's own sum. With a `split` group each of its ranks ends up with an
@@ -77,7 +77,7 @@ class GradientReducer:
         bucket_of = {parameter: bucket for parameter, (bucket, _) in self._place.items()}
         for chunk in chunks:
             for module, needed in _waiting(chunk):
-                numbers = sorted({bucket_of[id(p)] for one in needed for p in one.parameters()})
+                numbers = sorted({bucket_of[id(p)] for one in needed for p in one.parameters() if p.requires_grad})
                 module.register_forward_pre_hook(lambda *_, numbers=numbers: self._wait(numbers))
 
     def open(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from plait.model.names import decays
+from plait.model.weights import describe_weight
 from plait.parallel.gradients.buckets import SharedWeight
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.boxes import ranks_sharing, weight_boxes
@@ -24,7 +24,8 @@ def shared_weights(sharded: ShardedModel, execution: Execution) -> list[SharedWe
         for name, parameter in chunk.named_parameters():
             box = places[name]
             ranks = ranks_sharing(execution.shape, layout, name, box, here["shard"])
+            decays = describe_weight(name, execution.shape).decays
             weights.append(
-                SharedWeight(name=name, parameter=parameter, box=box, chunk=number, ranks=ranks, decays=decays(name))
+                SharedWeight(name=name, parameter=parameter, box=box, chunk=number, ranks=ranks, decays=decays)
             )
     return weights

@@ -25,7 +25,7 @@ def defer_in(module: nn.Module, multiply: Multiply) -> None:
     """Let every Linear in a module multiply by `multiply`, that of a `DeferredGradients`."""
     for child in module.modules():
         if isinstance(child, Linear):
-            child.multiply = multiply
+            child.product = multiply
 
 
 class DeferredGradients:
@@ -36,7 +36,10 @@ class DeferredGradients:
         self._queue: list[DeferredProduct] | None = None
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The product that F.linear returns, in autocast's dtype where autocast is on."""
+        """The product that F.linear returns, in autocast's dtype where autocast is on; nothing is deferred of a frozen
+        weight."""
+        if not weight.requires_grad:
+            return F.linear(x, weight, bias)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         # The cast stands outside, so that autograd casts the input's gradient back.

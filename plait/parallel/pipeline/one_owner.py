@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.model.weights import is_trained
 from plait.parallel.gradients.shared_weights import shared_weights
 from plait.parallel.mesh import make_groups
 from plait.parallel.pipeline.stage import StagePipe
@@ -33,11 +34,11 @@ def keep_at_one_end(sharded: ShardedModel, mesh: DeviceMesh, execution: Executio
 
 
 def is_kept_at_one_end(execution: Execution) -> bool:
-    """Whether there is a tied weight at both ends of a pipeline, on processors, and nobody else holds it.
+    """Whether there is a tied weight at both ends of a pipeline that learns, on processors, and nobody else holds it.
 
     A GPU's links are fast, and where there are more copies one sum for all of them is simpler.
     """
     layout = execution.layout
-    at_both_ends = execution.shape.tied and layout.pipeline > 1
+    at_both_ends = execution.shape.tied and layout.pipeline > 1 and is_trained(TIED_WEIGHT, execution.shape)
     nobody_else = layout.data_parallel_degree * layout.context == 1
     return at_both_ends and nobody_else and execution.device == "cpu" and execution.gradient_transfer == "float32"

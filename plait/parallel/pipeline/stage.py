@@ -17,21 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.data.loader import IGNORED_TARGET, Micro
 from plait.model.gpt import GPT
-from plait.model.names import decays
 from plait.parallel.pipeline.deferred_gradients import DeferredGradients, defer_in
 from plait.parallel.pipeline.stage_links import StageLinks, WaitFor, wait_for
 from plait.parallel.pipeline.tied_embedding import TiedEmbeddingEnd
-from plait.parallel.sharded_model import (
-    Forward,
-    Gradients,
-    HeldWeight,
-    LocalGradients,
-    LossOf,
-    ShardedModel,
-    plain_unit,
-)
+from plait.parallel.sharded_model import Forward, Gradients, LossOf, ShardedModel, whole_weights
 from plait.parallel.tensor.sequence import stream_rows
-from plait.partition.boxes import model_parts_of, whole_box
+from plait.partition.boxes import model_parts_of
 from plait.partition.execution import Execution
 from plait.partition.pipeline_schedule import Action, ActionLists, schedule_actions
 from plait.partition.pipeline_simulation import transfers
@@ -46,13 +37,13 @@ def pipeline(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> S
     dtype = next(sharded.chunks[0].parameters()).dtype
     with torch.device("meta"):
         chunks = tuple(GPT(shape, part).to(dtype) for part in parts)
-    named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
+    own = whole_weights(chunks)
     return replace(
         sharded,
         chunks=chunks,
-        weights=tuple(HeldWeight(name=name, tensor=p.detach(), box=whole_box(p.shape)) for name, p in named),
-        units=tuple(plain_unit(n, p, whole_box(p.shape), decays=decays(n), owned=True) for n, p in named),
-        gradients=LocalGradients([parameter for _, parameter in named]),
+        weights=own.weights,
+        units=own.units,
+        gradients=own.gradients,
         pipe=StagePipe(chunks, execution, group),
         reports=sharded.reports and chunks[-1].part.ends,
     )

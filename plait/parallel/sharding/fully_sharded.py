@@ -17,7 +17,7 @@ from plait.parallel.comm.reduction import Transfer
 from plait.parallel.comm.split_reduction import SpreadWeights, SwapGradients
 from plait.parallel.gradients.buckets import BUCKET_BYTES, SharedWeight, whole_units
 from plait.parallel.gradients.reduce import GradientReducer, ProcessGroups
-from plait.parallel.sharded_model import HeldWeight, ShardedModel
+from plait.parallel.sharded_model import ShardedModel, held_weight
 from plait.partition.execution import Execution
 
 
@@ -80,14 +80,15 @@ def fully_sharded(
     `weights` are the chunks' own, each with the ranks that keep the same rows of it.
     """
     # Where a weight has fewer rows than there are ranks, some have nothing of it.
-    rows = [one for one in map(_rows_of, weights) if one.local.box.numbers]
+    held = [one for one in map(_rows_of, weights) if one.local.box.numbers]
+    rows = [one for one in held if one.local.trained]
     local = [one.local for one in rows]
     # What is outside of a chunk's layers is torch's one unit for all of it, whose gradients come last of the chunk's.
     reached = sorted(local, key=lambda one: (one.chunk, one.name.startswith("layers.")))
     reducer = GradientReducer(reached, groups, bucket_bytes=bucket_bytes, transfer=transfer)
     return replace(
         sharded,
-        weights=tuple(HeldWeight(name=one.name, tensor=one.parameter.detach(), box=one.box) for one in local),
+        weights=tuple(held_weight(one.local.name, one.local.parameter, one.local.box) for one in held),
         units=tuple(whole_units(local)),
         gradients=ShardedGradients(sharded.chunks, rows, reducer),
     )
@@ -148,7 +149,8 @@ def _rows_of(weight: SharedWeight) -> _Rows:
     local, box = _local(weight.parameter.detach()), weight.box
     offset = (box.offset[0] + _first_row(weight.parameter), *box.offset[1:])
     box = replace(box, offset=offset, extent=tuple(local.shape))
-    return _Rows(sharded=weight.parameter, local=replace(weight, parameter=nn.Parameter(local), box=box))
+    own = nn.Parameter(local, requires_grad=weight.trained)
+    return _Rows(sharded=weight.parameter, local=replace(weight, parameter=own, box=box))
 
 
 def _first_row(parameter: nn.Parameter) -> int:

@@ -26,7 +26,7 @@ from plait.layout import equal_share
 from plait.model.attention import Attention, Rows
 from plait.model.feedforward import FeedForward
 from plait.model.gpt import GPT, Embedding, Layer
-from plait.model.linear import Multiply, to_compute_precision
+from plait.model.linear import Around, Multiply, to_compute_precision
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import ShardedModel
 from plait.parallel.tensor.sequence import SequenceSplit, sequence_split, stream_rows
@@ -62,7 +62,9 @@ def cut_weights(chunk: GPT, parts: int, index: int) -> None:
         for dim, (first, length) in enumerate(zip(box.offset, box.extent, strict=True)):
             kept = kept.narrow(dim, first, length)
         path, _, last = name.rpartition(".")
-        chunk.get_submodule(path).register_parameter(last, nn.Parameter(kept.clone()))
+        chunk.get_submodule(path).register_parameter(
+            last, nn.Parameter(kept.clone(), requires_grad=weight.requires_grad)
+        )
 
 
 def split_layers(chunk: GPT, stream: SequenceSplit) -> None:
@@ -83,11 +85,11 @@ def split_attention(attention: Attention, shape: ModelShape, stream: SequenceSpl
         return stream.gather(to_compute_precision(x_md), rows.rows * rows.tokens), rows
 
     attention.register_forward_pre_hook(gather)
-    attention.o.multiply = with_all_reduce(attention.o.multiply, stream)
+    attention.o.around = with_all_reduce(stream)
     places = kv_places(shape, stream.parts, stream.index)
     if places is not None:
         for linear in (attention.k, attention.v):
-            linear.multiply = with_repeated_heads(linear.multiply, places, shape.head_width)
+            linear.around = with_repeated_heads(places, shape.head_width)
 
 
 def split_feedforward(feedforward: FeedForward, stream: SequenceSplit) -> None:
@@ -98,27 +100,30 @@ def split_feedforward(feedforward: FeedForward, stream: SequenceSplit) -> None:
         return (stream.gather(to_compute_precision(x_md), len(x_md) * stream.parts),)
 
     feedforward.register_forward_pre_hook(gather)
-    feedforward.down.multiply = with_all_reduce(feedforward.down.multiply, stream)
+    feedforward.down.around = with_all_reduce(stream)
 
 
-def with_all_reduce(product: Multiply, stream: SequenceSplit) -> Multiply:
-    """A product that sums over the ranks' parts of the dim it contracts; its bias, which all have, is added once."""
+def with_all_reduce(stream: SequenceSplit) -> Around:
+    """Sums a product over the ranks' parts of the dim it contracts; its bias, which all have, is added once.
 
-    def multiply(x_nd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        own_md = stream.scatter(product(x_nd, weight, None))
+    An adapter's first weight is cut along that dim, too, and its second weight is linear: one sum is enough for both.
+    """
+
+    def around(multiply: Multiply, x_nd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        own_md = stream.scatter(multiply(x_nd, weight, None))
         return own_md if bias is None else own_md + bias
 
-    return multiply
+    return around
 
 
-def with_repeated_heads(product: Multiply, places: Sequence[int], head_width: int) -> Multiply:
-    """A product that returns the heads at `places`, in this order; a head may be repeated."""
+def with_repeated_heads(places: Sequence[int], head_width: int) -> Around:
+    """Returns of a product the heads at `places`, in this order; a head may be repeated."""
 
-    def multiply(x_nd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        heads = product(x_nd, weight, bias).unflatten(1, (-1, head_width)).unbind(1)
+    def around(multiply: Multiply, x_nd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        heads = multiply(x_nd, weight, bias).unflatten(1, (-1, head_width)).unbind(1)
         return torch.stack([heads[place] for place in places], dim=1).flatten(1)
 
-    return multiply
+    return around
 
 
 def kv_places(shape: ModelShape, parts: int, index: int) -> tuple[int, ...] | None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from plait.errors import PlaitError
 from plait.planner.derive import scaling_rules
+from plait.planner.derive.finetuning import finetuning_optimizer, finetuning_warmup
+from plait.planner.derive.finetuning_rules import FULL_LR
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
 from plait.planner.plan import WARNING, OptimizerPlan
 from plait.recipe.schema import OptimizerSection, RunConfig
@@ -30,9 +33,11 @@ def optimizer_plan(
 ) -> OptimizerPlan:
     """The optimizer's numbers for a run of so many training FLOPs, its warm-up still open; `base` is the model that it
     goes on from."""
-    requested = config.optimizer
+    requested, method = config.optimizer, config.finetune.method
     lr = requested.lr
-    if requested.kind == "adamw" and requested.lr == "auto" and base is not None:
+    if method != "auto":
+        lr = FULL_LR if lr == "auto" else lr  # finetuning_optimizer says which, and why
+    elif requested.kind == "adamw" and requested.lr == "auto" and base is not None:
         lr = BASE_LR
         why.append(f"peak learning rate {lr:g}: cautious, as the model is trained already (optimizer.lr)")
     elif requested.kind == "adamw":
@@ -45,7 +50,7 @@ def optimizer_plan(
             f"SGD with momentum {plan.momentum:g}, weight decay {plan.weight_decay:g} as part of the gradient "
             "(He 2015, Goyal 2017)"
         )
-    return plan
+    return plan if method == "auto" else finetuning_optimizer(method, plan, config, why)
 
 
 def with_usual_numbers(
@@ -93,6 +98,8 @@ def _adamw_lr(requested: float | Literal["auto"], flops: float, batch_tokens: in
 
 def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:
     """Steps over which the learning rate rises."""
+    if config.finetune.method != "auto":
+        return finetuning_warmup(config, steps, why)
     requested = config.optimizer.warmup_steps
     if requested != "auto":
         return requested
@@ -106,6 +113,10 @@ def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:
 def documents_mode(config: RunConfig, corpus: CorpusFacts, sequence: int, why: list[str]) -> Literal["mask", "join"]:
     """Whether attention stays inside documents ("mask") or crosses them within a window ("join")."""
     requested = config.data.mask_documents
+    if corpus.layout == "whole":
+        if requested is False:
+            raise PlaitError("examples never see each other; take data.mask_documents = false out")
+        return "mask"
     if requested != "auto":
         return "mask" if requested else "join"
     mean = corpus.train_tokens / max(1, corpus.documents)

@@ -10,7 +10,7 @@ from plait.errors import PlaitError
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
-from plait.units import Amount, Every, counted, parse_every
+from plait.units import Amount, Every, counted, parse_every, part_of
 
 DEFAULT_BALANCE_EVERY_STEPS = 50
 CHECKPOINT_COST_SHARE = 0.02
@@ -22,9 +22,10 @@ def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
     budget, old_budget = budget_of(config), plan.budget
     if budget.unit == old_budget.unit == "seconds":
         steps = max(plan.steps, round(plan.steps * budget.value / old_budget.value))
-    elif budget.unit == "seconds" and plan.step_s is None:
+    elif budget.unit != old_budget.unit and (budget.unit == "epochs" or (budget.unit == "seconds" and not plan.step_s)):
         raise PlaitError(f"this run counts in {old_budget.unit}; raise train.budget in {old_budget.unit} too")
     else:
+        budget = replace(budget, epoch_tokens=old_budget.epoch_tokens)
         steps = steps_in_budget(budget, plan.batch_tokens, step_s=plan.step_s)
     if steps < plan.steps or (budget.unit == old_budget.unit and budget.value < old_budget.value):
         same_unit = budget.unit == old_budget.unit
@@ -106,4 +107,6 @@ def steps_in_budget(budget: Amount, batch_tokens: int, *, step_s: float | None) 
         return max(1, round(budget.value))
     if budget.unit == "tokens":
         return max(1, round(budget.value / batch_tokens))
+    if budget.unit == "epochs":  # the last step takes what is left
+        return ceil(part_of(budget.value, budget.epoch_tokens) / batch_tokens)
     return max(1, int(budget.value / step_s)) if step_s else 1

@@ -7,11 +7,15 @@ from math import ceil
 from typing import Any, Literal
 
 from plait.cluster.topology import Machine
+from plait.data.index import SampleLayout
+from plait.data.samples.sizes import CorpusSizes, Overlong
 from plait.errors import PlaitError
 from plait.model.requested_size import named_size, parameters_of_size, shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
-from plait.planner.derive import scaling_rules
+from plait.planner.derive import finetuning_rules, scaling_rules
+from plait.planner.derive.adapters import adapter_for
+from plait.planner.derive.sequence_length import example_sequence, stream_sequence
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
 
@@ -26,6 +30,8 @@ class BaseFacts:
     folder: str
     shape: ModelShape
     """Its `sequence` is the longest that the model takes."""
+    fingerprint: str = ""
+    """Tells it from every other model; empty where nobody asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +46,22 @@ class CorpusFacts:
     heldout_tokens: int
     documents: int
     base: BaseFacts | None = None
+    layout: SampleLayout = "stream"
+    sizes: CorpusSizes | None = None
+    """How long the examples are; None where the text was not looked at."""
 
     def __str__(self) -> str:
         """One line, as `plait data` prints it."""
         held_out = f"{format_count(self.train_tokens)} training tokens, {format_count(self.heldout_tokens)} held out"
-        documents = f"{format_count(self.documents)} document{'s' if self.documents != 1 else ''}"
+        what = "document" if self.layout == "stream" else "example"
+        documents = f"{format_count(self.documents)} {what}{'s' if self.documents != 1 else ''}"
         return f"data     {held_out}; {documents}, vocabulary {self.vocabulary}"
+
+    def epoch_tokens(self, sequence: int, overlong: Overlong) -> int:
+        """Tokens of the windows of one pass."""
+        if self.sizes is None:
+            return max(1, self.train_tokens // sequence) * sequence
+        return self.sizes.epoch_windows(sequence, overlong) * sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +96,12 @@ class RunSize:
 
 
 def budget_of(config: RunConfig) -> Amount:
-    """The recipe's budget; without one, 20 tokens a parameter where a model size is named, else ten minutes."""
+    """The recipe's budget; without one, three epochs of fine-tuning, 20 tokens a parameter where a model size is named,
+    else ten minutes."""
     if config.train.budget != "auto":
         return parse_amount(config.train.budget)
+    if config.finetune.method != "auto":
+        return Amount(finetuning_rules.EPOCHS, "epochs")
     if config.model.size != "auto":
         parameters = parameters_of_size(config.model.size, vocabulary=32768)
         return Amount(scaling_rules.TOKENS_PER_PARAMETER * parameters, "tokens")
@@ -94,13 +113,19 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
     budget = budget_of(config)
     if corpus.base is not None:
         return _size_of_base(config, corpus, corpus.base, rate, budget, why)
+    if config.finetune.method != "auto":
+        raise PlaitError(
+            f'finetune.method = "{config.finetune.method}" tunes a model that is trained already; name it, for example '
+            'model.from = "smollm2", or take [finetune] out'
+        )
     vocabulary = _vocabulary(config, corpus)
     size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
         what = "20 tokens a parameter (Hoffmann 2022)" if size != "auto" else "no model size or budget was asked for"
         why.append(f"budget {budget}: {what}")
     if size == "auto" and not spelt_out:
-        best = _best_parameter_count(config, budget, rate.flops_per_s, corpus.train_tokens)
+        amount = Amount(budget.value * corpus.train_tokens, "tokens") if budget.unit == "epochs" else budget
+        best = _best_parameter_count(config, amount, rate.flops_per_s, corpus.train_tokens)
         size = nearest_size(best, vocabulary)
     shape = _model_shape(config, size, vocabulary, corpus, why)
     if config.model.size == "auto" and not spelt_out:
@@ -108,7 +133,13 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
         if budget.unit == "seconds":
             rule += f", at most four passes over the text, {rate}"
         why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
-    per_token = 6 * parameter_count(shape)
+    return _run_size(config, corpus, shape, budget, rate)
+
+
+def _run_size(config: RunConfig, corpus: CorpusFacts, shape: ModelShape, budget: Amount, rate: TrainingRate) -> RunSize:
+    if budget.unit == "epochs":
+        budget = replace(budget, epoch_tokens=corpus.epoch_tokens(shape.sequence, config.data.overlong))
+    per_token = scaling_rules.training_flops_of_weights(shape)
     tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, shape.sequence)
     return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
 
@@ -124,7 +155,8 @@ def _size_of_base(
             "own; take data.tokenizer out, or name the tokenizer that the model was trained with"
         )
     if config.train.budget == "auto":
-        why.append(f"budget {budget}: none was asked for")
+        tuned = "the usual passes over the data in fine-tuning (Taori 2023)"
+        why.append(f"budget {budget}: {'none was asked for' if config.finetune.method == 'auto' else tuned}")
     sequence = _sequence(config, parameter_count(shape), corpus, why, longest_of_model=shape.sequence)
     if sequence > shape.sequence:
         raise PlaitError(
@@ -132,9 +164,9 @@ def _size_of_base(
             f"choose at most {shape.sequence}"
         )
     shape = replace(shape, sequence=sequence)
-    per_token = 6 * parameter_count(shape)
-    tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, sequence)
-    return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
+    if config.finetune.method == "lora":
+        shape = replace(shape, adapter=adapter_for(config.finetune, shape, corpus.train_tokens, why))
+    return _run_size(config, corpus, shape, budget, rate)
 
 
 def _best_parameter_count(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
@@ -158,6 +190,8 @@ def _batch_tokens(config: RunConfig, flops: float) -> float:
 def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, sequence: int) -> float:
     if budget.unit == "tokens":
         return budget.value
+    if budget.unit == "epochs":
+        return budget.value * budget.epoch_tokens
     if budget.unit == "seconds":
         return budget.value * tokens_per_s
     requested = config.train.batch_tokens
@@ -196,22 +230,9 @@ def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFa
 def _sequence(
     config: RunConfig, parameters: int, corpus: CorpusFacts, why: list[str], longest_of_model: int | None = None
 ) -> int:
-    requested = config.train.sequence
-    longest = corpus.longest_sequence
-    if requested != "auto":
-        if requested > longest:
-            raise PlaitError(
-                f"train.sequence = {requested} is longer than the data allow ({format_count(corpus.train_tokens)} "
-                f"training tokens); choose at most {longest}"
-            )
-        return requested
-    usual = scaling_rules.usual_sequence_length(parameters)
-    if longest_of_model is not None and longest_of_model < min(usual, longest):
-        why.append(f"sequence {longest_of_model}: the longest that the model was made for")
-        return longest_of_model
-    sequence = usual if usual <= longest else max(2, longest // 16 * 16 or longest)
-    why.append(f"sequence {sequence}: " + ("usual for this size" if sequence == usual else "all that the data allow"))
-    return sequence
+    if corpus.layout == "whole" and corpus.sizes:
+        return example_sequence(config, parameters, corpus.sizes, why, longest_of_model)
+    return stream_sequence(config, parameters, (corpus.train_tokens, corpus.longest_sequence), why, longest_of_model)
 
 
 def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int:

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from math import floor, log2, sqrt
 
+from plait.model.shape import ModelShape, parameter_count
+from plait.model.weights import trained_parameter_count
+
 TOKENS_PER_PARAMETER = 20
 USEFUL_EPOCHS = 4
 EXPECTED_MFU = 0.45
@@ -25,6 +28,11 @@ def compute_optimal_parameters(*, flops: float, unique_tokens: int) -> float:
     by_flops = sqrt(flops / (6 * TOKENS_PER_PARAMETER))
     by_text = flops / (6 * USEFUL_EPOCHS * unique_tokens)
     return max(by_flops, by_text)
+
+
+def training_flops_of_weights(shape: ModelShape) -> int:
+    """FLOPs of training for a token: 6 for each weight, and 4 for a frozen one, whose gradient is not computed."""
+    return 4 * parameter_count(shape) + 2 * trained_parameter_count(shape)
 
 
 def parameters_for_tokens(tokens: float) -> float:

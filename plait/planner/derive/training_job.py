@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.errors import PlaitError
-from plait.model.shape import ModelShape, parameter_count
+from plait.model.shape import ModelShape
 from plait.partition.execution import MatmulBackend, MatmulPrecision, Precision
+from plait.planner.derive.finetuning import finetuning_batch
 from plait.planner.derive.hyperparameters import momentum_of
-from plait.planner.derive.model_size import CorpusFacts, TrainingRate, assumed_rate, batch_sequences, derive_run_size
+from plait.planner.derive.model_size import (
+    CorpusFacts,
+    TrainingRate,
+    assumed_rate,
+    batch_sequences,
+    derive_run_size,
+)
 from plait.planner.derive.resources import Resources
+from plait.planner.derive.scaling_rules import training_flops_of_weights
 from plait.planner.plan import WARNING, Plan, moments_of
 from plait.recipe.schema import RunConfig
 from plait.units import Amount
@@ -22,7 +30,7 @@ class TrainingJob:
     budget: Amount
     shape: ModelShape
     flops: float
-    """FLOPs of the whole run, about: 6 for each parameter and token."""
+    """FLOPs of the whole run, about: for each token 6 for each weight that learns, 4 for a frozen one."""
     batch_sequences: int
     precision: Precision
     matmul_precision: MatmulPrecision = "float32"
@@ -46,7 +54,11 @@ def new_job(
     precision = precision_of(config, resources, precision_reasons)
     rate = rate or assumed_rate(resources.machine, resources.peak_flops)
     scale = derive_run_size(config, corpus, rate, why)
-    batch = batch_sequences(config, scale, why)
+    method = config.finetune.method
+    if method != "auto" and config.train.batch_tokens == "auto":
+        batch = finetuning_batch(method, scale.shape.sequence, corpus, why)
+    else:
+        batch = batch_sequences(config, scale, why)
     why += [*precision_reasons, *(resources.arithmetic.reasons if resources.arithmetic else ())]
     return TrainingJob(
         budget=scale.budget,
@@ -65,7 +77,7 @@ def job_of_plan(plan: Plan) -> TrainingJob:
     return TrainingJob(
         budget=plan.budget,
         shape=plan.shape,
-        flops=6.0 * parameter_count(plan.shape) * plan.steps * plan.batch_tokens,
+        flops=float(training_flops_of_weights(plan.shape)) * plan.steps * plan.batch_tokens,
         batch_sequences=plan.batch_sequences,
         precision=plan.precision,
         matmul_precision=plan.matmul_precision,

@@ -21,6 +21,11 @@ from plait.planner.memory.traced_peak import (
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import layer_parameters
+from plait.planner.problem.trained_weights import (
+    adapter_parameters,
+    trained_layer_parameters,
+    trained_table_parameters,
+)
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens, shard_group_size
 
@@ -107,6 +112,9 @@ def _summed_over_items(rates: Mapping[tuple[str, str], Reals]) -> Reals:
 def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Mapping[tuple[str, str], Reals]:
     """Bytes that one of a load takes, by item and load."""
     common, experts = layer_parameters(w, c)
+    (trained, trained_experts), adapters = trained_layer_parameters(w, c), adapter_parameters(w, c)
+    held = common + experts + adapters
+    learns = trained_table_parameters(w) / c.tensor
     table, tokens, ranks = w.embedding_parameters / c.tensor, local_tokens(w, c), shard_group_size(c, profile)
     rule, number = c.shard_what, w.element_bytes
     split = {
@@ -122,20 +130,22 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     each = max(profile.weight_bytes, number)
     twice = each < 4
     weight = np.where(fully & twice, 0.0, each / split["parameters"])
+    frozen = number / split["parameters"]  # matrices alone; an embedding, and a tied head, stay in float32
     gradient = (profile.gradients_held_bytes or profile.gradient_bytes) / split["gradients"]
     state = (profile.state_bytes_with(w.moments) - (0 if twice else each)) * (1 - profile.offloaded)
-    ahead = profile.layers_ahead * (number + profile.gradient_bytes / 2)
+    ahead = profile.layers_ahead * (number * held + profile.gradient_bytes / 2 * (trained + trained_experts))
     kept, again = _activations(w, c, profile)
     return {
-        ("parameters", "layers"): weight * (common + experts),
+        ("parameters", "layers"): weight * adapters + (frozen if w.is_frozen else weight) * (common + experts),
+        ("parameters", "head"): (frozen - weight) * table if w.is_frozen and not w.tied else 0.0 * table,
         ("parameters", "tables"): weight * table,
-        ("gradients", "layers"): gradient * (common + experts),
-        ("gradients", "tables"): gradient * table,
-        ("optimizer", "layers"): state * (common / split["optimizer"] + experts / own_experts),
-        ("optimizer", "tables"): state * table / split["optimizer"],
-        ("gathered", "once"): np.where(fully, ahead * (common + experts), 0.0),
+        ("gradients", "layers"): gradient * (trained + trained_experts),
+        ("gradients", "tables"): gradient * learns,
+        ("optimizer", "layers"): state * (trained / split["optimizer"] + trained_experts / own_experts),
+        ("optimizer", "tables"): state * learns / split["optimizer"],
+        ("gathered", "once"): np.where(fully, ahead, 0.0),
         ("gathered", "tables"): np.where(fully, (profile.gathered_table_bytes or number / 2) * table, 0.0),
-        ("activations", "kept"): kept + _rounded_weights(w, c, profile) * (common + experts),
+        ("activations", "kept"): kept + _rounded_weights(w, c, profile) * (adapters if w.is_frozen else held),
         ("activations", "split"): split_activations(w, c),
         ("activations", "once"): again,
         ("logits", "head"): np.minimum(tokens * w.vocabulary / c.tensor, profile.logits_at_once)
@@ -156,9 +166,12 @@ def _rounded_weights(w: Workload, c: Candidates, profile: SoftwareProfile) -> Re
 
 def _head_copies(w: Workload, profile: SoftwareProfile) -> float:
     """Bytes per weight of the head that the loss holds: the gradient in float32, and in 16 bits the rounded weight and
-    the rounded product that is added to the gradient."""
+    the rounded product that is added to the gradient; of a frozen head, if it is tied, the rounded weight
+    alone."""
     if profile.head_gradient == "among the others":
         return 0.0
+    if w.is_frozen:
+        return float(w.element_bytes) if w.element_bytes < 4 and w.tied else 0.0
     return 4.0 + (2.0 * w.element_bytes if w.element_bytes < 4 else 0.0)
 
 
@@ -193,7 +206,8 @@ def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> R
     inner = ((6.0 if w.gated else 4.0) - less) * _ffn_per_token(w) / c.tensor
     routed = sparse * (4.0 - less) * w.experts_per_token * w.routed_width / c.tensor
     streamed = (profile.stream_held_bytes - 2 * less) * w.width / stream
-    held = streamed + (4 - less) * heads + 4 * keys + inner + routed
+    narrow = 2.0 * w.adapter_rank * len(w.adapter_targets)
+    held = streamed + (4 - less) * heads + 4 * keys + inner + routed + narrow
     return tokens * held * (w.element_bytes / 2) + scores_held(w, c)
 
 

@@ -9,11 +9,14 @@ Legend: n tokens of a micro-batch on one rank, t degree of the axis `tensor`; ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates, Counts, Reals
+from plait.planner.problem.trained_weights import adapter_parameters, local_target_sizes
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
 
@@ -50,14 +53,20 @@ class TensorSizes:
     """Rounded copies of a layer's weights that autocast remembers until the forward pass ends, where the layer does not
     keep them for its backward pass; else 0."""
     table: Reals
-    """One vocabulary table (embedding or head), or its gradient."""
+    """The gradient of one vocabulary table (embedding or head) before it is added to others; 0 of a frozen one."""
+    table_weights: Reals
+    """The embedding, or a head that learns."""
+    head_weights: Reals
+    """The head where it has a table of its own."""
     widest: Reals
-    """A layer's largest weight's gradient when it is made, with its rounded copy."""
+    """A layer's largest gradient of a weight when it is made, with its rounded copy."""
     fresh_layer: Reals
     """All gradients of a layer while they are scattered, where parameters are sharded; else 0."""
     layer_gradients: Reals
     """Gradients of one layer on this rank; divided by `shard` where parameters are sharded."""
     table_gradients: Reals
+    layer_trained: Reals
+    """The weights of one layer that learn: all, or its adapters'."""
     layer_weights: Reals
     gathered_weights: Reals
     """A layer's weights as they are gathered where parameters are sharded."""
@@ -73,22 +82,23 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     # Attention's logsumexp, the norms' scales.
     sums = FLOAT32_BYTES * local_tokens(w, c) * (w.heads / t + 2 / t)
     wide_kept = 4 if w.gated else 2  # SwiGLU: gate, up, silu(gate) and their product; else up and its activation
-    weights = FLOAT32_BYTES * (w.attention_parameters + w.dense_feedforward_parameters) / t
-    table = FLOAT32_BYTES * w.embedding_parameters / t
+    own = _weight_sizes(w, c)
     fully = (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))
     # Gathered weights are rounded already, and a deferred product rounds its weight for itself alone.
     deferred = c.schedule == SCHEDULES.index("zero-bubble")
-    rounded = np.where(fully | deferred | (not narrow), 0.0, weights / 2)
+    rounded = np.where(fully | deferred | (not narrow), 0.0, own["layer_trained"] / 2)
     # The streams before attention and before the feedforward; the normed inputs of their products; attention.
     whole = 2 * stream + 2 * product + attention + sums + wide_kept * wide
+    whole = whole + number * w.adapter_rank * len(w.adapter_targets)  # between an adapter's two products
     # "selective" keeps the stream, what products give, and attention's outcome.
-    kept = {"none": whole + rounded, "selective": whole - stream - wide_kept / 2 * wide, "full": stream}
+    # Of a layer with an adapter both its own product and the sum of both.
+    twice = number * sum((outputs for _, outputs in local_target_sizes(w, c)), np.zeros(len(c)))
+    kept = {"none": whole + rounded, "selective": whole + twice - stream - wide_kept / 2 * wide, "full": stream}
     layer = np.choose(c.recompute, [kept[way] for way in RECOMPUTE_MODES])
-    none, full = (c.recompute == RECOMPUTE_MODES.index(way) for way in ("none", "full"))
+    none, selective, full = (c.recompute == RECOMPUTE_MODES.index(way) for way in RECOMPUTE_MODES)
+    recomputed = whole + np.where(selective, twice, 0.0)
     # A norm's result is in memory beside its rounded copy as long as the products run.
     unrounded = every / t if narrow else 0.0
-    split = np.where(fully, c.shard, 1)
-    widest = w.width * max(w.ffn, w.heads * w.head_width) / t
     return TensorSizes(
         stream=stream,
         product=product,
@@ -100,18 +110,47 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
         # `gathered`: a product's result before the ranks' addends are summed.
         forward=np.where(full, 2 * product + (wide_kept - 1) * wide, (product if narrow else stream) + 2 * gathered)
         + unrounded,
-        backward=stream + gathered + wide_kept / 2 * wide + whole + rounded - layer + product * narrow,
+        backward=stream + gathered + wide_kept / 2 * wide + recomputed + rounded - layer + product * narrow,
         scores=_scores(w, t, local_tokens(w, c)),
-        loss_copies=(product + table) * narrow,
+        loss_copies=(product + _head_copies(w, own, fully)) * narrow,
         rounded_once=np.where(none, 0.0, rounded),
-        table=table,
-        widest=(FLOAT32_BYTES + w.element_bytes * narrow) * widest,
-        fresh_layer=np.where(fully, weights * (1 + w.element_bytes / FLOAT32_BYTES), 0.0),
-        layer_gradients=weights / split,
-        table_gradients=table / split,
-        layer_weights=weights,
-        gathered_weights=weights * w.element_bytes / FLOAT32_BYTES,
+        **own,
     )
+
+
+def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
+    """Bytes of weights and their gradients on one rank, by the names of TensorSizes' fields."""
+    t, narrow = c.tensor, w.element_bytes < FLOAT32_BYTES
+    matrices = (w.attention_parameters + w.dense_feedforward_parameters) / t
+    adapters = FLOAT32_BYTES * adapter_parameters(w, c)
+    # Frozen matrices are kept as they are multiplied (parallel/frozen.py), all that learns in float32.
+    weights = (w.element_bytes if w.is_frozen else FLOAT32_BYTES) * matrices + adapters
+    trained = adapters if w.is_frozen else weights
+    table = FLOAT32_BYTES * w.embedding_parameters / t
+    learns = 0.0 * table if w.is_frozen else table
+    fully = (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))
+    split = np.where(fully, c.shard, 1)
+    sides = [w.adapter_rank * np.maximum(*both) for both in local_target_sizes(w, c)]
+    widest = np.maximum.reduce(sides) if sides else w.width * max(w.ffn, w.heads * w.head_width) / t
+    return {
+        "table": learns,
+        "table_weights": table,
+        "head_weights": table / 2 if w.is_frozen and narrow and not w.tied else table,
+        "widest": (FLOAT32_BYTES + w.element_bytes * narrow) * widest,
+        "fresh_layer": np.where(fully, trained * (1 + w.element_bytes / FLOAT32_BYTES), 0.0),
+        "layer_gradients": trained / split,
+        "table_gradients": learns / split,
+        "layer_trained": trained,
+        "layer_weights": weights,
+        "gathered_weights": w.element_bytes * (matrices + adapter_parameters(w, c)),
+    }
+
+
+def _head_copies(w: Workload, own: Mapping[str, Reals], fully: NDArray[np.bool_]) -> Reals:
+    """Bytes of the head's rounded copy, unless it is kept so, and where it learns of the rounded gradient of a
+    piece."""
+    rounded = own["head_weights"] - own["table_weights"] / 2
+    return np.where(fully & w.is_frozen, 0.0, rounded) + own["table"] / 2
 
 
 def _scores(w: Workload, t: Counts, tokens: Reals) -> Reals:

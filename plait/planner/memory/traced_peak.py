@@ -123,7 +123,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     """What is found on a pipeline's rank, for candidates that `_groups_with_equal_actions` has put together."""
     pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_is_fully_sharded(c)[0])
     flat = int(_copies(c)[0]) > 1 and not fully
-    unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully
+    unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully and not w.is_frozen
     stages = PipelineStages(
         layers=layers_of_stages(w.layers, pipeline * virtual, head_cost_in_layers(w), c.layer_split),
         tied=w.tied,
@@ -133,10 +133,14 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     schedule, micros = SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
     held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
     layers = sum(stages.layers[rank::pipeline])
-    tables = sum(stages.tables(stage) for stage in range(rank, pipeline * virtual, pipeline)) * p.table
+    own_stages = range(rank, pipeline * virtual, pipeline)
+    n_tables = sum(stages.tables(stage) for stage in own_stages)
+    has_head = stages.last in own_stages and not (w.tied and 0 in own_stages)
+    tables = (n_tables - has_head) * p.table_weights + has_head * p.head_weights
+    learning_tables = n_tables * p.table
     weights = layers * p.layer_weights + tables
-    own = weights / c.shard
-    in_buckets = stages.flat_layers * layers * p.layer_weights + stages.flat_tables * tables
+    own = (layers * p.layer_trained + learning_tables) / c.shard
+    in_buckets = stages.flat_layers * layers * p.layer_trained + stages.flat_tables * learning_tables
     if fully:  # torch sums over `shard`, flat buckets over those who keep the same part
         in_buckets = np.where(_copies(c) > c.shard, own, 0.0)
     gathered = (
@@ -151,7 +155,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     # Split buckets: what the others send of the own part waits beside it until it is added.
     received = 0.0 if fully else (c.shard - 1) * own
     return {
-        "parameters": own if fully else weights,
+        "parameters": weights / c.shard if fully else weights,
         "gradients": held[0] + in_buckets + received + travelling,
         "optimizer": w.moments * (own - kept),
         "gathered": fully * (tables + gathered * p.gathered_weights),

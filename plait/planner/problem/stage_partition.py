@@ -137,16 +137,6 @@ def layer_parameters(workload: Workload, candidates: Candidates) -> tuple[Reals,
     return common / candidates.tensor, experts * np.ones(len(candidates))
 
 
-def fullest_rank_parameters(workload: Workload, candidates: Candidates) -> tuple[Reals, Reals]:
-    """Weights on the rank of a pipeline that holds most of them before sharding: (common, experts')."""
-    common, experts = layer_parameters(workload, candidates)
-    layers = rank_layers(workload, candidates)
-    table = workload.embedding_parameters / candidates.tensor
-    tables = np.where(candidates.pipeline == 1, 1 if workload.tied else 2, 1) * table
-    ends = np.maximum(layers.first, layers.last) * common + tables
-    return np.maximum(ends, layers.fullest * common), layers.fullest * experts
-
-
 def messages_each_way(ranks: Counts | int, virtual: Counts | int) -> Counts:
     """Messages per micro-batch in one direction between two neighbouring pipeline ranks.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from plait.model.adapter_shape import AdapterTarget
 from plait.model.shape import ModelShape
 
 PricedPrecision = Literal["float32", "tf32", "fp16", "bf16", "fp8", "fp4"]
@@ -56,6 +57,15 @@ class Workload:
     """Keys that a local layer looks back on, 0: all of them."""
     local_layers: int = 0
     """Layers whose attention sees only the window."""
+    adapter_rank: int = 0
+    """Rank of low-rank adapters (LoRA), which alone learn; 0: there are none, and all weights learn."""
+    adapter_targets: tuple[AdapterTarget, ...] = ()
+    """The linear layers of each layer that have one."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether all weights but the adapters' are frozen (trained_weights.py)."""
+        return self.adapter_rank > 0
 
     @property
     def element_bytes(self) -> int:
@@ -139,9 +149,11 @@ class Workload:
         return (self.sequence * (attending - self.local_layers) + 2 * seen * self.local_layers) / self.layers
 
     def flops_per_token(self, counting: Literal["full", "causal"]) -> float:
-        """Arithmetic of training one token, nothing recomputed: "full" counts every score, "causal" half of them."""
+        """Arithmetic of training one token, nothing recomputed: "full" counts every score, "causal" half of them. A
+        frozen weight is multiplied twice in place of three times; its adapters, below a hundredth, are left out."""
         scores = 4 * self.layers * self.mean_keys_per_query * self.heads * self.head_width
-        return 3 * (2 * self.active_parameters + (scores if counting == "full" else scores / 2))
+        products = (2 if self.is_frozen else 3) * 2 * self.active_parameters
+        return products + 3 * (scores if counting == "full" else scores / 2)
 
 
 def workload_of(
@@ -169,6 +181,8 @@ def workload_of(
         precision=precision,
         attention=attention,
         moments=moments,
+        adapter_rank=shape.adapter.rank if shape.adapter else 0,
+        adapter_targets=shape.adapter.targets if shape.adapter else (),
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from plait.model.shape import parameter_count, training_flops_per_token
+from plait.model.shape import parameter_count
+from plait.model.weights import training_flops_per_token
 from plait.planner.derive.hyperparameters import documents_mode, optimizer_plan, warmup_steps
 from plait.planner.derive.intervals import (
     balance_every_steps,
@@ -63,8 +64,7 @@ def draft(
     begun: Plan | None = None,
     worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]] = worker_layouts,
 ) -> Draft:
-    """Everything that can be decided before a step is timed; of a `begun` run the job is its plan's, and only the
-    layout is open. Raises PlaitError for what cannot work."""
+    """Everything but what waits for timed steps; a `begun` run's job is its plan's. Raises PlaitError."""
     request = request_of(config, corpus, resources := with_named_workers(config, resources), begun)
     layouts = worth_measuring(request)
     if rate := None if begun else forecast_rate(request, resources, layouts):
@@ -93,6 +93,7 @@ def draft(
         steps=steps_in_budget(job.budget, batch * shape.sequence, step_s=None),
         optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why, corpus.base),
         base=corpus.base.folder if corpus.base else "",
+        base_fingerprint=corpus.base.fingerprint if corpus.base else "",
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
         documents=documents_mode(config, corpus, shape.sequence, why),
@@ -189,8 +190,7 @@ def _balance(config: RunConfig, resources: Resources, request: Request, split: W
     elif every and config.balance.every == "auto" and split.layout.pipeline > 1 and split.layout.virtual_stages == 1:
         why.append(
             f"layers may move between stages every {counted(every, 'step')}: {reason}, or be faster than they "
-            "were while "
-            "they were measured (balance.every)"
+            "were while they were measured (balance.every)"
         )
     return every
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.model.shape import parameter_count
 from plait.planner.calibration.factors import step_items
 from plait.planner.derive.model_size import TrainingRate
 from plait.planner.derive.resources import Resources, probe_digest
+from plait.planner.derive.scaling_rules import training_flops_of_weights
 from plait.planner.explain.report import runners_up, short_reasons
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_shares_of
 from plait.planner.heterogeneous.host_permutations import node_alone
@@ -115,7 +115,7 @@ def forecast_rate(request: Request, resources: Resources, layouts: Sequence[Work
     )
     if job.budget.unit != "seconds" or forecast is None or is_probed:
         return None
-    flops = 6.0 * parameter_count(job.shape) * job.batch_sequences * job.shape.sequence
+    flops = float(training_flops_of_weights(job.shape)) * job.batch_sequences * job.shape.sequence
     return TrainingRate(flops_per_s=flops / forecast.step_s, source="forecast")
 
 

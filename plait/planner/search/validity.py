@@ -112,6 +112,11 @@ def _check_stages(layout: Layout, shape: ModelShape) -> None:
             f"layout.stage_layers = {list(stages)} should be {layout.pipeline} numbers (or a multiple of it) that add "
             f"up to the model's {counted(shape.layers, 'layer')}; change them or leave them out"
         )
+    if shape.adapter and min(stages) < 1:
+        raise PlaitError(
+            f"layout.stage_layers = {list(stages)} leave a worker without layers, and so without an adapter to train; "
+            "give each stage at least 1"
+        )
     if layout.virtual_stages > 1 and layout.schedule != "interleaved":
         raise PlaitError(
             f'{layout.virtual_stages} stages on a worker need layout.schedule = "interleaved", '

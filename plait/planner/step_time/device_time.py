@@ -14,7 +14,8 @@ from plait.cluster.measured import MeasuredDevice, Measurements
 from plait.planner.calibration.constants import constant
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.problem.stage_partition import layer_parameters, micro_batches_per_step
+from plait.planner.problem.stage_partition import micro_batches_per_step
+from plait.planner.problem.trained_weights import local_target_sizes, trained_layer_parameters
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time import measured_compute
 from plait.planner.step_time.device_rates import DeviceRates, device_rates
@@ -57,10 +58,12 @@ class DeviceTime:
         w, tokens = self.workload, local_tokens(self.workload, candidates)
         entries = w.vocabulary / candidates.tensor
         embedding = measured_compute.embedding_s(self.measured, tokens, w.width, entries)
+        head = measured_compute.head_s(self.measured, tokens, w.width, entries)
+        if w.is_frozen:  # a probe times both gradients; here there is neither of the tables
+            head = head * measured_compute.frozen_head_share(w.width)
+            embedding = embedding * measured_compute.frozen_embedding_share(tokens, entries)
         # In a pipeline the first stage looks tokens up, and it has no head.
-        return measured_compute.head_s(self.measured, tokens, w.width, entries) + np.where(
-            candidates.pipeline == 1, embedding, 0.0
-        )
+        return head + np.where(candidates.pipeline == 1, embedding, 0.0)
 
     def _update_s(self, weights: Reals) -> Reals:
         traffic = self.profile.update_bytes_with(self.workload.moments)
@@ -110,9 +113,11 @@ def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Cand
         backward = backward + times * measured_compute.measured_product_s(
             measured, tokens, columns, inner, form="input"
         )
-        backward = backward + times * measured_compute.measured_product_s(
-            measured, columns, tokens, inner, form="weight"
-        )
+        if not w.is_frozen:
+            backward = backward + times * measured_compute.measured_product_s(
+                measured, columns, tokens, inner, form="weight"
+            )
+    there, back = _measured_adapter_times(w, measured, candidates)
     # Cut sequences: each rank has its queries, and all that they look back on.
     rows = candidates.micro_sequences / candidates.context
     size = rows, w.sequence, w.heads / tensor, w.head_width
@@ -121,12 +126,27 @@ def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Cand
     # Gradients that are summed over ranks are added to zeros in their buckets; others stay where the first one is.
     summed = (candidates.devices > candidates.pipeline * candidates.tensor) & (candidates.shard_what != GATHERED)
     passes = np.where(summed, micros + ZEROING, micros - 1.0) / micros
-    added = passes * measured_compute.accumulate_s(measured, np.add(*layer_parameters(w, candidates)))
+    added = passes * measured_compute.accumulate_s(measured, np.add(*trained_layer_parameters(w, candidates)))
     return LayerTime(
-        products=forward,
-        products_backward=backward,
+        products=forward + there,
+        products_backward=backward + back,
         scores=measured_compute.attention_s(measured, *size, "forward"),
         scores_backward=measured_compute.attention_s(measured, *size, "backward"),
         stream=measured_compute.stream_s(measured, *streamed, "forward"),
         stream_backward=measured_compute.stream_s(measured, *streamed, "backward") + added,
     )
+
+
+def _measured_adapter_times(w: Workload, measured: MeasuredDevice, candidates: Candidates) -> tuple[Reals, Reals]:
+    """Seconds of the products of one layer's adapters, and of adding their results to those of the layers beside them:
+    forward, and for the gradients. An addition of gradients, which a probe times, reads and writes as much."""
+    tokens, rank = local_tokens(w, candidates), float(w.adapter_rank)
+    there = back = np.zeros(len(candidates))
+    for inputs, outputs in local_target_sizes(w, candidates):
+        for inner, columns in ((inputs, rank), (rank, outputs)):
+            there = there + measured_compute.measured_product_s(measured, tokens, inner, columns)
+            back = back + measured_compute.measured_product_s(measured, tokens, columns, inner, form="input")
+            back = back + measured_compute.measured_product_s(measured, columns, tokens, inner, form="weight")
+        there = there + measured_compute.accumulate_s(measured, tokens * outputs)
+        back = back + measured_compute.accumulate_s(measured, tokens * inputs)
+    return there, back

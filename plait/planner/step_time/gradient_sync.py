@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from plait.planner.problem.candidates import SCHEDULES, SHARDED_STATES, Reals
-from plait.planner.problem.stage_partition import fullest_rank_parameters
+from plait.planner.problem.stage_partition import rank_layers
+from plait.planner.problem.trained_weights import (
+    fullest_held_parameters,
+    fullest_trained_parameters,
+    repeated_adapter_parameters,
+)
 from plait.planner.problem.workload import expected_distinct_tokens
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.network_model import Collective, collective_s, stage_message_s
@@ -25,7 +30,7 @@ def data_parallel_sync_s(
     """
     c, profile = inputs.candidates, inputs.profile
     forward, backward = layers * layer.forward, layers * (layer.backward + recompute_s)
-    common, experts = fullest_rank_parameters(inputs.workload, c)
+    common, experts = fullest_trained_parameters(inputs.workload, c)
     stride, sharded = c.tensor, shard_group_size(c, profile)
     group = np.where(c.shard_what > 0, sharded, 1)
     one = common + experts
@@ -33,11 +38,13 @@ def data_parallel_sync_s(
     apart = stride * c.context // (sharded // c.shard)  # distance between two ranks of a shard group
     fully = c.shard_what == SHARDED_STATES.index("parameters")
 
-    def moved(kind: Collective, number_bytes: int) -> Reals:
-        return collective_s(inputs.network, kind, number_bytes * one, group, apart, pieces)
+    def moved(kind: Collective, number_bytes: int, numbers: Reals) -> Reals:
+        return collective_s(inputs.network, kind, number_bytes * numbers, group, apart, pieces)
 
-    gather = moved("gather", inputs.workload.element_bytes)
-    scatter = moved("scatter", profile.gradient_message_bytes)
+    # Sharded parameters are gathered with the frozen ones; after an update those that learn.
+    gathered = np.where(fully, fullest_held_parameters(inputs.workload, c), one) if inputs.workload.is_frozen else one
+    gather = moved("gather", inputs.workload.element_bytes, gathered)
+    scatter = moved("scatter", profile.gradient_message_bytes, one)
     scatter = scatter * np.where(
         profile.all_reduces_shards & (c.shard_what < SHARDED_STATES.index("gradients")), 2.0, 1.0
     )
@@ -77,6 +84,8 @@ def tied_embedding_sync_s(inputs: CostInputs, forward_s: Reals, n_microbatches: 
     table = profile.gradient_message_bytes * w.embedding_parameters / c.tensor
     apart = np.maximum(c.devices // c.pipeline * (c.pipeline - 1), 1)
     summed = collective_s(inputs.network, "reduce", table, np.where(c.pipeline > 1, 2, 1), apart)
+    if w.is_frozen:
+        return 0.0 * summed
     if not (profile.keeps_tied_table_once and w.tied):
         return summed * (w.tied and c.pipeline > 1)
     once, every = (
@@ -93,6 +102,7 @@ def _last_bucket_share(inputs: CostInputs, weights: Reals, layers: Reals) -> Rea
     before the next forward pass begins: the embedding, or of a stage without one a layer."""
     c, w = inputs.candidates, inputs.workload
     table = np.where(c.pipeline == 1, w.embedding_parameters / c.tensor / weights, 1 / np.maximum(layers, 1))
+    table = 1 / np.maximum(layers, 1) if w.is_frozen else table
     return np.minimum(np.maximum(table, LAST_BUCKET_BYTES / (inputs.profile.gradient_bytes * weights)), 1.0)
 
 
@@ -108,6 +118,9 @@ def _all_reduce_s(inputs: CostInputs, common: Reals, experts: Reals, pieces: Rea
     summed += collective_s(
         inputs.network, "reduce", profile.gradient_message_bytes * experts, few, far * c.expert, pieces
     )
+    if inputs.workload.is_frozen:  # one of an adapter's two weights is whole on each rank of a tensor group
+        own = rank_layers(inputs.workload, c).fullest * repeated_adapter_parameters(inputs.workload)
+        summed += collective_s(inputs.network, "reduce", profile.gradient_message_bytes * own, c.tensor, 1, pieces)
     # Context ranks that hold the same weights or the same shard.
     near = np.where(split, c.shard * c.context // sharded, 1)
     return summed + collective_s(

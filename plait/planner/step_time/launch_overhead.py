@@ -18,6 +18,9 @@ UNFUSED_SOFTMAX_KERNELS = constant("softmax_kernels")
 """What a masked softmax in single steps launches more than one in one kernel, as means of a forward pass and half a
 backward one: casts, scale, mask, copies. Fitted on the even half of vTrain's and BLOOM's rows."""
 
+ADAPTER_KERNELS = 3
+"""An adapter's two products, and the addition to the layer's result."""
+
 
 def launch_overhead_s(device_time: DeviceTime, candidates: Candidates, layers: Reals, device_s: Reals) -> Reals:
     """Additional seconds per micro-batch because the host launches kernels more slowly than the device runs them."""
@@ -25,6 +28,7 @@ def launch_overhead_s(device_time: DeviceTime, candidates: Candidates, layers: R
     passes = 3 + (c.recompute == RECOMPUTE_MODES.index("full"))
     sparse = workload.moe_layers / workload.layers
     kernels = profile.layer_kernels + 4 * (c.tensor > 1) + _unfused_softmax_kernels(workload, c)
+    kernels = kernels + ADAPTER_KERNELS * len(workload.adapter_targets)
     if device_time.measured is not None:  # in what was timed already
         return np.zeros(len(c))
     host = layers * passes * (kernels + sparse * profile.sparse_kernels) * profile.launch_s + profile.micro_s

@@ -77,6 +77,16 @@ def head_s(device: MeasuredDevice, tokens: Any, width: Any, vocabulary: Any) -> 
     )
 
 
+def frozen_head_share(width: int) -> float:
+    """What of head_s is left where the head is frozen: its gradient is not computed, a third of the products."""
+    return (4.0 * width + 200.0) / (6.0 * width + 200.0)
+
+
+def frozen_embedding_share(tokens: Any, vocabulary: Any) -> Any:
+    """What of embedding_s is left where the embedding is frozen: looking tokens up."""
+    return tokens / (3.0 * tokens + vocabulary)
+
+
 def embedding_s(device: MeasuredDevice, tokens: Any, width: Any, vocabulary: Any) -> Reals:
     """Seconds of looking tokens up and of the gradient, a table as large as the embedding."""
     return _interpolated_work_s(device, "embedding", (tokens, width, vocabulary), lambda s: (s[0] * 3.0 + s[2]) * s[1])

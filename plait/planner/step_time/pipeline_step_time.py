@@ -103,7 +103,8 @@ class _MicroBatchTimes:
     forward_share: Reals
     """The forward pass' share of a layer's time."""
     weight_gradient_share: Reals
-    """The share of the gradients of weights, which a schedule may put off: half of the backward pass' products."""
+    """The share of the gradients of weights, which a schedule may put off: half of the backward pass' products; of
+    frozen layers what the backward pass has more products than the forward pass, its adapters' own."""
     closed_form_s: Reals
 
 
@@ -116,6 +117,9 @@ def _micro_batch_times(inputs: CostInputs, times: StepTime) -> _MicroBatchTimes:
     per_rank = per_rank + times.tensor + times.context + times.experts
     exposed = times.passes if profile.send_model == "by share" else np.zeros(len(candidates))
     again = times.recompute / micros / layers
+    weights = layer.products_backward / 2
+    if inputs.workload.is_frozen:
+        weights = np.maximum(layer.products_backward - layer.products, 0.0)
     return _MicroBatchTimes(
         layer_s=per_rank / micros / layers,
         head_s=inputs.device_time.head_s(candidates),
@@ -124,7 +128,7 @@ def _micro_batch_times(inputs: CostInputs, times: StepTime) -> _MicroBatchTimes:
         stage_message_s=times.stage_message,
         slowest_message_s=times.slowest_stage_message,
         forward_share=layer.forward / (layer.forward + layer.backward + again),
-        weight_gradient_share=layer.products_backward / 2 / (layer.forward + layer.backward + again),
+        weight_gradient_share=weights / (layer.forward + layer.backward + again),
         closed_form_s=per_rank + times.head + times.host + times.passes + times.bubble,
     )
 

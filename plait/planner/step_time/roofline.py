@@ -10,7 +10,7 @@ import numpy as np
 from plait.planner.calibration.constants import constant, constant_rows
 from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.problem.stage_partition import layer_parameters
+from plait.planner.problem.trained_weights import local_target_sizes, trained_layer_parameters
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_rates import DeviceRates
 
@@ -80,7 +80,7 @@ def layer_time(workload: Workload, rates: DeviceRates, profile: SoftwareProfile,
     forward, backward = _product_times(workload, rates, profile, candidates)
     scores, scores_backward = _attention_times(workload, rates, profile, candidates)
     stream = _memory_pass_time(workload, rates, profile, candidates)
-    weights = np.add(*layer_parameters(workload, candidates))
+    weights = np.add(*trained_layer_parameters(workload, candidates))
     return LayerTime(
         products=forward,
         products_backward=backward,
@@ -98,10 +98,11 @@ def head_time(
     tokens, columns = local_tokens(workload, candidates), workload.vocabulary / candidates.tensor
     there = product_s(rates, tokens, workload.width, columns, flops=rates.high_precision_flops)
     back = product_s(rates, tokens, columns, workload.width, flops=rates.high_precision_flops)
-    back = back + product_s(rates, workload.width, tokens, columns, flops=rates.high_precision_flops)
+    if not workload.is_frozen:
+        back = back + product_s(rates, workload.width, tokens, columns, flops=rates.high_precision_flops)
     each = profile.logit_bytes / rates.stream_bytes_per_s + rates.kernels.logit_flops / rates.high_precision_flops
     loss = tokens * columns * each
-    tables = (1 if workload.tied else 2) * workload.width * columns
+    tables = 0.0 * columns if workload.is_frozen else (1 if workload.tied else 2) * workload.width * columns
     return there + loss / 2, back + loss / 2 + tables * GRADIENT_ACCUMULATION_BYTES / rates.stream_bytes_per_s
 
 
@@ -141,7 +142,35 @@ def _product_times(
         batch=np.stack([batch] * 3),
     )
     spent = (every * weight).sum(axis=1)
-    return spent[0], spent[1] + spent[2]
+    if not w.is_frozen:
+        return spent[0], spent[1] + spent[2]
+    there, back = _adapter_products(w, rates, candidates)
+    return spent[0] + there, spent[1] + back
+
+
+def _adapter_products(w: Workload, rates: DeviceRates, candidates: Candidates) -> tuple[Reals, Reals]:
+    """Seconds of the products of one layer's adapters: forward, and for both gradients. Their results are added to
+    those of the layers beside them, which are read and written once more."""
+    tokens, rank = local_tokens(w, candidates), float(w.adapter_rank)
+    there = back = np.zeros(len(candidates))
+    for inputs, outputs in local_target_sizes(w, candidates):
+        for wide in (inputs, outputs):
+            once = _thin_product_s(rates, tokens, wide, rank)
+            there, back = there + once, back + 2 * once
+        there = there + ADDED_NUMBERS * w.element_bytes * tokens * outputs / rates.stream_bytes_per_s
+        back = back + ADDED_NUMBERS * w.element_bytes * tokens * inputs / rates.stream_bytes_per_s
+    return there, back
+
+
+def _thin_product_s(rates: DeviceRates, rows: Reals, wide: Reals, rank: float) -> Reals:
+    """Seconds of a product whose inner dim, or whose result, is only as wide as an adapter's rank: libraries have
+    kernels for such, and its operands pass through memory once. All three passes move as much."""
+    moved = rates.operand_bytes * (rows * wide + wide * rank + rows * rank) / rates.stream_bytes_per_s
+    return np.maximum(2.0 * rows * wide * rank / rates.linear_flops, moved)
+
+
+ADDED_NUMBERS = 3
+"""Numbers that are moved to add one to another: two are read, one is written."""
 
 
 def _feedforward_products(

@@ -8,10 +8,10 @@ import numpy as np
 
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Reals
 from plait.planner.problem.stage_partition import (
-    fullest_rank_parameters,
     micro_batches_per_step,
     rank_layers,
 )
+from plait.planner.problem.trained_weights import fullest_trained_parameters
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.gradient_sync import data_parallel_sync_s, tied_embedding_sync_s
 from plait.planner.step_time.launch_overhead import launch_overhead_s
@@ -157,15 +157,18 @@ def _exposed_communication(inputs: CostInputs, layer: LayerTime) -> _ExposedComm
 
 
 def _bubble_s(inputs: CostInputs, stage: Reals, whole: Reals) -> Reals:
-    """Waiting of the busiest stage: the others' work on one micro-batch, cut into the chunks of an interleaving."""
+    """Waiting of the busiest stage: the others' work on one micro-batch, cut into the chunks of an interleaving. Frozen
+    layers have next to no weight gradients that could be put off."""
     c = inputs.candidates
     wait = np.maximum(whole - stage, 0.0) / c.virtual
+    if inputs.workload.is_frozen:
+        return wait
     # Weight gradients fill two thirds of it where they are put off (Qi et al. 2023, ZB-H1).
     return np.where(c.schedule == SCHEDULES.index("zero-bubble"), wait / 3, wait)
 
 
 def _optimizer_s(inputs: CostInputs) -> Reals:
     c = inputs.candidates
-    common, experts = fullest_rank_parameters(inputs.workload, c)
+    common, experts = fullest_trained_parameters(inputs.workload, c)
     split = np.where(c.shard_what > 0, shard_group_size(c, inputs.profile), 1)
     return inputs.device_time.update_s((common + experts) / split)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.parallel.pipeline.stage import StagePipe
 from plait.parallel.sharded_model import Gradients, ShardedModel
 from plait.planner.plan import Plan
@@ -96,23 +97,29 @@ class Meter:
     torch knows.
     """
 
-    def __init__(self, clock: StepClock, layer_forwards: int | None = None) -> None:
-        self._clock, self._layer_forwards = clock, layer_forwards
+    def __init__(
+        self, clock: StepClock, layer_forwards: int | None = None, progress: ProgressReport = NO_REPORT
+    ) -> None:
+        self._clock, self._layer_forwards, self._progress = clock, layer_forwards, progress
         self._marks: list[_Marks] = []
         self._open: _Marks | None = None
 
     def begin_compute(self) -> None:
         """Mark the beginning of a step's forward and backward."""
+        self._progress.phase("forward and backward")
         self._open = _Marks(opened=self._clock.mark())
 
     def end_compute(self) -> None:
         """Mark the end of forward and backward: from here the rank waits for the rest of the gradient sums."""
         assert self._open is not None
+        self._progress.phase("the sum of gradients")
+        self._progress.collective()
         self._open.closing = self._clock.mark()
 
     def end_step(self) -> None:
         """Mark the point where the gradients are complete, which ends the step."""
         assert self._open is not None
+        self._progress.phase("the update of weights")
         self._open.closed = self._clock.mark()
         self._marks.append(self._open)
         self._open = None
@@ -127,6 +134,7 @@ class Meter:
             work.wait()
             return
         begun = self._clock.mark()
+        self._progress.collective()
         work.wait()
         self._open.inside.append((begun, self._clock.mark()))
 
@@ -208,11 +216,12 @@ def measures_waits(plan: Plan) -> bool:
     return plan.layout.shard == 1 or plan.compile == "off" or plan.balance_every_steps > 0
 
 
-def attach_meter(assembly: Assembly, clock: StepClock) -> tuple[Assembly, Meter]:
-    """This rank's assembly with a meter in it, and the meter; call it before the first step."""
+def attach_meter(assembly: Assembly, clock: StepClock, progress: ProgressReport = NO_REPORT) -> tuple[Assembly, Meter]:
+    """This rank's assembly with a meter in it, and the meter; call it before the first step. The phases of a step go to
+    `progress`."""
     plan, sharded = assembly.plan, assembly.model
     lockstep = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
-    meter = Meter(clock, _FORWARDS[plan.layout.recompute] if lockstep else None)
+    meter = Meter(clock, _FORWARDS[plan.layout.recompute] if lockstep else None, progress)
     if lockstep and measures_waits(plan):
         _watch_forwards(sharded, meter)
     elif plan.layout.shard > 1 and measures_waits(plan):

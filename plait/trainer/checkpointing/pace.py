@@ -15,7 +15,7 @@ class CheckpointPace:
     def __init__(self, every: Every, *, step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._every, self._clock = every, clock
         self._step, self._at = step, clock()
-        self._least_s = 0.0
+        self._least_s, self._failing = 0.0, False
         self._said_s = every.value
 
     def is_due(self, step: int) -> bool:
@@ -27,12 +27,31 @@ class CheckpointPace:
             return step - self._step >= self._every.value and passed_s >= self._least_s
         return passed_s >= max(self._every.value, self._least_s)
 
+    def begun(self, step: int) -> None:
+        """Take note that a save after this step begins, and with it the next interval."""
+        self._step, self._at = step, self._clock()
+
     def saved(self, step: int, cost_s: float) -> str | None:
-        """Take note of a save after this step, which took so many seconds, and that the next interval begins now.
+        """Take note of a save after this step, which took so many seconds, and that the next interval begins now; the
+        sentence is `cost_known`'s."""
+        self.begun(step)
+        return self.cost_known(cost_s)
+
+    def failed(self, sentence: str) -> str | None:
+        """Take note that a save failed, as this sentence says; returns the warning for the log, once until one goes
+        well."""
+        if self._failing:
+            return None
+        self._failing = True
+        why = sentence.partition(";")[0]
+        return f"warning  {why}; training goes on, and saving is tried again whenever it is due"
+
+    def cost_known(self, cost_s: float) -> str | None:
+        """Take note that a save went well, and of how many seconds it took.
 
         Returns a sentence for the log where the interval is now another one than was last said, by a factor of two.
         """
-        self._step, self._at = step, self._clock()
+        self._failing = False
         share = self._every.cost_share
         if share is None:
             return None

@@ -15,10 +15,12 @@ from plait.checkpoint.manifest import Manifest, check_model, check_optimizer, te
 from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice, write_rank
 from plait.errors import PlaitError, RunFailed
-from plait.model.shape import weight_sizes
+from plait.model.gpt import GPT
+from plait.model.weights import trained_weights
 from plait.parallel.mesh import Sums
-from plait.parallel.sharded_model import OptimizerUnitPart
+from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
 from plait.partition.boxes import Box
+from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
 from plait.trainer.optim import moment_names, set_state, updates_counted
 from plait.trainer.state import TrainState
@@ -30,7 +32,14 @@ Send = Callable[[Path], None]
 """Requests the transfer of this rank's part in a staging folder to rank 0's host; returns before it has arrived."""
 
 
-def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, send: Send | None = None) -> Path:
+def save(
+    assembly: Assembly,
+    state: TrainState,
+    folder: Path,
+    world: Sums,
+    *,
+    send: Send | None = None,
+) -> Path:
     """Write and publish the checkpoint of `state`, and return its path. Every rank must call it; blocks until it is on
     disk.
 
@@ -42,29 +51,43 @@ def save(assembly: Assembly, state: TrainState, folder: Path, world: Sums, *, se
     clears = send is not None or world.index == 0
 
     def write_own() -> None:
-        write_rank(staging, world.index, _own_part(assembly, state, world))
+        write_rank(staging, world.index, rank_slices(assembly, state, world))
         if send is not None:
             send(staging)
 
     def publish_all() -> None:
         if world.index == 0:
-            await_parts(staging, world.size)
-            shape, kinds = assembly.plan.shape, ("model", *moment_names(assembly.plan.optimizer))
-            publish(
-                staging,
-                final,
-                step=state.step,
-                cursor=state.position,
-                model=shape.to_dict(),
-                world_size=world.size,
-                needs=[f"{kind}/{name}" for kind in kinds for name in weight_sizes(shape)],
-            )
+            publish_parts(assembly, state, (staging, final), world.size)
 
-    _run_on_all_ranks(world, write_own, staging if clears else None)
-    _run_on_all_ranks(world, publish_all, staging if clears else None)
+    run_on_all_ranks(world, write_own, staging if clears else None)
+    run_on_all_ranks(world, publish_all, staging if clears else None)
     if send is not None:
         shutil.rmtree(staging, ignore_errors=True)
     return final
+
+
+def publish_parts(
+    assembly: Assembly,
+    state: TrainState,
+    places: tuple[Path, Path],
+    world_size: int,
+    fence: Callable[[], None] = lambda: None,
+) -> None:
+    """Wait for the parts of all ranks in the first of two `places`, and make them the checkpoint in the second; rank 0
+    alone calls it. `fence` raises RunFailed where it may no longer write. Raises RunFailed."""
+    staging, final = places
+    await_parts(staging, world_size)
+    fence()
+    kinds = ("model", *moment_names(assembly.plan.optimizer))
+    publish(
+        staging,
+        final,
+        step=state.step,
+        cursor=state.position,
+        model=described_model(assembly.plan),
+        world_size=world_size,
+        needs=[f"{kind}/{name}" for kind in kinds for name in trained_weights(assembly.plan.shape)],
+    )
 
 
 def prune_old(folder: Path, keep: int, world: Sums, whole: Collection[int]) -> None:
@@ -75,7 +98,7 @@ def prune_old(folder: Path, keep: int, world: Sums, whole: Collection[int]) -> N
         if world.index == 0:
             prune(folder, keep, whole)
 
-    _run_on_all_ranks(world, prune_here, None)
+    run_on_all_ranks(world, prune_here, None)
 
 
 def verify_together(path: Path, world: Sums, local_rank: int) -> Manifest:
@@ -92,7 +115,7 @@ def verify_together(path: Path, world: Sums, local_rank: int) -> Manifest:
     def verify_share() -> None:
         found.append(verify_checkpoint(path, HashShare(index=local_rank, count=beyond - first)))
 
-    _run_on_all_ranks(world, verify_share, None)
+    run_on_all_ranks(world, verify_share, None)
     return found[0]
 
 
@@ -100,7 +123,7 @@ def verify_together(path: Path, world: Sums, local_rank: int) -> Manifest:
 def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> TrainState:
     """Load a checkpoint written under any layout into this rank, and return the state of training at it; raises
     PlaitError where it is of another model or optimizer."""
-    check_model(manifest, assembly.plan.shape.to_dict())
+    check_model(manifest, described_model(assembly.plan))
     check_optimizer(manifest, moment_names(assembly.plan.optimizer))
 
     def read(key: str, box: Box) -> Tensor:
@@ -118,12 +141,12 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> 
 
 @torch.no_grad()
 def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: Tensor | None) -> None:
-    """Fill a rank's weights and moments with what `read` returns for a key and a box; `updates` is the number of
-    optimizer steps done, None where the optimizer counts none.
+    """Fill the weights that a rank trains, and moments, with what `read` returns for a key and a box; `updates` is the
+    number of optimizer steps done, None where the optimizer counts none.
 
     Reads come in the order of `state_boxes`. The gradients must `publish` before the first forward.
     """
-    for held in assembly.model.weights:
+    for held in _trained(assembly):
         held.tensor.copy_(read(f"model/{held.name}", held.box))
     names = moment_names(assembly.plan.optimizer)
     for unit in assembly.model.units:
@@ -136,7 +159,7 @@ def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: 
 
 def state_boxes(assembly: Assembly) -> Iterator[tuple[str, Box]]:
     """The keys and boxes that `load_state` reads, in order."""
-    yield from ((f"model/{held.name}", held.box) for held in assembly.model.weights)
+    yield from ((f"model/{held.name}", held.box) for held in _trained(assembly))
     for unit in assembly.model.units:
         kinds = moment_names(assembly.plan.optimizer)
         yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in kinds)
@@ -154,14 +177,24 @@ def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
                     yield f"{kind}/{part.name}", part.box, unit_part_view(tensor, part)
 
 
-def load_weights(model: torch.nn.Module, path: Path, manifest: Manifest) -> None:
-    """Fill the parameters of an unsharded model from a checkpoint, bit for bit."""
+def load_weights(model: GPT, path: Path, manifest: Manifest) -> None:
+    """Fill the parameters of an unsharded model that were trained from a checkpoint, bit for bit."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(read_tensor(path, manifest, f"model/{name}"))
+        for name in trained_weights(model.shape):
+            model.get_parameter(name).copy_(read_tensor(path, manifest, f"model/{name}"))
 
 
-def _own_part(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, list[TensorSlice]]:
+def described_model(plan: Plan) -> dict[str, object]:
+    """What a checkpoint says of its model: the shape and, where it holds an adapter alone, which model that is of."""
+    base = {"base": plan.base_fingerprint} if plan.base and plan.shape.adapter else {}
+    return {**plan.shape.to_dict(), **base}
+
+
+def _trained(assembly: Assembly) -> list[HeldWeight]:
+    return [held for held in assembly.model.weights if held.trained]
+
+
+def rank_slices(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, list[TensorSlice]]:
     """The slices that this rank writes: the units that it owns, its random state, and on rank 0 the values that are
     global."""
     slices: dict[str, list[TensorSlice]] = {f"rng/rank-{world.index}": [whole_slice(torch.get_rng_state())]}
@@ -186,7 +219,7 @@ def unit_part_view(tensor: Tensor, part: OptimizerUnitPart) -> Tensor:
     return tensor.view(-1)[part.first : part.first + part.box.numbers].view(part.box.extent)
 
 
-def _run_on_all_ranks(world: Sums, act: Callable[[], None], clear: Path | None) -> None:
+def run_on_all_ranks(world: Sums, act: Callable[[], None], clear: Path | None) -> None:
     """Call `act` on every rank; if it fails on any of them, all ranks raise RunFailed with the same message.
 
     Every rank must raise it, because no rank knows whose error will be shown. Then the folder `clear` is deleted, on

@@ -72,10 +72,10 @@ class _RMSNorm(torch.autograd.Function):
         return torch.mul(x, scale).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None]:
         (grad,), (x, scale, weight) = grads, ctx.saved_tensors
         width = x.shape[-1]
         weight_terms = torch.mul(grad, x).mul_(scale).reshape(-1, width)
         along = torch.mv(weight_terms, weight).view(scale.shape).mul_(scale).div_(-width)
         grad_x = torch.mul(grad, weight).addcmul_(x, along).mul_(scale)
-        return grad_x, weight_terms.sum(0), None
+        return grad_x, weight_terms.sum(0) if ctx.needs_input_grad[1] else None, None

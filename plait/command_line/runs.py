@@ -1,0 +1,52 @@
+"""The commands about a run's failures and its account: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait.command_line.arguments import Overrides, Recipe, RunName
+from plait.command_line.models import screen_on
+from plait.launch.local.output import OptionalOutput
+
+Places = list[str] | None
+PLACE = "RANK@STEP"
+
+
+def status_command(
+    run: RunName,
+    as_json: Annotated[bool, typer.Option("--json", help="As one line of JSON.")] = False,
+    ledger: Annotated[bool, typer.Option("--ledger", help="The samples that each step took.")] = False,
+) -> None:
+    """Say where a run stands, what its time went to, and what went wrong."""
+    from plait.commands.monitoring.status import status
+
+    output = OptionalOutput(sys.stdout)
+    for line in status(run, form="json" if as_json else "text", detail="ledger" if ledger else "account"):
+        output.write(f"{line}\n")
+
+
+def drill_command(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    kill: Annotated[Places, typer.Option("--kill", metavar=PLACE, help="Kill this worker after that step.")] = None,
+    hang: Annotated[Places, typer.Option("--hang", metavar=PLACE, help="Stop this worker after that step.")] = None,
+    drawn: Annotated[int, typer.Option("--random", help="So many more, drawn by the seed.", min=0, max=1000)] = 0,
+    seed: Annotated[int | None, typer.Option(help="The same seed draws the same failures.", min=0)] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+) -> None:
+    """Rehearse failures: train twice, once left alone and once with workers killed, and compare the ends."""
+    from plait.commands.drilling.drill import drill, drill_lines
+    from plait.commands.drilling.faults import parse_fault
+    from plait.report.atomic import replace_file
+
+    faults = [*(parse_fault("kill", text) for text in kill or []), *(parse_fault("hang", text) for text in hang or [])]
+    screen = screen_on(sys.stdout)
+    report = drill(recipe, overrides or [], faults=faults, drawn=drawn, seed=seed, screen=screen)
+    if json is not None:
+        replace_file(json, f"{report.to_json()}\n".encode())
+    screen.print("\n".join(drill_lines(report)))
+    raise typer.Exit(0 if report.ok else 1)

@@ -1,0 +1,57 @@
+"""The weights of a run that is exported: a checkpoint's, or a base's with the run's adapter added to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.store import FoundCheckpoint
+from plait.checkpoint.transfer import read_slice, read_tensor
+from plait.commands.models.stored_adapter import base_of_plan
+from plait.commands.planning.run_folder import RunFolder
+from plait.interop.base_model import BaseModel
+from plait.interop.read_weights import read_boxes
+from plait.interop.write_weights import ReadPart
+from plait.model.adapters import merged_weight
+from plait.model.names import ADAPTER_A, ADAPTER_B
+from plait.model.shape import weight_sizes
+from plait.partition.boxes import Box
+from plait.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedRun:
+    """A run and the checkpoint of it that is written."""
+
+    folder: RunFolder
+    plan: Plan
+    found: FoundCheckpoint
+    base: BaseModel | None
+    """What the run's adapter stands beside; None of a run that trained all weights."""
+
+
+def run_base(folder: RunFolder, plan: Plan) -> BaseModel | None:
+    """The base of a run that trained an adapter; raises PlaitError where it is gone or another one now."""
+    return None if plan.shape.adapter is None else base_of_plan(plan, folder.path)
+
+
+def merged_reader(source: ExportedRun) -> ReadPart:
+    """A function that reads rectangles of the run's whole weights, an adapter's product added in float64."""
+    path, manifest, base, adapter = source.found.path, source.found.manifest, source.base, source.plan.shape.adapter
+    if base is None or adapter is None:
+        return lambda name, offset, extent: read_slice(path, manifest, f"model/{name}", offset, extent)
+    sizes, trained = weight_sizes(source.plan.shape), {part.tensor for part in manifest.parts}
+
+    def read(name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
+        own = torch.empty(extent)
+        read_boxes(base, [(name, Box(shape=sizes[name], offset=offset, extent=extent), own)])
+        layer = name.rpartition(".")[0]
+        if name != f"{layer}.weight" or f"model/{layer}.{ADAPTER_A}" not in trained:
+            return own
+        a, b = (read_tensor(path, manifest, f"model/{layer}.{letter}") for letter in (ADAPTER_A, ADAPTER_B))
+        rows, columns = (slice(first, first + count) for first, count in zip(offset, extent, strict=True))
+        return merged_weight(own, a[:, columns], b[rows], adapter.scale)
+
+    return read

@@ -1,0 +1,139 @@
+"""What a run has done, what its time went to, and which samples its steps took, from the files in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any, Literal
+
+from plait.checkpoint.generation import read_generation
+from plait.checkpoint.store import published_checkpoints, read_manifest
+from plait.commands.monitoring.finish import is_finished
+from plait.commands.planning.run_folder import RunFolder
+from plait.commands.planning.running_runs import registry_folder, running_runs
+from plait.errors import PlaitError
+from plait.report.incidents import Incident, read_incidents
+from plait.report.metrics import read_metrics
+
+RunState = Literal["finished", "training", "stopped"]
+TIME_IN_WORDS = {
+    "training": "training",
+    "saving": "saving",
+    "starting": "starting",
+    "done_again": "steps done again",
+    "failures": "failures found and started again",
+    "rest": "evaluating and the rest",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerLine:
+    """The samples that one step took: positions `first` to `last` of the run's order of data, both included.
+
+    `tokens` is how many tokens of them entered the loss.
+    """
+
+    step: int
+    first: int
+    last: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAccount:
+    """Where a run stands; `seconds` are those of all its starts by what they went to, and sum up to `wall_s`."""
+
+    run: str
+    state: RunState
+    step: int
+    steps: int
+    starts: int
+    wall_s: float
+    useful_share: float
+    """Seconds of the steps that count, over all."""
+    seconds: Mapping[str, float]
+    samples_lost: int
+    samples_repeated: int
+    checked_checkpoints: Sequence[int]
+    """Steps of the checkpoints whose cursor is where the ledger says."""
+    incidents: Sequence[Incident]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The account as plain values for JSON."""
+        lost = [one.steps_lost for one in self.incidents]
+        told = [values | {"steps_lost": n} for values, n in zip(asdict(self)["incidents"], lost, strict=True)]
+        return asdict(self) | {"incidents": told, "seconds": dict(self.seconds)}
+
+
+def account_of(folder: RunFolder) -> RunAccount:
+    """The account of a run that has begun; raises PlaitError where a file of it is damaged."""
+    plan = folder.saved_plan()
+    reports, _ = read_metrics(folder.metrics)
+    incidents, back = read_incidents(folder.incidents)
+    ledger = ledger_of(folder)
+    totals = folder.totals
+    training_s = sum(report.step_s for report in reports if isfinite(report.step_s))
+    spent = {
+        "training": training_s,
+        "saving": totals.save_s,
+        "starting": totals.start_s,
+        "done_again": sum(one.lost_s for one in incidents),
+        "failures": sum(one.found_after_s for one in incidents) + sum(one.back_after_s for one in back),
+    }
+    # The way back to work is a start, too: it is counted where it belongs.
+    spent["starting"] = max(0.0, spent["starting"] - sum(one.back_after_s for one in back))
+    wall_s = max(totals.wall_s, sum(spent.values()))
+    steps = [line.step for line in ledger]
+    return RunAccount(
+        run=str(folder.path),
+        state=_state_of(folder),
+        step=steps[-1] if steps else 0,
+        steps=plan.steps,
+        starts=max(read_generation(folder.path), 1),
+        wall_s=wall_s,
+        useful_share=training_s / wall_s if wall_s else 0.0,
+        seconds=spent | {"rest": wall_s - sum(spent.values())},
+        samples_lost=plan.batch_sequences * (max(steps, default=0) - len(set(steps))),
+        samples_repeated=plan.batch_sequences * (len(steps) - len(set(steps))),
+        checked_checkpoints=tuple(_checked_cursors(folder, plan.batch_sequences)),
+        incidents=incidents,
+    )
+
+
+def ledger_of(folder: RunFolder) -> Sequence[LedgerLine]:
+    """One line for each step that counts, in the order of metrics.jsonl, from which steps done again were cut.
+
+    The order of data is a function of the seed, the text and the position (docs/guide-data.md), and each step takes as
+    many positions as the plan's batch has sequences.
+    """
+    batch = folder.saved_plan().batch_sequences
+    reports, _ = read_metrics(folder.metrics)
+    before = [0, *(report.tokens for report in reports)]
+    return [
+        LedgerLine(
+            step=one.step, first=(one.step - 1) * batch, last=one.step * batch - 1, tokens=one.tokens - counted_before
+        )
+        for one, counted_before in zip(reports, before, strict=False)
+    ]
+
+
+def _state_of(folder: RunFolder) -> RunState:
+    here = str(folder.path.resolve())
+    if any(run.folder == here for run in running_runs(registry_folder())):
+        return "training"
+    return "finished" if is_finished(folder) else "stopped"
+
+
+def _checked_cursors(folder: RunFolder, batch_sequences: int) -> Sequence[int]:
+    """Raises PlaitError where a checkpoint's data cursor is not where its step's samples end."""
+    checked = []
+    for path in published_checkpoints(folder.checkpoints):
+        manifest = read_manifest(path)
+        if manifest.cursor != manifest.step * batch_sequences:
+            raise PlaitError(
+                f"{path} goes on at sample {manifest.cursor}, and {manifest.step} steps of {batch_sequences} end at "
+                f"{manifest.step * batch_sequences}; please report it with the run's folder"
+            )
+        checked.append(manifest.step)
+    return checked

@@ -1,0 +1,161 @@
+"""After a failure of a run's workers: whether it goes on by itself, what is written down of it, and what is said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from plait.checkpoint.store import published_checkpoints
+from plait.commands.monitoring.session import Session, Start
+from plait.commands.planning.run_folder import RunFolder
+from plait.errors import GaveUp, PlaitError
+from plait.launch.values.failed_job import FailureFacts, WorkersFailed
+from plait.planner.plan import Plan
+from plait.recipe.schema import RecoverSection
+from plait.report.incidents import BackAtWork, Decision, Incident, append_incident
+from plait.units import counted
+
+LONGEST_PAUSE_S = 5.0
+_PASSING_TEXTS = ("CUDA error", "NCCL", "nccl", "Input/output error", "Stale file handle", "Transport endpoint")
+"""What an exception of a device, a link or a network disk says: a new start may find it well again."""
+
+
+class Recovery:
+    """Follows the failures of one command's starts of a run; `require_present` raises where its folder is gone."""
+
+    def __init__(
+        self, asked: RecoverSection, folder: RunFolder, plan: Plan, require_present: Callable[[], None]
+    ) -> None:
+        self._asked, self._folder, self._plan, self._require_present = asked, folder, plan, require_present
+        self._without_progress = 0
+        self._newest_before: int | None = None
+        self._failed_at_s: float | None = None
+        self._killed_for_memory = kernel_memory_kills()
+        self._generation = 0
+
+    def begins(self, start: Start) -> None:
+        """A start of the workers begins."""
+        self._generation = start.generation
+        self._killed_for_memory = kernel_memory_kills()
+
+    def first_step(self) -> None:
+        """The first step of this start was reported: the run is back at work, if it had failed."""
+        if self._failed_at_s is not None:
+            back_after_s = time.monotonic() - self._failed_at_s
+            self._failed_at_s = None
+            self._write(BackAtWork(generation=self._generation, back_after_s=round(back_after_s, 3)))
+
+    def after(self, error: PlaitError, session: Session, start: Start) -> str:
+        """Decide after a failure: return the sentence about the new start that the caller makes now, or raise the error
+        that ends the run."""
+        self._failed_at_s = time.monotonic()
+        failure = error if isinstance(error, WorkersFailed) else None
+        facts = self._true_facts(failure.facts) if failure else FailureFacts(cause="raised", what=str(error))
+        resumed_from = newest_step(self._folder.checkpoints)
+        self._without_progress = 1 if resumed_from != self._newest_before else self._without_progress + 1
+        self._newest_before = resumed_from
+        may_go_on = failure is not None and failure.stopped_by == "finished"
+        passes = may_go_on and may_pass(facts, did_steps=session.has_stepped)
+        decision = decision_after(self._asked, self._without_progress, "may pass" if passes else "stays")
+        lost = [step_s for step, step_s in session.step_times.items() if step > resumed_from and isfinite(step_s)]
+        incident = Incident(
+            generation=start.generation,
+            at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            cause=facts.cause,
+            what=facts.what,
+            rank=facts.rank,
+            host=facts.host,
+            device=device_of(self._plan, facts.rank),
+            step=session.last_step,
+            place=facts.place,
+            stack=facts.stack,
+            resumed_from=resumed_from,
+            lost_s=round(sum(lost), 6),
+            found_after_s=facts.silent_s,
+            decision=decision,
+            sentence=failure.summary if failure else str(error),
+        )
+        self._write(incident)
+        if decision == "started again":
+            time.sleep(min(LONGEST_PAUSE_S, self._without_progress - 1))
+            return recovery_text(incident, self._plan)
+        self._end(error, incident)
+
+    def _true_facts(self, facts: FailureFacts) -> FailureFacts:
+        """The facts, where the kernel says why it killed a worker of this machine."""
+        if facts.what == "SIGKILL" and facts.host is None and kernel_memory_kills() > self._killed_for_memory:
+            return replace(facts, cause="out of memory", what="SIGKILL by the kernel, which had no memory left")
+        return facts
+
+    def _end(self, error: PlaitError, incident: Incident) -> NoReturn:
+        if incident.decision != "gave up":
+            raise error
+        raise GaveUp(
+            f"gave up after {counted(self._without_progress, 'failure')} without a new checkpoint: the last was that "
+            f"{incident.sentence}; {self._folder.incidents} lists all, with their stacks, and the logs beside it what "
+            "was printed; mend the cause, then give the same command again"
+        ) from error
+
+    def _write(self, line: Incident | BackAtWork) -> None:
+        """Keep a line where the run's folder is still there and the disk takes it; the run does not end for it."""
+        with suppress(OSError, PlaitError):
+            self._require_present()
+            append_incident(self._folder.incidents, line)
+
+
+def decision_after(asked: RecoverSection, without_progress: int, cause: Literal["may pass", "stays"]) -> Decision:
+    """What follows a failure, which is number `without_progress` of those without a new checkpoint between them."""
+    if asked.mode == "never" or cause == "stays":
+        return "ended"
+    return "gave up" if without_progress >= asked.give_up_after else "started again"
+
+
+def may_pass(facts: FailureFacts, *, did_steps: bool) -> bool:
+    """Whether a new start may go well where this one did not, by the cause; `did_steps`: it had done any."""
+    if facts.cause == "host lost":  # its devices are gone, and the layout needs them
+        return False
+    if facts.cause == "out of memory":  # in the first step the same happens again
+        return did_steps
+    if facts.cause == "raised":
+        return any(text in facts.what for text in _PASSING_TEXTS)
+    return True
+
+
+def recovery_text(incident: Incident, plan: Plan) -> str:
+    """What went wrong, and from where the run goes on by itself."""
+    where = f"step-{incident.resumed_from} of {plan.steps}" if incident.resumed_from else "the beginning"
+    lost = f"; {counted(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
+    return f"failure  {incident.sentence}; going on from {where}{lost}"
+
+
+def newest_step(checkpoints: Path) -> int:
+    """The step of the newest checkpoint that was saved whole; 0 where there is none."""
+    found = published_checkpoints(checkpoints)
+    return int(found[-1].name.rpartition("step-")[2].removesuffix(".replaced")) if found else 0
+
+
+def device_of(plan: Plan, rank: int | None) -> str | None:
+    """The device of a rank in words."""
+    if rank is None or plan.device != "cuda":
+        return None if rank is None else "processor"
+    before = 0
+    for share in plan.hosts:
+        if rank < before + share.workers:
+            break
+        before += share.workers
+    return f"GPU {plan.gpu_of(rank - before)}"
+
+
+def kernel_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """How many processes the kernel has killed on this machine for want of memory; 0 where it does not say."""
+    with suppress(OSError, ValueError):
+        for line in vmstat.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,75 @@
+"""`plait status`: where a run stands, what its time went to, what went wrong, and which samples each step took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Literal
+
+from plait.commands.monitoring.account import TIME_IN_WORDS, RunAccount, account_of, ledger_of
+from plait.commands.planning.run_folder import RunFolder, find_run
+from plait.report.incidents import Incident
+from plait.units import counted, format_duration
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
+
+StatusForm = Literal["text", "json"]
+StatusDetail = Literal["account", "ledger"]
+_WORTH_SAYING = 0.0005
+
+
+def status(
+    run: str, *, form: StatusForm = "text", detail: StatusDetail = "account", working: WorkingFolder = CURRENT_FOLDER
+) -> Iterator[str]:
+    """The lines of a run's status, by name or folder; raises PlaitError where there is no such run, or a file of it is
+    damaged."""
+    folder = find_run(run, working)
+    account = account_of(folder)
+    if form == "json":
+        ledger = {"ledger": [asdict(line) for line in ledger_of(folder)]} if detail == "ledger" else {}
+        yield json.dumps(account.to_dict() | ledger)
+    elif detail == "ledger":
+        yield from _ledger_lines(folder, account)
+    else:
+        yield from status_lines(account)
+
+
+def status_lines(account: RunAccount) -> Iterator[str]:
+    """An account in a few lines for people."""
+    yield (
+        f"status   {account.run}: {account.state}, step {account.step} of {account.steps}; "
+        f"{counted(account.starts, 'start')}, {counted(len(account.incidents), 'failure')}"
+    )
+    if account.wall_s:
+        shares = {name: seconds / account.wall_s for name, seconds in account.seconds.items()}
+        parts = [f"{share:.1%} {TIME_IN_WORDS[name]}" for name, share in shares.items() if share >= _WORTH_SAYING]
+        yield f"time     {format_duration(account.wall_s)}: {', '.join(parts)}"
+    yield from map(_incident_line, account.incidents)
+    yield f"samples  {_samples_text(account)}"
+
+
+def _incident_line(incident: Incident) -> str:
+    then = {"started again": f"went on from step {incident.resumed_from}", "ended": "ended", "gave up": "gave up"}
+    lost = f", {counted(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
+    at = incident.at.partition(".")[0].replace("T", " ")
+    return f"failure  {at} UTC, after step {incident.step}: {incident.sentence}; {then[incident.decision]}{lost}"
+
+
+def _samples_text(account: RunAccount) -> str:
+    if account.samples_lost or account.samples_repeated:
+        return f"{account.samples_lost} lost, {account.samples_repeated} counted twice"
+    text = "none lost, none counted twice"
+    if account.checked_checkpoints:
+        text += f"; the cursors of {counted(len(account.checked_checkpoints), 'checkpoint')} agree"
+    return text
+
+
+def _ledger_lines(folder: RunFolder, account: RunAccount) -> Iterator[str]:
+    """A table: each step with the first and last position in the run's order of data, and the tokens that counted."""
+    plan = folder.saved_plan()
+    seed, each = folder.saved_config().run.seed, f"{plan.batch_sequences} sequences of {plan.sequence}"
+    yield f"# seed {seed}, text {plan.corpus_hash}, {each} a step"
+    yield "step\tfirst\tlast\ttokens"
+    for line in ledger_of(folder):
+        yield f"{line.step}\t{line.first}\t{line.last}\t{line.tokens}"
+    yield f"# {_samples_text(account)}"

@@ -1,0 +1,85 @@
+"""`plait data --show`: samples as a person reads them, and what of them is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+
+import numpy as np
+
+from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer
+from plait.data.samples.sizes import corpus_sizes
+from plait.data.shards import Corpus, Shard
+from plait.recipe.schema import RunConfig
+from plait.screen.screen import TextPiece
+from plait.units import counted
+
+MOST_TOKENS_SHOWN = 512
+USUAL_WINDOW = 1024
+"""Tokens of the windows whose fullness is shown where the recipe leaves their length open."""
+
+
+def packing_lines(config: RunConfig, corpus: Corpus) -> list[str]:
+    """How full windows of whole examples are, and what becomes of those that do not fit; nothing for a stream."""
+    if corpus.layout == "stream":
+        return []
+    sizes, named = corpus_sizes(corpus), config.train.sequence
+    sequence = max(USUAL_WINDOW, sizes.longest_example) if named == "auto" else named
+    packed = sizes.packed(sequence, config.data.overlong)
+    learned = sum(int((shard.mask == 0).sum()) for shard in corpus.train if shard.mask is not None)
+    lines = [
+        f"learnt   {learned / corpus.train_tokens:.1%} of the tokens; the others are only read",
+        f"packing  {packed.windows:,} windows of {sequence} tokens, {packed.share:.1%} full; the longest example has "
+        f"{counted(sizes.longest_example, 'token', ',')}",
+    ]
+    if packed.overlong:
+        fates = {"refuse": "refused", "drop": "left out", "cut": "cut at a window's end"}
+        fate = fates[config.data.overlong]
+        longer = counted(packed.overlong, "example", ",")
+        lines.append(f"overlong {longer} of more than {sequence} tokens: {fate} (data.overlong)")
+    return lines
+
+
+def shown_samples(corpus: Corpus, count: int) -> Iterator[Sequence[TextPiece]]:
+    """So many training examples, evenly chosen from all, each as pieces of text of which the learnt ones stand out."""
+    if not count:
+        return
+    tokenizer = corpus_tokenizer(corpus)
+    ends = list(accumulate(len(shard.starts) for shard in corpus.train))
+    total = ends[-1]
+    count = min(count, total)
+    yield [("what stands out so is learnt from: ", "plain"), ("like this", "emphasized")]
+    for turn in range(count):
+        place = turn * total // count
+        number = int(np.searchsorted(ends, place, side="right"))
+        shard = corpus.train[number]
+        yield from _shown(
+            corpus, tokenizer, shard, place - (ends[number] - len(shard.starts)), f"{place + 1} of {total}"
+        )
+
+
+def _shown(
+    corpus: Corpus, tokenizer: Tokenizer, shard: Shard, number: int, title: str
+) -> Iterator[Sequence[TextPiece]]:
+    bounds = np.append(shard.starts, len(shard.tokens) - 1)
+    first, last = int(bounds[number]), int(bounds[number + 1])
+    if corpus.layout == "stream":  # the end of text after a document is learnt as well
+        last += 1
+    stop = min(last, first + MOST_TOKENS_SHOWN)
+    ids = shard.tokens[first:stop].tolist()
+    marks = shard.mask_rows(np.array([first]), stop - first)[0].astype(bool)
+    marks[0] = True  # nothing stands before it
+    learned = int((~marks).sum()) if stop == last else None
+    about = f", {learned} of them learnt" if learned is not None else f", the first {stop - first} of them"
+    yield [(f"example  {title}: {counted(last - first, 'token', ',')}{about}", "plain")]
+    runs = groupby(zip(ids, marks.tolist(), strict=True), key=lambda pair: pair[1])
+    pieces: list[TextPiece] = [
+        (_printable(tokenizer.decode([token for token, _ in run])), "plain" if mark else "emphasized")
+        for mark, run in runs
+    ]
+    yield [*pieces, ("" if stop == last else " …", "plain")]
+
+
+def _printable(text: str) -> str:
+    """Without characters that would move a terminal's cursor or change its colours."""
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)

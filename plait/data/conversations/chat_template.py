@@ -1,0 +1,181 @@
+"""The chat template of a model: a Jinja text that turns messages into the text that the model was trained on.
+
+A template is a program of somebody else. It runs in Jinja's sandbox, which lets it read the messages and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from plait.checked_json import parse_json
+from plait.errors import PlaitError
+
+Chat = Sequence[Mapping[str, str]]
+"""Messages, each with its "role" ("system", "user", "assistant") and its "content"."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
+
+PLAIN_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == "assistant" -%}
+{{ "Assistant:\\n" }}{% generation %}{{ message.content + eos_token }}{% endgeneration %}{{ "\\n\\n" }}
+{%- else -%}
+{{ message.role | capitalize + ":\\n" + message.content + "\\n\\n" }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ "Assistant:\\n" }}
+{%- endif -%}
+"""
+"""The template of models whose tokenizer has none: the role, a colon, and the message on lines of its own."""
+PLAIN_NAME = "plait's plain one"
+
+# Two code points that Unicode keeps out of all text stand for the edges of what a template marks as the answer.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_EDGES = re.compile(f"[{_BEGIN}{_END}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateText:
+    """A template as it was found: its text, where, and the special tokens that it may write."""
+
+    text: str
+    where: str
+    special: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class ChatTemplate:
+    """A template that was read; `render` raises PlaitError where it refuses the messages.
+
+    Without a `clock` it is told no date, so that the same messages always give the same text.
+    """
+
+    def __init__(self, found: TemplateText, clock: Literal["today", "none"] = "none") -> None:
+        self._where, self._special = found.where, found.special
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationMarks]
+        )
+        environment.filters["tojson"] = lambda value, **more: json.dumps(value, ensure_ascii=False, **more)
+        environment.globals["raise_exception"] = _refuse
+        if clock == "today":
+            environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+        try:
+            self._template = environment.from_string(found.text)
+            self.marks_answers = re.search(r"{%[-+]?\s*generation\b", found.text) is not None
+            """Whether it says itself which parts are the assistant's."""
+        except (TemplateError, RecursionError) as error:
+            raise PlaitError(
+                f"the chat template in {self._where} is not valid ({error}); bring the model's own"
+            ) from None
+
+    def render(self, messages: Chat) -> str:
+        """The messages as one text, up to where the model's answer begins."""
+        return _EDGES.sub("", self._render(messages, add_generation_prompt=True))
+
+    def render_marked(self, messages: Chat) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """The messages as one text that ends with the last of them, and the ranges of characters that the template
+        marks as the assistant's."""
+        return _without_edges(self._render(messages, add_generation_prompt=False))
+
+    def _render(self, messages: Chat, *, add_generation_prompt: bool) -> str:
+        if any(_EDGES.search(text) for message in messages for text in message.values()):
+            raise PlaitError("a message holds U+FDD0 or U+FDD1, which are no characters; take them out")
+        values: dict[str, Any] = {
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            **self._special,
+        }
+        try:
+            return self._template.render(**values)
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            raise PlaitError(f"the chat template in {self._where} refuses these messages ({error})") from None
+
+
+class _GenerationMarks(Extension):
+    """{% generation %} … {% endgeneration %}: around what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The block as a call that puts edges around it."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _without_edges(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    pieces, spans, length, begin = list[str](), list[tuple[int, int]](), 0, 0
+    for piece in re.split(f"([{_BEGIN}{_END}])", text):
+        if piece == _BEGIN:
+            begin = length
+        elif piece == _END:
+            spans.append((begin, length))
+        else:
+            pieces.append(piece)
+            length += len(piece)
+    return "".join(pieces), tuple(spans)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def find_template(folders: Sequence[Path]) -> TemplateText | None:
+    """The template of the first of these folders that has one: chat_template.jinja, or the "chat_template" of
+    tokenizer_config.json. None where none has."""
+    for folder in folders:
+        settings = tokenizer_settings(folder)
+        special = {key: text for key in SPECIAL_TOKENS if (text := token_text(settings, key))}
+        file, inside = folder / "chat_template.jinja", settings.get("chat_template")
+        if file.is_file():
+            return TemplateText(text=_read(file), where=str(file), special=special)
+        if isinstance(inside, list):
+            named = {one.get("name"): one.get("template") for one in inside if isinstance(one, dict)}
+            inside = named.get("default")
+        if isinstance(inside, str):
+            return TemplateText(text=inside, where=str(folder / "tokenizer_config.json"), special=special)
+    return None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise PlaitError(f"the chat template {file} cannot be read ({error}); bring the model's own") from None
+
+
+def tokenizer_settings(folder: Path) -> Mapping[str, Any]:
+    """What tokenizer_config.json says; empty where there is none."""
+    try:
+        values = parse_json((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def token_text(settings: Mapping[str, Any], key: str) -> str | None:
+    """A special token's text: a string, or an object with its text as "content"."""
+    entry = settings.get(key)
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None

@@ -1,0 +1,136 @@
+"""Examples as token ids, each with a mark at the tokens that are not learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+
+from plait.data.conversations.chat_template import ChatTemplate
+from plait.data.conversations.examples import ChatExample, Example
+from plait.data.conversations.learned import MarkedText, marked_text
+from plait.errors import PlaitError
+
+Encoded = list[list[int]]
+
+
+class DefinesTokens(Protocol):
+    """What encoding examples needs of a tokenizer."""
+
+    @property
+    def definition(self) -> str: ...
+    @property
+    def eot(self) -> int: ...
+    def encode_pieces(self, pieces: Sequence[str]) -> Encoded: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedExample:
+    """An example's tokens up to the last that is learnt: what follows it can teach nothing. `mask` is 1 at tokens that
+    are never a target, the first one always."""
+
+    ids: np.ndarray[Any, Any]
+    mask: np.ndarray[Any, Any]
+    learned_bytes: int
+    """Bytes of the text that is learnt."""
+
+
+class ExampleEncoder:
+    """Encodes many examples at once, on all cores."""
+
+    def __init__(self, tokenizer: DefinesTokens, template: ChatTemplate) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        # In a template's text "<|im_end|>" is the token; in a document, as for `tokenizer`, it is ordinary text.
+        self._backend: Any = tokenizers.Tokenizer.from_str(tokenizer.definition)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        if getattr(self._backend.model, "dropout", None):
+            self._backend.model.dropout = None
+        added = self._backend.get_added_tokens_decoder().values()
+        self._special = [token.content for token in added if token.special]
+
+    def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
+        """The examples' tokens; raises PlaitError naming the one that cannot be learnt."""
+        chats = [example for example in examples if isinstance(example, ChatExample)]
+        encoded = iter(self._encode_chats(chats))
+        others = iter(self._tokenizer.encode_pieces([text for one in examples for text in _plain_texts(one)]))
+        found = []
+        for example in examples:
+            if isinstance(example, ChatExample):
+                found.append(next(encoded))
+            else:
+                found.append(self._with_ends([next(others) for _ in example.texts], example))
+        return found
+
+    def _encode_chats(self, chats: Sequence[ChatExample]) -> list[EncodedExample]:
+        for one in chats:
+            self._refuse_special(one)
+        marked = [marked_text(one, self._template, self._special) for one in chats]
+        parts = [_parts(one) for one in marked]
+        wholes = self._ids([one.text for one in marked])
+        apart = iter(self._ids([text for one in parts for text, _ in one]))
+        found = []
+        for one, own, whole in zip(marked, parts, wholes, strict=True):
+            pieces = [next(apart) for _ in own]
+            if list(chain.from_iterable(pieces)) != whole:
+                pieces = self._cut_at_prefixes(own, whole) or pieces
+            nbytes = sum(len(one.text[start:stop].encode("utf-8")) for start, stop in one.learned)
+            learned = [kind == "learnt" for _, kind in own]
+            found.append(_example(pieces, learned, nbytes))
+        for one, example in zip(chats, found, strict=True):
+            if example.mask.all():
+                raise PlaitError(f"{one.place} leaves no token to learn; mend or remove that conversation")
+        return found
+
+    def _cut_at_prefixes(self, parts: Sequence[tuple[str, str]], whole: list[int]) -> Encoded | None:
+        """The whole text's tokens, divided where the tokens of each longer prefix end; None where one of them is not
+        how the whole begins, so a token would lie on both sides of an edge."""
+        texts = ["".join(text for text, _ in parts[: count + 1]) for count in range(len(parts) - 1)]
+        prefixes = [*self._ids(texts), whole]
+        if any(whole[: len(prefix)] != prefix for prefix in prefixes):
+            return None
+        return [whole[first:last] for first, last in pairwise([0, *map(len, prefixes)])]
+
+    def _ids(self, texts: Sequence[str]) -> Encoded:
+        return [found.ids for found in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _refuse_special(self, example: ChatExample) -> None:
+        for number, text in enumerate(example.texts, start=1):
+            if found := next((token for token in self._special if token in text), None):
+                raise PlaitError(
+                    f'{example.place}, message {number} holds "{found}", which has a meaning of its own; take it out'
+                )
+
+    def _with_ends(self, texts: Encoded, example: Example) -> EncodedExample:
+        """Tokens between two ends of text; of a prompt with its completion only the latter is learnt."""
+        *known, last = texts
+        end = [self._tokenizer.eot]
+        nbytes = len(example.texts[-1].encode("utf-8"))
+        return _example([end, *known, last, end], [False, *[False] * len(known), True, True], nbytes)
+
+
+def _plain_texts(example: Example) -> tuple[str, ...]:
+    return () if isinstance(example, ChatExample) else example.texts
+
+
+def _parts(marked: MarkedText) -> list[tuple[str, str]]:
+    """A text divided at the edges of what is learnt; none of the parts is empty."""
+    parts, done = list[tuple[str, str]](), 0
+    for start, stop in marked.learned:
+        parts += [(marked.text[done:start], "read"), (marked.text[start:stop], "learnt")]
+        done = stop
+    parts.append((marked.text[done:], "read"))
+    return [part for part in parts if part[0]]
+
+
+def _example(pieces: Encoded, learned: Sequence[bool], nbytes: int) -> EncodedExample:
+    ids = np.array(list(chain.from_iterable(pieces)), dtype=np.uint32)
+    mask = np.repeat(np.array([not each for each in learned], dtype=np.uint8), [len(piece) for piece in pieces])
+    mask[:1] = 1  # nothing stands before it
+    last = int(np.flatnonzero(mask == 0).max(initial=0))
+    return EncodedExample(ids=ids[: last + 1], mask=mask[: last + 1], learned_bytes=nbytes)

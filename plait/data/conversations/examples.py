@@ -1,0 +1,171 @@
+"""Examples to learn from: conversations, and prompts with their completions, read from the columns of records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from plait.data.documents import Record
+from plait.errors import PlaitError
+
+SampleFormat = Literal["text", "chat", "prompt-completion"]
+
+_OLDER_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+_ROLES = ("system", "user", "assistant")
+_MOST_NAMES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatExample:
+    """Messages to learn the assistant's from; checked: roles in turn, no empty answer, one answer at least."""
+
+    place: str
+    messages: tuple[ChatMessage, ...]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What is written in it, in order."""
+        return tuple(message.content for message in self.messages)
+
+    @property
+    def question(self) -> str:
+        """What stands before the first answer: all conversations with the same one are held out, or none."""
+        return "\0".join(message.content for message in self.messages[: _first_answer(self.messages)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptExample:
+    """A prompt, and the text that is learnt after it."""
+
+    place: str
+    prompt: str
+    completion: str
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What is written in it, in order."""
+        return self.prompt, self.completion
+
+    @property
+    def question(self) -> str:
+        """The prompt: all examples with the same one are held out, or none."""
+        return self.prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextExample:
+    """A document that is learnt from its first token to its last."""
+
+    place: str
+    text: str
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The text."""
+        return (self.text,)
+
+    @property
+    def question(self) -> str:
+        """The text itself: equal ones are held out together."""
+        return self.text
+
+
+Example = ChatExample | PromptExample | TextExample
+
+
+def chat_example(record: Record, column: str) -> ChatExample:
+    """The conversation in one column; raises PlaitError naming the record where it is none, or nothing in it can be
+    learnt."""
+    place = record.place
+    turns = _value(record, column, "a chat", 'the list of messages ("messages")')
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise PlaitError(f'{place}: "{column}" is no list of messages; write [{{"role": …, "content": …}}, …]')
+    messages = tuple(_message(f"{place}, message {number}", turn) for number, turn in enumerate(turns, start=1))
+    _check_turns(place, messages)
+    return ChatExample(place=place, messages=messages)
+
+
+def prompt_example(record: Record) -> PromptExample:
+    """The texts in the columns "prompt" and "completion"; raises PlaitError naming the record that has none."""
+    texts = []
+    for column in ("prompt", "completion"):
+        text = _value(record, column, "a prompt with its completion", '"prompt" and "completion"')
+        if not isinstance(text, str):
+            raise PlaitError(
+                f'{record.place}: "{column}" is {_kind(text)}, not a text; write a string (lists of messages are '
+                'read as a chat: one list under "messages")'
+            )
+        texts.append(_encodable(record.place, text))
+    if not texts[1]:
+        raise PlaitError(f"{record.place}: the completion is empty, so nothing is learnt; mend or remove that record")
+    return PromptExample(place=record.place, prompt=texts[0], completion=texts[1])
+
+
+def _value(record: Record, column: str, what: str, wanted: str) -> object:
+    if column in record.values:
+        return record.values[column]
+    raise PlaitError(f'{record.place} has no column "{column}": {what} needs {wanted}; there are {_names(record)}')
+
+
+def _names(record: Record) -> str:
+    names = [ascii(name)[1:-1][:40] for name in record.values]
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (", ".join(names[:_MOST_NAMES]) + more) or "none"
+
+
+def _message(place: str, turn: object) -> ChatMessage:
+    """A message as {"role", "content"}, or in the older form {"from", "value"}."""
+    if not isinstance(turn, Mapping):
+        raise PlaitError(f'{place} is {_kind(turn)}; write {{"role": "user", "content": "…"}}')
+    role, content = (turn.get(key, turn.get(older)) for key, older in (("role", "from"), ("content", "value")))
+    known = _OLDER_ROLES.get(role) if isinstance(role, str) else None
+    if known is None:
+        named = f'has the role "{role}"' if isinstance(role, str) else "has no role"
+        raise PlaitError(f"{place} {named}; known are {', '.join(_ROLES)}")
+    if not isinstance(content, str):
+        raise PlaitError(f"{place}: its content is {_kind(content)}, not a text; write a string")
+    return ChatMessage(role=_ROLES[_ROLES.index(known)], content=_encodable(place, content))
+
+
+def _check_turns(place: str, messages: Sequence[ChatMessage]) -> None:
+    """System first if at all, then user and assistant in turn, with something to learn."""
+    for number, message in enumerate(messages, start=1):
+        before = messages[number - 2].role if number > 1 else None
+        allowed = {None: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",)}[
+            before
+        ]
+        if message.role not in allowed:
+            after = f"follows {before}" if before else "comes first"
+            raise PlaitError(
+                f"{place}, message {number}: the role {message.role} {after}; "
+                "a conversation is an optional system, then user and assistant in turn"
+            )
+        if message.role == "assistant" and not message.content:
+            raise PlaitError(f"{place}, message {number}: the assistant says nothing; mend or remove that conversation")
+    if _first_answer(messages) == len(messages):
+        raise PlaitError(f"{place} has no answer of the assistant, so nothing is learnt; mend or remove it")
+
+
+def _first_answer(messages: Sequence[ChatMessage]) -> int:
+    return next((n for n, message in enumerate(messages) if message.role == "assistant"), len(messages))
+
+
+def _encodable(place: str, text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise PlaitError(f"{place}: the text holds half of a surrogate pair; mend or remove that record") from None
+    return text
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"of the type {type(value).__name__}"

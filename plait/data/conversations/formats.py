@@ -1,0 +1,108 @@
+"""Which kind of examples a source holds, told by its columns, and how each is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from plait.data.conversations.examples import (
+    ChatExample,
+    Example,
+    PromptExample,
+    SampleFormat,
+    TextExample,
+    chat_example,
+    prompt_example,
+)
+from plait.data.documents import Document, Record
+from plait.data.sources import OpenSource
+from plait.errors import PlaitError
+
+RequestedFormat = Literal["auto", "text", "chat", "prompt-completion"]
+
+_USUAL_FIELD = "text"
+_CHAT_COLUMNS = ("messages", "conversations")
+_PROMPT_COLUMNS = ("prompt", "completion")
+_LARGEST_WHOLE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFormat:
+    """What a source holds, and the column of its conversations where it holds any."""
+
+    kind: SampleFormat
+    column: str = ""
+
+    def __str__(self) -> str:
+        named = {"text": "text", "chat": f'chat ("{self.column}")', "prompt-completion": "prompts with completions"}
+        return named[self.kind]
+
+
+def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceFormat:
+    """The format as requested, else as the first record's columns tell it; raises PlaitError where a source cannot
+    have the requested one."""
+    if requested == "text":
+        return SourceFormat(kind="text")
+    first = _first(opened, requested)
+    if first is None or any(file.suffix in (".txt", ".md") for file in opened.files):
+        if requested == "auto":
+            return SourceFormat(kind="text")
+        raise PlaitError(
+            f"{opened.source.path} is plain text, which has no columns; give JSONL or Parquet, or write "
+            'data.format = "auto"'
+        )
+    field = opened.source.field
+    if requested == "auto" and isinstance(first.values.get(field), str):
+        return SourceFormat(kind="text")
+    if requested == "prompt-completion":
+        return SourceFormat(kind="prompt-completion")
+    columns = (*(() if field == _USUAL_FIELD else (field,)), *_CHAT_COLUMNS)
+    found = next((column for column in columns if _is_list(first, column)), None)
+    if found is None and requested == "auto":
+        whole = all(column in first.values for column in _PROMPT_COLUMNS)
+        return SourceFormat(kind="prompt-completion" if whole else "text")
+    return SourceFormat(kind="chat", column=found or columns[0])
+
+
+def read_examples(opened: OpenSource, form: SourceFormat) -> Iterator[Example]:
+    """The examples of a source, in its order; raises PlaitError naming the record that is none."""
+    if form.kind == "text":
+        yield from _whole_texts(opened.documents())
+    read: Callable[[Record], ChatExample | PromptExample] = (
+        prompt_example if form.kind == "prompt-completion" else lambda record: chat_example(record, form.column)
+    )
+    if form.kind != "text":
+        yield from map(read, opened.records())
+
+
+def holds_examples(forms: Sequence[SourceFormat]) -> bool:
+    """Whether samples are whole examples, which are packed and never cut, and not windows of one stream of text."""
+    return any(form.kind != "text" for form in forms)
+
+
+def _first(opened: OpenSource, requested: RequestedFormat) -> Record | None:
+    try:
+        return next(opened.records(), None)
+    except PlaitError:
+        if requested == "auto":  # it is reported when it is read as text
+            return None
+        raise
+
+
+def _whole_texts(documents: Iterator[Document]) -> Iterator[Example]:
+    for document in documents:
+        if document.text_bytes > _LARGEST_WHOLE_BYTES:
+            raise PlaitError(
+                f"{document.name} is too long to be one example beside chats; divide it into lines of JSONL"
+            )
+        try:
+            text = b"".join(document.read()).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise PlaitError(f"{document.name} is not UTF-8 text at byte {error.start}; convert it to UTF-8") from None
+        yield TextExample(place=document.name, text=text)
+
+
+def _is_list(record: Record, column: str) -> bool:
+    value = record.values.get(column)
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,0 +1,113 @@
+"""How long the examples of a corpus are, as far as a plan must know it: values without the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from plait.data.balance import IntArray
+from plait.data.samples.best_fit import best_fit
+from plait.data.shards import Corpus, Shard
+from plait.errors import PlaitError
+from plait.units import counted
+
+Overlong = Literal["refuse", "drop", "cut"]
+LengthCounts = tuple[tuple[int, int, int], ...]
+"""Length in input tokens, how many of them come before the first that predicts a learnt one, and how many examples have
+both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedShare:
+    """What packing into windows of one length comes to."""
+
+    windows: int
+    share: float
+    """Of the windows' tokens, those that examples fill."""
+    overlong: int
+    """Examples that are longer than a window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusSizes:
+    """Of a stream: the tokens of each shard. Of whole examples: the lengths in each stream that is shuffled as one."""
+
+    stream_tokens: tuple[int, ...] = ()
+    examples: tuple[LengthCounts, ...] = ()
+    heldout: LengthCounts = ()
+    """Of the held-out examples."""
+
+    @property
+    def longest_example(self) -> int:
+        """In input tokens, of both parts; 0 for a stream."""
+        return max((length for counts in (*self.examples, self.heldout) for length, _, _ in counts), default=0)
+
+    def epoch_windows(self, sequence: int, overlong: Overlong) -> int:
+        """Windows of `sequence` tokens in one pass over the training part."""
+        if not self.examples:
+            return sum((tokens - 1) // sequence for tokens in self.stream_tokens)
+        return self.packed(sequence, overlong).windows
+
+    def packed(self, sequence: int, overlong: Overlong) -> PackedShare:
+        """What packing whole examples into windows of `sequence` tokens comes to."""
+        windows = used = beyond = 0
+        for counts in self.examples:
+            length, before, number = np.array(counts, dtype=np.int64).T
+            beyond += int(number[length > sequence].sum())
+            kept = (length > 0) & (length <= sequence if overlong == "drop" else before < sequence)
+            lengths = np.repeat(np.minimum(length, sequence)[kept], number[kept])
+            if len(lengths):
+                windows += int(best_fit(lengths, sequence).max()) + 1
+                used += int(lengths.sum())
+        return PackedShare(windows=windows, share=used / max(1, windows * sequence), overlong=beyond)
+
+    def check_overlong(self, sequence: int, overlong: Overlong) -> None:
+        """Raise PlaitError where examples are longer than a window and the recipe does not say what to do."""
+        every = (*self.examples, self.heldout)
+        beyond = sum(count for counts in every for length, _, count in counts if length > sequence)
+        if beyond and overlong == "refuse":
+            raise PlaitError(overlong_sentence(beyond, self.longest_example, sequence))
+
+
+def overlong_sentence(number: int, longest: int, sequence: int) -> str:
+    """For examples that do not fit, with the mend."""
+    verb = "is" if number == 1 else "are"
+    return (
+        f"{counted(number, 'example')} {verb} longer than a window of {sequence} tokens (the longest has {longest}); "
+        f'give longer windows (train.sequence, or --sequence), or write data.overlong = "drop" or "cut"'
+    )
+
+
+def corpus_sizes(corpus: Corpus) -> CorpusSizes:
+    """The sizes of a corpus."""
+    if corpus.layout == "stream":
+        return CorpusSizes(stream_tokens=tuple(len(shard.tokens) for shard in corpus.train))
+    groups = sorted({shard.source for shard in corpus.train})
+    return CorpusSizes(
+        examples=tuple(_length_counts([one for one in corpus.train if one.source == group]) for group in groups),
+        heldout=_length_counts(corpus.heldout),
+    )
+
+
+def _length_counts(shards: Sequence[Shard]) -> LengthCounts:
+    if not shards:
+        return ()
+    own = np.concatenate([_lengths_and_prompts(shard) for shard in shards])
+    kinds, counts = np.unique(own, axis=0, return_counts=True)
+    rows = zip(kinds.tolist(), counts.tolist(), strict=True)
+    return tuple((length, before, count) for (length, before), count in rows)
+
+
+def _lengths_and_prompts(shard: Shard) -> IntArray:
+    """Of each example its length, and its inputs before the first that predicts a learnt token: [N, 2]."""
+    assert shard.mask is not None
+    learned, second = np.flatnonzero(shard.mask == 0), np.asarray(shard.starts) + 1
+    return np.stack([example_lengths(shard), learned[np.searchsorted(learned, second)] - second], axis=1)
+
+
+def example_lengths(shard: Shard) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Input tokens of each example of a shard: all but its last token, which is only a target."""
+    return np.diff(shard.starts, append=len(shard.tokens) - 1) - 1

@@ -1,0 +1,200 @@
+"""Reads an adapter of PEFT's files for a model that is known, refuses what it would compute otherwise, and puts it
+beside that model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import isclose, isfinite, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from plait.checked_json import parse_json
+from plait.errors import PlaitError
+from plait.interop.adapter_out import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_KEY
+from plait.interop.peft_names import PeftModule, peft_modules
+from plait.model.adapter_shape import AdapterShape, AdapterTarget
+from plait.model.gpt import GPT
+from plait.model.names import ADAPTER_A, ADAPTER_B
+from plait.model.shape import ModelShape, linear_layers, weight_sizes
+
+_OFF: Mapping[str, tuple[object, ...]] = {
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+}
+"""Keys of adapter_config.json that ask for something plait does not compute, with the values that do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """An adapter in memory."""
+
+    shape: AdapterShape
+    weights: Mapping[str, Tensor]
+    """By our names."""
+    base: str
+    """Fingerprint of the base that it was trained on; empty where its files do not say."""
+
+
+def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
+    """The adapter in a folder for a model of this family and shape; raises PlaitError where it is of another model, or
+    of a kind that plait does not compute."""
+    config = _config(folder)
+    tensors, metadata = _tensors(folder / ADAPTER_WEIGHTS)
+    modules = _modules_present(folder, peft_modules(family, shape, linear_layers(shape)), tensors, shape)
+    rank = _count(folder, config, "r")
+    weights: dict[str, Tensor] = {}
+    scales: list[float] = []
+    for module in modules:
+        pair = tensors[module.key("A")], tensors[module.key("B")]
+        weights |= _own_weights(folder, module, pair, rank)
+        scales.append(_scale(folder, config, module, pair[0].shape[0]))
+    if not all(isclose(scale, scales[0], rel_tol=1e-6) for scale in scales):
+        raise PlaitError(f"{folder} gives its modules unlike scales (alpha_pattern), which plait does not compute")
+    variant = "rslora" if config.get("use_rslora") else "lora"
+    alpha = scales[0] * (sqrt(rank) if variant == "rslora" else rank)
+    _check_sizes(folder, weights, rank, shape)
+    targets = _targets(folder, modules, shape)
+    adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=variant)
+    return LoadedAdapter(shape=adapter, weights=weights, base=metadata.get(BASE_KEY, ""))
+
+
+@torch.no_grad()
+def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
+    """A model of the same weights, which it shares with `model`, and an adapter of its own. `model` has none."""
+    with torch.device("meta"):
+        adapted = GPT(replace(model.shape, adapter=adapter.shape), model.part)
+    base = dict(model.named_parameters())
+    like = next(iter(base.values()))
+    for name, _ in list(adapted.named_parameters()):
+        own = base[name].data if name in base else adapter.weights[name].to(like.device, like.dtype)
+        path, _, leaf = name.rpartition(".")
+        setattr(adapted.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
+    return adapted.eval()
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / ADAPTER_CONFIG
+    try:
+        values = parse_json(file.read_bytes())
+    except FileNotFoundError:
+        raise PlaitError(f"there is no {ADAPTER_CONFIG} in {folder}; name a folder that PEFT or plait wrote") from None
+    except (OSError, ValueError) as error:
+        raise PlaitError(f"{file} is not usable ({error}); bring it anew") from None
+    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
+        kind = values.get("peft_type") if isinstance(values, dict) else None
+        raise PlaitError(f"{file} is of the kind {str(kind)[:20]}, and plait reads LORA alone; take such an adapter")
+    for key, known in _OFF.items():
+        if values.get(key) not in known:
+            raise PlaitError(f"{key} in {file} is {str(values[key])[:40]}, which plait does not compute")
+    return values
+
+
+def _tensors(file: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    if not file.is_file():
+        raise PlaitError(f"there is no {file.name} in {file.parent}; bring it from where the adapter came")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name).float() for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise PlaitError(f"{file} is damaged ({error}); bring it anew from where it came") from None
+
+
+def _modules_present(
+    folder: Path, known: list[PeftModule], tensors: Mapping[str, Tensor], shape: ModelShape
+) -> list[PeftModule]:
+    """Those of a model's modules that have an adapter; raises PlaitError for tensors of any other."""
+    by_key = {module.key(letter): module for module in known for letter in "AB"}
+    for name in tensors:
+        if name not in by_key:
+            raise PlaitError(
+                f"the adapter in {folder} is of another base: it has {name[:120]}, and no such linear layer is among "
+                f"the {shape.layers} layers of this model; name the model that it was trained on"
+            )
+    found = [module for module in known if module.key("A") in tensors or module.key("B") in tensors]
+    if not found:
+        raise PlaitError(f"{folder / ADAPTER_WEIGHTS} is empty: the adapter was saved without its weights")
+    for module in found:
+        for letter in "AB":
+            if module.key(letter) not in tensors:
+                raise PlaitError(f"{folder / ADAPTER_WEIGHTS} lacks {module.key(letter)}; bring the whole file")
+    return found
+
+
+def _targets(folder: Path, modules: list[PeftModule], shape: ModelShape) -> tuple[AdapterTarget, ...]:
+    """The linear layers that have adapters, the same in each layer."""
+    each = [{t for m in modules if m.layer == layer for t in m.targets.values()} for layer in range(shape.layers)]
+    if any(own != each[0] for own in each):
+        raise PlaitError(
+            f"the adapter in {folder} adapts other linear layers in some layers than in others, or has fewer layers "
+            f"than the {shape.layers} of this model; name the model that it was trained on"
+        )
+    return tuple(target for target in linear_layers(shape) if target in each[0])
+
+
+def _scale(folder: Path, config: Mapping[str, Any], module: PeftModule, rank: int) -> float:
+    """What multiplies a module's product: its alpha over its own rank, or over the root of it."""
+    pattern = config.get("alpha_pattern") or {}
+    alpha = pattern.get(module.short, config.get("lora_alpha")) if isinstance(pattern, Mapping) else None
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (alpha > 0 and isfinite(alpha)):
+        raise PlaitError(f"lora_alpha in {folder / ADAPTER_CONFIG} is {alpha!r:.40}; it should be a number above 0")
+    return float(alpha) / (sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _own_weights(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -> dict[str, Tensor]:
+    """A and B of each linear layer of ours in one of PEFT's modules."""
+    a, b = pair
+    if a.ndim != 2 or b.ndim != 2 or not a.numel() or a.shape[0] != b.shape[1] or b.shape[0] % module.parts:
+        raise PlaitError(
+            f"{module.name} in {folder / ADAPTER_WEIGHTS} has the shapes {list(a.shape)} and {list(b.shape)}, which "
+            "are no adapter's: was it saved from one of several ranks?"
+        )
+    outputs, blocks = b.shape[0] // module.parts, a.shape[0] // rank
+    weights: dict[str, Tensor] = {}
+    for part, target in module.targets.items():
+        rows = b[part * outputs : (part + 1) * outputs]
+        if a.shape[0] == rank:
+            own = a, rows
+        else:
+            every = [slice(first, first + rank) for first in range(0, blocks * rank, rank)]
+            filled = int(rows.count_nonzero())
+            columns = next((one for one in every if int(rows[:, one].count_nonzero()) == filled), None)
+            if a.shape[0] != blocks * rank or columns is None:
+                raise PlaitError(
+                    f"{module.name} in {folder} has the rank {a.shape[0]} beside {rank} (rank_pattern), which plait "
+                    "does not compute"
+                )
+            own = a[columns], rows[:, columns]
+        name = f"layers.{module.layer}.{target}"
+        weights |= {f"{name}.{ADAPTER_A}": own[0].contiguous(), f"{name}.{ADAPTER_B}": own[1].contiguous()}
+    return weights
+
+
+def _check_sizes(folder: Path, weights: Mapping[str, Tensor], rank: int, shape: ModelShape) -> None:
+    """Raise PlaitError, naming the first, where a weight does not fit the linear layer beside it."""
+    sizes = weight_sizes(shape)
+    for name, weight in weights.items():
+        layer, _, letter = name.rpartition(".")
+        outputs, inputs = sizes[f"{layer}.weight"]
+        wanted = (rank, inputs) if letter == ADAPTER_A else (outputs, rank)
+        if tuple(weight.shape) != wanted:
+            raise PlaitError(
+                f"the adapter in {folder} is of another base: its {name} has the shape {list(weight.shape)}, and this "
+                f"model asks for {list(wanted)}; name the model that it was trained on"
+            )
+
+
+def _count(folder: Path, config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or not 0 < value < 2**20:
+        raise PlaitError(f"{key} in {folder / ADAPTER_CONFIG} is {value!r:.40}; it should be a whole number above 0")
+    return value

@@ -1,0 +1,64 @@
+"""How far a rank is, as a value: what it publishes, and what its supervisor sees of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+ProcessState = Literal["working", "waiting", "stopped", "gone"]
+"""working: it runs, or waits for a processor or a disk. waiting: it sleeps. stopped: by a signal such as SIGSTOP."""
+
+
+class ProgressReport(Protocol):
+    """Where a rank says how far it is; a call costs about a microsecond and never blocks."""
+
+    def phase(self, name: str) -> None:
+        """The rank enters a phase of its work; up to 40 characters."""
+        ...
+
+    def step(self, number: int) -> None:
+        """The rank begins its step of this number."""
+        ...
+
+    def collective(self) -> None:
+        """The rank enters one more operation in which it waits for others."""
+        ...
+
+
+class NoReport:
+    """Where nobody listens: torchrun's ranks, and tests."""
+
+    def phase(self, name: str) -> None:
+        """Does nothing."""
+
+    def step(self, number: int) -> None:
+        """Does nothing."""
+
+    def collective(self) -> None:
+        """Does nothing."""
+
+
+NO_REPORT = NoReport()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress:
+    """What is seen of one rank at one moment; `changes` counts what it published, so an equal count is silence.
+
+    `cpu_s` is the processor time that its process has used; None where nobody looked, as it had just published.
+    """
+
+    rank: int
+    changes: int
+    step: int
+    collective: int
+    phase: str
+    state: ProcessState
+    cpu_s: float | None
+    longest_s: float | None
+    """How long this phase took the rank at most so far; None in a phase that it is in for the first time."""
+
+    @property
+    def place(self) -> str:
+        """The phase and step in words."""
+        return f"{self.phase} of step {self.step}" if self.step else self.phase

@@ -1,0 +1,62 @@
+"""The shape of a low-rank adapter (LoRA, Hu et al. 2021): which linear layers have one, of which rank and scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import Any, Literal, get_args
+
+from plait.errors import PlaitError
+
+AdapterTarget = Literal[
+    "attention.q",
+    "attention.k",
+    "attention.v",
+    "attention.o",
+    "feedforward.gate",
+    "feedforward.up",
+    "feedforward.down",
+]
+AdapterVariant = Literal["lora", "rslora"]
+"""What the scale divides alpha by: the rank, or its root (Kalajdzievski 2023), which keeps large ranks learning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterShape:
+    """Beside each target's weight W two smaller ones: x @ W.T becomes x @ W.T + scale · (x @ A.T) @ B.T. Only these
+    learn; all other weights of the model are frozen.
+
+    Raises PlaitError for numbers that no adapter can have.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[AdapterTarget, ...]
+    variant: AdapterVariant = "lora"
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise PlaitError(f"an adapter's rank is {self.rank!r}; choose a whole number of at least 1")
+        if not (self.alpha > 0 and isfinite(self.alpha)):
+            raise PlaitError(f"an adapter's alpha is {self.alpha}; choose a number above 0")
+        if self.variant not in get_args(AdapterVariant):
+            raise PlaitError(f'an adapter\'s variant is {self.variant!r}; choose "lora" or "rslora"')
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise PlaitError("an adapter needs linear layers to adapt, each named once; name some")
+        for target in self.targets:
+            if target not in get_args(AdapterTarget):
+                raise PlaitError(
+                    f"an adapter's target is {target!r}, which is no linear layer; choose among "
+                    + ", ".join(get_args(AdapterTarget))
+                )
+
+    @property
+    def scale(self) -> float:
+        """What multiplies the product of the two weights."""
+        return self.alpha / (self.rank if self.variant == "lora" else sqrt(self.rank))
+
+
+def adapter_from(values: Mapping[str, Any]) -> AdapterShape:
+    """The adapter's shape from what JSON made of it."""
+    return AdapterShape(**{**values, "targets": tuple(values["targets"])})

@@ -1,0 +1,100 @@
+"""What each weight of a model is: its dims by meaning, whether it learns, whether it decays, how it may be cut.
+
+The strands, the optimizer, checkpoints and proofs read these descriptions, so that none of them knows a model's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Literal
+
+from plait.model.names import Dim, cut_dim, decays, dims_of, is_adapter, layer_of, pattern_of
+from plait.model.shape import ModelShape, weight_sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDescription:
+    """One weight. A frozen one (`trained` is False) has no gradient, no sum over ranks, no moments, and stands in no
+    checkpoint."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    sizes: tuple[int, ...]
+    trained: bool
+    decays: bool
+    cut: int | None
+    """Index of the dim that tensor parallelism may cut; None where every rank needs all of it."""
+
+    @property
+    def numbers(self) -> int:
+        return prod(self.sizes)
+
+
+def describe_weights(shape: ModelShape) -> Mapping[str, WeightDescription]:
+    """Every weight of a model by name, in the order of the forward pass."""
+    return MappingProxyType({name: describe_weight(name, shape) for name in weight_sizes(shape)})
+
+
+def describe_weight(name: str, shape: ModelShape) -> WeightDescription:
+    """One weight of a model."""
+    dims = dims_of(name)
+    return WeightDescription(
+        name=name,
+        dims=dims,
+        sizes=tuple(shape.size_of(dim) for dim in dims),
+        trained=is_trained(name, shape),
+        decays=decays(name),
+        cut=cut_dim(name),
+    )
+
+
+def is_trained(name: str, shape: ModelShape) -> bool:
+    """Whether a weight learns: all do, or an adapter's alone where the model has one."""
+    return shape.adapter is None or is_adapter(name)
+
+
+def trained_weights(shape: ModelShape) -> tuple[str, ...]:
+    """Names of the weights that learn, in the order of the forward pass."""
+    return tuple(name for name in weight_sizes(shape) if is_trained(name, shape))
+
+
+def trained_parameter_count(shape: ModelShape) -> int:
+    """Number of parameters that learn."""
+    return sum(one.numbers for one in describe_weights(shape).values() if one.trained)
+
+
+def training_flops_per_token(shape: ModelShape, sequence: int, attention: Literal["full", "causal"]) -> int:
+    """Floating-point operations that one token costs in training: the forward's matrix products, once more for the
+    gradients of what they read, and once more for those of the weights that learn.
+
+    A product of m × k by k × n counts 2mnk; looking up an embedding counts nothing, the head counts. "full" counts each
+    score of the T × T square, as torch's counter does; "causal" counts half of them.
+    """
+    matrices = [
+        one for name, one in describe_weights(shape).items() if layer_of(name) is not None and len(one.sizes) == 2
+    ]
+    head = shape.vocabulary * shape.width * (6 if shape.adapter is None else 4)
+    square = 4 * shape.layers * shape.size_of("heads") * sequence
+    products = sum(one.numbers * (6 if one.trained else 4) for one in matrices)
+    return products + head + 3 * (square if attention == "full" else square // 2)
+
+
+def parameter_parts(shape: ModelShape) -> dict[str, int]:
+    """Parameters by part: embedding, attention, feedforward, norms, head (0 when tied)."""
+    parts = {"embedding": 0, "attention": 0, "feedforward": 0, "norms": 0, "head": 0}
+    for name, sizes in weight_sizes(shape).items():
+        parts[_part_of(name)] += prod(sizes)
+    return parts
+
+
+def _part_of(name: str) -> str:
+    pattern = pattern_of(name)
+    if "norm" in pattern:
+        return "norms"
+    for mark, part in (("embed.", "embedding"), ("head.", "head"), ("layers.*.attention.", "attention")):
+        if pattern.startswith(mark):
+            return part
+    return "feedforward"

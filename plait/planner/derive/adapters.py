@@ -1,0 +1,106 @@
+"""Which adapters a run trains beside frozen weights: targets, rank and alpha, each with its reason."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from plait.errors import PlaitError
+from plait.model.adapter_shape import AdapterShape, AdapterTarget
+from plait.model.shape import ModelShape, linear_layers, parameter_count
+from plait.model.weights import describe_weights, trained_parameter_count
+from plait.planner.derive.finetuning_rules import (
+    BITS_PER_WEIGHT,
+    LARGEST_RANK,
+    LEAST_RANK,
+    USUAL_ALPHA,
+    rank_for_tokens,
+)
+from plait.recipe.finetune import FinetuneSection
+from plait.units import format_count
+
+PEFT_NAMES: dict[str, tuple[AdapterTarget, ...]] = {
+    "q_proj": ("attention.q",),
+    "k_proj": ("attention.k",),
+    "v_proj": ("attention.v",),
+    "o_proj": ("attention.o",),
+    "gate_proj": ("feedforward.gate",),
+    "up_proj": ("feedforward.up",),
+    "down_proj": ("feedforward.down",),
+    "c_attn": ("attention.q", "attention.k", "attention.v"),
+    "c_fc": ("feedforward.up",),
+    "c_proj": ("attention.o", "feedforward.down"),
+}
+"""What PEFT's users call the linear layers of Llama's and GPT-2's kind."""
+
+
+def adapter_for(requested: FinetuneSection, shape: ModelShape, train_tokens: int, why: list[str]) -> AdapterShape:
+    """The adapters of a LoRA run for a model that has none yet; raises PlaitError for targets that match nothing and
+    for a rank above a weight's size."""
+    targets = linear_layers(shape) if requested.targets == "auto" else named_targets(requested.targets, shape)
+    rank = _rank(requested, shape, targets, train_tokens)
+    alpha = USUAL_ALPHA[requested.variant] if requested.alpha == "auto" else requested.alpha
+    adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=requested.variant)
+    whole = replace(shape, adapter=adapter)
+    some = "all linear layers" if requested.targets == "auto" else ", ".join(targets)
+    learning, all_weights = (format_count(count(whole)) for count in (trained_parameter_count, parameter_count))
+    why.append(
+        f"{requested.variant} of rank {rank} on {some}: {learning} of {all_weights} weights learn; the others have no "
+        "gradient, sums or moments, and their products are two thirds of a step's in place of all"
+    )
+    if requested.rank == "auto":
+        why.append(
+            f"rank {rank}: adapters hold {BITS_PER_WEIGHT} bits a weight, and there are about "
+            f"{format_count(train_tokens)} tokens of a bit each ({LEAST_RANK} to {LARGEST_RANK}; Schulman 2025, "
+            "Biderman 2024)"
+        )
+    if requested.alpha == "auto":
+        source = "Schulman 2025" if requested.variant == "lora" else "Kalajdzievski 2023, as LoRA's at rank 16"
+        why.append(f"alpha {alpha:g}: adapters count {adapter.scale:.3g} times ({source})")
+    return adapter
+
+
+def named_targets(names: Sequence[str], shape: ModelShape) -> tuple[AdapterTarget, ...]:
+    """The linear layers that these names mean, in the model's order: our names ("attention.q", "q"), a whole part
+    ("attention"), or PEFT's ("q_proj", "all-linear").
+
+    Raises PlaitError, naming the nearest, for a name that means none.
+    """
+    meanings = _meanings(shape)
+    found: set[AdapterTarget] = set()
+    for name in names:
+        if name not in meanings:
+            near = difflib.get_close_matches(name, meanings, n=1, cutoff=0.0)
+            raise PlaitError(
+                f'finetune.targets: "{name}" matches no linear layer of this model; did you mean "{near[0]}"? '
+                f"There are {', '.join(linear_layers(shape))}"
+            )
+        found |= set(meanings[name])
+    return tuple(target for target in linear_layers(shape) if target in found)
+
+
+def _meanings(shape: ModelShape) -> dict[str, tuple[AdapterTarget, ...]]:
+    """What each known name means in this model; names that mean nothing here are left out."""
+    layers = linear_layers(shape)
+    known: dict[str, tuple[AdapterTarget, ...]] = {**PEFT_NAMES, "all-linear": layers}
+    for target in layers:
+        part, _, short = target.partition(".")
+        known |= {target: (target,), short: (target,), part: (*known.get(part, ()), target)}
+    present = {name: tuple(one for one in targets if one in layers) for name, targets in known.items()}
+    return {name: targets for name, targets in present.items() if targets}
+
+
+def _rank(requested: FinetuneSection, shape: ModelShape, targets: Sequence[AdapterTarget], train_tokens: int) -> int:
+    sizes = {target: describe_weights(shape)[f"layers.0.{target}.weight"].sizes for target in targets}
+    narrowest = min(targets, key=lambda target: min(sizes[target]))
+    largest = min(sizes[narrowest])
+    if requested.rank == "auto":
+        per_rank = shape.layers * sum(sum(size) for size in sizes.values())
+        return rank_for_tokens(train_tokens, per_rank, largest)
+    if requested.rank > largest:
+        raise PlaitError(
+            f"finetune.rank = {requested.rank} is above the {largest} of {narrowest}'s smaller side; choose at most "
+            f"{largest}"
+        )
+    return requested.rank

@@ -1,0 +1,35 @@
+"""The section [finetune]: which weights of a trained model learn."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from plait.recipe.section import RecipeSection
+from plait.recipe.values import Auto, Width
+
+FinetuneMethod = Literal["full", "lora"]
+_LORA_KEYS = ("rank", "alpha", "targets", "variant")
+
+
+class FinetuneSection(RecipeSection):
+    """[finetune]: tune the model in `model.from`: all of its weights, or small adapters beside them."""
+
+    method: FinetuneMethod | Auto = "auto"
+    """"full": all weights learn; "lora": adapters of low rank, the rest is frozen; "auto": all, as in training on."""
+    rank: Width | Auto = "auto"
+    """LoRA's r: the inner width of an adapter."""
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
+    """LoRA's alpha: an adapter's output is multiplied by alpha / rank, or alpha / √rank in "rslora"."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | Auto = "auto"
+    """The linear layers that get adapters: ["q_proj", "v_proj"], ["attention"]; "auto": all."""
+    variant: Literal["lora", "rslora"] = "lora"
+    """"rslora" divides by the root of the rank (Kalajdzievski 2023)."""
+
+    @model_validator(mode="after")
+    def _check_method(self) -> Self:
+        named = [key for key in _LORA_KEYS if getattr(self, key) != type(self).model_fields[key].default]
+        if named and self.method != "lora":
+            raise ValueError(f'{named[0]} is LoRA\'s; write method = "lora", or take {named[0]} out')
+        return self

@@ -1,0 +1,207 @@
+"""Saves checkpoints while training goes on: a copy of this rank's part, which a thread writes and rank 0 publishes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from typing import Literal
+
+import torch
+
+from plait.checkpoint.arrival import refuse_part
+from plait.checkpoint.generation import require_newest
+from plait.checkpoint.store import checkpoint_for, staging_for
+from plait.checkpoint.transfer import TensorSlice, write_rank
+from plait.errors import PlaitError, RunFailed
+from plait.parallel.mesh import Sums
+from plait.trainer.assemble import Assembly
+from plait.trainer.checkpointing.persist import Send, publish_parts, rank_slices, run_on_all_ranks
+from plait.trainer.state import TrainState
+
+NOTHING, WRITING, FAILED = 0, 1, 2
+"""What a rank says of its save at each agreement; the largest of all ranks is how the save stands."""
+_MEMORY_KEPT = 0.25
+"""Share of the free memory that copies may not take."""
+
+# Note [one agreement]: while a save goes on no rank waits for another. Rank 0 sees by files when all parts are there,
+# or why one does not come; the others hear how it ended by a third number in the agreement that every step has anyway.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveEnd:
+    """How the save after `step` ended; `failure` says why it failed, and is "" where it did not.
+
+    `cost_s` is the time from its beginning to its end, `blocked_s` the part of it for which training waited.
+    """
+
+    step: int
+    cost_s: float
+    blocked_s: float
+    failure: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Writing:
+    """A save that goes on."""
+
+    state: TrainState
+    staging: Path
+    began_s: float
+    blocked_s: float = 0.0
+    status: int = WRITING
+    error: PlaitError | None = None
+    ended_s: float = 0.0
+    thread: threading.Thread | None = None
+
+
+class CheckpointSaver:
+    """Saves the checkpoints of one rank in `folder`; every rank has one and makes the same calls in the same order.
+
+    `fence` raises RunFailed where rank 0 may no longer write. A rank whose `folder` is not on rank 0's host passes
+    `send`.
+    """
+
+    def __init__(
+        self, assembly: Assembly, folder: Path, world: Sums, fence: Callable[[], None], send: Send | None
+    ) -> None:
+        self._assembly, self._folder, self._world, self._fence, self._send = assembly, folder, world, fence, send
+        self._now: _Writing | None = None
+        self._agreed = NOTHING
+
+    @property
+    def status(self) -> int:
+        """NOTHING, WRITING or FAILED: for the agreement of all ranks."""
+        return NOTHING if self._now is None else self._now.status
+
+    def agree(self, largest: int) -> None:
+        """Take note of the largest status of all ranks."""
+        self._agreed = largest
+
+    def ended(self) -> SaveEnd | None:
+        """How the save that went on has ended, as the ranks agreed; None while it goes on, or where there is none."""
+        return None if self._now is None or self._agreed == WRITING else self.finish()
+
+    def begin(self, state: TrainState) -> None:
+        """Copy this rank's part of a state, and have a thread save it. Every rank must call it; blocks for the copy, or
+        for the whole save where there is no memory for copies.
+
+        No other save may go on. Raises RunFailed on every rank where a value is not finite.
+        """
+        self._start(state, "copies")
+
+    def save_now(self, state: TrainState) -> SaveEnd:
+        """Save a state, and return when it is on the disk. Every rank must call it; raises RunFailed on all of them
+        where one could not write, or holds a value that is not finite; earlier checkpoints stay."""
+        self._start(state, "as it is")
+        end = self.finish()
+        assert end is not None
+        if end.failure:
+            raise RunFailed(end.failure)
+        return end
+
+    def finish(self) -> SaveEnd | None:
+        """Wait until the save that goes on has ended, and say how; None where there is none. Every rank must call
+        it."""
+        now, waited_from_s = self._now, time.monotonic()
+        if now is None:
+            return None
+        self._now = None
+        if now.thread is not None:
+            now.thread.join()
+        clears = self._send is not None or self._world.index == 0
+
+        def raise_failure() -> None:
+            if now.error is not None:
+                raise now.error
+
+        failure = ""
+        try:
+            run_on_all_ranks(self._world, raise_failure, now.staging if clears else None)
+        except RunFailed as error:
+            failure = str(error)
+        if self._send is not None:
+            rmtree(now.staging, ignore_errors=True)
+        blocked_s = now.blocked_s + time.monotonic() - waited_from_s
+        return SaveEnd(step=now.state.step, cost_s=now.ended_s - now.began_s, blocked_s=blocked_s, failure=failure)
+
+    def _start(self, state: TrainState, how: Literal["copies", "as it is"]) -> None:
+        assert self._now is None, "one save at a time"
+        began_s, slices = time.monotonic(), dict[str, list[TensorSlice]]()
+
+        def look() -> None:
+            slices.update(rank_slices(self._assembly, state, self._world))
+
+        run_on_all_ranks(self._world, look, None)
+        now = _Writing(state=state, staging=staging_for(self._folder, state.step), began_s=began_s)
+        self._now = now
+        if how == "copies" and self._all_have_room(slices):
+            copies = {key: [_copied(one) for one in some] for key, some in slices.items()}
+            now.thread = threading.Thread(target=self._write, args=(now, copies), name="save", daemon=True)
+            now.thread.start()
+        else:
+            self._write(now, slices)
+        now.blocked_s = time.monotonic() - began_s
+
+    def _all_have_room(self, slices: Mapping[str, Sequence[TensorSlice]]) -> bool:
+        """Whether every rank's host has the memory for copies. Every rank must call it."""
+        nbytes = sum(one.tensor.nbytes for some in slices.values() for one in some)
+        short = int(nbytes * self._world.size > (1 - _MEMORY_KEPT) * free_memory())
+        return not int(self._world.largest(torch.tensor([short]))[0])
+
+    def _write(self, now: _Writing, slices: Mapping[str, Sequence[TensorSlice]]) -> None:
+        """Write this rank's part; rank 0 then publishes the parts of all."""
+        try:
+            write_rank(now.staging, self._world.index, slices)
+            if self._send is not None:
+                self._send(now.staging)
+            if self._world.index == 0:
+                final = checkpoint_for(self._folder, now.state.step)
+                publish_parts(self._assembly, now.state, (now.staging, final), self._world.size, self._fence)
+            now.ended_s, now.status = time.monotonic(), NOTHING
+        except (OSError, PlaitError) as error:
+            now.error = error if isinstance(error, PlaitError) else _run_failed(error)
+            with suppress(OSError):  # then rank 0 finds by itself that nothing comes
+                refuse_part(now.staging, self._world.index, str(now.error))
+            now.ended_s, now.status = time.monotonic(), FAILED
+
+
+def saver_of(
+    assembly: Assembly, folder: Path, parts: Literal["here", "sent"], generation: int, tell: Callable[..., None]
+) -> CheckpointSaver:
+    """What saves the checkpoints of the run in `folder`, as its start of that number, unless a later one has begun.
+
+    A rank whose part is "sent" uses `tell` to have the supervisors send it on to rank 0's folder.
+    """
+
+    def send(staging: Path) -> None:
+        tell("wrote", staging=staging.name)
+
+    fence = partial(require_newest, folder, generation)
+    world, checkpoints = assembly.sums, folder / "checkpoints"
+    return CheckpointSaver(assembly, checkpoints, world, fence, send if parts == "sent" else None)
+
+
+def _copied(one: TensorSlice) -> TensorSlice:
+    """The slice with a copy of its numbers in this host's memory."""
+    return TensorSlice(tensor=one.tensor.detach().to("cpu", copy=True), shape=one.shape, offset=one.offset)
+
+
+def _run_failed(error: OSError) -> RunFailed:
+    failed = RunFailed(f"could not save the checkpoint ({error.strerror}: {error.filename}); earlier ones are whole")
+    failed.__cause__ = error  # a missing file is heard last: another rank's failure took it away
+    return failed
+
+
+def free_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
+    """Bytes that the kernel thinks it can give without swapping; infinite where it does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return float("inf")

@@ -1,0 +1,90 @@
+"""The loop's actions under watch: each says when it begins, and the first step's memory is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from plait.launch.values.progress import ProgressReport
+from plait.parallel.mesh import Sums
+from plait.report.memory import LiveTensorPeak, peak_rss_bytes
+from plait.trainer.assemble import Assembly
+from plait.trainer.loop import LoopActions
+from plait.trainer.state import TrainState
+from plait.trainer.step import Scalars
+
+_Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
+
+
+class WorkerContext(Protocol):
+    """What a worker needs to know about its rank: implemented by launch.values.job.RankContext, and by tests."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    rendezvous: str
+    progress: ProgressReport
+
+    def send(self, kind: str, **values: Any) -> None: ...
+    def stop_requested(self) -> bool: ...
+
+
+def watched(actions: LoopActions, progress: ProgressReport) -> LoopActions:
+    """The same actions; each tells `progress` its phase when it begins. Phases within a step come from its meter."""
+
+    def step(state: TrainState) -> tuple[TrainState, Scalars]:
+        progress.step(state.step + 1)
+        progress.phase("the fetch of data")
+        return actions.step(state)
+
+    return replace(
+        actions,
+        step=step,
+        evaluate=_in_phase("evaluation", actions.evaluate, progress),
+        save=_in_phase("saving", actions.save, progress),
+        begin_save=_in_phase("saving", actions.begin_save, progress),
+        finish_save=_in_phase("saving", actions.finish_save, progress),
+        prune=_in_phase("saving", actions.prune, progress),
+        agree=_in_phase("the agreement after the step", actions.agree, progress),
+        rebalance_if_due=_in_phase("balancing", actions.rebalance_if_due, progress),
+    )
+
+
+def _in_phase(name: str, act: Callable[_Arguments, _Result], progress: ProgressReport) -> Callable[_Arguments, _Result]:
+    def told(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        progress.phase(name)
+        progress.collective()
+        return act(*arguments, **named)
+
+    return told
+
+
+class FirstStep:
+    """Measures the peak memory of this process's first step and reports it; later steps run without measurement."""
+
+    def __init__(self, assembly: Assembly, world: Sums, context: WorkerContext) -> None:
+        self._assembly, self._world, self._context = assembly, world, context
+        self._peak_bytes: int | None = None
+
+    def watched(self, state: TrainState) -> tuple[TrainState, Scalars]:
+        """Take a step with the assembly; the first one is measured."""
+        if self._peak_bytes is not None:
+            return self._assembly.step(state)
+        with LiveTensorPeak(self._assembly.device, self._assembly.tensors()) as peak:
+            result = self._assembly.step(state)
+        self._peak_bytes = peak.bytes
+        self.report_peaks()
+        return result
+
+    def report_peaks(self) -> None:
+        """Report the peaks of all ranks, or nothing before the first step; every rank must call it."""
+        if self._peak_bytes is None:
+            return
+        peaks = self._world.gather(torch.tensor([self._peak_bytes, peak_rss_bytes()]))
+        if self._context.rank == 0:
+            tensor_bytes, rss_bytes = zip(*[peak.tolist() for peak in peaks], strict=True)
+            self._context.send("memory", peak_tensor_bytes=tensor_bytes, peak_rss_bytes=rss_bytes)

@@ -1,0 +1,90 @@
+"""LoRA from the command line: two workers learn chats, before and after are measured, the adapter goes out and in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.end_to_end.command import Ended, Place, ended
+from tests.interop.folders import write_model
+
+RECIPE = """
+[model]
+from = "base"
+
+[finetune]
+method = "lora"
+rank = 4
+
+[data]
+files = "chats.jsonl"
+holdout = 0.2
+
+[train]
+sequence = 64
+batch_tokens = 256
+budget = "2 epochs"
+matmul_backend = "default"
+
+[optimizer]
+lr = 0.02
+
+[layout]
+replicate = 2
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Place:
+    home = Place(tmp_path)
+    write_model(tmp_path / "base")
+    chats = [
+        [{"role": "user", "content": f"{word}?"}, {"role": "assistant", "content": f"{word}!" * (1 + n % 3)}]
+        for n, word in enumerate(["yes", "no", "hello", "what", "why"] * 20)
+    ]
+    lines = [json.dumps({"messages": messages}) for messages in chats]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "go.toml").write_text(RECIPE)
+    return home
+
+
+def run(home: Place, *arguments: str) -> Ended:
+    told = ended(home.start(*arguments))
+    assert told.code == 0, told
+    return told
+
+
+@pytest.mark.slow
+def test_an_adapter_is_trained_measured_and_handed_on(home: Place) -> None:
+    start = run(home, "train", "go.toml").out
+    assert "learn (lora, rank 4)" in start
+    before, after = (json.loads(run(home, "eval", "go", *more).out) for more in (("--adapter", "none"), ()))
+    assert before["tokens"] == after["tokens"] and after["nats_per_token"] < before["nats_per_token"] - 0.1
+    run(home, "export", "go", "--to", "adapter", "--adapter")
+    again = json.loads(run(home, "eval", "base", "--heldout-of", "go", "--adapter", "adapter").out)
+    assert again["nats_per_token"] == pytest.approx(after["nats_per_token"], rel=1e-6)
+    texts = run(home, "sample", "go", "--prompt", "yes?", "--tokens", "4", "--adapter", "none", "--adapter", "go").out
+    assert texts.count("adapter  none\nyes?") == texts.count("adapter  go\nyes?") == 1
+    run(home, "export", "go", "--to", "merged", "--merged")
+    theirs = AutoModelForCausalLM.from_pretrained(home.folder / "merged")
+    with torch.no_grad():
+        assert torch.isfinite(theirs(torch.tensor([[1, 2, 3]])).logits).all()
+    told = ended(home.start("export", "go", "--to", "both", "--adapter", "--merged"))
+    assert told.code == 2 and "two folders" in told.err and told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ('finetune.targets=["q_prjo"]', 'did you mean "q_proj"?'),
+        ("finetune.rank=17", "finetune.rank = 17 is above the 16 of attention.k's smaller side"),
+    ],
+)
+def test_what_cannot_be_tuned_is_one_sentence_before_a_worker_starts(home: Place, override: str, words: str) -> None:
+    told = ended(home.start("train", "go.toml", override))
+    assert told.code == 2 and told.err.count("\n") == 1 and words in told.err
+    assert not (home.folder / "runs" / "go" / "checkpoints").exists()

@@ -1,0 +1,205 @@
+"""A run that loses workers goes on by itself, and ends with the bits of one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.command import STEPS, Place, ended, wait_while_running
+
+FASTER = ("--no-check",)
+
+
+def incidents(place: Place, name: str) -> list[dict[str, Any]]:
+    path = place.path(name) / "incidents.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def assert_same_end(place: Place, name: str, reference: str) -> None:
+    assert place.numbers(name) == place.numbers(reference)
+    assert place.manifest(name) == place.manifest(reference)
+
+
+def is_back(place: Place, name: str, generation: int) -> bool:
+    return any("back_after_s" in line and line["generation"] == generation for line in incidents(place, name))
+
+
+def done_steps(place: Place, name: str) -> int:
+    path = place.path(name) / "metrics.jsonl"
+    return path.read_bytes().count(b'"loss"') if path.exists() else 0
+
+
+def fork_server(process: subprocess.Popen[str]) -> int:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return next(int(pid) for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def test_killed_ranks_and_a_killed_fork_server_change_nothing(place: Place, reference: Callable[[int], str]) -> None:
+    whole, name = reference(3), "recovers-3"
+    process = place.start_training(name, "layout.replicate=3", *FASTER)
+    for starts, (rank, after_step) in enumerate(((1, 12), (0, 23)), start=2):
+        wait_while_running(lambda step=after_step: done_steps(place, name) > step, process)
+        os.kill(place.rank_process(name, rank), signal.SIGKILL)
+        wait_while_running(lambda start=starts: is_back(place, name, start), process)
+    wait_while_running(lambda: done_steps(place, name) > 41, process)
+    os.kill(fork_server(process), signal.SIGKILL)
+    last = ended(process)
+    assert last.code == 0 and not last.err, last
+    assert_same_end(place, name, whole)
+    told = [line for line in incidents(place, name) if "cause" in line]
+    assert [line["cause"] for line in told] == ["killed", "killed", "no answer"]
+    assert [line["rank"] for line in told] == [1, 0, None]
+    assert [line["generation"] for line in told] == [1, 2, 3]
+    assert all(line["decision"] == "started again" for line in told)
+    assert last.out.count("\nfailure  ") == 3
+    assert "failure  rank 1 was killed by SIGKILL; going on from step-" in last.out
+    receipt = json.loads((place.path(name) / "receipt.json").read_text())
+    assert receipt["incidents"] == [line["sentence"] for line in told] and 0 < receipt["useful_share"] <= 1
+    place.assert_nobody_left()
+
+
+def test_status_says_where_the_time_went_and_which_samples_each_step_took(place: Place) -> None:
+    name = "told"
+    process = place.start_training(name, *FASTER)
+    wait_while_running(lambda: done_steps(place, name) > 13, process)
+    os.kill(place.rank_process(name, 1), signal.SIGKILL)
+    assert ended(process).code == 0
+    found = place.run("status", name, "--json", "--ledger")
+    assert found.code == 0, found
+    status = json.loads(found.out)
+    assert (status["state"], status["step"], status["steps"], status["starts"]) == ("finished", STEPS, STEPS, 2)
+    assert status["samples_lost"] == status["samples_repeated"] == 0
+    assert status["checked_checkpoints"] == place.checkpoints(name)
+    assert abs(sum(status["seconds"].values()) - status["wall_s"]) < 1e-6
+    assert 0 < status["useful_share"] < 1 and status["seconds"]["failures"] > 0
+    (incident,) = status["incidents"]
+    assert incident["steps_lost"] == incident["step"] - incident["resumed_from"] > 0
+    assert [(line["first"], line["last"]) for line in status["ledger"]] == [(7 * n, 7 * n + 6) for n in range(STEPS)]
+    assert {line["tokens"] for line in status["ledger"]} == {112}
+    text = place.run("status", name)
+    assert text.code == 0 and "2 starts, 1 failure" in text.out and "samples  none lost, none counted twice" in text.out
+    assert place.run("status", name, "--ledger").out.splitlines()[2] == "1\t0\t6\t112"
+
+
+@pytest.mark.slow
+def test_never_ends_the_run_as_before(place: Place) -> None:
+    name = "never"
+    process = place.start_training(name, "recover.mode=never", *FASTER)
+    wait_while_running(lambda: done_steps(place, name) > 3, process)
+    os.kill(place.rank_process(name, 1), signal.SIGKILL)
+    last = ended(process)
+    assert last.code == 1 and "run the same command again" in last.sentence()
+    assert [line["decision"] for line in incidents(place, name)] == ["ended"]
+
+
+def test_failures_without_a_new_checkpoint_end_the_run_with_93(place: Place) -> None:
+    name = "crashes"
+    never_saved = ("checkpoint.every=never", "train.budget=4000 steps")
+    process = place.start_training(name, *never_saved, "recover.give_up_after=2", *FASTER)
+    wait_while_running(lambda: done_steps(place, name) > 1, process)
+    os.kill(place.rank_process(name, 1), signal.SIGKILL)
+    wait_while_running(lambda: is_back(place, name, 2), process)
+    os.kill(place.rank_process(name, 1), signal.SIGKILL)
+    last = ended(process)
+    assert last.code == 93
+    sentence = last.sentence()
+    assert sentence.startswith("gave up after 2 failures without a new checkpoint: the last was that rank 1 was killed")
+    assert [line["decision"] for line in incidents(place, name) if "cause" in line] == ["started again", "gave up"]
+    place.assert_nobody_left()
+
+
+@pytest.mark.slow
+def test_what_the_user_can_mend_is_not_tried_again(place: Place) -> None:
+    last = place.train("diverges", "optimizer.lr=1e9", "optimizer.clip=never", *FASTER)
+    assert last.code == 1 and "diverged" in last.sentence()
+    assert [line["decision"] for line in incidents(place, "diverges")] == ["ended"]
+
+
+@pytest.mark.parametrize(
+    ("number", "slurm", "code"),
+    [
+        (signal.SIGUSR1, "17", 75),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in ((signal.SIGTERM, "17", 75), (signal.SIGUSR1, "", 143), (signal.SIGINT, "17", 130))
+        ),
+    ],
+)
+def test_a_scheduler_is_told_to_queue_a_saved_run_again(
+    place: Place, number: signal.Signals, slurm: str, code: int
+) -> None:
+    name = f"queued-{number.name.lower()}-{slurm}"
+    asked = ("train", "tiny.toml", f"run.name={name}", "train.budget=4000 steps", *FASTER)
+    process = place.start(*asked, environment={"SLURM_JOB_ID": slurm})
+    wait_while_running(lambda: done_steps(place, name) > 2, process)
+    os.killpg(process.pid, number)
+    last = ended(process)
+    assert last.code == code, last
+    assert place.checkpoints(name)[-1] == done_steps(place, name)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_found_named_and_survived(place: Place, reference: Callable[[int], str]) -> None:
+    whole, name = reference(2), "stopped-2"
+    process = place.start_training(name, *FASTER)
+    wait_while_running(lambda: done_steps(place, name) > 25, process)
+    os.kill(place.rank_process(name, 1), signal.SIGSTOP)
+    last = ended(process)
+    assert last.code == 0, last
+    assert_same_end(place, name, whole)
+    told = next(line for line in incidents(place, name) if "cause" in line)
+    assert (told["cause"], told["rank"], told["what"]) == ("hung", 1, "stopped")
+    assert "of step" in told["place"] and "plait/" in told["stack"] and 4 < told["found_after_s"] < 15
+    place.assert_nobody_left()
+
+
+LAYOUTS = {
+    "replicate": ("layout.replicate=3",),
+    "shard": ("layout.shard=2", "layout.shard_what=parameters"),
+    "tensor": ("layout.tensor=2",),
+    "pipeline": ("layout.pipeline=2",),
+    "context": ("layout.context=2",),
+    "mixed": ("layout.replicate=2", "layout.tensor=2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kills_at_random_steps_change_nothing_under_any_layout(place: Place, layout: str) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    assert place.train(f"left-{layout}", *LAYOUTS[layout]).code == 0
+    ranks = {"replicate": 3, "mixed": 4}.get(layout, 2)
+    for number in range(4):
+        name = f"killed-{layout}-{number}"
+        process = place.start_training(name, *LAYOUTS[layout], *FASTER)
+        after = dice.randrange(1, STEPS - 5)
+        wait_while_running(lambda step=after, run=name: done_steps(place, run) >= step, process)
+        os.kill(place.rank_process(name, dice.randrange(ranks)), signal.SIGKILL)
+        last = ended(process)
+        assert last.code == 0, last
+        assert_same_end(place, name, f"left-{layout}")
+        assert sum("cause" in line for line in incidents(place, name)) == 1
+
+
+@pytest.mark.slow
+def test_a_drill_rehearses_a_kill_and_says_what_came_of_it(place: Place) -> None:
+    asked = ("drill", "tiny.toml", "run.name=rehearsal", "--kill", "1@25", "--json", "drill.json")
+    found = place.run(*asked)
+    assert found.code == 0, found
+    report = json.loads((place.folder / "drill.json").read_text())
+    assert report["ok"] and report["final_equal"] == "bits"
+    assert report["samples_lost"] == report["samples_repeated"] == 0 and 0 < report["useful_share"] < 1
+    (fault,) = report["faults"]
+    assert (fault["kind"], fault["rank"], fault["step"]) == ("kill", 1, 25)
+    assert 0 <= fault["found_after_s"] < 5 and fault["found_after_s"] < fault["back_after_s"] < 60
+    assert place.run(*asked).sentence().startswith('"runs/rehearsal-drill" is there from an earlier drill')

@@ -1,0 +1,216 @@
+"""Adapters in PEFT's format: what plait writes it reads back, PEFT computes the same with it, and vice versa."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from plait.errors import PlaitError
+from plait.interop.adapter_in import LoadedAdapter, read_adapter, with_adapter
+from plait.interop.adapter_out import write_adapter
+from plait.interop.base_model import BaseModel, read_base_model
+from plait.interop.read_weights import load_model_from
+from plait.model.adapter_shape import AdapterShape, AdapterTarget, AdapterVariant
+from plait.model.adapters import merge_adapters
+from plait.model.gpt import GPT
+from plait.model.shape import linear_layers
+from plait.model.weights import trained_weights
+from tests.interop.random_models import SEQUENCE, VOCABULARY, random_config, random_model
+
+TOKENS_BT = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(3))
+CPU = torch.device("cpu")
+
+
+def saved_base(folder: Path, seed: int) -> BaseModel:
+    random_model(random_config(seed)).save_pretrained(folder)
+    return read_base_model(folder)
+
+
+def random_adapter(
+    base: BaseModel, *, variant: AdapterVariant = "lora", targets: tuple[AdapterTarget, ...] = ()
+) -> LoadedAdapter:
+    shape = AdapterShape(rank=3, alpha=5.0, targets=targets or linear_layers(base.shape), variant=variant)
+    whole = GPT(replace(base.shape, adapter=shape))
+    draw = torch.Generator().manual_seed(8)
+    names = trained_weights(whole.shape)
+    weights = {name: torch.randn(whole.get_parameter(name).shape, generator=draw) * 0.2 for name in names}
+    return LoadedAdapter(shape=shape, weights=weights, base="fingerprint")
+
+
+def written(folder: Path, base: BaseModel, adapter: LoadedAdapter) -> Path:
+    folder.mkdir()
+    write_adapter(
+        folder,
+        replace(base.shape, adapter=adapter.shape),
+        base.family,
+        adapter.weights.__getitem__,
+        base=str(base.folder),
+        fingerprint=adapter.base,
+        dtype=torch.float32,
+    )
+    return folder
+
+
+def logits_of(model: GPT) -> Tensor:
+    with torch.no_grad():
+        return model.logits(model(TOKENS_BT))
+
+
+@pytest.mark.parametrize("variant", ["lora", "rslora"])
+@pytest.mark.parametrize("seed", range(5), ids=["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+def test_what_was_written_is_read_back(tmp_path: Path, seed: int, variant: AdapterVariant) -> None:
+    base = saved_base(tmp_path / "base", seed)
+    adapter = random_adapter(base, variant=variant)
+    found = read_adapter(written(tmp_path / "adapter", base, adapter), base.family, base.shape)
+    assert found.base == "fingerprint" and found.weights.keys() == adapter.weights.keys()
+    assert replace(found.shape, alpha=5.0) == adapter.shape and found.shape.alpha == pytest.approx(5.0)
+    for name, weight in adapter.weights.items():
+        assert torch.equal(found.weights[name], weight), name
+
+
+def test_an_adapter_shares_the_bases_weights_and_is_what_merging_it_gives(tmp_path: Path) -> None:
+    base = saved_base(tmp_path / "base", 1)
+    model = load_model_from(base, SEQUENCE, CPU)
+    before = logits_of(model)
+    one, other = (with_adapter(model, random_adapter(base, targets=t)) for t in ((), ("attention.v",)))
+    assert one.get_parameter("norm.weight").data_ptr() == model.get_parameter("norm.weight").data_ptr()
+    torch.testing.assert_close(logits_of(one), logits_of(merge_adapters(one)), rtol=0, atol=1e-4)
+    assert not torch.allclose(logits_of(one), logits_of(other), atol=1e-2)
+    assert torch.equal(logits_of(model), before)
+
+
+@pytest.mark.parametrize("targets", [("attention.q",), ("attention.q", "attention.v", "feedforward.down")])
+def test_a_part_of_a_fused_module_is_filled_with_zeros(tmp_path: Path, targets: tuple[AdapterTarget, ...]) -> None:
+    base = saved_base(tmp_path / "base", 0)
+    adapter = random_adapter(base, targets=targets)
+    found = read_adapter(written(tmp_path / "adapter", base, adapter), base.family, base.shape)
+    model = load_model_from(base, SEQUENCE, CPU)
+    wanted = logits_of(with_adapter(model, adapter))
+    torch.testing.assert_close(logits_of(with_adapter(model, found)), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["lora", "rslora"])
+@pytest.mark.parametrize("seed", range(5), ids=["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+def test_peft_computes_the_same_with_it(tmp_path: Path, seed: int, variant: AdapterVariant) -> None:
+    peft = pytest.importorskip("peft")
+    base = saved_base(tmp_path / "base", seed)
+    adapter = random_adapter(base, variant=variant)
+    folder = written(tmp_path / "adapter", base, adapter)
+    theirs = peft.PeftModel.from_pretrained(random_model(random_config(seed)), folder).eval()
+    own = load_model_from(base, SEQUENCE, CPU)
+    wanted, plain = logits_of(with_adapter(own, adapter)), logits_of(own)
+    with torch.no_grad():
+        found = theirs(TOKENS_BT).logits.flatten(0, 1)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
+    assert not torch.allclose(wanted, plain, atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5), ids=["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+def test_what_peft_wrote_is_read(tmp_path: Path, seed: int) -> None:
+    peft = pytest.importorskip("peft")
+    base = saved_base(tmp_path / "base", seed)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False)
+    theirs = peft.get_peft_model(random_model(random_config(seed)), config).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    found = read_adapter(tmp_path / "adapter", base.family, base.shape)
+    assert found.shape.rank == 4 and found.shape.scale == 1.5
+    with torch.no_grad():
+        wanted = theirs(TOKENS_BT).logits.flatten(0, 1)
+    own = logits_of(with_adapter(load_model_from(base, SEQUENCE, CPU), found))
+    torch.testing.assert_close(own, wanted, rtol=0, atol=2e-4)
+
+
+Break = Callable[[Path], None]
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def config(**changes: Any) -> Break:
+    def change(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Break:
+    def rewrite(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        found = load_file(file)
+        change(found)
+        save_file(found, file)
+
+    return rewrite
+
+
+def cut(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+CASES: dict[str, tuple[Break, str]] = {
+    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "there is no adapter_config.json in"),
+    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "there is no adapter_model.safeten"),
+    "a config that is no JSON": (
+        lambda folder: (folder / "adapter_config.json").write_text("{") and None,
+        "not usable",
+    ),
+    "another kind": (config(peft_type="IA3"), "is of the kind IA3, and plait reads LORA alone"),
+    "dora": (config(use_dora=True), "use_dora in .* is True, which plait does not compute"),
+    "biases": (config(bias="all"), "bias in .* is all, which plait does not compute"),
+    "whole modules": (config(modules_to_save=["lm_head"]), "modules_to_save in .* which plait does not compute"),
+    "no rank": (config(r=0), "r in .* is 0; it should be a whole number above 0"),
+    "no alpha": (config(lora_alpha="much"), "lora_alpha in .* is 'much'; it should be a number above 0"),
+    "unlike scales": (config(alpha_pattern={"q_proj": 99.0}), "gives its modules unlike scales"),
+    "a file that is cut off": (cut, "is damaged"),
+    "no tensor": (tensors(lambda found: found.clear()), "is empty: the adapter was saved without its weights"),
+    "half of a module": (tensors(lambda found: found.pop(f"{FIRST}.lora_B.weight")), "lacks base_model.*q_proj.lora_B"),
+    "one layer without": (
+        tensors(lambda found: [found.pop(f"{FIRST}.lora_{letter}.weight") for letter in "AB"]),
+        "adapts other linear layers in some layers than in others",
+    ),
+    "a layer too many": (
+        tensors(lambda found: found.update({f"{FIRST.replace('.0.', '.7.')}.lora_A.weight": torch.zeros(3, 4)})),
+        r"is of another base: it has .*layers\.7\..*and no such linear layer is among the \d layers",
+    ),
+    "an empty shard": (
+        tensors(lambda found: found.update({f"{FIRST}.lora_A.weight": torch.zeros(0)})),
+        "which are no adapter's: was it saved from one of several ranks",
+    ),
+    "another width": (
+        tensors(lambda found: found.update({f"{FIRST}.lora_A.weight": torch.zeros(3, 999)})),
+        r"is of another base: its layers\.0\.attention\.q\.lora_a has the shape \[3, 999\], and this model asks for",
+    ),
+    "another rank": (
+        tensors(
+            lambda found: found.update(
+                {f"{FIRST}.lora_A.weight": torch.ones(4, 4), f"{FIRST}.lora_B.weight": torch.ones(4, 4)}
+            )
+        ),
+        "has the rank 4 beside 3",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
+    return saved_base(tmp_path_factory.mktemp("llama"), 1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_adapter_that_does_not_fit_is_one_sentence(tmp_path: Path, llama: BaseModel, name: str) -> None:
+    damage, words = CASES[name]
+    folder = written(tmp_path / "adapter", llama, random_adapter(llama))
+    damage(folder)
+    with pytest.raises(PlaitError, match=words) as caught:
+        read_adapter(folder, llama.family, llama.shape)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2

@@ -1,0 +1,142 @@
+"""What fine-tuning leaves open follows published rules, never the machine; what cannot be tuned is one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plait.errors import PlaitError
+from plait.model.adapter_shape import AdapterShape
+from plait.model.shape import ModelShape, linear_layers
+from plait.planner.derive.adapters import named_targets
+from plait.planner.derive.finetuning_rules import finetuning_lr, finetuning_warmup_steps, rank_for_tokens
+from plait.planner.plan import Plan
+from plait.recipe.schema import RunConfig
+from tests.planner.machines import CHATS, EIGHT_H100, LAPTOP, SERVER, SMOLLM2, planned, recipe
+
+GPT2 = replace(
+    SMOLLM2, kv_heads=9, norm="layernorm", activation="gelu", positions="learned", bias="all", learned_positions=8192
+)
+
+
+def tuned(folder: Path, *overrides: str, method: str = "lora") -> RunConfig:
+    (folder / "base").mkdir(exist_ok=True)
+    return recipe(folder, "model.from=base", f"finetune.method={method}", *overrides)
+
+
+def adapter_of(plan: Plan) -> AdapterShape:
+    assert plan.shape.adapter is not None
+    return plan.shape.adapter
+
+
+def reasons(plan: Plan, about: str) -> str:
+    [found] = [reason for reason in plan.reasons if about in reason]
+    return found
+
+
+def test_lora_learns_ten_times_as_fast_as_all_weights_do(tmp_path: Path) -> None:
+    full, lora = (planned(tuned(tmp_path, method=way), CHATS, LAPTOP) for way in ("full", "lora"))
+    assert full.optimizer.lr == finetuning_lr("full") == 2e-5
+    assert lora.optimizer.lr == pytest.approx(10 * full.optimizer.lr)
+    assert (full.optimizer.weight_decay, lora.optimizer.weight_decay) == (0.1, 0.0)
+    assert full.shape.adapter is None and full.base_fingerprint == lora.base_fingerprint == "f1"
+    assert "Schulman 2025" in reasons(lora, "peak learning rate 0.0002")
+    assert "Llama 2" in reasons(full, "peak learning rate 2e-05")
+
+
+def test_a_step_holds_so_many_examples_and_the_run_three_epochs(tmp_path: Path) -> None:
+    full, lora = (planned(tuned(tmp_path, "train.sequence=256", method=way), CHATS, LAPTOP) for way in ("full", "lora"))
+    assert full.batch_tokens == pytest.approx(64 * 45, rel=0.15) and lora.batch_tokens == pytest.approx(
+        32 * 45, rel=0.15
+    )
+    assert str(lora.budget) == "3 epochs"
+    assert 3 * 90_000 / lora.batch_tokens <= lora.steps < 3 * 90_000 / lora.batch_tokens + 2
+    assert lora.optimizer.warmup_steps == finetuning_warmup_steps(lora.steps) == 10
+    long = replace(CHATS, train_tokens=10_000_000, documents=100)
+    assert planned(tuned(tmp_path, "train.sequence=256"), long, LAPTOP).batch_sequences == 32
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_no_rule_asks_how_many_workers_there_are(tmp_path: Path, method: str) -> None:
+    said = {}
+    for workers in (1, 4):
+        plan = planned(tuned(tmp_path, f"run.workers={workers}", method=method), CHATS, SERVER)
+        assert plan.world_size == workers
+        said[workers] = (plan.optimizer, plan.batch_sequences, plan.sequence, plan.steps, plan.shape, plan.budget)
+    assert said[1] == said[4]
+    other = planned(tuned(tmp_path, "train.precision=float32", method=method), CHATS, EIGHT_H100)
+    assert said[1] == (
+        other.optimizer, other.batch_sequences, other.sequence, other.steps, other.shape, other.budget
+    )  # fmt: skip
+
+
+def test_the_rank_grows_with_what_there_is_to_learn(tmp_path: Path) -> None:
+    few = adapter_of(planned(tuned(tmp_path), CHATS, LAPTOP))
+    assert few == AdapterShape(rank=16, alpha=32.0, targets=linear_layers(SMOLLM2), variant="lora")
+    many = replace(CHATS, train_tokens=40_000_000, documents=100_000)
+    assert adapter_of(planned(tuned(tmp_path, "train.budget=20 steps"), many, LAPTOP)).rank == 128  # of at most 192
+    assert [rank_for_tokens(tokens, 1000, 4096) for tokens in (0, 40_000, 100_000, 10**9)] == [16, 32, 64, 256]
+    assert rank_for_tokens(10**9, 1000, 100) == 64
+
+
+def test_named_numbers_are_kept(tmp_path: Path) -> None:
+    keys = ("finetune.rank=8", "finetune.alpha=3.5", "finetune.variant=rslora", 'finetune.targets=["attention", "up"]')
+    named = planned(tuned(tmp_path, *keys, "optimizer.lr=1e-3", "optimizer.warmup_steps=1"), CHATS, LAPTOP)
+    targets = ("attention.q", "attention.k", "attention.v", "attention.o", "feedforward.up")
+    assert adapter_of(named) == AdapterShape(rank=8, alpha=3.5, targets=targets, variant="rslora")
+    assert (named.optimizer.lr, named.optimizer.warmup_steps) == (1e-3, 1)
+    usual = adapter_of(planned(tuned(tmp_path, "finetune.variant=rslora"), CHATS, LAPTOP))
+    assert usual.scale == pytest.approx(AdapterShape(rank=16, alpha=32.0, targets=("attention.q",)).scale)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "meant"),
+    [
+        (["q_proj", "v_proj"], SMOLLM2, ("attention.q", "attention.v")),
+        (["down", "gate"], SMOLLM2, ("feedforward.gate", "feedforward.down")),
+        (["attention.o", "feedforward"], GPT2, ("attention.o", "feedforward.up", "feedforward.down")),
+        (["c_attn"], GPT2, ("attention.q", "attention.k", "attention.v")),
+        (["all-linear"], GPT2, linear_layers(GPT2)),
+    ],
+)
+def test_targets_may_have_peft_names(names: list[str], shape: ModelShape, meant: tuple[str, ...]) -> None:
+    assert named_targets(names, shape) == meant
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (('finetune.targets=["q_prj"]',), r'"q_prj" matches no linear layer of this model; did you mean "q_proj"\?'),
+        (('finetune.targets=["lm_head"]',), '"lm_head" matches no linear layer.*There are attention.q, '),
+        (("finetune.rank=200",), r"finetune.rank = 200 is above the 192 of attention.k's smaller side.*at most 192"),
+        (("finetune.method=full", "finetune.rank=8"), 'finetune is not usable: rank is LoRA\'s; write method = "lora"'),
+        (("finetune.method=auto", "finetune.variant=rslora"), "variant is LoRA's"),
+        (("finetune.method=dora",), "finetune.method is not usable: it should be 'full' or 'lora' or 'auto'"),
+        (("finetune.targets=[]",), "finetune.targets is not usable"),
+        (("finetune.rnk=8",), r"finetune.rnk is not a key of the recipe; did you mean finetune.rank\?"),
+    ],
+)
+def test_what_cannot_be_tuned_is_one_sentence(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(PlaitError, match=words) as caught:
+        planned(tuned(tmp_path, *overrides), CHATS, LAPTOP)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_there_must_be_a_model_to_tune(tmp_path: Path, method: str) -> None:
+    with pytest.raises(
+        PlaitError, match=f'finetune.method = "{method}" tunes a model that is trained already; name it'
+    ):
+        planned(recipe(tmp_path, f"finetune.method={method}"), replace(CHATS, base=None), LAPTOP)
+
+
+def test_without_the_section_a_model_is_trained_on_as_before(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    plan = planned(recipe(tmp_path, "model.from=base", "train.budget=100 steps"), CHATS, LAPTOP)
+    assert plan.shape.adapter is None and not any("Llama 2" in reason for reason in plan.reasons)
+
+
+def test_text_without_documents_has_a_batch_too(tmp_path: Path) -> None:
+    assert planned(tuned(tmp_path), replace(CHATS, documents=0), LAPTOP).batch_sequences == 32
