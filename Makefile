@@ -103,6 +103,7 @@ bench-strands: env-bench  ## each strand beside torch's own means for it
 
 bench-gpu: env-bench  ## speed on one NVIDIA GPU
 	$(BIN)/python -m benchmarks.one_gpu
+	$(BIN)/python -m benchmarks.gpu_settings
 
 LAB_OUT ?= benchmarks/results/lab.jsonl
 

@@ -19,7 +19,6 @@ from plait.command_line.arguments import (
     MoreTexts,
     Overrides,
     Port,
-    ProgramOfHost,
     Recipe,
     RecipeIfAny,
     SecretFile,
@@ -28,7 +27,7 @@ from plait.command_line.arguments import (
     Version,
 )
 from plait.command_line.models import chat_command, evaluate, export_command, sample, screen_on
-from plait.command_line.programs import run_command
+from plait.command_line.programs import join_command, run_command
 from plait.command_line.runs import drill_command, status_command
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
@@ -84,16 +83,7 @@ def train(
     raise typer.Exit(exit_code_of(end.stopped_by))
 
 
-@app.command()
-def join(
-    at: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address where plait train or run --hosts waits.")],
-    secret_file: SecretFile = None,
-    program: ProgramOfHost = None,
-) -> None:
-    """Lend this machine to a run that another machine leads. The secret is read from PLAIT_SECRET or asked for."""
-    from plait.commands.join import join
-
-    raise typer.Exit(exit_code_of(join(at, secret_file=secret_file, program=program, screen=_screen())))
+app.command(name="join")(join_command)
 
 
 @app.command()

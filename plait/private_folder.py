@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import mkdtemp
+
+from plait.errors import RunFailed
 
 
 def make_private_folder(folder: Path) -> None:
@@ -13,3 +19,23 @@ def make_private_folder(folder: Path) -> None:
     for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(exist_ok=True)  # an error where something else has the name
+
+
+@contextmanager
+def job_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """A folder for the files of one job, gone at the end of the block; below `parent`, else where temporary files are.
+
+    A log that the job's error names stays, so that whoever reads the sentence can read the log.
+    """
+    folder, named = Path(mkdtemp(prefix=prefix, dir=parent)), list[Path]()
+    try:
+        yield folder
+    except RunFailed as error:
+        named = [log for log in folder.rglob("*.log") if str(log) in str(error)]
+        raise
+    finally:
+        texts = {log: log.read_bytes() for log in named}
+        shutil.rmtree(folder, ignore_errors=True)
+        for log, text in texts.items():
+            make_private_folder(log.parent)
+            log.write_bytes(text)

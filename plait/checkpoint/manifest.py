@@ -74,30 +74,6 @@ def tensor_names(manifest: Manifest) -> list[str]:
     return list(dict.fromkeys(part.tensor for part in manifest.parts))
 
 
-def check_model(manifest: Manifest, shape: Mapping[str, object]) -> None:
-    """Raise PlaitError, naming the first field that differs, unless the checkpoint is of a model of this shape."""
-    requested: dict[str, object] = json.loads(json.dumps(dict(shape)))
-    for name in [*requested, *sorted(manifest.model.keys() - requested.keys())]:
-        has, wants = manifest.model.get(name), requested.get(name)
-        if has != wants:
-            raise PlaitError(
-                f"this checkpoint has {name} {has}, the recipe asks {wants}; "
-                "take the recipe that the run began with, or start under another run.name"
-            )
-
-
-def check_optimizer(manifest: Manifest, moments: Iterable[str]) -> None:
-    """Raise PlaitError unless the checkpoint has these moments of each weight and no others."""
-    has = {name.partition("/")[0] for name in tensor_names(manifest) if "/" in name} - {"model", "rng"}
-    wants = set(moments)
-    if has != wants:
-        one, other = (", ".join(sorted(names)) or "no moments" for names in (has, wants))
-        raise PlaitError(
-            f"this checkpoint has {one}, the recipe's optimizer keeps {other}; "
-            "take the recipe that the run began with, or start under another run.name"
-        )
-
-
 def safetensors_header(parts: Iterable[StoredPart]) -> tuple[bytes, list[StoredPart]]:
     """The header of the one safetensors file that holds these parts, and the parts in file order with `begin` set.
 

@@ -20,6 +20,7 @@ BF16_CAPABILITY = (8, 0)
 USUAL_USE_SHARE, USUAL_USE_BYTES = 0.1, 3 * 2**29
 """What a GPU may have in use without being taken, the larger of both: the asking process's own context (0.3 to 0.6 GiB)
 and a desktop's windows."""
+SUMMED_ONES = 1_000
 ON_PROCESSOR = 'write run.devices = "cpu" to train on the processor'
 
 
@@ -63,6 +64,10 @@ class GpuLibrary(Protocol):
         """Free memory of one of them; None where it lets nobody in."""
         ...
 
+    def sum_of_ones(self, number: int, count: int) -> float:
+        """What so many ones come to that one of them makes and adds; raises RuntimeError where it cannot."""
+        ...
+
 
 class TorchGpus:
     """The GPUs of this process's torch."""
@@ -83,6 +88,9 @@ class TorchGpus:
             return torch.cuda.mem_get_info(number)[0]
         except RuntimeError:  # "busy or unavailable": exclusive mode, or out of memory for a context
             return None
+
+    def sum_of_ones(self, number: int, count: int) -> float:
+        return float(torch.ones(count, device=torch.device("cuda", number)).sum())
 
 
 def check_gpus_are_seen(library: GpuLibrary, host: Host) -> None:
@@ -145,6 +153,21 @@ def check_gpus_are_usable(library: GpuLibrary, numbers: Sequence[int]) -> None:
         _check_kernels(number, library.gpu(number), build)
     for number in numbers:
         _check_free(number, library.gpu(number), library.free_bytes(number))
+
+
+def check_gpu_computes(library: GpuLibrary, number: int) -> None:
+    """Raise PlaitError where a GPU that is there cannot add: it has fallen off its bus, or its driver only describes
+    it. For the process that is about to use it, as it makes a context there."""
+    try:
+        found = library.sum_of_ones(number, SUMMED_ONES)
+        what = f"{SUMMED_ONES:,} ones come to {found:g} there"
+    except RuntimeError as error:
+        found, what = None, str(error).partition("\n")[0]
+    if found != SUMMED_ONES:
+        raise PlaitError(
+            f"GPU {number}, a {library.gpu(number).name}, does not compute ({what}); see what nvidia-smi says, restart "
+            f"the machine, name other GPUs in run.devices, or {ON_PROCESSOR}"
+        )
 
 
 def _check_kernels(number: int, gpu: Gpu, build: TorchBuild) -> None:

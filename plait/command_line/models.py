@@ -44,6 +44,7 @@ def sample(
     adapter: AdapterNames = None,
 ) -> None:
     """Let a trained model continue a text."""
+    from plait.commands.answering.pieces import write_pieces
     from plait.commands.sample import sample, sample_each
 
     how = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
@@ -54,10 +55,7 @@ def sample(
         texts = [("", sample(run, prompt, **how, adapter=names[0] if names else None))]
     for name, text in texts:
         output.write(f"adapter  {name}\n" if name else "")
-        for piece in text:
-            output.write(piece)
-            output.flush()
-        output.write("\n")
+        write_pieces(output, text)
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""The command that runs a person's own program: parse, call, print."""
+"""The commands that run a person's own program, and that lend a machine: parse, call, print."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from typing import Annotated
 
 import typer
 
-from plait.command_line.arguments import Address, HostCount, Port, SecretFile
+from plait.command_line.arguments import Address, HostCount, Port, ProgramOfHost, SecretFile
 from plait.command_line.models import screen_on
-from plait.process_exit import EXIT_OF_SIGNAL
+from plait.process_exit import exit_code_of
+
+
+def join_command(
+    at: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address where plait train or run --hosts waits.")],
+    secret_file: SecretFile = None,
+    program: ProgramOfHost = None,
+) -> None:
+    """Lend this machine to a run that another machine leads. The secret is read from PLAIT_SECRET or asked for."""
+    from plait.commands.join import join
+
+    ended_by = join(at, secret_file=secret_file, program=program, screen=screen_on(sys.stdout))
+    raise typer.Exit(exit_code_of(ended_by))
 
 
 def run_command(
@@ -32,4 +44,4 @@ def run_command(
 
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
     ended_by = run_program(program, arguments or [], workers=workers, hosts=requested, screen=screen_on(sys.stderr))
-    raise typer.Exit(EXIT_OF_SIGNAL[ended_by])
+    raise typer.Exit(exit_code_of(ended_by))

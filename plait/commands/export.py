@@ -30,6 +30,7 @@ from plait.interop.write_weights import SHARD_BYTES, files_bytes, write_weights,
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
 from plait.screen.screen import Screen
+from plait.trainer.checkpointing.fits import check_fits
 from plait.units import format_bytes
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -57,6 +58,7 @@ def write_export(
     found = newest_good(folder.checkpoints)
     if found is None:
         raise PlaitError(f'"{folder.path}" has no checkpoint yet; train it for a while first')
+    check_fits(found.manifest, plan)
     source = ExportedRun(folder=folder, plan=plan, found=found, base=run_base(folder, plan))
     tokenizer = corpus_tokenizer(open_corpus(working.path / plan.corpus))
     with screen.progress() as show:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from rich.console import Console
 
+from plait.checked_json import printable
 from plait.errors import Interrupted, PlaitError, file_error_sentence
 from plait.launch.local.signals import interrupting_signals
 from plait.launch.local.torchrun import torchrun_context
@@ -107,8 +108,9 @@ def in_call_words(text: str) -> str:
     """A command's words for somebody who called a function: "the same call" for "the same command", arguments for
     options, and the command in full where Python has no such argument.
 
-    What is to be typed on other hosts stays as it is.
+    What is to be typed on other hosts stays as it is; signs that a terminal would obey are taken out.
     """
+    text = printable(text)
     if "plait join" in text:
         return text.replace("the same command", "the same call")
     for pattern, words in _CALL_WORDS:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.arguments import check_arguments
+from plait.checked_json import printable
 from plait.checkpoint.store import published_checkpoints
 from plait.commands.monitoring.account import RunAccount, account_of
 from plait.commands.monitoring.run_end import run_end
@@ -92,7 +93,7 @@ class Run:
         if receipt := self.receipt:
             return in_call_words(run_end(receipt, self.path, [report.loss for report in steps], "utf-8"))
         loss = f", loss {steps[-1].loss:.3f}" if steps else ""
-        return f"run      {self.path}: step {steps[-1].step if steps else 0} of {self.plan.steps}{loss}"
+        return printable(f"run      {self.path}: step {steps[-1].step if steps else 0} of {self.plan.steps}{loss}")
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

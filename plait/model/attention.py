@@ -23,12 +23,15 @@ from plait.model.matmul import attend_by_default_library
 from plait.model.shape import ModelShape, biased_parts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Documents:
     """Lengths of the consecutive documents in the flattened rows of a batch; none crosses the end of a row.
 
     Where the device's kernel needs them, `GPT.forward` adds `ends`, shape [documents + 1], the cumulative lengths from
     0, and `longest`, an upper bound of the lengths.
+
+    Never changed, and yet not frozen: torch 2.11's compiler reads every field of a frozen dataclass that a layer is
+    given, and so compiled anew for each batch's lengths, also where no graph uses them.
     """
 
     lengths: tuple[int, ...]

@@ -25,7 +25,14 @@ _CHOICES = {
     "bias": Bias,
     "attention_scale": AttentionScale,
 }
-_COUNTS = ("layers", "width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "sequence")
+MOST_LAYERS, MOST_OF_A_SIZE, LONGEST_SEQUENCE = 10_000, 10_000_000, 1_000_000_000
+"""Far above every published model, and few enough to count through in a moment."""
+_COUNTS = {
+    "layers": MOST_LAYERS,
+    **dict.fromkeys(("width", "heads", "kv_heads", "head_width", "ffn", "vocabulary"), MOST_OF_A_SIZE),
+    "sequence": LONGEST_SEQUENCE,
+}
+"""The fields that count something, each with its upper bound."""
 _LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale", "adapter")
 """Fields that checkpoints of earlier versions lack: written only where they are not the default."""
 
@@ -68,9 +75,11 @@ class ModelShape:
     """Low-rank weights beside linear layers, which alone learn; None: all weights learn."""
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise PlaitError(f"the model's {name} is {getattr(self, name)!r}; choose a whole number of at least 1")
+        for name, most in _COUNTS.items():
+            if type(getattr(self, name)) is not int or not 1 <= getattr(self, name) <= most:
+                raise PlaitError(
+                    f"the model's {name} is {getattr(self, name)!r}; choose a whole number from 1 to {most:,}"
+                )
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), get_args(choices))
         _check_heads(self)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.cluster.gpus import TorchGpus, check_gpu_computes
 from plait.layout import AXES, Layout
 
 
@@ -98,6 +99,12 @@ class GroupSums:
         parts = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(parts, values, group=self.group)
         return parts
+
+
+def use_gpu(number: int) -> None:
+    """Make a GPU this process's own; raises PlaitError where it does not compute."""
+    torch.cuda.set_device(number)
+    check_gpu_computes(TorchGpus(), number)
 
 
 def open_store(rendezvous: str, rank: int, world_size: int) -> Store:

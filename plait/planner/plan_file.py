@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.errors import PlaitError
 from plait.planner.plan import Plan
+from plait.planner.plan_check import check_plan
 from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
 
@@ -41,40 +41,13 @@ def read_plan(path: Path) -> Plan:
             raise PlaitError(f'"{path}" was written by another version of plait; {_AGAIN}')
         for older in range(written, PLAN_FORMAT):
             values = _OLDER[older](values)
-        return _checked(typed_value(Plan, values))
+        plan = typed_value(Plan, values)
+        check_plan(plan)
+        return plan
     except OSError as error:
         raise PlaitError(f'"{path}" cannot be read ({error.strerror}); bring it back, or {_AGAIN}') from None
     except ValueError as error:
         raise PlaitError(f'"{path}" is not a usable plan ({error}); bring it back, or {_AGAIN}') from None
-
-
-def _checked(plan: Plan) -> Plan:
-    """Raise ValueError for numbers that no run can have."""
-    optimizer, layout = plan.optimizer, plan.layout
-    counts = {
-        **{f"layout.{axis}": degree for axis, degree in layout.degrees.items()},
-        **{name: getattr(plan, name) for name in _COUNTS},
-        **{f"layout.stage_layers {stage}": layers for stage, layers in enumerate(layout.stage_layers, 1)},
-        **{f"shares {part}": share for part, share in enumerate(plan.shares, 1)},
-        **{f"micro_limits {part}": most for part, most in enumerate(plan.micro_limits, 1)},
-        **{
-            f"hosts {number}: {name}": getattr(host, name)
-            for number, host in enumerate(plan.hosts, 1)
-            for name in ("workers", "threads")
-        },
-    }
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name} is {count} and must be 1 or more")
-    for name, amount in {"optimizer.lr": optimizer.lr, "optimizer.weight_decay": optimizer.weight_decay}.items():
-        if not (isfinite(amount) and amount >= 0):
-            raise ValueError(f"{name} is {amount:g} and must be 0 or more")
-    if not 0 <= optimizer.momentum < 1:
-        raise ValueError(f"optimizer.momentum is {optimizer.momentum:g} and must be from 0 to below 1")
-    return plan
-
-
-_COUNTS = ("threads", "sequence", "batch_sequences", "micro_sequences", "steps", "checkpoint_keep")
 
 
 def _from_format_2(values: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from plait.recipe.values import (
     Layers,
     Name,
     Positive,
+    SequenceLength,
     SizeText,
     Steps,
     TokenCount,
@@ -113,7 +114,7 @@ class TrainSection(RecipeSection):
 
     budget: AmountText | Auto = "auto"
     """How long: "10 minutes", "500 steps", "20M tokens", "3 epochs"."""
-    sequence: Annotated[int, Field(ge=2, le=1_000_000_000)] | Auto = "auto"
+    sequence: SequenceLength | Auto = "auto"
     """Tokens of a training window."""
     batch_tokens: TokenCount | Auto = "auto"
     """Tokens of one optimizer step over all devices: 16384, "512K", "16M"; K is 1,000 and M 1,000,000."""

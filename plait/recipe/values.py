@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from plait.errors import PlaitError
 from plait.layout import LARGEST_CLUSTER
+from plait.model.shape import LONGEST_SEQUENCE, MOST_LAYERS, MOST_OF_A_SIZE
 from plait.units import parse_amount, parse_count, parse_every
 
 Auto = Literal["auto"]
@@ -78,9 +79,10 @@ SizeText = Annotated[str, _valid(_check_size)]
 Name = Annotated[str, _valid(_check_name)]
 Positive = Annotated[int, Field(gt=0, le=LARGEST_COUNT)]
 TokenCount = Annotated[Positive, BeforeValidator(_number_of)]
-Layers = Annotated[int, Field(gt=0, le=10_000)]
-Width = Annotated[int, Field(gt=0, le=10_000_000)]
+Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
+Width = Annotated[int, Field(gt=0, le=MOST_OF_A_SIZE)]
 """Of a model, its heads, its inner parts and its vocabulary."""
+SequenceLength = Annotated[int, Field(ge=2, le=LONGEST_SEQUENCE)]
 Degree = Annotated[int, Field(gt=0, le=LARGEST_CLUSTER)]
 DeviceNumbers = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=LARGEST_CLUSTER)], ...],

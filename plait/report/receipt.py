@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
+from plait.checked_json import printable
 from plait.layout import Layout
 from plait.partition.execution import MatmulBackend
 from plait.report.plausibility import efficiency_doubt, mfu_doubt
@@ -120,7 +121,7 @@ class Receipt:
 
     def __str__(self) -> str:
         """A few aligned lines, as `plait train --verbose` prints them."""
-        rows = [(name, text) for name, text in _rows(self) if text]
+        rows = [(name, printable(text)) for name, text in _rows(self) if text]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from textwrap import fill
 
+from plait.checked_json import printable
+
 TEXT_COLUMN = 9
 """Where the text of a line begins, after its key: "model    1.38M parameters"."""
 LEAST_TEXT_COLUMNS = 25
@@ -15,11 +17,13 @@ _GAP = re.compile(r" {2,}")
 
 
 def wrapped(text: str, columns: int | None) -> str:
-    """The text with every line in so many columns at most; None leaves lines whole.
+    """The text with every line in so many columns at most; None leaves lines whole. Signs that a terminal would obey
+    are taken out: names and sentences may come from files that somebody else wrote.
 
     A line that goes on is indented to where its last column of text began. Words that are longer stay whole, so that
     paths and commands can be copied.
     """
+    text = printable(text)
     if columns is None:
         return text
     return "\n".join(_wrapped_line(line, columns) for line in text.split("\n"))

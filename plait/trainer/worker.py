@@ -17,7 +17,7 @@ import torch.distributed as dist
 from plait.errors import RunFailed
 from plait.model.matmul import select_matmul_library, select_matmul_precision
 from plait.model.weights import training_flops_per_token
-from plait.parallel.mesh import make_mesh, open_store, world_sums
+from plait.parallel.mesh import make_mesh, open_store, use_gpu, world_sums
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
@@ -99,7 +99,7 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
     backend = "gloo"
     select_matmul_library(plan.matmul_backend_of(context.rank) if plan.device == "cpu" else "default")
     if plan.device == "cuda":
-        torch.cuda.set_device(plan.gpu_of(context.local_rank))
+        use_gpu(plan.gpu_of(context.local_rank))
         select_deterministic_kernels(plan)
         select_matmul_precision(plan.execution.matmul_precision)
         backend = "cpu:gloo,cuda:nccl"

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from plait.checkpoint.durable import earlier_checkpoints
 from plait.checkpoint.file_check import HashShare
-from plait.checkpoint.manifest import check_model, manifest_text, tensor_names
+from plait.checkpoint.fitting import check_model, check_weights
+from plait.checkpoint.manifest import manifest_text, tensor_names
 from plait.checkpoint.store import (
     FoundCheckpoint,
     checkpoint_for,
@@ -285,6 +286,15 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_first_field_that_differ
         check_model(manifest, {"layers": 2, "width": 320, "rope_theta": 5e5, "tied": True})
     with pytest.raises(PlaitError, match="has tied True, the recipe asks None"):
         check_model(manifest, {"layers": 2, "width": 256, "rope_theta": 1e4})
+
+
+def test_weights_that_are_not_there_in_their_size_are_refused(folder, save):
+    manifest = verify_checkpoint(save(folder, 1))
+    check_weights(manifest, {"norm": (8,), "wide": (6, 4)})
+    with pytest.raises(PlaitError, match="this checkpoint's wide has 6 × 4 numbers, the run's has 6 × 4000; "):
+        check_weights(manifest, {"wide": (6, 4000)})
+    with pytest.raises(PlaitError, match="has no tensor model/wider"):
+        check_weights(manifest, {"norm": (8,), "wider": (6, 4)})
 
 
 def test_a_manifest_is_text_made_of_its_values_alone(folder, save):

@@ -18,6 +18,8 @@ class DescribedGpus:
     gpus: tuple[Gpu, ...] = ()
     free: Mapping[int, int | None] = field(default_factory=dict)
     """Free bytes by number; all of a GPU that is not named."""
+    sums: Mapping[int, float | str] = field(default_factory=dict)
+    """What ones come to by number, or the error's text; all the others add well."""
     built: TorchBuild = CUDA_13
 
     def build(self) -> TorchBuild:
@@ -28,6 +30,12 @@ class DescribedGpus:
 
     def gpu(self, number: int) -> Gpu:
         return self.gpus[number]
+
+    def sum_of_ones(self, number: int, count: int) -> float:
+        answer = self.sums.get(number, float(count))
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return answer
 
     def free_bytes(self, number: int) -> int | None:
         return self.free.get(number, self.gpus[number].memory_bytes)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.gpus import TorchBuild, TorchGpus, has_kernels_for
+from plait.cluster.gpus import TorchBuild, TorchGpus, check_gpu_computes, has_kernels_for
 from plait.cluster.measure import detect_machine
 from plait.cluster.nvidia_driver import NvidiaCards, ThisHost, find_nvidia_cards
 from plait.cluster.requested_workers import RequestedWorkers
@@ -117,6 +117,16 @@ def test_a_card_that_another_program_uses_is_refused_unless_it_is_not_asked_for(
     assert detect_machine(RequestedWorkers(devices=(0,)), library=taken, here=EMPTY).devices == 1
     with pytest.raises(PlaitError, match="lets no other program in"):
         detect_machine(library=replace(taken, free={0: None}), here=EMPTY)
+
+
+def test_a_card_that_does_not_compute_is_refused_before_anything_runs_on_it() -> None:
+    """Such as one that has fallen off its bus, or one of a driver that exists in a description only."""
+    two = replace(described_gpus(("H100", 80), ("H100", 80)), sums={0: 0.0, 1: "CUDA error: unknown error\nmore"})
+    check_gpu_computes(described_gpus(("H100", 80)), 0)
+    with pytest.raises(PlaitError, match=r"GPU 0, a H100, does not compute \(1,000 ones come to 0 there\); see what "):
+        check_gpu_computes(two, 0)
+    with pytest.raises(PlaitError, match=r"does not compute \(CUDA error: unknown error\); .*run.devices"):
+        check_gpu_computes(two, 1)
 
 
 def test_a_desktop_and_the_context_of_the_question_are_no_other_program() -> None:

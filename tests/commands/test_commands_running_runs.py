@@ -79,14 +79,14 @@ def test_what_each_gets(own: RunningRun, others: list[RunningRun], cores: int, t
 
 def test_a_second_real_run_in_another_folder_is_told(tmp_path: Path) -> None:
     here, there = Place(tmp_path / "here"), Place(tmp_path / "there")
-    where = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    first = here.start("train", "tiny.toml", "run.name=first", "train.budget=100000 steps", environment=where)
+    where, alone = {"XDG_RUNTIME_DIR": str(tmp_path)}, ("layout.replicate=1", "run.threads=1")
+    first = here.start("train", "tiny.toml", "run.name=first", "train.budget=100000 steps", *alone, environment=where)
     metrics = here.path("first") / "metrics.jsonl"
     wait_while_running(lambda: metrics.exists() and metrics.stat().st_size > 0, first)
-    second = there.run("train", "tiny.toml", "run.name=second", "train.budget=2 steps", environment=where)
+    second = there.run("train", "tiny.toml", "run.name=second", "train.budget=2 steps", *alone, environment=where)
     kill_group(first, signal.SIGINT)
     assert ended(first).code in (0, 130) and second.code == 0, second
     told = " ".join(second.out.split())
-    assert f"this machine is training already: {here.path('first').resolve()} (2 workers, 1 thread each)" in told
+    assert f"this machine is training already: {here.path('first').resolve()} (1 worker, 1 thread each)" in told
     assert "this run gets about" in told or "enough of the" in told
     assert not list((tmp_path / "plait").iterdir())

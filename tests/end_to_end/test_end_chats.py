@@ -73,6 +73,7 @@ def test_samples_are_shown_with_what_is_learnt(chats: Place) -> None:
     assert " windows of 128 tokens, " in packing and "% full; the longest example has " in packing
 
 
+@pytest.mark.slow
 def test_examples_longer_than_a_window_are_refused_before_a_worker_starts(chats: Place) -> None:
     refused = chats.train("short", "train.sequence=8", "train.batch_tokens=64")
     assert refused.code == 2 and "longer than a window of 8 tokens" in refused.sentence()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ ROOT = str(Path(__file__).parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
+from plait.launch.local.run import ForkServer  # noqa: E402
+from plait.launch.values.job import Job, Message  # noqa: E402
+from tests.entry_tables import entries_of  # noqa: E402
+
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"))
 
 
@@ -20,6 +25,34 @@ NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The processor, or the first GPU."""
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+
+
+NEEDS_TWO_GPUS = (pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"))
+RunRanks = Callable[[str, str, int], dict[int, dict[str, Any]]]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_TWO_GPUS)])
+def two_devices(request: pytest.FixtureRequest) -> str:
+    """Two processes of the processor, or the first two GPUs."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Iterator[RunRanks]:
+    """Runs an entry of rank_entries.py on so many ranks; answers each rank's last message."""
+    entries = entries_of("tests.gpu.rank_entries", preload=("torch._dynamo", "plait.trainer.worker"))
+    with ForkServer(entries, threads=1) as server:
+
+        def run(entry: str, argument: str, world_size: int) -> dict[int, dict[str, Any]]:
+            told: dict[int, dict[str, Any]] = {}
+
+            def hear(message: Message) -> None:
+                told[message.rank] = dict(message.values)
+
+            server.run(Job(entry=entry, argument=argument, world_size=world_size, threads=1), on_message=hear)
+            return told
+
+        yield run
 
 
 @pytest.fixture(autouse=True)

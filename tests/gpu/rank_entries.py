@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,7 +16,11 @@ from torch import Tensor
 
 from plait.checkpoint.store import verify_checkpoint
 from plait.launch.values.job import RankContext
+from plait.parallel.apply import STAGES
+from plait.parallel.gradients.buckets import BUCKET_BYTES
 from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
+from plait.parallel.pipeline import stage_links
+from plait.parallel.replicate import replicate
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak
@@ -25,7 +32,9 @@ from plait.trainer.state import TrainState
 def take_steps(context: RankContext, argument: str) -> None:
     """Some steps of the plan in a folder: the losses and the norms of the gradients."""
     asked = json.loads(argument)
-    with assembled(context, Path(asked["folder"])) as (assembly, _):
+    library, bucket_bytes = asked.get("library", "gloo"), asked.get("bucket_bytes", BUCKET_BYTES)
+    stage_links.RECEIVES_AHEAD = asked.get("receives_ahead", stage_links.RECEIVES_AHEAD)  # in this process alone
+    with assembled(context, Path(asked["folder"]), library, bucket_bytes=bucket_bytes) as (assembly, _):
         state, losses, norms = TrainState(), list[float](), list[float]()
         for _ in range(asked["steps"]):
             state, scalars = assembly.step(state)
@@ -67,17 +76,62 @@ def watched_step(context: RankContext, argument: str) -> None:
     context.send("peak", bytes=peak.bytes)
 
 
+def step_without_waiting(context: RankContext, argument: str) -> None:
+    """Steps after the third, in which a host that waits for its GPU is an error; and whether torch saw one that did."""
+    with assembled(context, Path(argument), "nccl") as (assembly, _):
+        state = TrainState()
+        for _ in range(3):  # compiles, and makes the optimizer's state
+            state, _ = assembly.step(state)
+        with no_host_waits(assembly.device):
+            for _ in range(2):
+                state, _ = assembly.step(state)
+            state, scalars = assembly.step(state)
+            caught = assembly.device.type == "cpu" or waits_are_errors(scalars.norm)
+    context.send("steps", count=state.step, finite=bool(scalars.norm.isfinite()), caught=caught)
+
+
 @contextmanager
-def assembled(context: RankContext, folder: Path) -> Iterator[tuple[Assembly, Sums]]:
-    """This rank's part of the run in a folder. Messages go over gloo: NCCL takes one rank for each GPU."""
+def no_host_waits(device: torch.device) -> Iterator[None]:
+    """Within the block torch raises where the host waits for a GPU; a processor has nobody to wait for."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def waits_are_errors(value: Tensor) -> bool:
+    """Whether reading a value from the GPU is refused now."""
+    try:
+        value.item()
+    except RuntimeError:
+        return True
+    return False
+
+
+@contextmanager
+def assembled(
+    context: RankContext,
+    folder: Path,
+    library: Literal["gloo", "nccl"] = "gloo",
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[Assembly, Sums]]:
+    """This rank's part of the run in a folder: over gloo all ranks share the first GPU, as NCCL takes one rank for each
+    GPU; over "nccl" each has its own."""
     plan = read_plan(folder / "plan.json")
     torch.set_num_threads(1)
     if plan.device == "cuda":
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(context.rank if library == "nccl" else 0)
     store = open_store(context.rendezvous, context.rank, context.world_size)
-    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size)
+    backend = "cpu:gloo,cuda:nccl" if (plan.device, library) == ("cuda", "nccl") else "gloo"
+    dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size)
     world, mesh = world_sums(), make_mesh(plan.layout, plan.device)
-    assembly = assemble(load_recipe(folder / "recipe.toml"), plan, sums=world, mesh=mesh)
+    *others, last = STAGES
+    stages = (*others, replace(last, apply=partial(replicate, bucket_bytes=bucket_bytes)))
+    assembly = assemble(load_recipe(folder / "recipe.toml"), plan, sums=world, mesh=mesh, stages=stages)
     yield assembly, world
     assembly.loader.close()
     dist.destroy_process_group()

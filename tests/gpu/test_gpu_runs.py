@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,14 @@ import torch
 from rich.console import Console
 
 from plait.commands.verify import verify
-from plait.launch.local.run import ForkServer
-from plait.launch.values.job import Job, Message
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, traced_peak
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.workload import workload_of
 from plait.screen.terminal import TerminalScreen
 from plait.working_folder import WorkingFolder
-from tests.entry_tables import entries_of
+from tests.gpu.conftest import RunRanks
 from tests.trainer.tiny import RECIPE, make_tiny
 
-RunRanks = Callable[[str, str, int], dict[int, dict[str, Any]]]
 ALONE = "layout.replicate=1"
 TOGETHER = {
     "replicate": ("layout.replicate=2",),
@@ -35,23 +31,6 @@ SMALL = (
     "model.layers=8", "model.width=96", "model.heads=4", "model.vocabulary=300", "train.sequence=64",
     "train.batch_tokens=1024", "data.mask_documents=false", "layout.micro_sequences=4",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def run_ranks() -> Iterator[RunRanks]:
-    entries = entries_of("tests.gpu.rank_entries", preload=("torch._dynamo", "plait.trainer.worker"))
-    with ForkServer(entries, threads=1) as server:
-
-        def run(entry: str, argument: str, world_size: int) -> dict[int, dict[str, Any]]:
-            told: dict[int, dict[str, Any]] = {}
-
-            def hear(message: Message) -> None:
-                told[message.rank] = dict(message.values)
-
-            server.run(Job(entry=entry, argument=argument, world_size=world_size, threads=1), on_message=hear)
-            return told
-
-        yield run
 
 
 def steps(run_ranks: RunRanks, folder: Path, device: str, ranks: int, *keys: str, **planned: Any) -> dict[str, Any]:
@@ -68,6 +47,33 @@ def test_ranks_that_share_a_device_compute_what_one_does(
     both = steps(run_ranks, tmp_path / "both", device.type, 2, *TOGETHER[layout], precision="float32")
     assert both["losses"] == pytest.approx(one["losses"], rel=1e-4)
     assert both["norms"] == pytest.approx(one["norms"], rel=1e-3)
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_a_pipeline_computes_what_one_device_does_however_many_receives_are_posted(
+    run_ranks: RunRanks, tmp_path: Path, two_devices: str, ahead: int
+) -> None:
+    """Over NCCL on two GPUs, over gloo on a processor; what each number costs, benchmarks/gpu_settings.py tells."""
+    one = steps(run_ranks, tmp_path / "one", two_devices, 1, ALONE, precision="float32")
+    (tmp_path / "both").mkdir()
+    keys = (ALONE, "layout.pipeline=2", "layout.micro_sequences=1", "layout.schedule=1f1b")
+    make_tiny(tmp_path / "both", *keys, device=two_devices, precision="float32")
+    asked = {"folder": str(tmp_path / "both"), "steps": 3, "library": "nccl", "receives_ahead": ahead}
+    assert run_ranks("take_steps", json.dumps(asked), 2)[0]["losses"] == pytest.approx(one["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+def test_shards_on_two_gpus_compute_what_one_device_does(
+    run_ranks: RunRanks, tmp_path: Path, two_devices: str, what: str
+) -> None:
+    one = steps(run_ranks, tmp_path / "one", two_devices, 1, ALONE, precision="float32")
+    (tmp_path / "both").mkdir()
+    keys = (ALONE, "layout.shard=2", f"layout.shard_what={what}")
+    make_tiny(tmp_path / "both", *keys, device=two_devices, precision="float32")
+    asked = {"folder": str(tmp_path / "both"), "steps": 3, "library": "nccl"}
+    found = run_ranks("take_steps", json.dumps(asked), 2)[0]
+    assert found["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert found["norms"] == pytest.approx(one["norms"], rel=1e-3)
 
 
 def test_rounded_arithmetic_trains_like_float32(run_ranks: RunRanks, tmp_path: Path, device: torch.device) -> None:
@@ -87,6 +93,20 @@ def test_a_checkpoint_from_the_device_brings_back_every_bit(
     assert found["same"] and found["tensors"] > 10 and device.type in found["devices"]
     assert (found["step"], found["next_step"]) == (2, 3)
     assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6 if device.type == "cuda" else 0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("documents", ["mask", "join"])
+def test_no_step_waits_for_the_gpu(
+    run_ranks: RunRanks, tmp_path: Path, device: torch.device, documents: Any, recompute: str
+) -> None:
+    """With loader, documents, compiled layers and the optimizer's own kernel, by torch's own watch over the host."""
+    compiled = "blocks" if device.type == "cuda" else "off"
+    keys = (ALONE, f"layout.recompute={recompute}", f"data.mask_documents={'true' if documents == 'mask' else 'false'}")
+    _, plan = make_tiny(tmp_path, *keys, device=device.type, precision="bf16", compile=compiled)
+    assert plan.documents == documents
+    found = run_ranks("step_without_waiting", str(tmp_path), 1)[0]
+    assert found == {"count": 6, "finite": True, "caught": True}
 
 
 @pytest.mark.parametrize(

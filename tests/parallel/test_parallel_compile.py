@@ -184,18 +184,28 @@ def kept_per_layer(plan: Plan, what: Recompute, precision: str) -> list[Tensor]:
     return list(kept.values())
 
 
-def test_float32_documents_on_gpus_are_no_reason_to_compile_anew(plan: Plan) -> None:
+@pytest.mark.parametrize("what", ["none", "full", "selective"])
+def test_float32_documents_on_gpus_are_no_reason_to_compile_anew(plan: Plan, what: Recompute) -> None:
     """Without 16 bits there is no kernel for lengths: each document is attended to alone, outside the graphs."""
     graphs, model, plain = CountedGraphs(), GPT(SHAPE), GPT(SHAPE)
     for each in (model, plain):
         initialize(each, 1)
     for layer in model.layers.values():
+        if what != "none":
+            layer.run = layer_runner(replace(plan, layout=Layout(recompute=what)).execution)  # type: ignore[assignment]
         layer.compile(dynamic=False, backend=graphs)
     counts = []
     for step in range(STEPS):
         documents = with_ends(lengths_of(step))
         tokens = torch.randint(0, 50, (ROWS, SHAPE.sequence), generator=torch.Generator().manual_seed(step))
         positions = torch.arange(SHAPE.sequence).expand(ROWS, -1)
-        torch.testing.assert_close(model(tokens, positions, documents), plain(tokens, positions, documents))
+        found, wanted = (each(tokens, positions, documents) for each in (model, plain))
+        torch.testing.assert_close(found, wanted)
+        for each, output in ((model, found), (plain, wanted)):
+            each.zero_grad()
+            output.square().sum().backward()
+        found, wanted = ([one.grad for one in each.parameters() if one.grad is not None] for each in (model, plain))
+        for one, other in zip(found, wanted, strict=True):
+            assert float((one - other).norm()) < 1e-4 * float(other.norm())
         counts.append(graphs.count)
     assert counts[-1] <= 6 and counts[-1] == counts[2]

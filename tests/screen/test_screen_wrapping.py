@@ -31,3 +31,9 @@ def test_a_line_goes_on_below_its_text_its_dot_or_its_last_column():
 def test_a_word_that_is_too_long_stays_whole_so_that_it_can_be_copied():
     path = "/a/long/path/" + "x" * 90
     assert path in wrapped(f"wrote    {path}", 80)
+
+
+@pytest.mark.parametrize("columns", [None, 20, 80])
+def test_signs_that_a_terminal_would_obey_are_taken_out(columns: int | None) -> None:
+    text = "run      a\x1b[2Jb\x07 \u202ec\ud800 d\n         é 日本"
+    assert wrapped(text, columns) == "run      a[2Jb c d\n         é 日本"

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, TextIO
 
 import tokenizers
 
+from plait.commands.answering.pieces import write_pieces
 from plait.commands.models.found_model import template_folders
 from plait.commands.models.opened_model import OpenedModel, open_each, open_model
 from plait.commands.sample import decode_incrementally
@@ -147,7 +148,4 @@ def talk(
         if line.startswith(ADAPTER_LINE):
             conversation.take_adapter(line.removeprefix(ADAPTER_LINE).strip())
             continue
-        for piece in conversation.say(line.strip()):
-            output.write(piece)
-            output.flush()
-        output.write("\n")
+        write_pieces(output, conversation.say(line.strip()))

@@ -19,6 +19,7 @@ from plait.interop.base_model import read_base_model
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
 from plait.report.metrics import read_metrics
+from plait.trainer.checkpointing.fits import check_fits
 from plait.working_folder import WorkingFolder
 
 USUAL_SEQUENCE = 2048
@@ -134,6 +135,7 @@ def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | Non
     found = newest_good(folder.checkpoints)
     if found is None:
         raise PlaitError(f'"{folder.path}" {_why_no_checkpoint(folder)}')
+    check_fits(found.manifest, plan)
     shape = plan.shape if sequence is None else _for_sequence(plan.shape, sequence)
     stored = StoredModel(kind="checkpoint", path=str(found.path), shape=shape)
     if shape.adapter is not None:

@@ -22,6 +22,7 @@ from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.report.receipt import Receipt
 from plait.screen.screen import Screen
+from plait.trainer.checkpointing.fits import check_fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ def run_training(
     require_present()
     plan = replace(plan, corpus=workers.working_folder.relative(plan.corpus))
     point = folder.prepare_resume()
+    if point:
+        check_fits(point.manifest, plan)
     keep_base_files(plan.base and str(workers.working_folder.path / plan.base), folder.base)
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     recovery = Recovery(config.recover, folder, plan, require_present)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
@@ -19,6 +17,7 @@ from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
 from plait.planner.resolve.resolve import with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
+from plait.private_folder import job_folder
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
@@ -88,15 +87,15 @@ def measure(
 
 def time_plan(config: RunConfig, plan: Plan, workers: WorkerPool, *, least_s: float) -> float:
     """Median seconds of a plan's steps, of which at least `least_s` are timed."""
-    with TemporaryDirectory(prefix="plait-measure-") as name:
-        write_plan(plan, Path(name) / "plan.json")
-        (Path(name) / "recipe.toml").write_text(recipe_text(config))
+    with job_folder("plait-measure-") as folder:
+        write_plan(plan, folder / "plan.json")
+        (folder / "recipe.toml").write_text(recipe_text(config))
         job = Job(
             entry=TIMING_ENTRY,
-            argument=json.dumps({"folder": name, "least_s": least_s}),
+            argument=json.dumps({"folder": str(folder), "least_s": least_s}),
             world_size=plan.world_size,
             threads=plan.threads,
-            log_dir=name,
+            log_dir=str(folder),
             at_stop="abandon",
         )
         return ask_rank_0(workers, job, "measured")["step_s"]

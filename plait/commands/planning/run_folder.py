@@ -196,7 +196,8 @@ def run_names(working: WorkingFolder) -> list[str]:
 
 
 def _holds_run(folder: RunFolder) -> bool:
-    return _is_file(folder.plan) and _is_file(folder.recipe)
+    # plait gives no run a name with signs that a terminal obeys.
+    return folder.path.name.isprintable() and _is_file(folder.plan) and _is_file(folder.recipe)
 
 
 def _is_file(path: Path) -> bool:

@@ -28,7 +28,7 @@ from plait.commands.probing.result import DeadPair, DeviceCheck, PairReport
 from plait.commands.probing.training_pieces import GroupBarrier, gpu_clock
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
-from plait.parallel.mesh import open_store
+from plait.parallel.mesh import open_store, use_gpu
 
 RENDEZVOUS_TIMEOUT_S = 60.0
 """Time limit for a rank to appear, and for its links to open."""
@@ -50,7 +50,7 @@ def join_probe(context: RankContext, device_kind: MachineDevice, gpus: Sequence[
     backend = "gloo"
     clock: Clock = WallClock(synchronize=_no_wait)
     if device_kind == "cuda":
-        torch.cuda.set_device(gpus[context.local_rank] if gpus else context.local_rank)
+        use_gpu(gpus[context.local_rank] if gpus else context.local_rank)
         backend, clock = "cpu:gloo,cuda:nccl", gpu_clock(COLLECTIVE_TIMEOUT.total_seconds())
     try:
         dist.init_process_group(

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from plait.checked_json import SingleLine, one_line, parse_json, typed_value
+from plait.checked_json import SingleLine, one_line, parse_json, printable, typed_value
 from plait.cluster.measured import WORK_SIZES, MeasuredLink, MeasuredOverlap, MessageTiming, WorkTiming
 from plait.cluster.probe.verdict import PairTiming, ProbedHost
 from plait.errors import PlaitError, RunFailed
-from plait.launch.remote.json_text import printable
 from plait.launch.values.job import THREADS_AT_MOST
 
 _T = TypeVar("_T")

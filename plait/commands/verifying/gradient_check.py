@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 from plait.commands.planning.workers import CHECK_ENTRY, WorkerPool
@@ -19,7 +18,7 @@ from plait.launch.values.job import Job
 from plait.layout import Layout
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
-from plait.private_folder import make_private_folder
+from plait.private_folder import job_folder, make_private_folder
 from plait.proof.verdict import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Tolerances, Verdict, compare_runs
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
@@ -106,8 +105,8 @@ def _temporary_folder(workers: WorkerPool) -> Iterator[Path]:
     cache = workers.working_folder.cache
     if workers.fixed_workers is not None:
         make_private_folder(cache)
-    with TemporaryDirectory(prefix="plait-verify-", dir=cache.resolve() if workers.fixed_workers else None) as name:
-        yield Path(name)
+    with job_folder("plait-verify-", cache.resolve() if workers.fixed_workers else None) as folder:
+        yield folder
 
 
 def _write_inputs(folder: Path, config: RunConfig, plan: Plan) -> None:

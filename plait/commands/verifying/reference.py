@@ -19,7 +19,8 @@ from torch import Tensor
 
 from plait.commands.verifying.small_model import STEPS_PER_OPTIMIZER
 from plait.launch.values.job import RankContext
-from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
+from plait.model.matmul import select_matmul_precision
+from plait.parallel.mesh import ONE_PROCESS, make_mesh, use_gpu, world_sums
 from plait.parallel.sharded_model import LocalGradients
 from plait.planner.plan import OptimizerKind, Plan
 from plait.planner.plan_file import read_plan
@@ -57,6 +58,9 @@ def run_check_rank(context: RankContext, argument: str) -> None:
 def reference_tensors(config: RunConfig, plan: Plan, scope: ReferenceScope) -> dict[str, Tensor]:
     """What one plain process computes: no mesh, no process group, no stage."""
     torch.set_num_threads(plan.threads)
+    if plan.device == "cuda":
+        use_gpu(plan.gpu_of(0))
+        select_matmul_precision(plan.execution.matmul_precision)
     assembly = assemble(config, plan, stages=(), sums=ONE_PROCESS)
     assert isinstance(assembly.model.gradients, LocalGradients) and assembly.model.pipe is None
     found = collect_tensors(assembly, scope)

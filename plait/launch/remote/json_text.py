@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import unicodedata
 from typing import Any
 
-from plait.checked_json import parse_json
-
-_HARMFUL = {"Cc", "Cs"}
-# What makes a terminal show text in another order than it is written in.
-_REORDERING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-_KEPT = frozenset("\n\t")
+from plait.checked_json import parse_json, printable
 
 
 def parse_frame_text(text: bytes) -> Any:
@@ -21,17 +15,6 @@ def parse_frame_text(text: bytes) -> Any:
     the terminal that shows it.
     """
     return parse_json(text.decode("utf-8"), text=_checked_text)
-
-
-def printable(text: str) -> str:
-    """The text without control characters, line breaks and tabs apart, and without half characters."""
-    if text.isprintable() and text.isascii():
-        return text
-    return "".join(sign for sign in text if sign in _KEPT or not _is_harmful(sign))
-
-
-def _is_harmful(sign: str) -> bool:
-    return sign in _REORDERING or unicodedata.category(sign) in _HARMFUL
 
 
 def _checked_text(text: str) -> str:

@@ -87,7 +87,7 @@ def _meanings(shape: ModelShape) -> dict[str, tuple[AdapterTarget, ...]]:
     for target in layers:
         part, _, short = target.partition(".")
         known |= {target: (target,), short: (target,), part: (*known.get(part, ()), target)}
-    present = {name: tuple(one for one in targets if one in layers) for name, targets in known.items()}
+    present = {name: tuple(one for one in layers if one in targets) for name, targets in known.items()}
     return {name: targets for name, targets in present.items() if targets}
 
 

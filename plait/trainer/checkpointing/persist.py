@@ -11,7 +11,8 @@ from torch import Tensor
 
 from plait.checkpoint.arrival import await_parts
 from plait.checkpoint.file_check import HashShare
-from plait.checkpoint.manifest import Manifest, check_model, check_optimizer, tensor_names
+from plait.checkpoint.fitting import check_model, check_optimizer
+from plait.checkpoint.manifest import Manifest, tensor_names
 from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice, write_rank
 from plait.errors import PlaitError, RunFailed
@@ -20,8 +21,8 @@ from plait.model.weights import trained_weights
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
 from plait.partition.boxes import Box
-from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
+from plait.trainer.checkpointing.fits import described_model
 from plait.trainer.optim import moment_names, set_state, updates_counted
 from plait.trainer.state import TrainState
 
@@ -182,12 +183,6 @@ def load_weights(model: GPT, path: Path, manifest: Manifest) -> None:
     with torch.no_grad():
         for name in trained_weights(model.shape):
             model.get_parameter(name).copy_(read_tensor(path, manifest, f"model/{name}"))
-
-
-def described_model(plan: Plan) -> dict[str, object]:
-    """What a checkpoint says of its model: the shape and, where it holds an adapter alone, which model that is of."""
-    base = {"base": plan.base_fingerprint} if plan.base and plan.shape.adapter else {}
-    return {**plan.shape.to_dict(), **base}
 
 
 def _trained(assembly: Assembly) -> list[HeldWeight]:

@@ -1,0 +1,23 @@
+"""What a checkpoint says of its model, and whether it is of a plan's; no torch."""
+
+from __future__ import annotations
+
+from plait.checkpoint.fitting import check_model, check_weights
+from plait.checkpoint.manifest import Manifest
+from plait.model.shape import weight_sizes
+from plait.model.weights import trained_weights
+from plait.planner.plan import Plan
+
+
+def described_model(plan: Plan) -> dict[str, object]:
+    """What a checkpoint says of its model: the shape and, where it holds an adapter alone, which model that is of."""
+    base = {"base": plan.base_fingerprint} if plan.base and plan.shape.adapter else {}
+    return {**plan.shape.to_dict(), **base}
+
+
+def check_fits(manifest: Manifest, plan: Plan) -> None:
+    """Raise PlaitError unless a checkpoint is of the plan's model and has each weight that learns in its whole size: to
+    be asked before anybody takes memory for them."""
+    check_model(manifest, described_model(plan))
+    sizes = weight_sizes(plan.shape)
+    check_weights(manifest, {name: sizes[name] for name in trained_weights(plan.shape)})
