@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import types
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -23,7 +24,22 @@ DEEPEST = 40
 limit is."""
 _COUNTS_BELOW, _WHOLE_BELOW = 1 << 63, 10**LONGEST_NUMBER
 _LINE_CHARACTERS, _KEY_CHARACTERS = 2_000, 80
+_HARMFUL, _KEPT = {"Cc", "Cs"}, frozenset("\n\t")
+# What makes a terminal show text in another order than it is written in.
+_REORDERING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text without control characters, line breaks and tabs apart, and without half characters: a terminal shows it
+    and does not obey it, whoever wrote it."""
+    if text.isprintable() and text.isascii():
+        return text
+    return "".join(sign for sign in text if sign in _KEPT or not _is_harmful(sign))
+
+
+def _is_harmful(sign: str) -> bool:
+    return sign in _REORDERING or unicodedata.category(sign) in _HARMFUL
 
 
 def one_line(text: str) -> str:
