@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,8 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def _plait(program: BenchProgram, model: nn.Module, batches: list[Batch], kind: str) -> TakeStep:
     """ "plait LAYOUT", the layout's blank written as an underscore."""
     layout = kind.split()[1].replace("_", " ")
-    run = plait.spread(model, _optimizer(model), loss_sum=loss_sum, layout=layout)  # type: ignore[arg-type]
+    with redirect_stdout(sys.stderr):  # answers alone are read there
+        run = plait.spread(model, _optimizer(model), loss_sum=loss_sum, layout=layout)  # type: ignore[arg-type]
     return lambda step: float(run.step(batches[step % BATCHES]))
 
 
@@ -94,7 +96,7 @@ def _plain_steps(
         backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return take
 

@@ -204,11 +204,11 @@ def _check_machines(recipe: Path | None, overrides: list[str], hosts: Any) -> No
 
 app.command()(sample)
 app.command(name="eval")(evaluate)
-app.command(name="status")(status_command)
-app.command(name="drill")(drill_command)
 app.command(name="chat")(chat_command)
 app.command(name="export")(export_command)
 app.command(name="run")(run_command)
+app.command(name="status")(status_command)
+app.command(name="drill")(drill_command)
 
 
 def _screen() -> TerminalScreen:

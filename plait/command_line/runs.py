@@ -21,7 +21,7 @@ def status_command(
     as_json: Annotated[bool, typer.Option("--json", help="As one line of JSON.")] = False,
     ledger: Annotated[bool, typer.Option("--ledger", help="The samples that each step took.")] = False,
 ) -> None:
-    """Say where a run stands, what its time went to, and what went wrong."""
+    """Say where a run stands and what went wrong. Also what its time went to."""
     from plait.commands.monitoring.status import status
 
     output = OptionalOutput(sys.stdout)
@@ -38,7 +38,7 @@ def drill_command(
     seed: Annotated[int | None, typer.Option(help="The same seed draws the same failures.", min=0)] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
 ) -> None:
-    """Rehearse failures: train twice, once left alone and once with workers killed, and compare the ends."""
+    """Rehearse failures of workers. Trains twice, once left alone, and compares the ends."""
     from plait.commands.drilling.drill import drill, drill_lines
     from plait.commands.drilling.faults import parse_fault
     from plait.report.atomic import replace_file

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from plait.checkpoint.store import newest_good
 from plait.checkpoint.transfer import read_tensor
-from plait.commands.models.exported_run import ExportedRun, merged_reader, run_base
+from plait.commands.models.exported_run import ExportedRun, find_exported, merged_reader
 from plait.commands.models.model_card import model_card
 from plait.commands.planning.run_folder import find_run
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
@@ -30,7 +29,6 @@ from plait.interop.write_weights import SHARD_BYTES, files_bytes, write_weights,
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
 from plait.screen.screen import Screen
-from plait.trainer.checkpointing.fits import check_fits
 from plait.units import format_bytes
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -55,11 +53,7 @@ def write_export(
     folder = find_run(run, working)
     plan, target = folder.saved_plan(), (working.path / to).absolute()
     _check_request(run, plan, to, target, dtype, what)
-    found = newest_good(folder.checkpoints)
-    if found is None:
-        raise PlaitError(f'"{folder.path}" has no checkpoint yet; train it for a while first')
-    check_fits(found.manifest, plan)
-    source = ExportedRun(folder=folder, plan=plan, found=found, base=run_base(folder, plan))
+    source = find_exported(folder, plan)
     tokenizer = corpus_tokenizer(open_corpus(working.path / plan.corpus))
     with screen.progress() as show:
         show(0, 0, "writing the weights")
@@ -69,7 +63,7 @@ def write_export(
             kind = _written(
                 target, lambda staging: _write_model(staging, target, source, tokenizer, dtype, shard_bytes)
             )
-    screen.print(f"exported {folder.path} at step {found.manifest.step} to {to}: {kind}, {dtype}")
+    screen.print(f"exported {folder.path} at step {source.found.manifest.step} to {to}: {kind}, {dtype}")
     return target
 
 

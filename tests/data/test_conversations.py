@@ -299,3 +299,9 @@ def test_parquet_holds_chats_too(tmp_path: Path, chat_tokenizer: Path) -> None:
     request = DataRequest(sources=sources, tokenizer=str(chat_tokenizer), vocabulary=None, holdout=0.0)
     corpus = open_corpus(prepare_corpus(request, tmp_path / "cache", lambda *_: None))
     assert learned_texts(corpus)[1].endswith("[No.<|im_end|>]")
+
+
+def test_a_template_tells_how_an_answer_ends() -> None:
+    """A model converted from GGUF calls another token the end of a text than the one by which it ends a turn."""
+    assert template(CHATML).after_answer() == "<|im_end|>\n"
+    assert template("{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}").after_answer() == ""

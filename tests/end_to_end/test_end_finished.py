@@ -208,3 +208,8 @@ def test_weights_that_are_not_finite_are_said_to_be_so(place: Place, name: str) 
     assert (evaluated.code, sampled.code) == (2, 2)
     assert f"step-{STEPS} gives a loss of nan: its run diverged" in evaluated.sentence()
     assert "scores are not finite: its run diverged" in sampled.sentence()
+
+
+def test_a_finished_run_refuses_a_layout_that_cannot_be(place: Place, name: str) -> None:
+    refused = place.train(name, "layout.replicate=1", "layout.tensor=3")
+    assert refused.code == 2 and "tensor = 3" in refused.sentence()

@@ -8,7 +8,22 @@ import plait
 from plait.cluster.topology import software_versions
 from tests.end_to_end.command import Ended, Place, ended
 
-COMMANDS = ("new", "train", "join", "plan", "data", "verify", "probe", "sample", "eval", "chat", "export", "run")
+COMMANDS = (
+    "new",
+    "train",
+    "join",
+    "plan",
+    "data",
+    "verify",
+    "probe",
+    "sample",
+    "eval",
+    "chat",
+    "export",
+    "run",
+    "status",
+    "drill",
+)
 POOR = {
     "ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     "ISO-8859-1": {"PYTHONIOENCODING": "iso-8859-1"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_there_are_enough_mixes_of_several_strands() -> None:
     assert len(set(layouts)) >= 14 and strands[3] >= 4
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny products wait for each other's threads longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def plan_in(folder: Path, shape: ModelShape) -> Plan:
     plan = shrunk_plan(CONFIG, shape, Layout())
     corpus = folder / "corpus"
@@ -72,6 +82,7 @@ def plan_in(folder: Path, shape: ModelShape) -> Plan:
     return replace(plan, corpus=str(corpus), batch_sequences=32)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_micro_batches_of_any_size_give_the_same_gradients(kind: str, tmp_path: Path) -> None:
     shape = adapted("qwen3") if kind == "adapter" else replace(adapted("qwen3"), adapter=None)
@@ -85,6 +96,7 @@ def test_micro_batches_of_any_size_give_the_same_gradients(kind: str, tmp_path: 
             assert float((values - other[name]).abs().max()) <= 1e-10 * float(values.abs().max()), name
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_frozen_weights_have_no_gradient_no_moments_and_no_buckets(tmp_path: Path) -> None:
     plan = plan_in(tmp_path, adapted("gpt2"))
     assembly = assemble(CONFIG, plan, stages=(), sums=ONE_PROCESS)

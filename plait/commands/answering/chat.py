@@ -66,7 +66,10 @@ class _TemplateConversation:
         self._encoder: Any = tokenizers.Tokenizer.from_str(opened.tokenizer.definition)
         self._encoder.no_truncation()
         self._encoder.no_padding()
-        known = (self._encoder.token_to_id(text) for text in ends)
+        self._special = [one.content for one in self._encoder.get_added_tokens_decoder().values() if one.special]
+        after = template.after_answer()
+        own = min((one for one in self._special if one in after), key=after.index, default=None)
+        known = (self._encoder.token_to_id(text) for text in (*ends, own) if text is not None)
         self._ends: set[int] = {opened.tokenizer.eot, *(token for token in known if token is not None)}
 
     def say(self, text: str) -> Iterator[str]:
@@ -75,8 +78,7 @@ class _TemplateConversation:
         Raises PlaitError for a message that holds one of the tokenizer's special tokens, which would end it early.
         """
         check_utf8(text)
-        special = [token.content for token in self._encoder.get_added_tokens_decoder().values() if token.special]
-        if found := next((token for token in special if token in text), None):
+        if found := next((token for token in self._special if token in text), None):
             raise PlaitError(f'a message cannot hold "{found}", which has a meaning of its own; leave it out')
         self.messages.append({"role": "user", "content": text})
         ids = self._encoder.encode(self._template.render(self.messages), add_special_tokens=False).ids

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.checkpoint.store import FoundCheckpoint
+from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.checkpoint.transfer import read_slice, read_tensor
 from plait.commands.models.stored_adapter import base_of_plan
 from plait.commands.planning.run_folder import RunFolder
+from plait.errors import PlaitError
 from plait.interop.base_model import BaseModel
 from plait.interop.read_weights import read_boxes
 from plait.interop.write_weights import ReadPart
@@ -19,6 +20,7 @@ from plait.model.names import ADAPTER_A, ADAPTER_B
 from plait.model.shape import weight_sizes
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
+from plait.trainer.checkpointing.fits import check_fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +34,15 @@ class ExportedRun:
     """What the run's adapter stands beside; None of a run that trained all weights."""
 
 
-def run_base(folder: RunFolder, plan: Plan) -> BaseModel | None:
-    """The base of a run that trained an adapter; raises PlaitError where it is gone or another one now."""
-    return None if plan.shape.adapter is None else base_of_plan(plan, folder.path)
+def find_exported(folder: RunFolder, plan: Plan) -> ExportedRun:
+    """The newest checkpoint of a run; raises PlaitError where there is none, where it is of another model, or where the
+    base of an adapter is gone or another one now."""
+    found = newest_good(folder.checkpoints)
+    if found is None:
+        raise PlaitError(f'"{folder.path}" has no checkpoint yet; train it for a while first')
+    check_fits(found.manifest, plan)
+    base = None if plan.shape.adapter is None else base_of_plan(plan, folder.path)
+    return ExportedRun(folder=folder, plan=plan, found=found, base=base)
 
 
 def merged_reader(source: ExportedRun) -> ReadPart:

@@ -43,6 +43,7 @@ PLAIN_NAME = "plait's plain one"
 # Two code points that Unicode keeps out of all text stand for the edges of what a template marks as the answer.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _EDGES = re.compile(f"[{_BEGIN}{_END}]")
+_ANSWER = "an answer that no template has"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,15 @@ class ChatTemplate:
     def render(self, messages: Chat) -> str:
         """The messages as one text, up to where the model's answer begins."""
         return _EDGES.sub("", self._render(messages, add_generation_prompt=True))
+
+    def after_answer(self) -> str:
+        """What the template puts behind an answer: a model that speaks by it ends its own so, whatever else its
+        tokenizer calls the end of a text. Empty where the template refuses a question and an answer."""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            return self.render_marked(messages)[0].rpartition(_ANSWER)[2]
+        except PlaitError:
+            return ""
 
     def render_marked(self, messages: Chat) -> tuple[str, tuple[tuple[int, int], ...]]:
         """The messages as one text that ends with the last of them, and the ranges of characters that the template
