@@ -135,12 +135,13 @@ def test_a_run_on_its_way_says_where_it_stands(place: Path, tmp_path: Path) -> N
 def test_every_function_has_a_command_or_is_about_values() -> None:
     """A new function or command needs a line here, and its place in the comparison above."""
     commands = {(info.name or info.callback.__name__) for info in app.registered_commands if info.callback}
-    with_command = {"train", "join", "plan", "verify", "probe", "sample", "chat", "export"} & set(plait.__all__)
+    with_command = {"train", "join", "plan", "verify", "probe", "sample", "chat", "export", "run"} & set(plait.__all__)
     named_otherwise = {"evaluate": "eval", "prepare_data": "data"}
     about_values = {"load_recipe", "runs"}
+    within_programs = {"spread", "broadcast", "all_reduce", "convert_batch_norm"}
     old = {"join_run", "train_recipe"}
     functions = {name for name in plait.__all__ if isinstance(getattr(plait, name), FunctionType)}
-    assert functions == with_command | named_otherwise.keys() | about_values | old
+    assert functions == with_command | named_otherwise.keys() | about_values | within_programs | old
     # plait new writes a file for people, status is Run.account, and a drill is for people who watch it.
     assert commands == with_command | set(named_otherwise.values()) | {"new", "status", "drill"}
 

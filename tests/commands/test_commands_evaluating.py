@@ -95,7 +95,7 @@ def test_parts_are_added_exactly_and_choices_keep_their_order() -> None:
 def test_as_many_workers_as_have_work_and_memory(found: FoundModel, monkeypatch: pytest.MonkeyPatch) -> None:
     request = EvaluationRequest(
         model=found.stored, precision="float32", matmul_backend="default", corpus="", part="heldout",
-        micro_sequences=1, documents="mask", eot=256, gpus=(), folder="",
+        micro_sequences=1, documents="mask", overlong="refuse", eot=256, gpus=(), folder="",
     )  # fmt: skip
     monkeypatch.setattr("plait.commands.evaluating.measure.usable_cores", lambda: 8)
     each = bytes_of_worker(found.stored.shape, request)
