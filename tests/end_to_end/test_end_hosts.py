@@ -308,10 +308,19 @@ evaluate = "6 steps"
 """
 
 
+@pytest.fixture
+def recipe_from_base(pair: Pair) -> Iterator[None]:
+    """In the place of the recipe of all tests, for one test."""
+    path = pair.lead.folder / "tiny.toml"
+    before = path.read_text()
+    path.write_text(FURTHER)
+    yield
+    path.write_text(before)
+
+
 @pytest.mark.slow
-def test_a_model_goes_on_learning_on_two_hosts_as_on_one(pair: Pair) -> None:
+def test_a_model_goes_on_learning_on_two_hosts_as_on_one(pair: Pair, recipe_from_base: None) -> None:
     """The other host has no model of its own: the weights are sent to it, once for all starts."""
-    (pair.lead.folder / "tiny.toml").write_text(FURTHER)
     write_model(pair.lead.folder / "base", shard_size="20KB")
     alone = pair.lead.train("further-alone", *EVEN)
     assert alone.code == 0, alone
