@@ -35,7 +35,7 @@ class Subject:
     seen: bool
     """Whether the file has a hash, so that all damage is seen."""
     many: float = 1.0
-    """Cases relative to the other subjects: fewer where a command takes longer."""
+    """Cases relative to the other subjects: fewer where a command takes longer (`eval` starts workers)."""
 
 
 SUBJECTS = {
@@ -56,13 +56,13 @@ SUBJECTS = {
         pattern="runs/fuzzed/checkpoints/*/*.safetensors", command=SAMPLE, mutate=byte_mutant, seen=True, many=0.25
     ),
     "index": Subject(
-        pattern=".plait/data/*/index.json", command=("eval", "fuzzed"), mutate=json_mutant, seen=True, many=0.5
+        pattern=".plait/data/*/index.json", command=("eval", "fuzzed"), mutate=json_mutant, seen=True, many=0.1
     ),
     "shards": Subject(
-        pattern=".plait/data/*/*.bin", command=("eval", "fuzzed"), mutate=byte_mutant, seen=True, many=0.25
+        pattern=".plait/data/*/*.bin", command=("eval", "fuzzed"), mutate=byte_mutant, seen=True, many=0.1
     ),
     "starts": Subject(
-        pattern=".plait/data/*/*.npy", command=("eval", "fuzzed"), mutate=byte_mutant, seen=True, many=0.25
+        pattern=".plait/data/*/*.npy", command=("eval", "fuzzed"), mutate=byte_mutant, seen=True, many=0.1
     ),
 }
 FEW, MANY = 60, 900
