@@ -177,7 +177,8 @@ def test_hosts_that_multiply_by_unlike_libraries_take_the_reference_s_step(run_r
     """Rank 0 by oneDNN, rank 1 by the default: equal weights on both, and float32's rounding from one process."""
     config, plan = run
     hosts = tuple(HostShare(name=name, workers=1, threads=1, machine=name) for name in ("here", "there"))
-    mixed = replace(plan, precision="float32", hosts=hosts, matmul_backend="onednn", host_backends={"there": "default"})
+    unlike = {"matmul_backend": "onednn", "host_backends": {"there": "default"}}
+    mixed = replace(plan, precision="float32", layout=Layout(replicate=2), hosts=hosts, **unlike)
     own = folder / "mixed"
     own.mkdir()
     put(own, config, mixed)
