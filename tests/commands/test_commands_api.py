@@ -54,6 +54,7 @@ def command(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_the_values_are_those_of_the_commands(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = place / "work"
     run, recipe = plait.Run("play", folder="work"), plait.load_recipe(RECIPE)

@@ -77,6 +77,7 @@ def test_what_each_gets(own: RunningRun, others: list[RunningRun], cores: int, t
     assert sharing_lines(own, [], cores) == []
 
 
+@pytest.mark.slow
 def test_a_second_real_run_in_another_folder_is_told(tmp_path: Path) -> None:
     here, there = Place(tmp_path / "here"), Place(tmp_path / "there")
     where, alone = {"XDG_RUNTIME_DIR": str(tmp_path)}, ("layout.replicate=1", "run.threads=1")

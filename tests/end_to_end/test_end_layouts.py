@@ -84,7 +84,7 @@ def test_kill_9_and_go_on_bit_for_bit(place: Place, layout: str, overrides: tupl
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(("pipeline 2 × tensor 2", "shard 2, parameters"), id="two"),
+        pytest.param(("pipeline 2 × tensor 2", "shard 2, parameters"), id="two", marks=pytest.mark.slow),
         pytest.param((*MIXED, "replicate 2"), id="all", marks=pytest.mark.slow),
     ],
 )

@@ -134,6 +134,7 @@ def test_errors_are_one_sentence(kernel: Kernel) -> None:
     assert shown[0].startswith('plait: there is no recipe "nothing.toml"')
 
 
+@pytest.mark.slow
 def test_the_example_notebook_runs(tmp_path: Path) -> None:
     recipes = Path(__file__).parents[2] / "recipes"
     for file in ("notebook.ipynb", "01-shakespeare.toml", "shakespeare.txt"):

@@ -50,6 +50,7 @@ def start_both(place: Place, budget: str) -> tuple[subprocess.Popen[str], subpro
     return lead, guest
 
 
+@pytest.mark.slow
 def test_two_programs_train_in_folders_of_their_own(programs: Place) -> None:
     lead, guest = (ended(process) for process in start_both(programs, "20 steps"))
     assert (lead.code, guest.code, guest.out) == (0, 0, "None\n"), (lead, guest)

@@ -68,6 +68,7 @@ def test_kill_9_at_several_moments_changes_nothing(
     assert not list((folder / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_run_by_onednn_goes_on_to_the_bit_and_its_receipt_says_so(place: Place) -> None:
     by_onednn = ("layout.replicate=2", "train.matmul_backend=onednn")
     whole = place.train("whole-onednn", *by_onednn, "--why")

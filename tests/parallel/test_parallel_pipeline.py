@@ -88,7 +88,7 @@ def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_every_schedule_and_cut_gives_one_process_gradients(run_cases: RunCases, ranks: int) -> None:
     cases = cases_of(ranks)
     for case, found in zip(cases, run_cases("run_cases", ranks, cases), strict=True):

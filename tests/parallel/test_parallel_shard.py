@@ -79,7 +79,7 @@ def layouts(world_size: int, shape: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_split_takes_one_process_s_steps(launch: Launch, folders, world_size: int, shape: str) -> None:
     """With 7 sequences and at most 2 at a time: unequal rows on each rank, and some micro-batches without any."""
     shared = {"folder": str(folders[shape]), "name": f"of-{world_size}", "steps": STEPS, "plan": {"micro_sequences": 2}}
