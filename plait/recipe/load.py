@@ -105,9 +105,15 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
         for text in _texts(values):
             check_utf8(text)
     try:
-        return RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise PlaitError(refusal_sentence(error)) from None
+    if config.finetune.method != "auto" and config.model.from_ is None:
+        raise PlaitError(
+            f'finetune.method = "{config.finetune.method}" tunes a model that is trained already; name it, for example '
+            'model.from = "smollm2", or take [finetune] out'
+        )
+    return config
 
 
 def parse_recipe(text: str, where: str) -> RunConfig:

@@ -113,11 +113,6 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
     budget = budget_of(config)
     if corpus.base is not None:
         return _size_of_base(config, corpus, corpus.base, rate, budget, why)
-    if config.finetune.method != "auto":
-        raise PlaitError(
-            f'finetune.method = "{config.finetune.method}" tunes a model that is trained already; name it, for example '
-            'model.from = "smollm2", or take [finetune] out'
-        )
     vocabulary = _vocabulary(config, corpus)
     size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
