@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from plait.checkpoint.arrival import part_files, partial_name
 from plait.checkpoint.durable import clean_stop, require_space, sync_folder, write_durably
 from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import ITEM_BYTES, Manifest, StoredPart, parts_text, safetensors_header, sort_parts
@@ -72,7 +73,7 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
     Blocks until the disk has the bytes. Device tensors pass through host memory piece by piece. Raises RunFailed.
     """
     with clean_stop(staging):
-        file = f"rank-{rank:05d}.safetensors"
+        file = part_files(rank)[0]
         parted = [(_part(name, one, file), one) for name, some in tensors.items() for one in _listed(some)]
         # Keyed by name, so that a box that is passed twice, such as an empty share, is written once.
         parts_by_key, local = {part.key: part for part, _ in parted}, {part.key: one.tensor for part, one in parted}
@@ -87,8 +88,13 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
             written = [_write(out, part, local[part.key], hasher) for part in parts]
             out.flush()
             os.fsync(out.fileno())
-        write_durably(staging / f"rank-{rank:05d}.json", parts_text(sort_parts(written)).encode())
+        name = part_files(rank)[1]
+        aside = staging / partial_name(name)
+        write_durably(aside, parts_text(sort_parts(written)).encode())
         sync_folder(staging)
+        # Nothing after the rename: rank 0, which waits for this name, may take the folder away at that moment. It also
+        # has the disk keep the names.
+        aside.rename(staging / name)
 
 
 def read_tensor(path: Path, manifest: Manifest, tensor: str) -> torch.Tensor:

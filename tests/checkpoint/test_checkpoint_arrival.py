@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from plait.checkpoint.arrival import await_parts, part_files, partial_name, refuse_part
+from plait.checkpoint.store import checkpoint_for, publish, staging_for
+from plait.checkpoint.transfer import whole_slice, write_rank
 from plait.errors import RunFailed
 
 
@@ -43,6 +47,19 @@ def test_it_waits_for_the_list_that_comes_last(staging: Path) -> None:
     await_parts(staging, 2, quiet_s=5)
     assert (staging / parts).exists() and (staging / weights).exists()
     thread.join(5)
+
+
+def test_a_list_that_is_there_is_whole_and_its_rank_is_done(quick_disk: Path) -> None:
+    """Rank 0 publishes at the moment that the last list is there, and takes the folder away with it."""
+    for step in range(100):
+        staging, final = staging_for(quick_disk, step), checkpoint_for(quick_disk, step)
+        write_rank(staging, 0, {"model/a": whole_slice(torch.ones(2))})
+        with ThreadPoolExecutor(1) as other:
+            written = other.submit(write_rank, staging, 1, {"model/b": whole_slice(torch.ones(2))})
+            while not (staging / part_files(1)[1]).exists():
+                pass
+            publish(staging, final, step=step, cursor=step, model={}, world_size=2)
+            written.result()
 
 
 def test_bytes_that_still_come_are_waited_for(staging: Path) -> None:
