@@ -169,6 +169,19 @@ def test_any_data_give_each_example_once(data: Any, batch: int | None) -> None:
     assert run.steps == 4
 
 
+def test_processes_of_a_loader_that_are_not_used_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of()
+    for loader, told in (
+        (DataLoader(Squares(), batch_size=5, num_workers=2), 1),
+        (DataLoader(Squares(), batch_size=5), 0),
+        (DataLoader(Streamed(), batch_size=5, num_workers=2), 0),
+    ):
+        run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+        for _ in range(2):
+            run.batches(loader)
+        assert capsys.readouterr().out.count("the DataLoader's 2 processes are not used") == told
+
+
 class Noisy(Squares):
     """A data set that draws a random number for each example."""
 

@@ -136,6 +136,14 @@ def _of_columns(data: Any) -> ExamplePositions:
     return ExamplePositions(size=size, read=read)
 
 
+def unused_processes_text(data: Any) -> str:
+    """What of a DataLoader is not used, if anything, in words."""
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset) or not data.num_workers:
+        return ""
+    processes = "process is" if data.num_workers == 1 else f"{data.num_workers} processes are"
+    return f"the DataLoader's {processes} not used: each worker reads its own examples, ahead of the steps"
+
+
 def _of_loader(loader: DataLoader[Any], collate: Collate | None, cut: BatchCut | None) -> ExamplePositions | Stream:
     """A DataLoader's data set, order and batch, so that each worker reads its own examples alone."""
     if isinstance(loader.dataset, IterableDataset):
