@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.custom.leaving import wait_for_gloo_threads
 from plait.custom.variables import RENDEZVOUS
 from plait.errors import PlaitError
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 PEER_WAIT = timedelta(minutes=30)
 """How long a worker waits for another one: a person's own evaluation or saving may take its time."""
-MESSAGES_FREED_S = 0.1
-"""Some thousand times what freeing a message takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +80,8 @@ def find_workers() -> Workers:
     store = open_store(rendezvous, started.rank, started.size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=started.rank, world_size=started.size, timeout=PEER_WAIT)
-    atexit.register(_let_go_of_messages)
+    atexit.register(wait_for_gloo_threads)
     return _workers_of_group(started.local_rank)
-
-
-def _let_go_of_messages() -> None:
-    """Before the interpreter ends: gloo's threads free the last message under the interpreter's lock, and would abort
-    the process, with all its work done, if they asked for the lock any later."""
-    time.sleep(MESSAGES_FREED_S)
 
 
 def alone() -> Workers:

@@ -109,13 +109,22 @@ def test_a_rank_that_raises_ends_the_others(server: ForkServer) -> None:
         told_by(server, "worker_that_raises", 2)
 
 
-def test_a_slow_rank_gets_less(server: ForkServer) -> None:
-    first, second = told_by(server, "measured_shares", 2)
+@pytest.mark.parametrize("kind", ["plain", "norms", pytest.param("shards", marks=pytest.mark.slow)])
+def test_a_slow_rank_gets_less(server: ForkServer, kind: str) -> None:
+    first, second = told_by(server, "measured_shares", 2, kind=kind)
     assert first["sizes"][0] == second["sizes"][0] == 12
     assert first["shares"] == second["shares"]
     assert second["sizes"][-1] < 8 < 16 < first["sizes"][-1]
     assert all(one + other == 24 for one, other in zip(first["sizes"], second["sizes"], strict=True))
     assert first["losses"] == second["losses"]
+
+
+def test_a_share_of_fewer_examples_than_parts_keeps_nobody_waiting(server: ForkServer, tmp_path: Path) -> None:
+    first, second = told_by(server, "parts_of_a_small_share", 2)
+    assert first == second and len(first["losses"]) == 3
+    asked = {"layout": "shard parameters", "shares": [7, 1]}
+    few = trained(server, tmp_path, 2, accumulate=4, **asked)
+    check_equal(few, trained(server, tmp_path, 2, **asked))
 
 
 def test_values_go_from_rank_to_rank(server: ForkServer) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from plait.custom.exact_norm.batch_norm import norm_waits_s
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.seeds import seed_everything, seed_from
@@ -46,11 +47,11 @@ def sum_gradients(
     """
     strands.settle()
     strands.open(index)
-    began = time.perf_counter()
+    began, waited_s = time.perf_counter(), _waits_s(program, place)
     own = run_backward(program, strands, workers, index, micros, place)
     if place.clock == "timed" and own.device.type == "cuda":
         torch.cuda.synchronize(own.device)
-    own_s = time.perf_counter() - began
+    own_s = strands.own_seconds(time.perf_counter() - began - (_waits_s(program, place) - waited_s))
     reached = strands.reached(index)
     marks = torch.tensor([place.batch, place.batch**2], dtype=torch.float64)
     on_processor = own.device.type == "cpu"
@@ -84,6 +85,11 @@ def run_backward(
             strands.arm(index)
         torch.autograd.backward(total, inputs=inputs)
     return own
+
+
+def _waits_s(program: Program, place: StepPlace) -> float:
+    """Seconds that norms over all workers have waited for others so far, where a step is timed."""
+    return norm_waits_s(program.models) if place.clock == "timed" else 0.0
 
 
 def _loss_sum(program: Program, index: int, micro: Any) -> tuple[Tensor, Tensor]:

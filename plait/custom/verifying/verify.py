@@ -69,9 +69,8 @@ def verify_program(
         again = run_spread(changed, workers, layout, micros, choices)
         return all(finding.passes for finding in compare_outcomes(alone, again, workers))
 
-    case = FailedProof(
-        program=copied(), alone=alone, spread=spread, findings=findings, share=shares[workers.rank], cut=cut
-    )
+    looked_at = shares[workers.rank] if whole is None else whole  # a share may be a single example
+    case = FailedProof(program=copied(), alone=alone, spread=spread, findings=findings, batch=looked_at, cut=cut)
     return replace(verdict, causes=find_causes(case, workers, rerun))
 
 
