@@ -74,7 +74,7 @@ def test_no_rule_asks_how_many_workers_there_are(tmp_path: Path, method: str) ->
     )  # fmt: skip
 
 
-SHORT: LengthCounts = ((20, 5, 500), (45, 10, 1000), (70, 20, 500))
+SHORT: LengthCounts = tuple((length, length // 3, 39) for length in range(20, 71))
 """Lengths, tokens before the first answer, and how many chats: as long on average as those of CHATS."""
 
 
@@ -92,7 +92,7 @@ def test_short_chats_fill_several_windows_a_step_whatever_the_workers(tmp_path: 
     assert (plan.sequence, plan.batch_sequences) == ({"full": 384, "lora": 192}[method], 8)
     assert plan.batch_tokens == pytest.approx({"full": 64, "lora": 32}[method] * 45, rel=0.15)
     assert "examples are short, and a step has 8 such windows" in reasons(plan, f"sequence {plan.sequence}: ")
-    assert float(reasons(plan, "windows ").split()[1].rstrip("%")) > 98
+    assert float(reasons(plan, "windows ").split()[1].rstrip("%")) > 95
 
 
 def test_windows_of_short_chats_hold_the_longest_one(tmp_path: Path) -> None:

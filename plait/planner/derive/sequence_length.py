@@ -15,7 +15,7 @@ _MULTIPLE = 64
 WINDOWS_PER_STEP = 8
 """Where a step of the usual size fills fewer windows, they are made shorter: up to eight workers can share it then, and
 it comes nearer to that size. What is learnt is the same, as the examples in a window do not see each other."""
-FULL_SHARE = 0.98
+FULL_SHARE = 0.95
 """Windows are not made so short that packing fills less of them, if there is a choice."""
 
 
