@@ -74,31 +74,31 @@ def _case(cores: Sequence[float], parts: Sequence[int], steps: int) -> dict[str,
     others = ("plait", "ddp") if unequal else ("plait",)
     WORK.mkdir(parents=True, exist_ok=True)
     with Lab(cores, RATE, work=WORK, files="shared") as lab:
-        before = _turn(lab, "alone", parts, WARM_UP + steps)
+        before = host_turns(lab, "alone", parts, WARM_UP + steps)
         turns = {
-            kind: _turn(lab, kind, [examples] * len(parts), (SETTLING if unequal else WARM_UP) + steps)
+            kind: host_turns(lab, kind, [examples] * len(parts), (SETTLING if unequal else WARM_UP) + steps)
             for kind in others
         }
-        alone = [before, _turn(lab, "alone", parts, WARM_UP + steps)]
-    reached = {kind: _reached(turn, alone) for kind, turn in turns.items()}
-    for kind, share in reached.items():
+        alone = [before, host_turns(lab, "alone", parts, WARM_UP + steps)]
+    shares = {kind: reached(turn, alone) for kind, turn in turns.items()}
+    for kind, share in shares.items():
         times = "" if unequal else f", {share * len(cores):.2f} times one"
         print(f"{len(cores)} hosts of {cores[0]:g} to {cores[-1]:g} cores, {kind}: {share:.1%} of all alone{times}")
     return {
-        "cores": cores, "images": parts, "rate": RATE, "reached": reached,
+        "cores": cores, "images": parts, "rate": RATE, "reached": shares,
         "turns": {kind: [asdict(one) for one in turn] for kind, turn in turns.items()},
         "alone": [[asdict(one) for one in turn] for turn in alone],
     }  # fmt: skip
 
 
-def _reached(turn: Sequence[HostTurn], alone: Sequence[Sequence[HostTurn]]) -> float:
+def reached(turn: Sequence[HostTurn], alone: Sequence[Sequence[HostTurn]]) -> float:
     """Examples a second over the sum of what each host does alone, at the pace of this turn."""
     together = sum(one.examples for one in turn) / mean(one.step_s for one in turn)
     speeds = [mean(taken[host].speed for taken in alone) / one.product_s for host, one in enumerate(turn)]
     return together / sum(speeds)
 
 
-def _turn(lab: Lab, kind: str, examples: Sequence[int], steps: int) -> list[HostTurn]:
+def host_turns(lab: Lab, kind: str, examples: Sequence[int], steps: int) -> list[HostTurn]:
     """So many steps on all hosts, which have a processor each until they compute."""
     shares = [lab.granted(host) for host in lab.hosts]
     files = [WORK / f"{kind}-{host.index}.jsonl" for host in lab.hosts]

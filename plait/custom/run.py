@@ -175,6 +175,7 @@ class SpreadRun:
         float64, on copies; see `verify_program`. Every worker must call it; blocks."""
         from plait.custom.verifying.verify import verify_program
 
+        self._workers.announce("run.verify")()
         return verify_program(
             self._program, self._workers, self._layout, batch, cut=self._cut, weights=self.weights(),
             choices=self._choices,
@@ -187,6 +188,7 @@ class SpreadRun:
 
         if not self._last:
             raise PlaitError("run.plan measures steps on a batch; call it in the loop over run.batches")
+        self._workers.announce("run.plan")()
         return plan_program(self._program, self._workers, self._last[0], weights=self.weights())
 
     def save(self, folder: str | Path) -> None:

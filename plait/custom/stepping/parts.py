@@ -22,8 +22,9 @@ class ShareParts:
 
     def __init__(self, program: Program, workers: Workers, layout: CustomLayout, cut: BatchCut | None) -> None:
         self._wanted, self._workers, self._cut = program.accumulate, workers, cut
-        several = workers.size > 1 and program.accumulate > 1
-        self._together = several and (layout == "shard parameters" or _has_global_norms(program))
+        self.waits_within = workers.size > 1 and (layout == "shard parameters" or _has_global_norms(program))
+        """Whether workers wait for each other inside of a forward pass."""
+        self._together = self.waits_within and program.accumulate > 1
         self._said = False
 
     def of_share(self, batch: Any) -> list[Any]:

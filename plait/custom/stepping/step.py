@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ class StepTaker:
     def take(self, batch: Any, place: StepPlace, rate_factor: float) -> tuple[list[Tensor], float]:
         """A step with this worker's share of a batch: the global mean of each loss (0-dim, float64), and the seconds
         that this worker computed for their gradients, without waiting for others."""
+        agree = self._workers.announce("run.step", place.batch)
+        place = replace(place, agree=agree)
+        if self._taken == 0 or self._parts.waits_within:
+            agree()  # else while the backward pass goes on
         if self._taken == 0:
             self._check_losses(batch)
         self._watch.look(self._strands, self._taken)
