@@ -189,6 +189,23 @@ class Noisy(Squares):
         return torch.rand(4) + position, position % 2
 
 
+class NoisyTogether(Noisy):
+    """The same, read several at a time."""
+
+    def __getitems__(self, positions: list[int]) -> list[tuple[Tensor, int]]:
+        return [self[position] for position in positions]
+
+
+@pytest.mark.parametrize("data", [Noisy(), NoisyTogether()])
+def test_random_data_do_not_depend_on_what_is_read_with_them(data: Any) -> None:
+    model = model_of()
+    found = []
+    for batch in (5, 10):
+        run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+        found.append(torch.cat([share[0] for share in run.batches(data, batch=batch, order="given")]))
+    assert torch.equal(*found)
+
+
 def test_random_data_are_the_same_after_a_resume(tmp_path: Path) -> None:
     def inputs(stop: int | None, resume: bool) -> list[Tensor]:
         model = model_of()

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from plait.custom.cutting import BatchCut, batch_part, batch_size
-from plait.custom.data.ahead import BeforeExample
+from plait.custom.data.ahead import BeforeExample, unseeded
 from plait.errors import PlaitError
 
 Collate = Callable[[list[Any]], Any]
@@ -94,8 +94,7 @@ def _reader(data: Any, collate: Collate) -> ReadPositions:
     many: Any = getattr(data, "__getitems__", None)
 
     def read(positions: Sequence[int], before: BeforeExample) -> Any:
-        if many is not None:
-            before(positions[0])
+        if many is not None and before is unseeded:  # what is random is read one by one, after its own seed
             return collate(many(list(positions)))
         examples = []
         for position in positions:
