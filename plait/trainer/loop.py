@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import Sink
@@ -151,10 +153,10 @@ def _flush(
 ) -> TrainState:
     """Fetch the scalars of all pending steps in one copy and report each step; returns the state with its tokens
     counted."""
-    rows = torch.stack([torch.cat([p.scalars.totals, p.scalars.norm.double().reshape(1)]) for p in pending]).tolist()
+    rows = torch.stack([_row(one.scalars) for one in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
     tokens = state.tokens
-    for one, (loss_sum, counted, norm) in zip(pending, rows, strict=True):
+    for one, (loss_sum, counted, norm, load) in zip(pending, rows, strict=True):
         tokens += int(counted)
         report = StepReport(
             step=one.state.step,
@@ -166,8 +168,15 @@ def _flush(
             tokens_per_s=counted / step_s,
             mfu=actions.mfu(counted / step_s),
             data_wait_s=one.data_wait_s,
+            expert_load_max=None if isnan(load) else load,
         )
         sink.step(report)
         divergence.add(report)
     pending.clear()
     return replace(state, tokens=tokens)
+
+
+def _row(scalars: Scalars) -> Tensor:
+    """What is fetched of a step: [sum of losses, counted tokens, norm, the busiest expert's load]."""
+    others = torch.stack([value.to(scalars.totals) for value in (scalars.norm, scalars.expert_load_max)])
+    return torch.cat([scalars.totals, others]).double()

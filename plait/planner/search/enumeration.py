@@ -96,7 +96,7 @@ def _against(w: Workload, degrees: Layout, least_piece_tokens: int) -> str | Non
     """Why these degrees cannot run the workload, or why they would be useless; None for valid ones."""
     if degrees.pipeline > w.layers:
         return TOO_FEW_LAYERS
-    if w.heads % degrees.tensor:
+    if w.heads % degrees.tensor or (w.norms_all_heads and degrees.tensor > 1):
         return HEADS_INDIVISIBLE
     piece = w.sequence / degrees.context
     if degrees.context > 1 and (w.sequence % (2 * degrees.context) or piece < least_piece_tokens):
@@ -202,7 +202,7 @@ def _orders(
 
 
 def _experts(w: Workload, degrees: Layout) -> list[int]:
-    if not w.experts:
+    if not w.experts or w.most_expert_groups == 1:
         return [1]
     return divisors(gcd(w.experts, degrees.replicate * degrees.context * degrees.tensor))
 
