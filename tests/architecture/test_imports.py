@@ -44,6 +44,9 @@ INNER_FLOORS = {
     "data": {"choices": 0, "documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2,
              "conversations": 2, "index": 3, "shards": 4, "preparation": 5, "balance": 5, "integrity": 5, "order": 5,
              "packing": 5, "rows": 5, "samples": 6, "loader": 7},
+    "interop": {"families": 0, "small_files": 0, "tensor_files": 0, "configs": 0, "hub": 1, "gguf": 1, "peft_names": 1,
+                "config_in": 1, "config_out": 2, "base_model": 2, "base_fingerprint": 3, "read_weights": 3,
+                "write_weights": 3, "adapter_out": 3, "adapter_in": 4},
     "launch": {"values": 0, "watching": 1, "local": 2, "remote": 3},
     "model": {"names": 0, "adapter_shape": 0, "rope_scaling": 0, "matmul": 0, "parts": 0, "shape": 1, "weights": 2,
               "sizes": 2, "requested_size": 3, "kernels": 2, "linear": 3, "attention": 4, "feedforward": 4,
@@ -53,8 +56,8 @@ INNER_FLOORS = {
     "planner": {"calibration": 0, "plan": 1, "plan_check": 2, "plan_file": 3, "problem": 1, "step_time": 2,
                 "derive": 3, "memory": 3, "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6,
                 "diagnosis": 7, "page": 7, "resolve": 7},
-    "trainer": {"choices": 4, "first_weights": 1, "state": 0, "optim": 0, "score_passes": 0, "experts": 0, "loss": 1, "divergence": 0,
-                "step": 2, "assemble": 3, "rank_sinks": 3, "checkpointing": 4, "loop": 5, "balance": 5,
+    "trainer": {"choices": 4, "first_weights": 1, "state": 0, "optim": 0, "score_passes": 0, "experts": 0, "loss": 1,
+                "divergence": 0, "step": 2, "assemble": 3, "rank_sinks": 3, "checkpointing": 4, "loop": 5, "balance": 5,
                 "watching": 6, "worker": 7, "time_steps": 8},
 }  # fmt: skip
 MODULES_OF_A_FOLDER = 14

@@ -15,6 +15,7 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
 from plait.planner.derive import finetuning_rules, scaling_rules
 from plait.planner.derive.adapters import adapter_for
+from plait.planner.derive.mixtures import mixture_reasons
 from plait.planner.derive.sequence_length import example_sequence, stream_sequence
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
@@ -219,6 +220,7 @@ def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFa
                 f"{provisional.width}: as wide for its depth as published models of its size (GPT-3, Llama)"
             )
     sequence = _sequence(config, parameter_count(provisional), corpus, why)
+    why.extend(mixture_reasons(provisional))
     return replace(provisional, sequence=sequence)
 
 
