@@ -42,6 +42,12 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "last-micro-batch-dropped": ("layout.shard=2",),
     "everybody-counts-alike": ("layout.replicate=2", "layout.shares=[3,1]"),
     "chunks-begin-alike": ("layout.pipeline=2", "layout.virtual_stages=2"),
+    "bias-from-own-counts": ("layout.replicate=2", "model.experts=6"),
+    "step-counts-of-one-rank": ("layout.replicate=2", "model.experts=6", "model.expert_balance=global"),
+    "balance-over-a-micro-batch": ("layout.replicate=2", "model.experts=6", "model.expert_balance=sequence"),
+    "every-tensor-rank-counts": ("layout.tensor=2", "model.experts=6", 'model.expert_balance=["bias","sequence"]'),
+    "counted-in-forward": ("layout.replicate=2", "layout.recompute=full", "model.experts=6"),
+    "part-of-a-row-balanced": ("layout.context=2", "model.experts=6", "model.expert_balance=sequence"),
 }
 """Each mutant, and a layout in which its bug matters."""
 ADAPTER_SHOWN_BY: dict[str, str] = {
