@@ -23,6 +23,12 @@ def config_of_shape(shape: ModelShape, dtype: str, preferred: str = "") -> dict[
         values = {**kind, **values, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}
         if _says(values, shape):
             return values
+    if shape.mixture is not None:
+        raise PlaitError(
+            f"no family that plait writes has experts of this kind (router {shape.mixture.router}, balance "
+            f"{' and '.join(shape.mixture.balance) or 'none'}); train with model.router softmax, no shared experts and "
+            "model.expert_balance global or none"
+        )
     raise PlaitError(
         f"no family of transformers has models of this kind (norm {shape.norm}, activation {shape.activation}, "
         f"positions {shape.positions}, bias {shape.bias}); the nearest is llama: train with norm rmsnorm, activation "

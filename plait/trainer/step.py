@@ -51,6 +51,11 @@ class Scalars:
         """The busiest expert's tokens over the mean, of the layer where that is most; not a number without experts."""
         return largest_load(self.expert_counts)
 
+    @property
+    def idle_experts(self) -> Tensor:
+        """Experts that no token of the step chose, in all layers together."""
+        return (self.expert_counts == 0).sum()
+
 
 def take_step(
     micros: Sequence[Micro],

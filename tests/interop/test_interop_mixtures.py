@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,14 @@ def test_weights_go_back_to_files_that_transformers_reads(seed: int, tmp_path: P
     )
     for name, weight in theirs.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
+
+
+def test_experts_that_no_family_has_are_named() -> None:
+    shape = shape_of_config(random_mixture_config(0).to_dict())
+    assert shape.mixture is not None
+    other = replace(shape, mixture=replace(shape.mixture, router="sigmoid", balance=("bias",)))
+    with pytest.raises(PlaitError, match="router sigmoid, balance bias"):
+        config_of_shape(other, "float32")
 
 
 @pytest.mark.parametrize("seed", range(66))

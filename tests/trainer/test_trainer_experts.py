@@ -14,6 +14,7 @@ from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import unsharded
 from plait.trainer.experts.loads import ExpertLoads, largest_load
+from plait.trainer.experts.watch import IdleWatch
 
 MIXTURE = MixtureShape(
     experts=4, experts_per_token=2, expert_ffn=8, dense_layers=1, balance=("bias",), balance_rate=0.25
@@ -59,6 +60,13 @@ def test_the_busiest_expert_is_that_of_the_worst_layer() -> None:
     table = torch.tensor([[40.0, 10, 15, 15], [20, 20, 20, 20]])
     assert largest_load(table).item() == 2.0
     assert math.isnan(largest_load(torch.zeros(0, 0)).item())
+
+
+def test_experts_without_tokens_are_told_of_once_and_again_when_they_are_more() -> None:
+    watch = IdleWatch()
+    told = [bool(watch.add(step, idle, 8)) for step, idle in ((5, 7), (20, 0), (21, 2), (22, 2), (23, 1), (24, 3))]
+    assert told == [False, False, True, False, False, True]
+    assert "3 of 8 experts" in IdleWatch().add(30, 3, 8)
 
 
 def test_a_pass_without_gradients_counts_first_where_a_loss_needs_it() -> None:
