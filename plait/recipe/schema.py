@@ -140,6 +140,8 @@ class LayoutSection(RecipeSection):
     """Parts of every sequence (CP)."""
     tensor: Degree | Auto = "auto"
     """Parts of every matrix (TP)."""
+    expert: Degree | Auto = "auto"
+    """Copies among `replicate` that hold a mixture's experts together, each some of them (EP)."""
     shard_what: Literal["optimizer", "parameters"] | Auto = "auto"
     """Split gradients and optimizer state, or the parameters as well (FSDP2)."""
     stage_layers: tuple[Layers, ...] | Auto = "auto"

@@ -94,6 +94,7 @@ OTHER_VALUES = {
     "layout.shard": "4",
     "layout.context": "2",
     "layout.tensor": "2",
+    "layout.expert": "2",
     "layout.shard_what": "parameters",
     "layout.stage_layers": "[1, 3]",
     "layout.virtual_stages": "2",
@@ -120,6 +121,7 @@ BESIDE = {
     "model.expert_groups": ("model.experts=8", "model.expert_groups_chosen=1"),
     "model.expert_groups_chosen": ("model.experts=8", "model.expert_groups=2"),
     "model.expert_balance_weight": ("model.experts=8", "model.expert_balance=sequence"),
+    "layout.expert": ("model.experts=8", "layout.replicate=2", "layout.shard=1"),
     "optimizer.kind": ("optimizer.lr=0.1",),
     "optimizer.momentum": ("optimizer.kind=sgd", "optimizer.lr=0.1"),
 }

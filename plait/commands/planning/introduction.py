@@ -82,7 +82,8 @@ def reason_lines(plan: Plan) -> list[str]:
 
 def layout_in_words(layout: Layout) -> str:
     """What each axis does, for someone who knows none of their names."""
-    parts = [PARTS_IN_WORDS[axis].format(degree) for axis, degree in layout.degrees.items() if degree > 1]
+    degrees = {**layout.degrees, "expert": layout.expert}
+    parts = [PARTS_IN_WORDS[axis].format(degree) for axis, degree in degrees.items() if degree > 1]
     return " × ".join(parts) if parts else "one copy"
 
 

@@ -111,7 +111,7 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
     return replace(
         shape,
         layers=layers,
-        mixture=shrunk_mixture(shape.mixture, layers, ffn) if shape.mixture else None,
+        mixture=shrunk_mixture(shape.mixture, layers, ffn, layout.expert) if shape.mixture else None,
         windows=_shrunk_windows(shape, layers),
         learned_positions=sequence + 3 if shape.learned_positions else 0,
         width=width,
@@ -125,11 +125,13 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
     )
 
 
-def shrunk_mixture(mixture: MixtureShape, layers: int, ffn: int) -> MixtureShape:
-    """Few narrow experts, some of whose tokens go elsewhere at each step: the bias moves far, and losses weigh much."""
+def shrunk_mixture(mixture: MixtureShape, layers: int, ffn: int, parts: int) -> MixtureShape:
+    """Few narrow experts, some of whose tokens go elsewhere at each step: the bias moves far, and losses weigh much.
+    `parts` hold them together."""
     groups = min(mixture.groups, SHRUNK_EXPERT_GROUPS)
     chosen = min(mixture.groups_chosen, max(1, groups - (mixture.groups_chosen < mixture.groups)))
-    experts = groups * (2 if groups > 1 else min(mixture.experts, SHRUNK_EXPERTS))
+    # A multiple of the parts, of which some get few tokens.
+    experts = lcm(parts, groups * (2 if groups > 1 else min(mixture.experts, SHRUNK_EXPERTS)))
     dense = min(mixture.dense_layers, 1, layers - 1)
     every = min(mixture.every, 2, layers - dense)
     return replace(

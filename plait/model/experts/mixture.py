@@ -23,10 +23,11 @@ from plait.model.shape import ModelShape
 class Mixture(nn.Module):
     """Routed experts, and shared ones that every token passes.
 
-    Widths are read off the weights, so that a module that holds a part of each expert works as it stands. `finish` is
-    what a strand does with the sum of all results: tensor parallelism adds up the ranks' parts. `over_sequence` adds up
-    counts over the ranks that have parts of the same rows. `reports` is true on one of the ranks that see the same
-    tokens: it answers for their counts and balance losses.
+    Widths are read off the weights, so that a module that holds a part of each expert works as it stands. Strands
+    replace `run_all`, which reaches the experts of other ranks; `finish`, what is done with the sum of all results
+    (tensor parallelism adds up the ranks' parts); and `over_sequence`, which adds up counts over the ranks that have
+    parts of the same rows. `reports` is true on one of the ranks that see the same tokens: it answers for their counts
+    and balance losses.
     """
 
     def __init__(self, shape: ModelShape, mixture: MixtureShape) -> None:
@@ -40,6 +41,7 @@ class Mixture(nn.Module):
         self.meter = LoadMeter()
         self.step_counts_e: Tensor | None = None
         """The counts of the whole step, where a loss needs them before the first backward pass."""
+        self.run_all: RunAll = run_here
         self.finish: Callable[[Tensor], Tensor] = unchanged
         self.over_sequence: SumOverSequence = unchanged
         self.reports = True
@@ -55,11 +57,15 @@ class Mixture(nn.Module):
     def _mix(self, x_nd: Tensor, routing: Routing) -> Tensor:
         """Each token's chosen experts' results, weighted and added up. An expert without tokens multiplies no rows, and
         so has a gradient, of zeros."""
-        order = order_by_expert(routing.chosen_nk, len(self.experts))
-        parts = to_experts(x_nd, order).split(list(order.counts))
-        results_rd = torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
+        order = order_by_expert(routing.chosen_nk, self.shape_of_mixture.experts)
+        results_rd = self.run_all(to_experts(x_nd, order), order.counts, self._run_held)
         weighted_nkd = from_experts(results_rd, order) * routing.gates_nk.to(results_rd.dtype).unsqueeze(2)
         return weighted_nkd.sum(dim=1)
+
+    def _run_held(self, rows_rd: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """The results of this rank's experts for their rows, which come in their order."""
+        parts = rows_rd.split(list(counts))
+        return torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
 
     def _counted(self, mixed_nd: Tensor, routing: Routing, rows: Rows) -> Tensor:
         """The result, whose backward hands over counts and balance losses."""
@@ -74,6 +80,17 @@ class Mixture(nn.Module):
             routing, self.shape_of_mixture, counts_be, rows.counted_n, self.step_counts_e, self.over_sequence
         )
         return handed_over(mixed_nd, losses if self.reports else None, counts_e, self.meter)
+
+
+RunHeld = Callable[[Tensor, tuple[int, ...]], Tensor]
+"""(rows in the order of experts, rows of each) to their results."""
+RunAll = Callable[[Tensor, tuple[int, ...], RunHeld], Tensor]
+"""The same for all experts of a layer, given how those of this rank run."""
+
+
+def run_here(rows_rd: Tensor, counts: tuple[int, ...], run_held: RunHeld) -> Tensor:
+    """All experts are on this rank."""
+    return run_held(rows_rd, counts)
 
 
 def unchanged(values: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def _options(
     micros = _micros(w, degrees, constraints, refused)
     splits = _splits(degrees, constraints)
     orders = _orders(w, degrees.pipeline, constraints, profile.send_model, refused)
-    experts = _experts(w, degrees)
+    experts = _experts(w, degrees, constraints)
     combinations = []
     for (shard, what), (virtual, schedule) in product(splits, orders):
         if _clash(
@@ -201,7 +201,9 @@ def _orders(
     return [(chunks, str(requested or ("interleaved" if chunks > 1 else "1f1b")))]
 
 
-def _experts(w: Workload, degrees: Layout) -> list[int]:
+def _experts(w: Workload, degrees: Layout, constraints: Constraints) -> list[int]:
+    if requested := constraints.knobs.get("expert"):
+        return [int(requested)]
     if not w.experts or w.most_expert_groups == 1:
         return [1]
     return divisors(gcd(w.experts, degrees.replicate * degrees.context * degrees.tensor))

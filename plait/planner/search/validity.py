@@ -40,6 +40,7 @@ def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequ
         raise PlaitError(reason)
     _check_tensor(layout.tensor, shape)
     _check_norm_width(layout.tensor, shape)
+    _check_expert(layout, shape)
     if layout.context > 1 and sequence % (2 * layout.context):
         raise PlaitError(
             f"layout.context = {layout.context} cuts each sequence into {2 * layout.context} equal pieces, and "
@@ -101,6 +102,22 @@ def _check_tensor(tensor: int, shape: ModelShape) -> None:
             )
 
 
+def _check_expert(layout: Layout, shape: ModelShape) -> None:
+    if layout.expert == 1:
+        return
+    if shape.mixture is None:
+        raise PlaitError(
+            f"layout.expert = {layout.expert} shares out experts, and the model has none; name model.experts, or take "
+            "layout.expert out"
+        )
+    for what, number in (("experts", shape.mixture.experts), ("copies (layout.replicate)", layout.replicate)):
+        if number % layout.expert:
+            fitting = [str(n) for n in range(1, number + 1) if number % n == 0]
+            raise PlaitError(
+                f"layout.expert = {layout.expert} does not divide {number} {what}; choose one of {', '.join(fitting)}"
+            )
+
+
 def _check_norm_width(tensor: int, shape: ModelShape) -> None:
     if tensor > 1 and shape.qk_norm and shape.qk_norm_width == "all heads":
         raise PlaitError(
@@ -140,10 +157,10 @@ def _check_stages(layout: Layout, shape: ModelShape) -> None:
 def layout_of_candidate(candidates: Candidates, index: int, stage_layers: tuple[int, ...]) -> Layout:
     """One candidate as the layout that runs; `stage_layers` only where it has a pipeline."""
     degrees = candidates.degrees(index)
-    assert candidates.expert[index] == 1, "nothing runs expert parallelism yet"
     what = SHARDED_STATES[int(candidates.shard_what[index])]
     return replace(
         degrees,
+        expert=int(candidates.expert[index]),
         shard_what="parameters" if what == "parameters" else "optimizer",
         schedule=SCHEDULES[int(candidates.schedule[index])] if degrees.pipeline > 1 else "1f1b",
         stage_layers=stage_layers,
