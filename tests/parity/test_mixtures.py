@@ -10,7 +10,7 @@ import pytest
 from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
-from plait.layout import Layout
+from plait.layout import Layout, conflict_sentence
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape, weight_sizes
 from plait.model.weights import kept_values
@@ -38,6 +38,7 @@ KINDS: dict[str, ModelShape] = {
 EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "replicate": ("every loss", Layout(replicate=2, recompute="full")),
     "pipeline": ("deepseek", Layout(pipeline=2, stage_layers=(2, 2), schedule="zero-bubble")),
+    "expert": ("every loss", Layout(replicate=2, expert=2)),
 }
 LONG: tuple[Layout, ...] = (
     Layout(replicate=3),
@@ -61,6 +62,31 @@ LONG: tuple[Layout, ...] = (
     Layout(shard=2, context=2, tensor=2),
     Layout(pipeline=2, stage_layers=(2, 2), shard=2, tensor=2),
 )
+_CUT = (2, 2)
+SHARED_OUT: tuple[Layout, ...] = (
+    Layout(replicate=2, expert=2, recompute="full"),
+    Layout(replicate=3, expert=3),
+    Layout(replicate=4, expert=2),
+    Layout(replicate=4, expert=4, recompute="selective"),
+    Layout(replicate=6, expert=3),
+    Layout(replicate=6, expert=2),
+    Layout(replicate=8, expert=4),
+    Layout(replicate=8, expert=8),
+    Layout(replicate=2, expert=2, tensor=2),
+    Layout(replicate=4, expert=2, tensor=2, recompute="full"),
+    Layout(replicate=2, expert=2, tensor=4),
+    Layout(replicate=2, expert=2, context=2),
+    Layout(replicate=3, expert=3, context=2, recompute="selective"),
+    Layout(replicate=2, expert=2, context=2, tensor=2),
+    Layout(replicate=2, expert=2, pipeline=2, stage_layers=_CUT),
+    Layout(replicate=3, expert=3, pipeline=2, stage_layers=_CUT, schedule="gpipe"),
+    Layout(replicate=2, expert=2, pipeline=2, stage_layers=_CUT, schedule="zero-bubble"),
+    Layout(replicate=4, expert=2, pipeline=2, stage_layers=_CUT, schedule="zero-bubble", recompute="full"),
+    Layout(replicate=2, expert=2, pipeline=2, stage_layers=(1, 2, 2, 1), schedule="interleaved"),
+    Layout(replicate=2, expert=2, pipeline=2, stage_layers=_CUT, tensor=2),
+    Layout(replicate=2, expert=2, pipeline=2, stage_layers=_CUT, context=2),
+)
+"""With experts shared out among the copies."""
 
 
 @pytest.mark.parametrize("name", EVERY_DAY)
@@ -79,8 +105,27 @@ def test_any_mix_does(kind: str, layout: Layout, workers: ForkedWorkers) -> None
     check(kind, layout, workers)
 
 
-def check(kind: str, layout: Layout, workers: ForkedWorkers) -> None:
-    plan = shrunk_plan(CONFIG, KINDS[kind], layout)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "place"), zip(SHARED_OUT, range(len(SHARED_OUT)), strict=True), ids=str)
+def test_any_mix_with_experts_shared_out_does(layout: Layout, place: int, workers: ForkedWorkers) -> None:
+    check(("deepseek", "every loss")[place % 2], layout, workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [(3, 1), (1, 4)], ids=str)
+def test_shares_may_be_unequal(shares: tuple[int, int], workers: ForkedWorkers) -> None:
+    check("deepseek", Layout(replicate=2), workers, shares)
+    check("every loss", Layout(replicate=2, expert=2), workers, shares)
+
+
+def test_there_are_enough_layouts_and_all_are_allowed() -> None:
+    assert len(set(SHARED_OUT)) >= 20 and {layout.world_size for layout in SHARED_OUT} >= {2, 3, 4, 6, 8}
+    assert not any(conflict_sentence(layout) for layout in (*LONG, *SHARED_OUT))
+    assert "layout.replicate in place" in str(conflict_sentence(Layout(replicate=2, shard=2, expert=2)))
+
+
+def check(kind: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, ...] = ()) -> None:
+    plan = shrunk_plan(CONFIG, KINDS[kind], layout, shares)
     check_layout(plan.layout, plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
     assert plan.shape.mixture is not None and plan.shape.mixture.experts > plan.shape.mixture.experts_per_token
     verdict = check_gradients(CONFIG, plan, workers)

@@ -1,7 +1,6 @@
 """Tokens to the ranks that hold their experts, and results back: counts first, then rows.
 
-Every rank of a group must run the layers of as many micro-batches in the same order; a rank to which no token goes takes
-part with no rows.
+Every rank of a group must run the same layers in the same order; a rank to which no token goes takes part with no rows.
 
 Legend: r rows that this rank sends, in the order of experts; s rows that it receives; d numbers of a row.
 """
