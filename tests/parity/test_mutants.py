@@ -47,6 +47,8 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "balance-over-a-micro-batch": ("layout.replicate=2", "model.experts=6", "model.expert_balance=sequence"),
     "every-tensor-rank-counts": ("layout.tensor=2", "model.experts=6", 'model.expert_balance=["bias","sequence"]'),
     "counted-in-forward": ("layout.replicate=2", "layout.recompute=full", "model.experts=6"),
+    "expert-gradients-doubled": ("layout.replicate=2", "layout.expert=2", "model.experts=6"),
+    "experts-not-summed": ("layout.replicate=2", "model.experts=6"),
     "part-of-a-row-balanced": ("layout.context=2", "model.experts=6", "model.expert_balance=sequence"),
 }
 """Each mutant, and a layout in which its bug matters."""
