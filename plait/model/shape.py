@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from plait.errors import PlaitError
 from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from
 from plait.model.names import ADAPTER_A, ADAPTER_B, Dim, dims_of
-from plait.model.parts.checks import check_head_counts, check_position_numbers, check_value
+from plait.model.parts.checks import check_head_counts, check_position_numbers, check_shape_value
 from plait.model.parts.mixture import MixtureShape, check_mixture_in, mixture_from, mixture_weights
 from plait.model.rope_scaling import RopeScaling
 
@@ -89,7 +89,7 @@ class ModelShape:
                     f"the model's {name} is {getattr(self, name)!r}; choose a whole number from 1 to {most:,}"
                 )
         for name, choices in _CHOICES.items():
-            check_value(name, getattr(self, name), get_args(choices))
+            check_shape_value(name, getattr(self, name), get_args(choices))
         check_head_counts(self.heads, self.kv_heads, self.head_width, self.positions)
         check_position_numbers(self.windows, self.layers, self.sequence, self.learned_positions)
         if self.rope is not None and self.positions != "rope":

@@ -73,8 +73,8 @@ def take_step(
     gradient is not finite is skipped on all ranks, so that it cannot reach the weights.
     """
     local = run_micros(micros)
-    own = [local, owned_squares(sharded.units, like=local)]
-    found = sums(torch.cat(own if loads is None else [*own, loads.take(like=local)]))
+    counts = [] if loads is None else [loads.take(like=local)]
+    found = sums(torch.cat([local, owned_squares(sharded.units, like=local), *counts]))
     loss_sum, tokens, squares = found[:3].unbind()
     count = tokens.clamp(min=1)
     norm = squares.sqrt() / count

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from plait.errors import PlaitError
 
 
-def check_value(name: str, value: object, choices: Sequence[str]) -> None:
+def check_shape_value(name: str, value: object, choices: Sequence[str]) -> None:
     """Refuse a value that is none of the choices."""
     if value not in choices:
         raise PlaitError(f"the model's {name} is {value!r}; choose " + " or ".join(f'"{choice}"' for choice in choices))
