@@ -47,9 +47,9 @@ class Workload:
     """Width in which experts take and return tokens where it is not the model's (latent experts); 0: the same."""
     shared_ffn: int = 0
     dense_layers: int = 0
-    most_expert_groups: int = 0
-    """Groups of ranks that experts may be divided over, at most; 0: any number that divides them. What plait runs has
-    one."""
+    expert_ranks: Literal["any", "copies"] = "any"
+    """Which ranks share out experts: those of any axes but the pipeline's, an expert whole on one rank (Megatron); or
+    copies alone, with each expert cut by the tensor axis as all else is (plait)."""
     norms_all_heads: bool = False
     """Whether queries of all heads are normed as one (OLMoE), so that heads cannot be divided."""
     projection_weights: int = 0
@@ -193,14 +193,14 @@ def workload_of(
     )
 
 
-def _mixture_numbers(shape: ModelShape) -> dict[str, int]:
+def _mixture_numbers(shape: ModelShape) -> dict[str, Any]:
     """The fields of a Workload that a mixture of experts sets."""
     mixture = shape.mixture
     if mixture is None:
         return {}
     return {
         "experts": mixture.experts,
-        "most_expert_groups": 1,
+        "expert_ranks": "copies",
         "experts_per_token": mixture.experts_per_token,
         "expert_ffn": mixture.expert_ffn,
         "shared_ffn": shape.size_of("shared_ffn"),

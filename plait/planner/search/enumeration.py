@@ -140,9 +140,18 @@ def _options(
         "recompute": recompute.astype(np.int64),
         "schedule": schedule,
     }
+    possible = _shares_out_possibly(w, columns)
+    refused[INCOMPATIBLE_SPLITS] += int((~possible).sum())
+    columns = {name: column[possible] for name, column in columns.items()}
     useful = constraints.has_micro_sequences | ~_outgrows_caches(w, columns, profile)
     refused[MICRO_BATCH_TOO_LONG] += int((~useful).sum())
     return {name: column[useful] for name, column in columns.items()}
+
+
+def _shares_out_possibly(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Mask of layouts whose experts lie on copies that hold nothing else in parts, where only these may share them."""
+    degree = columns["expert"]
+    return (degree == 1) | (w.expert_ranks == "any") | ((columns["shard"] == 1) & (columns["replicate"] % degree == 0))
 
 
 def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: SoftwareProfile) -> np.ndarray:
@@ -204,8 +213,10 @@ def _orders(
 def _experts(w: Workload, degrees: Layout, constraints: Constraints) -> list[int]:
     if requested := constraints.knobs.get("expert"):
         return [int(requested)]
-    if not w.experts or w.most_expert_groups == 1:
+    if not w.experts:
         return [1]
+    if w.expert_ranks == "copies":
+        return divisors(gcd(w.experts, degrees.replicate))
     return divisors(gcd(w.experts, degrees.replicate * degrees.context * degrees.tensor))
 
 
