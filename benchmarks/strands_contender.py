@@ -23,8 +23,8 @@ from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.planner.search.validity import balanced_stages
 from plait.trainer.assemble import Assembly, make_autocast, make_runners, select_samples
-from plait.trainer.first_weights import initialize_weights
 from plait.trainer.experts.loads import ExpertLoads
+from plait.trainer.first_weights import initialize_weights
 from plait.trainer.optim import make_optimizer
 from plait.trainer.state import TrainState
 from plait.units import Amount, Every
