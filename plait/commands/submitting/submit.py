@@ -47,7 +47,7 @@ def submit(
     deed: Literal["send", "show"],
     out: Path | None,
     screen: Screen,
-    show: Callable[[str], None],
+    show: Callable[[str], object],
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> None:
     """Say how many nodes pay, then send the job, or `show` its files or write them to `out`; raises PlaitError with
