@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from plait.cluster.cluster import Cluster
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.runs import Run, runs
-    from plait.custom.collectives import all_reduce, broadcast
+    from plait.custom.collectives import all_reduce, broadcast, rank, size
     from plait.custom.cutting import BatchCut
     from plait.custom.exact_norm.batch_norm import convert_batch_norm
     from plait.custom.planning.plan import CustomPlan
@@ -59,9 +59,11 @@ __all__ = [
     "plan",
     "prepare_data",
     "probe",
+    "rank",
     "run",
     "runs",
     "sample",
+    "size",
     "spread",
     "train",
     "train_recipe",
@@ -78,6 +80,8 @@ _HOMES = {
     "SpreadRun": "plait.custom.run",
     "all_reduce": "plait.custom.collectives",
     "broadcast": "plait.custom.collectives",
+    "rank": "plait.custom.collectives",
+    "size": "plait.custom.collectives",
     "convert_batch_norm": "plait.custom.exact_norm.batch_norm",
     "spread": "plait.custom.spread",
     "PlannedRun": "plait.commands.planning.planned_run",

@@ -37,7 +37,7 @@ def submit_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the files that would be used.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Only write them into this folder.")] = None,
 ) -> None:
-    """Run on a cluster's nodes: how many pay and why, then the job for Slurm, ssh or Kubernetes."""
+    """Run on as many of a cluster's nodes as pay. Slurm, Kubernetes or ssh starts it."""
     from plait.commands.submitting.options import parse_kind, parse_scheduler
     from plait.commands.submitting.submit import SubmitRequest, parse_machines, submit
 

@@ -73,10 +73,7 @@ def cut_sizes(total: int, shares: Sequence[float]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-_ADVICE = (
-    "say how: cut=plait.BatchCut(size=lambda batch: …, part=lambda batch, first, end: …) in run.batches or "
-    "plait.SpreadOptions"
-)
+_ADVICE = "say how: plait.spread(…, cut=plait.BatchCut(size=lambda batch: …, part=lambda batch, first, end: …))"
 
 
 def _sizes(batch: Any) -> Iterator[int]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.custom.leaving import wait_for_gloo_threads
 from plait.custom.variables import RENDEZVOUS
 from plait.errors import PlaitError
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 PEER_WAIT = timedelta(minutes=30)
 """How long a worker waits for another one: a person's own evaluation or saving may take its time."""
-MESSAGES_FREED_S = 0.1
-"""Some thousand times what freeing a message takes."""
+
+
+SharedCall = Literal["run.step", "run.evaluate", "run.save", "run.resume", "run.verify", "run.plan"]
+"""What all workers must call together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +46,54 @@ class Workers:
             dist.broadcast(tensor, src=source)
         return tensor
 
+    def announce(self, call: SharedCall, number: int = 0) -> Callable[[], None]:
+        """Begin to tell all workers in which call this one is, and at which number of it.
+
+        What is returned waits for all of them, and raises PlaitError where another one is in another call or at another
+        number: those would wait for each other's messages for ever. Every worker must call both.
+        """
+        if self.size == 1:
+            return _nothing_to_compare
+        code = get_args(SharedCall).index(call)
+        told = torch.tensor([code, code**2, number, number**2], dtype=torch.float64)
+        work = dist.all_reduce(told, async_op=True)
+        assert work is not None
+
+        def compare() -> None:
+            work.wait()
+            codes, squares, numbers, number_squares = told.tolist()
+            if (codes, squares) != (code * self.size, code**2 * self.size):
+                other = _other_call(code, codes, squares, self.size)
+                raise PlaitError(
+                    f"worker {self.rank} calls {call} while another one calls {other}; every worker must call both, "
+                    "so neither may stand under `if run.rank == 0`"
+                )
+            if (numbers, number_squares) != (number * self.size, number**2 * self.size):
+                raise PlaitError(
+                    f"worker {self.rank} takes a step with batch {number} of its loop, and the workers' mean is "
+                    f"{numbers / self.size:g}: one of them skipped a step; every worker must call run.step for every "
+                    "batch"
+                )
+
+        return compare
+
     def say(self, line: str) -> None:
         """Print a fact once, by the first worker."""
         if self.rank == 0:
             print(f"plait: {line}", flush=True)
+
+
+def _other_call(code: int, codes: float, squares: float, size: int) -> str:
+    """The call of the others, where all of them but this worker, or one of them alone, are in the same one."""
+    for count in (1, size - 1):
+        other, rest = (codes - code * (size - count)) / count, (squares - code**2 * (size - count)) / count
+        if rest == other**2:
+            return get_args(SharedCall)[int(other)]
+    return "something else"
+
+
+def _nothing_to_compare() -> None:
+    """One worker agrees with itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +128,8 @@ def find_workers() -> Workers:
     store = open_store(rendezvous, started.rank, started.size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=started.rank, world_size=started.size, timeout=PEER_WAIT)
-    atexit.register(_let_go_of_messages)
+    atexit.register(wait_for_gloo_threads)
     return _workers_of_group(started.local_rank)
-
-
-def _let_go_of_messages() -> None:
-    """Before the interpreter ends: gloo's threads free the last message under the interpreter's lock, and would abort
-    the process, with all its work done, if they asked for the lock any later."""
-    time.sleep(MESSAGES_FREED_S)
 
 
 def alone() -> Workers:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from plait.custom.cutting import BatchCut, batch_parts
-from plait.custom.data.batches import BatchPlace, BatchRequest, LastBatch, Order, OwnBatches, own_batches
+from plait.custom.cutting import BatchCut
+from plait.custom.data.batches import (
+    BatchPlace,
+    BatchRequest,
+    LastBatch,
+    Order,
+    OwnBatches,
+    global_batch,
+    own_batches,
+)
 from plait.custom.data.measured_shares import ShareMeter
 from plait.custom.data.moving import on_device
 from plait.custom.data.shares import ShareTable, WorkerShares
 from plait.custom.data.sources import Collate
 from plait.custom.group import Workers
+from plait.custom.likeness import WorkerKinds
 from plait.custom.program import Program
 from plait.custom.saving.program_state import resume_program, save_program
-from plait.custom.stepping.additive import check_additive, examples_to_check
 from plait.custom.stepping.evaluate import evaluate_mean
-from plait.custom.stepping.gradients import StepPlace, sum_gradients
+from plait.custom.stepping.gradients import StepPlace
 from plait.custom.stepping.rate import RateRule, goyal_rule
-from plait.custom.stepping.unchanged import ModelWatch
-from plait.custom.stepping.update import update_weights
+from plait.custom.stepping.step import StepTaker
 from plait.custom.strands.description import CustomLayout, StrandChoices, Strands
 from plait.errors import PlaitError
 
@@ -44,16 +52,17 @@ class SpreadRun:
         *,
         choices: StrandChoices,
         cut: BatchCut | None,
-        alike: Literal["alike", "unlike"],
+        kinds: WorkerKinds,
     ) -> None:
         self._program, self._strands, self._workers, self._cut = program, strands, workers, cut
         self._layout: CustomLayout = layout
-        self._steps = self._steps_here = 0
+        self._steps = 0
         self._places: list[BatchPlace] = []
         self._calls = 0
         self._active: list[OwnBatches] = []
-        self._meter = ShareMeter(workers, alike)
-        self._rate, self._watch = RateRule(), ModelWatch(program)
+        self._meter = ShareMeter(workers, "alike" if kinds.kinds == "alike" else "unlike", kinds.names)
+        self._taker = StepTaker(program, strands, workers, layout, cut)
+        self._rate = RateRule()
         self._wait_s = 0.0
         self._choices = choices
         self._last: list[Any] = []
@@ -113,7 +122,7 @@ class SpreadRun:
         the learning rate by Goyal's rule. After a resume, calls go on where they were. Raises PlaitError in one
         sentence.
         """
-        size = self._batch_size(batch, batch_per_worker, epochs)
+        size = global_batch(batch, batch_per_worker, epochs, self.workers)
         self._meter.choose(shares)
         number, self._calls = self._calls, self._calls + 1
         if number == len(self._places):
@@ -122,9 +131,10 @@ class SpreadRun:
             batch=size, epochs=epochs, order=order, last=last, collate=collate, cut=self._cut,
             seed=self._program.seed, number=number,
         )  # fmt: skip
-        table = ShareTable(self.workers)
-        table.set(0, self._meter.shares)
-        own = own_batches(data, request, table, self.rank, self._places[number])
+        place = self._places[number]
+        if self._meter.fixed or not place.shares:
+            place.shares = [(0, self._meter.shares)]
+        own = own_batches(data, request, ShareTable(self.workers, place.shares), self.rank, place)
         if batch_per_worker is not None:
             self._grow_rate(batch_per_worker, own.steps_per_epoch)
         return self._each(own)
@@ -135,24 +145,14 @@ class SpreadRun:
         Returns the global mean loss: 0-dim, or one for each of several losses [losses]; float64. Every worker must call
         it for every batch.
         """
-        if self._steps_here == 0:
-            self._check_losses(batch)
-        self._watch.look(self._strands, self._steps_here)
-        clock = self._meter.clock(self._steps_here)
+        began, clock = time.perf_counter(), self._meter.clock()
         place = StepPlace(step=self._steps, batch=sum(place.given for place in self._places), clock=clock)
-        micros = batch_parts(batch, self._program.accumulate, self._cut)
-        means, own_s = [], 0.0
-        for index in range(len(self._program.losses)):
-            sums = sum_gradients(self._program, self._strands, self._workers, index, micros, place)
-            own_s += sums.own_s
-            means.append(update_weights(self._program, self._strands, index, sums, self._rate.factor(self._steps)))
-        for scheduler in self._program.schedulers:
-            scheduler.step()
-        self._steps, self._steps_here = self._steps + 1, self._steps_here + 1
+        means, own_s = self._taker.take(batch, place, self._rate.factor(self._steps))
+        self._steps += 1
         for done in self._places:
             done.used = done.given
         if clock == "timed":
-            self._meter.note(own_s, self._active)
+            self._meter.note(own_s, time.perf_counter() - began, self._active)
         return means[0] if len(means) == 1 else torch.stack(means)
 
     def gradients(self, *, loss: int = 0) -> dict[str, Tensor]:
@@ -175,6 +175,7 @@ class SpreadRun:
         float64, on copies; see `verify_program`. Every worker must call it; blocks."""
         from plait.custom.verifying.verify import verify_program
 
+        self._workers.announce("run.verify")()
         return verify_program(
             self._program, self._workers, self._layout, batch, cut=self._cut, weights=self.weights(),
             choices=self._choices,
@@ -187,13 +188,13 @@ class SpreadRun:
 
         if not self._last:
             raise PlaitError("run.plan measures steps on a batch; call it in the loop over run.batches")
+        self._workers.announce("run.plan")()
         return plan_program(self._program, self._workers, self._last[0], weights=self.weights())
 
     def save(self, folder: str | Path) -> None:
         """Save all that a resume needs to `folder`, whole or not at all. Every worker must call it; blocks."""
-        places = [[place.used, place.ended] for place in self._places]
-        decided = "undecided" if self._meter.undecided else "decided"
-        progress = {"places": places, "shares": list(self._meter.shares), "decided": decided}
+        places = [place.plain() for place in self._places]
+        progress = {"places": places, "shares": list(self._meter.shares), "decided": self._meter.decided}
         save_program(Path(folder), self._program, self._strands, self._workers, self._steps, progress)
 
     def resume(self, folder: str | Path) -> None:
@@ -205,8 +206,9 @@ class SpreadRun:
             raise PlaitError("run.resume comes too late: call it before run.batches, whose batches go on from there")
         found = resume_program(Path(folder), self._program, self._strands, self._workers)
         self._steps, progress = int(found["steps"]), found["progress"]
-        self._places = [BatchPlace(given=used, used=used, ended=ended) for used, ended in progress["places"]]
-        if found["workers"] == self.workers:
+        same = "same workers" if found["workers"] == self.workers else "other workers"
+        self._places = [BatchPlace.from_plain(saved, same) for saved in progress["places"]]
+        if same == "same workers":
             self._meter.resume(progress["shares"], progress["decided"])
 
     def _each(self, own: OwnBatches) -> Iterator[Any]:
@@ -220,20 +222,6 @@ class SpreadRun:
             self._active.remove(own)
             self._wait_s += own.maker.wait_s
 
-    def _batch_size(self, batch: int | None, batch_per_worker: int | None, epochs: int) -> int | None:
-        if batch is not None and batch_per_worker is not None:
-            raise PlaitError("batch is that of all workers and batch_per_worker that of one; give one of the two")
-        for name, number in (("batch", batch), ("batch_per_worker", batch_per_worker), ("epochs", epochs)):
-            if number is not None and number < 1:
-                raise PlaitError(f"{name} = {number}; give 1 or more")
-        if batch is not None and batch < self.workers:
-            raise PlaitError(
-                f"a batch of {batch} for {self.workers} workers: each needs one example at least; take a larger "
-                f"batch or "
-                "fewer workers"
-            )
-        return batch_per_worker * self.workers if batch_per_worker is not None else batch
-
     def _grow_rate(self, batch: int, steps_per_epoch: int | None) -> None:
         rule = goyal_rule(self.workers, steps_per_epoch)
         if rule != self._rate and self.workers > 1:
@@ -243,12 +231,3 @@ class SpreadRun:
                 f"over {rule.warm_steps} steps (Goyal's rule, made for SGD)"
             )
         self._rate = rule
-
-    def _check_losses(self, batch: Any) -> None:
-        """Before the first step: whether losses are sums. All workers look, or none, as models may wait for each
-        other."""
-        few = torch.tensor([int(examples_to_check(batch, self._cut) < 2)])
-        if int(self._workers.sums.largest(few)) == 0:
-            self._strands.settle()
-            for index in range(len(self._program.losses)):
-                check_additive(self._program, index, batch, self._cut)

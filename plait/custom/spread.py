@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers, find_workers
 from plait.custom.layouts import RequestedLayout, choose_layout
-from plait.custom.likeness import workers_are_alike
+from plait.custom.likeness import compare_workers
 from plait.custom.program import LossSum, Program, ProgramPrecision, check_program
 from plait.custom.run import SpreadRun
 from plait.custom.seeds import seed_everything, seed_from
@@ -92,8 +92,8 @@ def spread(
     choices = _choices(options, program, workers)
     strands = make_strands(program, workers, chosen, choices)
     seed_everything(seed_from("program", seed))
-    alike = "alike" if workers_are_alike(workers) else "unlike"
-    return SpreadRun(program, strands, workers, chosen, choices=choices, cut=options.get("cut"), alike=alike)
+    kinds = compare_workers(workers)
+    return SpreadRun(program, strands, workers, chosen, choices=choices, cut=options.get("cut"), kinds=kinds)
 
 
 def _tuple(given: Any) -> tuple[Any, ...]:

@@ -2,6 +2,11 @@
 
 Note [what is read]: a rectangle is read as the ranges of bytes that it consists of: one for whole rows, else one for
 each row. Where the gaps between these are smaller than a page the disk reads them anyway, so whole rows are read.
+
+Note [new tokens]: a run may have more tokens than the model that it goes on from. Their rows in the embedding and the
+head begin as the mean of the model's own rows (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language
+Models"): a row drawn at random may take most of the probability from the tokens that the model knows. The mean is
+summed in float64, in one order, so that every layout has the same bits.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from plait.errors import PlaitError
 from plait.interop.base_model import BaseModel, WeightPlace
 from plait.interop.tensor_files import ITEM_SIZES, StoredTensor
 from plait.model.gpt import GPT
+from plait.model.names import dims_of
+from plait.model.shape import weight_sizes
 from plait.partition.boxes import Box, whole_box
 
 READ_BYTES = 1 << 24
@@ -32,12 +39,19 @@ _Block = tuple[slice, slice]
 @torch.no_grad()
 def read_boxes(base: BaseModel, boxes: Iterable[tuple[str, Box, Tensor]]) -> None:
     """Fill each tensor with the box of the weight of that name, in the tensor's own precision; on any rank, without the
-    others. Raises PlaitError where a file changed or cannot be read."""
+    others. A weight may have more rows than the model's: Note [new tokens]. Raises PlaitError where a file changed or
+    cannot be read."""
+    sizes = weight_sizes(base.shape)
     with _open_files() as open_file:
         for name, box, tensor in boxes:
-            place = base.places[name]
-            for block, target in _blocks(place, box, tensor):
-                target.copy_(_read(open_file(place.stored.file), place.stored, block))
+            place, own = base.places[name], sizes[name]
+            rows = max(0, min(box.extent[0], own[0] - box.offset[0]))
+            old = Box(shape=own, offset=box.offset, extent=(rows, *box.extent[1:]))
+            _fill_box(place, old, tensor[:rows], open_file)
+            if rows < box.extent[0]:
+                assert dims_of(name)[0] == "vocabulary", name
+                mean = _mean_row(place, own, open_file)
+                tensor[rows:] = mean.narrow(0, box.offset[1], box.extent[1])
 
 
 def load_model_from(base: BaseModel, sequence: int, device: torch.device) -> GPT:
@@ -48,6 +62,22 @@ def load_model_from(base: BaseModel, sequence: int, device: torch.device) -> GPT
     model.to_empty(device=device)
     read_boxes(base, ((name, whole_box(p.shape), p.data) for name, p in model.named_parameters()))
     return model.eval()
+
+
+def _fill_box(place: WeightPlace, box: Box, tensor: Tensor, open_file: _Opener) -> None:
+    for block, target in _blocks(place, box, tensor):
+        target.copy_(_read(open_file(place.stored.file), place.stored, block))
+
+
+def _mean_row(place: WeightPlace, sizes: tuple[int, ...], open_file: _Opener) -> Tensor:
+    """The mean of a matrix' rows, [width] in float64."""
+    rows, width = sizes
+    total, at_once = np.zeros(width), max(1, READ_BYTES // (8 * width))
+    for first in range(0, rows, at_once):
+        part = torch.empty(min(at_once, rows - first), width, dtype=torch.float64)
+        _fill_box(place, Box(shape=sizes, offset=(first, 0), extent=tuple(part.shape)), part, open_file)
+        total += part.numpy().sum(axis=0)
+    return torch.from_numpy(total / rows)
 
 
 def _blocks(place: WeightPlace, box: Box, tensor: Tensor) -> Iterator[tuple[_Block, Tensor]]:

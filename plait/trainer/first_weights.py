@@ -39,6 +39,8 @@ def fill_first_weights(sharded: ShardedModel, plan: Plan, seed: int, *, which: W
 def check_base(base: BaseModel, plan: Plan) -> None:
     """Raise RunFailed unless this is the model that the run was planned with."""
     shape = replace(plan.shape, adapter=None)
+    if shape.vocabulary > base.shape.vocabulary:  # rows for new tokens: read_boxes
+        shape = replace(shape, vocabulary=base.shape.vocabulary)
     is_same = not plan.base_fingerprint or base_fingerprint(base) == plan.base_fingerprint
     if base.shape_for(shape.sequence) != shape or not is_same:
         raise RunFailed(f"the model in {plan.base} is not the one that this run was planned with; bring that one back")

@@ -38,9 +38,9 @@ INNER_FLOORS = {
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
                  "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4, "answering": 5,
                  "evaluating": 3, "drilling": 6, "submitting": 6},
-    "custom": {"variables": 0, "lone_sums": 0, "seeds": 0, "cutting": 0, "group": 1, "program": 1, "exchange": 2,
-               "collectives": 2, "likeness": 2, "data": 2, "strands": 3, "layouts": 4, "exact_norm": 3, "stepping": 4,
-               "saving": 4, "verifying": 5, "planning": 6, "run": 7, "spread": 8, "worker": 9},
+    "custom": {"variables": 0, "leaving": 0, "lone_sums": 0, "seeds": 0, "cutting": 0, "group": 1, "program": 1,
+               "exchange": 2, "collectives": 2, "data": 2, "likeness": 3, "strands": 3, "exact_norm": 3, "layouts": 4,
+               "stepping": 4, "saving": 4, "verifying": 5, "planning": 6, "run": 7, "spread": 8, "worker": 9},
     "data": {"choices": 0, "documents": 0, "folders": 0, "micro_sizes": 0, "sources": 1, "holdout": 2,
              "conversations": 2, "index": 3, "shards": 4, "preparation": 5, "balance": 5, "integrity": 5, "order": 5,
              "packing": 5, "rows": 5, "samples": 6, "loader": 7},
@@ -147,7 +147,7 @@ SAME_IDEA = {
     # The command, and who parses or exports it.
     "evaluate", "join", "load_recipe", "plan", "probe", "sample", "train", "verify",
     "main",  # what a program does when it is started
-    "rank",  # the entry of a job, looked up by its name
+    "rank",  # the entry of a job, looked up by its name; and which rank one is
 }  # fmt: skip
 """Public names that several modules define because they mean the same thing."""
 

@@ -80,6 +80,23 @@ def skip_a_step(context: RankContext, argument: str) -> None:
         run.step(batch)
 
 
+def call_alone(context: RankContext, argument: str) -> None:
+    """Rank 0 calls what all must call."""
+    asked = json.loads(argument)
+    os.environ[RENDEZVOUS] = context.rendezvous
+    run = build(asked, context.rank)
+    calls = {
+        "run.save": lambda batch: run.save(asked["folder"]),
+        "run.evaluate": lambda batch: run.evaluate(data()),
+        "run.verify": run.verify,
+        "run.plan": lambda batch: run.plan(),
+    }
+    for batch in run.batches(data(), batch=8):
+        run.step(batch)
+        if context.rank == 0:
+            calls[asked["call"]](batch)
+
+
 def call_a_part(context: RankContext, argument: str) -> None:
     """The loss uses a part of the model without a call of the whole."""
     os.environ[RENDEZVOUS] = context.rendezvous
@@ -143,22 +160,47 @@ def unlike_models(context: RankContext, argument: str) -> None:
     plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
 
 
+class Slow(nn.Module):
+    """Takes its time for each example, on one rank more than on the others."""
+
+    def __init__(self, per_example_s: float) -> None:
+        super().__init__()
+        self.inside, self.per_example_s = nn.Linear(6, 6), per_example_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(len(x) * self.per_example_s)
+        return self.inside(x)
+
+
 def measured_shares(context: RankContext, argument: str) -> None:
-    """Rank 1 is slow: it sleeps for each of its examples."""
+    """Rank 1 is slow: its layer sleeps longer for each example. With norms over all workers, or sharded parameters,
+    fast ranks wait for it inside of their own forward passes."""
+    asked = json.loads(argument)
     os.environ[RENDEZVOUS] = context.rendezvous
     torch.manual_seed(1)
-    model = nn.Linear(5, 3).double()
-
-    def slow(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        time.sleep(len(batch[0]) * (0.003 if context.rank == 1 else 0.001))
-        return loss_sum(model, batch)
-
-    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=slow)
+    model: nn.Module = Layers(depth=1).double()
+    layers: Any = model
+    layers.layers.append(Slow(0.01 if context.rank == 1 else 0.002).double())
+    if asked["kind"] == "norms":
+        layers.layers.append(nn.BatchNorm1d(6).double())
+        plait.convert_batch_norm(model)
+    layout: Any = "shard parameters" if asked["kind"] == "shards" else "replicate"
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_sum=loss_sum, layout=layout)
     sizes, losses = [], []
     for batch in run.batches(data(), batch=24, epochs=16, shares="measured", order="given"):
         sizes.append(len(batch[0]))
         losses.append(float(run.step(batch)))
     context.send("sizes", sizes=sizes, losses=losses, shares=list(run.shares))
+
+
+def parts_of_a_small_share(context: RankContext, argument: str) -> None:
+    """One rank's share has fewer examples than there are parts, and norms wait for each other in each part."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    torch.manual_seed(1)
+    model = plait.convert_batch_norm(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double())
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum, accumulate=4)
+    losses = [float(run.step(batch)) for batch in run.batches(data(), batch=8, shares=[3, 1], order="given")]
+    context.send("losses", losses=losses)
 
 
 def helpers(context: RankContext, argument: str) -> None:
@@ -170,6 +212,13 @@ def helpers(context: RankContext, argument: str) -> None:
     assert plait.all_reduce(rank, "largest") == 1
     tensor = torch.full((2,), float(rank))
     assert plait.all_reduce(tensor) is tensor and tensor.tolist() == [1.0, 1.0]
+    assert (plait.rank(), plait.size()) == (rank, 2)
+    large = 2**60 + 1  # no float has it
+    assert plait.broadcast(large + rank) == large and plait.all_reduce(large + rank, "largest") == large + 1
+    across = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t() + rank
+    assert plait.all_reduce(across.t()).tolist() == [[3.0, 5.0], [7.0, 9.0]]
+    weight = torch.full((2,), float(rank), requires_grad=True)
+    assert plait.broadcast(weight, source=1) is weight and weight.tolist() == [1.0, 1.0]
     context.send("done", ok=True)
 
 

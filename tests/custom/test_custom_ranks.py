@@ -78,6 +78,21 @@ def test_a_rank_that_skips_a_step_is_told(server: ForkServer) -> None:
         told_by(server, "skip_a_step", 2)
 
 
+@pytest.mark.parametrize(
+    ("call", "layout"),
+    [
+        ("run.save", "replicate"),
+        ("run.evaluate", "shard parameters"),
+        pytest.param("run.verify", "shard optimizer", marks=pytest.mark.slow),
+        pytest.param("run.plan", "replicate", marks=pytest.mark.slow),
+    ],
+)
+def test_a_call_of_one_rank_alone_is_told(server: ForkServer, tmp_path: Path, call: str, layout: str) -> None:
+    words = f"calls run.step while another one calls {call};|calls {call} while another one calls run.step;"
+    with pytest.raises(PlaitError, match=words.replace(".", r"\.")):
+        told_by(server, "call_alone", 2, call=call, layout=layout, folder=str(tmp_path))
+
+
 def test_a_part_that_is_called_alone_is_told(server: ForkServer) -> None:
     with pytest.raises(PlaitError, match="without a call of the whole model"):
         told_by(server, "call_a_part", 2)
@@ -109,13 +124,22 @@ def test_a_rank_that_raises_ends_the_others(server: ForkServer) -> None:
         told_by(server, "worker_that_raises", 2)
 
 
-def test_a_slow_rank_gets_less(server: ForkServer) -> None:
-    first, second = told_by(server, "measured_shares", 2)
+@pytest.mark.parametrize("kind", ["plain", "norms", pytest.param("shards", marks=pytest.mark.slow)])
+def test_a_slow_rank_gets_less(server: ForkServer, kind: str) -> None:
+    first, second = told_by(server, "measured_shares", 2, kind=kind)
     assert first["sizes"][0] == second["sizes"][0] == 12
     assert first["shares"] == second["shares"]
-    assert second["sizes"][-1] < 8 < 16 < first["sizes"][-1]
+    assert second["sizes"][-1] < 12 < first["sizes"][-1]  # how much less is told in test_custom_shares.py
     assert all(one + other == 24 for one, other in zip(first["sizes"], second["sizes"], strict=True))
     assert first["losses"] == second["losses"]
+
+
+def test_a_share_of_fewer_examples_than_parts_keeps_nobody_waiting(server: ForkServer, tmp_path: Path) -> None:
+    first, second = told_by(server, "parts_of_a_small_share", 2)
+    assert first == second and len(first["losses"]) == 3
+    asked = {"layout": "shard parameters", "shares": [7, 1]}
+    few = trained(server, tmp_path, 2, accumulate=4, **asked)
+    check_equal(few, trained(server, tmp_path, 2, **asked))
 
 
 def test_values_go_from_rank_to_rank(server: ForkServer) -> None:

@@ -289,6 +289,92 @@ def test_a_layer_that_is_replaced_later_is_told() -> None:
             model[1] = nn.Linear(8, 2)
 
 
+@pytest.mark.parametrize("change", ["unfreeze", "new group"])
+def test_weights_that_begin_to_be_trained_later_are_told(change: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(2, 2))
+    model[1].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
+    run = plait.spread(model, optimizer, loss_sum=loss_sum)
+    with pytest.raises(PlaitError, match=r"since plait\.spread"):
+        for batch in run.batches(examples(), batch=4):
+            run.step(batch)
+            if change == "new group":
+                optimizer.add_param_group({"params": list(model[2].parameters())})
+            else:
+                model[1].bias.requires_grad_()
+    assert run.steps == 1
+
+
+def test_counts_may_be_weights_below_one() -> None:
+    def weighted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        weights = torch.full_like(losses, 0.01)
+        return (losses * weights).sum(), weights.sum()
+
+    model = model_of()
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_sum=weighted)
+    plain = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_sum=loss_sum)
+    assert float(run.evaluate(examples())) == pytest.approx(float(plain.evaluate(examples())), rel=1e-5)
+    model.eval()
+    (batch,) = run.batches(examples(), batch=20)
+    assert float(run.step(batch)) == pytest.approx(float(plain.evaluate(examples())), rel=1e-5)
+
+
+@pytest.mark.parametrize("position", [2, 7])  # of the first batch, and of one that is read ahead
+def test_a_fault_of_a_data_set_does_not_look_like_its_end(position: int) -> None:
+    class Ending(Squares):
+        def __getitem__(self, at: int) -> tuple[Tensor, int]:
+            return super().__getitem__(next(iter(())) if at == position else at)
+
+    model = model_of()
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        for share in run.batches(Ending(), batch=5, order="given"):
+            run.step(share)
+
+
+def test_weights_that_share_memory_are_saved_and_come_back(tmp_path: Path) -> None:
+    def views(fill: float) -> nn.Module:
+        model, memory = nn.Module(), torch.full((5, 6), fill)
+        model.left, model.right = nn.Parameter(memory[:3]), nn.Parameter(memory[3:])
+        model.register_buffer("seen", memory.view(-1)[:4])
+        return model
+
+    def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
+        return (batch @ model.left.T).sum() + (batch @ model.right.T).sum(), len(batch)
+
+    model, again = views(2.0), views(0.0)
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss)
+    run.save(tmp_path)
+    plait.spread(again, torch.optim.SGD(again.parameters(), lr=0.1), loss_sum=loss).resume(tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("damage", ["{}", "[]", "no JSON", '{"format": 1, "steps": "3"}', "another file"])
+def test_a_damaged_state_is_told(tmp_path: Path, damage: str) -> None:
+    model = model_of()
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+    run.save(tmp_path)
+    path = tmp_path / "step-0" / "state.json"
+    path.write_text(path.read_text().replace('"model"', '"../model"') if damage == "another file" else damage)
+    with pytest.raises(PlaitError, match="cannot be read"):
+        run.resume(tmp_path)
+
+
+def test_a_step_saved_again_is_never_lost(tmp_path: Path) -> None:
+    model = model_of()
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+    run.save(tmp_path)
+    (tmp_path / "step-0").rename(tmp_path / "step-0.before")  # as if ended between the two renames
+    run.resume(tmp_path)
+    run.save(tmp_path)
+    run.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlaitError, match="could not save"):
+        run.save(tmp_path / "file")
+
+
 def refusals() -> list[tuple[Any, str]]:
     spread: Any = plait.spread  # what no type checker lets through comes, too
     model = model_of()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from plait.custom.group import alone
 from plait.custom.verifying.verify import verify_program
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
-from tests.custom.verify_entries import PLANTED, planted_program, whole_batch
+from tests.custom.verify_entries import PLANTED, SHARES, planted_program, whole_batch
 from tests.entry_tables import entries_of
 
 Told = dict[str, dict[str, Any]]
@@ -31,13 +31,13 @@ def verdicts(server: ForkServer) -> Told:
     return verdicts_of(server, "replicate", list(PLANTED))
 
 
-def verdicts_of(server: ForkServer, layout: str, programs: list[str]) -> Told:
+def verdicts_of(server: ForkServer, layout: str, programs: list[str], shares: Sequence[int] = SHARES) -> Told:
     told: dict[int, Told] = {}
 
     def hear(message: Message) -> None:
         told[message.rank] = message.values["verdicts"]
 
-    asked = json.dumps({"layout": layout, "programs": programs})
+    asked = json.dumps({"layout": layout, "programs": programs, "shares": shares})
     server.run(Job(entry="verify_planted", argument=asked, world_size=2, threads=1), on_message=hear).require_finished()
     assert [one["ok"] for one in told[0].values()] == [one["ok"] for one in told[1].values()]
     return told[0]
@@ -53,6 +53,7 @@ def test_a_clean_program_is_proven_and_nothing_is_named(verdicts: Told, name: st
 CAUSES = {
     "batch norm": ("between.0: BatchNorm over each worker's local batch", "with it the gradients are equal here"),
     "buffer": ("the buffer between.0.center is changed in the forward pass", "between.0 (Centered)"),
+    "norm by a function": ("the first layer whose output differs is between.0 (Standardized)",),
     "noise": ("between.0 draws random numbers", "between.0 (Noisy)"),
     "mean": ("loss_sum returns a mean", "differs by"),
     "16 bits": ("narrow_loss computes in less than float64", "all layers put out the same"),
@@ -82,14 +83,21 @@ def test_what_changes_no_gradient_is_said_beside_the_proof(verdicts: Told, name:
     assert [sentence in remark for remark in verdicts[name]["remarks"]] == [True]
 
 
+def test_a_mean_is_named_where_each_worker_has_one_example(server: ForkServer) -> None:
+    told = verdicts_of(server, "replicate", ["mean", "clean"], shares=(1, 1))
+    assert told["clean"]["ok"] and not told["clean"]["causes"]
+    assert "loss_sum returns a mean" in " ".join(told["mean"]["causes"])
+
+
 def test_one_worker_finds_what_two_halves_of_its_batch_show() -> None:
     named = {}
-    for name in ("clean", "own batch norm", "batch norm", "mean"):
+    for name in ("clean", "own batch norm", "batch norm", "mean", "buffer"):
         verdict = verify_program(planted_program(name), alone(), "replicate", whole_batch())
         named[name] = (verdict.ok, " ".join(verdict.causes))
     assert named["clean"] == named["own batch norm"] == (True, "")
     assert not named["batch norm"][0] and "between.0: BatchNorm" in named["batch norm"][1]
     assert not named["mean"][0] and "returns a mean" in named["mean"][1]
+    assert not named["buffer"][0] and "the buffer between.0.center is changed" in named["buffer"][1]
 
 
 @pytest.mark.slow

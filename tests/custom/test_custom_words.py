@@ -9,7 +9,7 @@ from torch import nn
 
 from plait.commands.hosts.invitation import invitation_text
 from plait.commands.programs.run_program import invitation_of, workers_text
-from plait.custom.data.measured_shares import measured_shares_text
+from plait.custom.data.share_words import measuring_text, shares_stay_text, worker_shares_text
 from plait.custom.group import first_host, started_worker
 from plait.custom.program import Program
 from plait.custom.stepping.rate import goyal_rule
@@ -20,14 +20,18 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "own-programs.txt"
 
 
 def lines() -> list[str]:
-    seconds = (0.2, 0.1, 0.1)
+    names = ("big", "worker 1 on pair", "worker 2 on pair")
+    many = [f"worker {number}" for number in range(9)]
     layers = nn.ModuleDict({"body": nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), "head": nn.Linear(2, 2)})
     return [
         workers_text([1], None),
         workers_text([4], Path(".plait/programs/my")),
         workers_text([4, 1], Path(".plait/programs/my")),
-        measured_shares_text(seconds, (1.0, 1.0, 1.0), None),
-        measured_shares_text(seconds, (1.0, 1.0, 1.0), (0.2, 0.4, 0.4)),
+        measuring_text(8),
+        shares_stay_text(names, (0.2, 0.195, 0.21)),
+        worker_shares_text(names, (20, 20, 20), (36, 12, 12), (300.0, 100.0, 100.0)),
+        shares_stay_text(many, [0.2] * 9),
+        worker_shares_text(many, [8] * 9, [9] * 8 + [1], [100.0] * 8 + [10.0]),
         units_text(find_units(layers, "auto")),
         units_text({}),
         invitation_text(1, "10.0.0.1:29500", "with the secret", invitation_of(Path("folder/my.py"))),

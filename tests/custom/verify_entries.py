@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,13 @@ class Centered(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         self.center.mul_(0.5).add_(inputs.detach().mean(0), alpha=0.5)
         return inputs - self.center
+
+
+class Standardized(nn.Module):
+    """Mixes samples by a function, of which no module's list tells."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.batch_norm(inputs, None, None, training=True)
 
 
 class Noisy(nn.Module):
@@ -125,6 +132,7 @@ PLANTED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "own batch norm": (lambda: convert_batch_norm(Net(nn.BatchNorm1d(8))), loss_sum),
     "dropout": (lambda: Net(nn.Dropout(0.5), Dropped()), loss_sum),
     "buffer": (lambda: Net(Centered()), loss_sum),
+    "norm by a function": (lambda: Net(Standardized()), loss_sum),
     "noise": (lambda: Net(Noisy()), loss_sum),
     "changed view": (lambda: Net(nn.Linear(8, 8), Reshaped(), Flattened()), loss_sum),
     "views": (lambda: Net(Shifted()), loss_sum),
@@ -158,7 +166,7 @@ def verify_planted(context: RankContext, argument: str) -> None:
     for name in asked["programs"]:
         program = planted_program(name)
         before = {key: value.clone() for key, value in program.models[0].state_dict().items()}
-        verdict = verify_program(program, workers, layout, _own_share(context.rank))
+        verdict = verify_program(program, workers, layout, _own_share(context.rank, asked["shares"]))
         after = program.models[0].state_dict()
         assert all(torch.equal(value, after[key]) for key, value in before.items())
         told[name] = {
@@ -188,7 +196,7 @@ def _joined(context: RankContext) -> Workers:
     return find_workers()
 
 
-def _own_share(rank: int) -> tuple[Tensor, Tensor]:
-    first = sum(SHARES[:rank])
-    inputs, labels = (part[first : first + SHARES[rank]] for part in whole_batch())
+def _own_share(rank: int, shares: Sequence[int] = SHARES) -> tuple[Tensor, Tensor]:
+    first = sum(shares[:rank])
+    inputs, labels = (part[first : first + shares[rank]] for part in whole_batch())
     return inputs, labels

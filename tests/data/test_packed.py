@@ -25,6 +25,7 @@ SEQUENCE = 16
 SETS = next(
     (above / "shared" / "data" for above in Path(__file__).parents if (above / "shared" / "data").is_dir()), None
 )
+PART = Path(__file__).parents[1] / "fixtures" / "chats" / "chatterbot_part.jsonl"
 
 
 @pytest.fixture
@@ -201,9 +202,28 @@ def test_work_is_counted_as_it_is(corpus: Corpus) -> None:
     assert reader.counted_targets(places)[-2:].tolist() == [0, 0]
 
 
-def prepared(name: str, folder: Path, holdout: float = 0.05) -> Corpus:
-    request = DataRequest(sources=(Source(str(SETS / name)),), tokenizer="gpt2", vocabulary=None, holdout=holdout)
+def prepared(chats: Path, folder: Path, holdout: float = 0.05) -> Corpus:
+    request = DataRequest(sources=(Source(str(chats)),), tokenizer="gpt2", vocabulary=None, holdout=holdout)
     return open_corpus(prepare_corpus(request, folder / "cache", lambda *_: None))
+
+
+def test_a_few_real_chats_leave_less_than_a_window_free(tmp_path: Path) -> None:
+    """So few fill so few windows that the last one weighs: shares of whole sets are below."""
+    corpus = prepared(PART, tmp_path)
+    sizes, answers = corpus_sizes(corpus), answer_bytes(PART)
+    for sequence in (512, 1024):
+        packed = sizes.packed(sequence, "refuse")
+        assert packed.share > 1 - 1 / packed.windows, f"{sequence}: {packed}"
+    assert corpus.train_bytes + corpus.heldout_bytes == answers
+
+
+def answer_bytes(chats: Path) -> int:
+    """Bytes of all answers in a set, each with its end of text."""
+    with chats.open(encoding="utf-8") as file:
+        rows = [json.loads(line)["messages"] for line in file]
+    return sum(
+        len(m["content"].encode()) + len("<|endoftext|>") for row in rows for m in row if m["role"] == "assistant"
+    )
 
 
 @pytest.mark.skipif(SETS is None, reason="the shared chat sets are not here")
@@ -212,14 +232,9 @@ def prepared(name: str, folder: Path, holdout: float = 0.05) -> Corpus:
 )
 def test_real_chats_fill_98_percent_of_usual_windows(name: str, tmp_path: Path) -> None:
     assert SETS is not None
-    corpus = prepared(name, tmp_path)
+    corpus = prepared(SETS / name, tmp_path)
     sizes = corpus_sizes(corpus)
     for sequence in (1024, 2048):
         packed = sizes.packed(sequence, "refuse")
         assert packed.share >= 0.98, f"{sequence}: {packed.share:.2%}"
-    with (SETS / name).open(encoding="utf-8") as file:
-        rows = [json.loads(line)["messages"] for line in file]
-    answers = sum(
-        len(m["content"].encode()) + len("<|endoftext|>") for row in rows for m in row if m["role"] == "assistant"
-    )
-    assert corpus.train_bytes + corpus.heldout_bytes == answers
+    assert corpus.train_bytes + corpus.heldout_bytes == answer_bytes(SETS / name)

@@ -10,9 +10,7 @@ import pytest
 
 from tests.end_to_end.command import Place, ended, kill_group, wait_while_running
 
-SETS = next(
-    (above / "shared" / "data" for above in Path(__file__).parents if (above / "shared" / "data").is_dir()), None
-)
+CHATS = Path(__file__).parents[1] / "fixtures" / "chats" / "chatterbot_part.jsonl"
 RECIPE = """
 [data]
 files = "chats.jsonl"
@@ -81,12 +79,10 @@ def test_examples_longer_than_a_window_are_refused_before_a_worker_starts(chats:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(SETS is None, reason="the shared chat sets are not here")
 def test_three_epochs_of_real_chats_on_two_workers_go_on_after_a_kill(tmp_path: Path) -> None:
-    assert SETS is not None
     place = Place(tmp_path / "place", RECIPE)
-    (place.folder / "chats.jsonl").write_text((SETS / "sft_chatterbot_en.jsonl").read_text(encoding="utf-8"))
-    options = ("model.vocabulary=1024", "train.sequence=768", "train.batch_tokens=7680")
+    (place.folder / "chats.jsonl").write_text(CHATS.read_text(encoding="utf-8"))
+    options = ("model.vocabulary=512", "train.sequence=512", "train.batch_tokens=2560")
     whole = place.train("whole", *options)
     assert whole.code == 0 and not whole.err, whole
     steps = place.plan("whole")["steps"]

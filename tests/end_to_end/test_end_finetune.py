@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.end_to_end.command import Ended, Place, ended
+from tests.end_to_end.command import Ended, Place, ended, kill_group, wait_while_running
 from tests.interop.folders import write_model
 
 RECIPE = """
@@ -75,6 +76,40 @@ def test_an_adapter_is_trained_measured_and_handed_on(home: Place) -> None:
         assert torch.isfinite(theirs(torch.tensor([[1, 2, 3]])).logits).all()
     told = ended(home.start("export", "go", "--to", "both", "--adapter", "--merged"))
     assert told.code == 2 and "two folders" in told.err and told.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_kill_9_and_go_on_bit_for_bit(home: Place) -> None:
+    often = ("checkpoint.every=3 steps", "train.budget=6 epochs", "report.evaluate=10 steps")
+    run(home, "train", "go.toml", "run.name=whole", *often)
+    steps = home.plan("whole")["steps"]
+    process = home.start("train", "go.toml", "run.name=killed", *often)
+    wait_while_running(lambda: max(home.checkpoints("killed"), default=0) >= 6, process)
+    kill_group(process, signal.SIGKILL)
+    assert ended(process).code == -signal.SIGKILL
+    home.assert_nobody_left()
+    assert home.checkpoints("killed")[-1] < steps
+    again = run(home, "train", "go.toml", "run.name=killed", *often)
+    assert not again.err and "resume   from step-" in again.out
+    assert home.numbers("killed") == home.numbers("whole")
+    assert home.manifest("killed", steps) == home.manifest("whole", steps)
+
+
+@pytest.mark.slow
+def test_one_worker_goes_on_with_the_adapter_that_two_trained(home: Place) -> None:
+    fixed = ("optimizer.schedule=constant", "optimizer.warmup_steps=2")
+    run(home, "train", "go.toml", "run.name=two", "train.budget=12 steps", *fixed)
+    home.copy_run("two", "one")
+    longer = ("train.budget=20 steps", *fixed)
+    run(home, "train", "go.toml", "run.name=two", *longer)
+    alone = run(home, "train", "go.toml", "run.name=one", "--no-check", "layout.replicate=1", *longer)
+    assert "resume   from step-12" in alone.out
+    losses = {
+        name: {line["step"]: line["loss"] for line in home.lines(name) if "loss" in line} for name in ("one", "two")
+    }
+    assert losses["one"].keys() == losses["two"].keys() and max(losses["one"]) == 20
+    assert losses["one"][13] == pytest.approx(losses["two"][13], rel=1e-6)
+    assert all(losses["one"][step] == pytest.approx(losses["two"][step], rel=1e-4) for step in range(14, 21))
 
 
 @pytest.mark.parametrize(

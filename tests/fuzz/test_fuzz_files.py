@@ -17,7 +17,8 @@ from tests.fuzz.conftest import Outcome
 from tests.fuzz.mutate import ODD_VALUES, byte_mutant, json_mutant, toml_mutant
 
 Mutate = Callable[[random.Random, bytes], bytes]
-HANG_S = 5.0
+HANG_S, GOES_ON_S = 5.0, 30.0
+"""For a command that refuses a mutant, and for one that accepts it and trains, with real workers."""
 ON_PAPER = ("plan", "tiny.toml", "--top", "0", "--cluster")
 TRAIN = ("train", "tiny.toml", "run.name=fuzzed", "train.budget=4 steps", "checkpoint.keep=1", "checkpoint.every=never")
 SAMPLE = ("sample", "fuzzed", "--tokens", "2", "--temperature", "0")
@@ -107,7 +108,7 @@ def fuzz(subject: Subject, folder: Path, plait: Callable[..., Outcome], *, cases
     for case in range(round(cases * subject.many)):
         with damaged(subject, folder, draw) as what:
             told = plait(*subject.command)
-        assert_sound(told, f"case {case}: {what}")
+        assert_sound(told, f"case {case}: {what}", HANG_S if told.code else GOES_ON_S)
         if subject.seen and told.code == 0:
             assert told.out == sound.out, f"case {case}: {what}"
 

@@ -16,7 +16,7 @@ from plait.checked_json import sealed_text
 from tests.end_to_end.command import Place
 from tests.fuzz.conftest import Outcome
 from tests.fuzz.mutate import json_mutant
-from tests.fuzz.test_fuzz_files import SAMPLE, TRAIN, assert_sound
+from tests.fuzz.test_fuzz_files import GOES_ON_S, SAMPLE, TRAIN, assert_sound
 
 EVAL = ("eval", "fuzzed")
 
@@ -38,8 +38,6 @@ SUBJECTS = {
     "index, eval": Resealed(pattern=".plait/data/*/index.json", command=EVAL, many=0.5),
 }
 FEW, MANY = 40, 600
-GOES_ON_S = 30.0
-"""A run whose receipt has fewer steps than its plan goes on, with real workers."""
 
 
 def resealed(text: bytes, name: str) -> bytes:

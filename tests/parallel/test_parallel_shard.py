@@ -19,6 +19,7 @@ from plait.checkpoint.transfer import read_tensor
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from tests.entry_tables import entries_of
+from tests.parallel.precision import gradients_of, squared_errors
 from tests.parallel.shard_entries import alone_with
 from tests.trainer.tiny import make_tiny
 
@@ -135,19 +136,9 @@ def test_16_bit_shards_are_as_near_to_float64_as_one_16_bit_process(
     plain = alone_with({**shared, "plan": bf16})
     case = {**shared, "name": f"bf16-{len(layout)}", "plan": bf16, "layout": {**layout, "shard_what": "parameters"}}
     launch("take_steps", [case], world := 2 ** len(layout))
-    gradients = {key.split("|")[1]: key for key in wanted if key.startswith("gradient|")}
-    errors: dict[str, float] = defaultdict(float)
-    for rank in range(world):
-        found = load_file(folders[shape] / f"{case['name']}-0-rank-{rank}.safetensors")
-        for key, value in found.items():
-            kind, name, offset, owner = key.split("|") if "|" in key else ("", key, "", "")
-            if kind == "gradient" and owner == "owned":
-                part = wanted[gradients[name]]
-                for dim, first in enumerate(map(int, offset.split(","))):
-                    part = part.narrow(dim, first, value.shape[dim])
-                errors[name] += float((value - part).square().sum())
-                assert value.dtype == torch.float32
-    own = {name: float((plain[key] - wanted[key]).square().sum()) for name, key in gradients.items()}
+    exact, alone = gradients_of(wanted), gradients_of(plain)
+    errors = squared_errors(folders[shape], f"{case['name']}-0", world, exact)
+    own = {name: float((alone[name] - exact[name]).square().sum()) for name in exact}
     assert errors.keys() == own.keys()
     assert 0 < sum(errors.values()) < 2 * sum(own.values())
 

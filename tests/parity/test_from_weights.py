@@ -48,26 +48,41 @@ def test_a_layout_begins_with_the_weights_of_the_folder(name: str, workers: Fork
     check(*EVERY_DAY[name], workers, tmp_path / "model")
 
 
+@pytest.mark.parametrize(
+    "name", ["parameters", *(pytest.param(name, marks=pytest.mark.slow) for name in EVERY_DAY if name != "parameters")]
+)
+def test_rows_for_new_tokens_begin_as_the_mean_on_every_layout(
+    name: str, workers: ForkedWorkers, tmp_path: Path
+) -> None:
+    """Seven more than the model has: no number of ranks divides them, and one rank may hold old and new rows."""
+    check(*EVERY_DAY[name], workers, tmp_path / "model", new_tokens=7)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_any_layout_does(name: str, workers: ForkedWorkers, tmp_path: Path) -> None:
     check(*LONG[name], workers, tmp_path / "model")
 
 
-def check(shape: ModelShape, layout: Layout, workers: ForkedWorkers, folder: Path) -> None:
+def check(shape: ModelShape, layout: Layout, workers: ForkedWorkers, folder: Path, new_tokens: int = 0) -> None:
     plan = shrunk_plan(CONFIG, shape, layout)
     written = config_of_shape(plan.shape, "float32")
     model = random_model(AutoConfig.for_model(**written))
     model.save_pretrained(folder)
     base = read_base_model(folder)
-    plan = replace(plan, shape=base.shape_for(plan.sequence), base=str(folder))
+    known, shape = base.shape.vocabulary, base.shape_for(plan.sequence)
+    plan = replace(plan, shape=replace(shape, vocabulary=known + new_tokens), base=str(folder))
     verdict = check_gradients(CONFIG, plan, workers)
     assert verdict.ok, "\n".join(f"{one}: {one.error:.1e}" for one in verdict.worst)
     ours = GPT(plan.shape).double()
     fill_first_weights(unsharded(ours), plan, 1)
     theirs = {name: weight.detach().double() for name, weight in model.named_parameters()}
-    for name in ("norm.weight", "embed.tokens.weight"):
-        assert torch.equal(ours.get_parameter(name).detach(), theirs[base.places[name].stored.name])
+    for name in {"norm.weight", "embed.tokens.weight", "head.weight"} & base.places.keys():
+        found, wanted = ours.get_parameter(name).detach(), theirs[base.places[name].stored.name]
+        assert torch.equal(found[: len(wanted)], wanted)
+        if name != "norm.weight":
+            assert len(found) == known + new_tokens
+            assert all(torch.allclose(row, wanted.mean(0), rtol=1e-12, atol=1e-15) for row in found[known:])
 
 
 def test_a_folder_that_changed_since_it_was_planned_with_is_refused(tmp_path: Path) -> None:

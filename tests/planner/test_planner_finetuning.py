@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from plait.data.samples.sizes import CorpusSizes, LengthCounts
 from plait.errors import PlaitError
 from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import ModelShape, linear_layers
 from plait.planner.derive.adapters import named_targets
 from plait.planner.derive.finetuning_rules import finetuning_lr, finetuning_warmup_steps, rank_for_tokens
+from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from tests.planner.machines import CHATS, EIGHT_H100, LAPTOP, SERVER, SMOLLM2, planned, recipe
@@ -70,6 +72,60 @@ def test_no_rule_asks_how_many_workers_there_are(tmp_path: Path, method: str) ->
     assert said[1] == (
         other.optimizer, other.batch_sequences, other.sequence, other.steps, other.shape, other.budget
     )  # fmt: skip
+
+
+SHORT: LengthCounts = tuple((length, length // 3, 39) for length in range(20, 71))
+"""Lengths, tokens before the first answer, and how many chats: as long on average as those of CHATS."""
+
+
+def whole(*longer: tuple[int, int, int]) -> CorpusFacts:
+    return replace(CHATS, layout="whole", sizes=CorpusSizes(examples=((*SHORT, *longer),), heldout=((50, 9, 100),)))
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_short_chats_fill_several_windows_a_step_whatever_the_workers(tmp_path: Path, method: str) -> None:
+    plans = [
+        planned(tuned(tmp_path, f"run.workers={workers}", method=method), whole(), SERVER) for workers in (1, 2, 4)
+    ]
+    assert len({(one.sequence, one.batch_sequences, one.steps, one.optimizer) for one in plans}) == 1
+    plan = plans[0]
+    assert (plan.sequence, plan.batch_sequences) == ({"full": 384, "lora": 192}[method], 8)
+    assert plan.batch_tokens == pytest.approx({"full": 64, "lora": 32}[method] * 45, rel=0.15)
+    assert "examples are short, and a step has 8 such windows" in reasons(plan, f"sequence {plan.sequence}: ")
+    assert float(reasons(plan, "windows ").split()[1].rstrip("%")) > 95
+
+
+def test_windows_of_short_chats_hold_the_longest_one(tmp_path: Path) -> None:
+    one_long = planned(tuned(tmp_path), whole((900, 30, 1)), LAPTOP)
+    assert (one_long.sequence, one_long.batch_sequences) == (960, 2)
+    beyond = planned(tuned(tmp_path), whole((1500, 30, 1)), LAPTOP)
+    assert (beyond.sequence, beyond.batch_sequences) == (1536, 1)
+    dropped = planned(tuned(tmp_path, "data.overlong=drop"), whole((1500, 30, 1)), LAPTOP)
+    assert (dropped.sequence, dropped.batch_sequences) == (192, 8)
+
+
+def test_named_windows_and_batches_of_short_chats_are_kept(tmp_path: Path) -> None:
+    named = planned(tuned(tmp_path, "train.sequence=512"), whole(), LAPTOP)
+    assert (named.sequence, named.batch_sequences) == (512, 3)
+    small = planned(tuned(tmp_path, "train.batch_tokens=512"), whole(), LAPTOP)
+    assert (small.sequence, small.batch_sequences) == (128, 4)
+    large = planned(tuned(tmp_path, "train.batch_tokens=16384"), whole(), LAPTOP)
+    assert (large.sequence, large.batch_sequences) == (1024, 16)
+
+
+def test_a_model_grows_by_the_tokens_that_were_added_to_its_tokenizer(tmp_path: Path) -> None:
+    added = replace(CHATS, vocabulary=49_155, added_tokens=20)
+    plan = planned(tuned(tmp_path, method="full"), added, LAPTOP)
+    assert plan.shape == replace(planned(tuned(tmp_path, method="full"), CHATS, LAPTOP).shape, vocabulary=49_155)
+    assert "3 rows for tokens that were added" in reasons(plan, "vocabulary 49155: ")
+    refused = {
+        "lora": (added, "adapters leave the embedding as it is, so that new tokens.*write finetune.method = .full"),
+        "full": (replace(added, added_tokens=2), "has 49155 entries and the model 49152: it is not the model's own"),
+    }
+    for method, (facts, words) in refused.items():
+        with pytest.raises(PlaitError, match=words) as caught:
+            planned(tuned(tmp_path, method=method), facts, LAPTOP)
+        assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
 
 
 def test_the_rank_grows_with_what_there_is_to_learn(tmp_path: Path) -> None:

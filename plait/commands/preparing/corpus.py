@@ -12,6 +12,7 @@ from plait.data.folders import find_text_files
 from plait.data.integrity import verify_at_start
 from plait.data.order import longest_window
 from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
+from plait.data.preparation.tokens import corpus_tokenizer
 from plait.data.samples.sizes import corpus_sizes
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
@@ -96,7 +97,10 @@ def _usual_tokenizer(base: Path | None) -> str:
 
 def run_facts(config: RunConfig, corpus: Corpus, working: WorkingFolder) -> CorpusFacts:
     """The facts about the data, and about the model that the recipe goes on from, that a plan depends on."""
-    return replace(corpus_facts(corpus), base=base_facts(config, working))
+    facts, base = corpus_facts(corpus), base_facts(config, working)
+    if base is not None and facts.vocabulary > base.shape.vocabulary:
+        facts = replace(facts, added_tokens=corpus_tokenizer(corpus).added_entries)
+    return replace(facts, base=base)
 
 
 def corpus_facts(corpus: Corpus) -> CorpusFacts:

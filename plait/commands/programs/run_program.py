@@ -42,8 +42,8 @@ def run_program(
 ) -> StoppedBy:
     """Run a program file on `workers` workers of each host: one for each GPU, or one with all cores, if left out.
 
-    Blocks until all have ended; returns what ended them. What the first worker prints comes to the terminal, the
-    others' goes to a log. Raises PlaitError before a worker starts, ProgramFailed with the culprit's traceback printed,
+    Blocks until all have ended; returns what ended them. What the first worker prints comes to the terminal, what the
+    others print to files. Raises PlaitError before a worker starts, ProgramFailed with the culprit's traceback printed,
     RunFailed where a worker or a host was lost.
     """
     if workers is not None and not 1 <= workers <= RANKS_AT_MOST:
@@ -64,7 +64,7 @@ def run_program(
 def workers_text(counts: Sequence[int], logs: Path | None) -> str:
     """How many workers a program gets, and where the others print."""
     where = "" if len(counts) == 1 else f" on {len(counts)} hosts: {' + '.join(map(str, counts))}"
-    told = f"; the others than rank 0 print into {logs}" if logs else ""
+    told = f"; rank 0 prints here, the other ranks print to files in {logs}" if logs else ""
     return f"workers  {sum(counts)}{where}{told}"
 
 

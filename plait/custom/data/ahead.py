@@ -16,7 +16,7 @@ READ_AHEAD = 2
 BeforeExample = Callable[[int], None]
 """Called with the position of an example before it is read."""
 MakeBatch = Callable[[BeforeExample], Any]
-_PASSED_OVER = object()
+_PASSED_OVER, _ENDED = object(), object()
 
 
 class BatchMaker:
@@ -39,11 +39,10 @@ class BatchMaker:
         pending = iter(makers)
         while True:
             began = time.perf_counter()
-            try:
-                batch = self._next(pending)
-            except StopIteration:
-                return
+            batch = self._next(pending)
             self.wait_s += time.perf_counter() - began
+            if batch is _ENDED:
+                return
             if batch is not _PASSED_OVER:
                 yield batch
                 if not self.draws and self._may_thread:
@@ -58,9 +57,9 @@ class BatchMaker:
             seed_everything(seed_from("batch", self._seed, self._turn))
         self._turn += 1
         before = generator_states() if self.draws is None else ()
-        make = next(pending)
-        if make is None:
-            return _PASSED_OVER
+        make: Any = next(pending, _ENDED)
+        if make is None or make is _ENDED:
+            return _PASSED_OVER if make is None else _ENDED
         batch = make(seed_example if self.draws else _nothing)
         if self.draws is None:
             self.draws = generator_states() != before

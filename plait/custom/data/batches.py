@@ -11,7 +11,7 @@ import torch
 
 from plait.custom.cutting import BatchCut
 from plait.custom.data.ahead import BatchMaker, BeforeExample, MakeBatch
-from plait.custom.data.shares import ShareTable
+from plait.custom.data.shares import ShareChanges, ShareTable
 from plait.custom.data.sources import Collate, ExamplePositions, Stream, source_of
 from plait.custom.seeds import seed_from
 from plait.errors import PlaitError
@@ -42,11 +42,23 @@ class BatchRequest:
 @dataclass(slots=True, kw_only=True)
 class BatchPlace:
     """How far one call of run.batches has come: batches handed out, those of them that a step has used, and whether it
-    has come to its end."""
+    has come to its end; and who had, or will have, which part of them."""
 
     given: int = 0
     used: int = 0
     ended: bool = False
+    shares: ShareChanges = field(default_factory=list)
+
+    def plain(self) -> list[Any]:
+        """What a resume needs of it, as JSON."""
+        return [self.used, self.ended, [[first, list(shares)] for first, shares in self.shares]]
+
+    @classmethod
+    def from_plain(cls, saved: list[Any], same_workers: Literal["same workers", "other workers"]) -> BatchPlace:
+        """The place that was saved; shares of another number of workers are of no use."""
+        used, ended, *shares = saved
+        kept = [(int(first), tuple(map(float, one))) for first, one in (shares[0] if shares else [])]
+        return cls(given=used, used=used, ended=ended, shares=kept if same_workers == "same workers" else [])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +86,11 @@ class OwnBatches:
             self.place.given += 1
             yield batch
         self.place.ended = True
+
+    @property
+    def examples(self) -> int:
+        """Of a whole batch; 0 where that is not known before it is read."""
+        return self.request.batch or self.source.batch or 0
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -145,6 +162,24 @@ def _read(source: ExamplePositions, positions: list[int], epoch: int, before: Be
 
 def _take(part: Callable[[int, int], Any], first: int, end: int, before: BeforeExample) -> Any:
     return part(first, end)
+
+
+def global_batch(batch: int | None, batch_per_worker: int | None, epochs: int, workers: int) -> int | None:
+    """The size of a batch over all workers, from what a person asks for; None where they leave it to the data.
+
+    Raises PlaitError for numbers that cannot be.
+    """
+    if batch is not None and batch_per_worker is not None:
+        raise PlaitError("batch is that of all workers and batch_per_worker that of one; give one of the two")
+    for name, number in (("batch", batch), ("batch_per_worker", batch_per_worker), ("epochs", epochs)):
+        if number is not None and number < 1:
+            raise PlaitError(f"{name} = {number}; give 1 or more")
+    if batch is not None and batch < workers:
+        raise PlaitError(
+            f"a batch of {batch} for {workers} workers: each needs one example at least; take a larger batch or fewer "
+            "workers"
+        )
+    return batch_per_worker * workers if batch_per_worker is not None else batch
 
 
 def _batch_of(request: BatchRequest, source: ExamplePositions) -> int:

@@ -10,21 +10,19 @@ from plait.errors import PlaitError
 
 WorkerShares = Literal["auto", "equal", "measured"] | Sequence[float]
 """How a batch is shared: "auto" measures where workers have unlike devices; numbers are parts by worker."""
+ShareChanges = list[tuple[int, tuple[float, ...]]]
+"""Shares, and the batch from which on they hold; later ones count."""
 
-FIRST_MEASURED, LAST_MEASURED = 2, 8
-"""Steps, counted from the start of the process, whose times decide: before them memory and kernels are found."""
 AHEAD = 4
 """Batches after a decision until the new shares hold: more than a worker reads ahead."""
-LEAST_GAIN = 1.08
-"""Ratio of the slowest worker's time to the mean's below which equal parts stay."""
 
 
 class ShareTable:
-    """The share of every worker from each batch on; the same on all workers."""
+    """The share of every worker from each batch on; the same on all workers. It adds to the list that it is given."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, changes: ShareChanges | None = None) -> None:
         self._equal = (1.0,) * workers
-        self.changes: list[tuple[int, tuple[float, ...]]] = []
+        self.changes: ShareChanges = [] if changes is None else changes
 
     def set(self, first_batch: int, shares: Sequence[float]) -> None:
         """These shares hold from this batch on; those of earlier batches stay."""
@@ -52,12 +50,3 @@ def check_worker_shares(shares: WorkerShares, workers: int) -> None:
         return
     if len(shares) != workers or not all(0 < share < float("inf") for share in shares):
         raise PlaitError(f"shares = {list(shares)} for {workers} workers; give one positive number for each of them")
-
-
-def shares_from_seconds(seconds: Sequence[float], shares: Sequence[float]) -> tuple[float, ...] | None:
-    """New shares of workers that needed these seconds for the old ones; None where there is too little to gain."""
-    mean = sum(seconds) / len(seconds)
-    if min(seconds) <= 0 or max(seconds) < LEAST_GAIN * mean:
-        return None
-    speeds = [share / second for share, second in zip(shares, seconds, strict=True)]
-    return tuple(round(speed / sum(speeds), 4) for speed in speeds)

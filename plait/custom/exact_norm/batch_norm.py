@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -35,20 +37,37 @@ class StatisticsGroup:
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
+        self.waited_s = 0.0
+        """Seconds that this worker has spent in messages so far; on a GPU only in beginning them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StatisticsGroup:
         """A copied model talks over the same connections."""
         return self
 
-    def find(self) -> dist.ProcessGroup | None:
-        """The group of all workers; None where there is one. Every worker must call it."""
+    def spans_workers(self) -> bool:
+        """Whether there are several workers. Every worker must call it."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return None
+            return False
         if self._group is None:
             made = dist.new_group()
             assert isinstance(made, dist.ProcessGroup)
             self._group = made
-        return self._group
+        return True
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Every worker's values [workers, …]. Every worker must call it; blocks."""
+        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self._group))]
+        began = time.perf_counter()
+        dist.all_gather(parts, values, group=self._group)
+        self.waited_s += time.perf_counter() - began
+        return torch.stack(parts)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all workers, in place. Every worker must call it; blocks."""
+        began = time.perf_counter()
+        dist.all_reduce(values, group=self._group)
+        self.waited_s += time.perf_counter() - began
+        return values
 
 
 class GlobalBatchNorm(_BatchNorm):
@@ -68,18 +87,18 @@ class GlobalBatchNorm(_BatchNorm):
         """The input, normalized by channel."""
         if input.dim() < 2:
             raise PlaitError(f"BatchNorm takes [samples, channels, …], not {list(input.shape)}; add the dim that lacks")
-        group = self.group.find() if self.training and self.statistics_of == "all workers" else None
+        together = self.training and self.statistics_of == "all workers" and self.group.spans_workers()
         uses_batch = self.training or self.running_mean is None
-        if group is None:
+        if not together:
             rate = self._count_batch() if self.training else 0.0
             return F.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, rate, self.eps
             )
-        mean, variance, count = _whole_batch(input, group)
+        mean, variance, count = _whole_batch(input, self.group)
         if input.numel() < 2 * input.shape[1] and count < 2:
             raise PlaitError("BatchNorm needs two values a channel to train; take a larger batch, or call model.eval()")
         self._follow(mean, variance, count)
-        return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps, group)  # type: ignore
+        return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps, self.group)  # type: ignore
 
     def _count_batch(self) -> float:
         """Count this batch; returns the weight of its statistics among the running ones."""
@@ -96,6 +115,13 @@ class GlobalBatchNorm(_BatchNorm):
         rate = self._count_batch()
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
         self.running_var.lerp_((variance * (count / (count - 1))).to(self.running_var.dtype), rate)
+
+
+def norm_waits_s(models: Iterable[nn.Module]) -> float:
+    """Seconds that the layers of these models have spent in messages so far."""
+    modules = (module for model in models for module in model.modules())
+    groups = {id(one.group): one.group for one in modules if isinstance(one, GlobalBatchNorm)}
+    return sum(group.waited_s for group in groups.values())
 
 
 def convert_batch_norm(model: nn.Module) -> nn.Module:
@@ -132,7 +158,7 @@ def _global(layer: _BatchNorm, group: StatisticsGroup) -> GlobalBatchNorm:
     return made
 
 
-def _whole_batch(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _whole_batch(input: Tensor, group: StatisticsGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance [channels] and values a channel (0-dim), float64, of all workers' samples."""
     channels, own = input.shape[1], input.detach()
     told = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
@@ -141,9 +167,7 @@ def _whole_batch(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tenso
         variance, mean = torch.var_mean(wide, _all_but_channels(own), correction=0)
         told[:channels], told[channels:-1] = mean, variance
         told[-1] = own.numel() // channels
-    parts = [torch.empty_like(told) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, told, group=group)
-    gathered = torch.stack(parts)
+    gathered = group.gather(told)
     counts, means, variances = gathered[:, -1:], gathered[:, :channels], gathered[:, channels:-1]
     count = counts.sum()
     mean = (counts * means).sum(0) / count.clamp(min=1)
@@ -172,8 +196,7 @@ class _Normalize(torch.autograd.Function):
         back, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
             gradient, input, wide, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )
-        whole = torch.stack([to_bias, to_weight]).to(torch.float64)
-        dist.all_reduce(whole, group=ctx.group)
+        whole = ctx.group.sum(torch.stack([to_bias, to_weight]).to(torch.float64))
         shift, slope = (whole / ctx.count).to(mean.dtype)
         inverse = (variance + ctx.eps).rsqrt()
         scale = inverse if wide is None else inverse * wide

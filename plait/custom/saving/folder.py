@@ -21,7 +21,10 @@ from plait.checkpoint.durable import clean_stop, require_space, sync_folder, wri
 from plait.errors import PlaitError
 
 STATE_FORMAT = 1
-_STEP = re.compile(r"step-(\d{1,15})")
+_STEP = re.compile(r"step-(\d{1,15})(\.before)?")
+"""A saved step; ".before" is what it was until the same step was saved again, there only if that was interrupted."""
+_FILE = re.compile(r"model|schedulers|optimizer-\d{1,9}|buffers-\d{1,9}")
+_FIELDS = {"steps": int, "workers": int, "optimizers": list, "schedulers": list, "progress": dict, "files": list}
 
 
 def write_saved(folder: Path, step: int, state: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor]]) -> Path:
@@ -30,18 +33,20 @@ def write_saved(folder: Path, step: int, state: Mapping[str, Any], files: Mappin
     Either all of it is there afterwards or nothing new. An earlier step is removed once this one stands. Raises
     RunFailed with the mend where the disk says no.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     staging, done = folder / f".step-{step}.staging", folder / f"step-{step}"
-    shutil.rmtree(staging, ignore_errors=True)
     with clean_stop(staging):
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         require_space(staging, sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values()))
         for name, tensors in files.items():
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, staging / f"{name}.safetensors")
+            save_file(_apart(tensors), staging / f"{name}.safetensors")
         write_durably(staging / "state.json", json.dumps({"format": STATE_FORMAT, **state}, allow_nan=False).encode())
         sync_folder(staging)
+        before = folder / f"step-{step}.before"
         if done.exists():  # the same step saved again
-            shutil.rmtree(done)
+            shutil.rmtree(before, ignore_errors=True)
+            done.rename(before)
         staging.rename(done)
         sync_folder(folder)
     for path in folder.glob("step-*"):
@@ -50,12 +55,24 @@ def write_saved(folder: Path, step: int, state: Mapping[str, Any], files: Mappin
     return done
 
 
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, each in memory of its own: a file of them holds no views."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        place = whole.untyped_storage().data_ptr()
+        found[name] = whole.clone() if place in seen else whole
+        seen.add(place)
+    return found
+
+
 def newest_saved(folder: Path) -> Path:
     """The folder of the newest whole state in `folder`; raises PlaitError where there is none."""
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
     if not found:
         raise PlaitError(f"{folder} holds no saved state of a program; name the folder that run.save was given")
-    return max(found)[1]
+    return max(found, key=lambda one: (one[0], one[1].suffix == ""))[1]
 
 
 def read_state(saved: Path) -> dict[str, Any]:
@@ -64,6 +81,11 @@ def read_state(saved: Path) -> dict[str, Any]:
         state = json.loads((saved / "state.json").read_text())
         if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
             raise ValueError("its format is another one")
+        for name, kind in _FIELDS.items():
+            if not isinstance(state.get(name), kind):
+                raise ValueError(f"{name} is missing or of another kind")
+        if not all(isinstance(name, str) and _FILE.fullmatch(name) for name in state["files"]):
+            raise ValueError("it names files that no saved state has")
     except (OSError, ValueError) as error:
         raise PlaitError(f"{saved} cannot be read ({one_line(str(error))}); resume from another folder") from None
     return state

@@ -27,6 +27,7 @@ def save_program(
 ) -> None:
     """Write all of it to `folder`; `progress` is JSON of the caller. Every worker must call it; the first one writes,
     and an error of its disk is raised by all."""
+    workers.announce("run.save")()
     strands.settle()
     files = {MODEL: {**strands.full_weights(), **program.named_buffers()}}
     files |= _unlike_buffers(program, workers)
@@ -60,6 +61,7 @@ def resume_program(folder: Path, program: Program, strands: Strands, workers: Wo
     Only the first worker needs the folder. Every worker must call it; raises PlaitError where there is none, or it is
     of another program.
     """
+    workers.announce("run.resume")()
     strands.settle()
     where = first_ones(lambda: str(newest_saved(folder)), workers)
     state = first_ones(lambda: read_state(Path(where)), workers)

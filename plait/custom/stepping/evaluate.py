@@ -15,6 +15,7 @@ from plait.custom.data.sources import ExamplePositions, Stream, source_of
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.seeds import seed_everything, seed_from
+from plait.custom.stepping.update import divisor_of
 from plait.custom.strands.description import Strands
 from plait.custom.strands.first_weights import broadcast_all
 
@@ -26,6 +27,7 @@ def evaluate_mean(
 
     Every worker must call it; blocks. Buffers are the first worker's meanwhile.
     """
+    workers.announce("run.evaluate")()
     strands.settle()
     total = torch.zeros(2, dtype=torch.float64, device=workers.device)
     with torch.no_grad(), evaluation_mode(program), first_buffers(program, workers):
@@ -37,7 +39,7 @@ def evaluate_mean(
             if counts:
                 total += torch.stack([loss.to(torch.float64), count])
     workers.sums(total)
-    return total[0] / total[1].clamp(min=1.0)
+    return total[0] / divisor_of(total[1])
 
 
 def _parts(source: ExamplePositions | Stream, batch: int, workers: Workers) -> Iterator[tuple[Any, bool]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from plait.custom.exact_norm.batch_norm import norm_waits_s
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.seeds import seed_everything, seed_from
@@ -25,6 +26,8 @@ class StepPlace:
     batch: int
     clock: Literal["timed", "untimed"] = "untimed"
     """Whether the time of forward and backward is wanted, for which a GPU is waited for."""
+    agree: Callable[[], None] = lambda: None
+    """Called before the first sum; raises PlaitError where workers are not at the same place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +45,21 @@ def sum_gradients(
 ) -> GlobalSums:
     """Run all parts of a batch through one loss; then the gradients are global sums, not yet divided by the count.
 
-    Every worker must call it; blocks. Raises PlaitError where the loss is no sum, or a worker skipped a step.
+    Every worker must call it; blocks. Raises PlaitError where the loss depends on no weight that is trained.
     """
     strands.settle()
     strands.open(index)
-    began = time.perf_counter()
+    began, waited_s = time.perf_counter(), _waits_s(program, place)
     own = run_backward(program, strands, workers, index, micros, place)
     if place.clock == "timed" and own.device.type == "cuda":
         torch.cuda.synchronize(own.device)
-    own_s = time.perf_counter() - began
+    own_s = strands.own_seconds(time.perf_counter() - began - (_waits_s(program, place) - waited_s))
     reached = strands.reached(index)
-    marks = torch.tensor([place.batch, place.batch**2], dtype=torch.float64)
+    parameters = len(reached)
+    place.agree()
     on_processor = own.device.type == "cpu"
-    told = workers.sums(torch.cat([marks, reached, own] if on_processor else [marks, reached]))
-    check_same_batch(told[:2].tolist(), place, workers)
-    by_anybody = tuple(count > 0 for count in told[2 : 2 + len(reached)].tolist())
+    told = workers.sums(torch.cat([reached, own]) if on_processor else reached)
+    by_anybody = tuple(count > 0 for count in told[:parameters].tolist())
     strands.close(index, by_anybody)
     # Behind the buckets, whose order on a GPU must be the same on all ranks.
     total = told[-2:] if on_processor else workers.sums(own)
@@ -86,6 +89,11 @@ def run_backward(
     return own
 
 
+def _waits_s(program: Program, place: StepPlace) -> float:
+    """Seconds that norms over all workers have waited for others so far, where a step is timed."""
+    return norm_waits_s(program.models) if place.clock == "timed" else 0.0
+
+
 def _loss_sum(program: Program, index: int, micro: Any) -> tuple[Tensor, Tensor]:
     try:
         return program.loss_sum(index, micro)
@@ -96,12 +104,3 @@ def _loss_sum(program: Program, index: int, micro: Any) -> tuple[Tensor, Tensor]
             'layout "shard parameters" gathers weights where a module is called, and the loss uses one without a '
             'call of the whole model; call model(…), or take "shard optimizer"'
         ) from error
-
-
-def check_same_batch(sums: Sequence[float], place: StepPlace, workers: Workers) -> None:
-    """Raise PlaitError unless all workers are at the batch of the same number: sums of it and of its square."""
-    if sums != [place.batch * workers.size, place.batch**2 * workers.size]:
-        raise PlaitError(
-            f"worker {workers.rank} takes a step with batch {place.batch} of its loop, and the workers' mean is "
-            f"{sums[0] / workers.size:g}: one of them skipped a step; every worker must call run.step for every batch"
-        )

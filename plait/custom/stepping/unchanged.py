@@ -12,13 +12,17 @@ EVERY_STEPS = 50
 
 
 class ModelWatch:
-    """Knows the parameters that a program began with."""
+    """Knows the parameters that a program began with, and which of them are frozen."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._names = program, list(program.named_parameters())
+        self._frozen = [(name, p) for name, p in program.named_parameters().items() if not p.requires_grad]
+        self._held = _held_counts(program)
 
     def look(self, strands: Strands, step: int) -> None:
-        """Now and then, raise PlaitError where parameters have come, gone or been replaced; `step` counts from 0."""
+        """Raise PlaitError where parameters are trained that were not at the start, and, now and then, where some have
+        come, gone or been replaced; `step` counts from 0."""
+        self._look_at_trained()
         if step != 1 and step % EVERY_STEPS:
             return
         now = self._program.named_parameters()
@@ -31,3 +35,21 @@ class ModelWatch:
                 f"{changed[0]} has been added, removed or replaced since plait.spread: the other workers and the "
                 "optimizer do not know of it; change the model first, and call plait.spread then"
             )
+
+    def _look_at_trained(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise PlaitError(
+                    f"{name} wants a gradient since plait.spread, which workers would not sum; unfreeze it before "
+                    "plait.spread, or save, and resume with a new call of plait.spread"
+                )
+        if _held_counts(self._program) != self._held:
+            raise PlaitError(
+                "an optimizer has got or lost parameters since plait.spread, whose gradients nobody sums; give it all "
+                "of them before plait.spread"
+            )
+
+
+def _held_counts(program: Program) -> list[list[int]]:
+    """How many parameters are in each group of each optimizer."""
+    return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in program.optimizers]

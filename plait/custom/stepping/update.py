@@ -19,8 +19,8 @@ def update_weights(program: Program, strands: Strands, index: int, sums: GlobalS
 
     Every worker must call it. A count of 0 divides by 1: then all losses, and gradients, are 0.
     """
-    count = sums.total[1].clamp(min=1.0) if sums.total.device.type != "cpu" else max(float(sums.total[1]), 0.0) or 1.0
-    scale = torch.as_tensor(1.0, dtype=torch.float64, device=sums.total.device) / count
+    count = divisor_of(sums.total[1])
+    scale = 1.0 / count
     if program.clip is not None:
         length = strands.squares(index).to(scale.device).sqrt() * scale
         scale = scale * (program.clip / (length + 1e-6)).clamp(max=1.0)
@@ -30,6 +30,11 @@ def update_weights(program: Program, strands: Strands, index: int, sums: GlobalS
         optimizer.step()
     strands.publish(index)
     return sums.total[0] / count
+
+
+def divisor_of(count: Tensor) -> Tensor:
+    """A global count (0-dim) as a divisor: 1 where nothing was counted; counts may be weights far below 1."""
+    return torch.where(count > 0, count, torch.ones_like(count))
 
 
 def _multiply(gradients: list[Tensor], scale: Tensor) -> None:

@@ -60,6 +60,11 @@ class Strands(Protocol):
         """Wait for the sums; a parameter that no worker reached has no gradient."""
         ...
 
+    def own_seconds(self, passed_s: float) -> float:
+        """Of the seconds of the last step's forward and backward those in which this worker did not wait for others;
+        call it once after each step that is timed."""
+        ...
+
     def squares(self, index: int) -> Tensor:
         """The sum of all squares of this loss's global gradients: 0-dim, float64, the same on all workers."""
         ...

@@ -63,6 +63,9 @@ class ShardedOptimizerStrands:
             part = whole[one.begin : one.begin + one.piece.parameter.numel()]
             one.piece.parameter.grad = part if by_anybody[one.piece.name] else None
 
+    def own_seconds(self, passed_s: float) -> float:
+        return passed_s
+
     def squares(self, index: int) -> Tensor:
         own = squares_of([p.grad for one in self._own[index] if (p := one.piece.parameter).grad is not None])
         return self._workers.sums(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -22,6 +23,10 @@ from plait.custom.strands.units import check_shared, find_units, units_text
 from plait.errors import PlaitError
 from plait.parallel.comm.split_reduction import SpreadWeights, SwapGradients
 
+FORWARDS = 3
+"""Time of a forward and backward together, in forward passes; all workers' is the same, so shares do not depend on
+it. The backward itself waits for others at points that only torch knows."""
+
 
 class ShardedParameterStrands:
     """The strands of layout "shard parameters"; the models' parameters become DTensors, whose rows optimizers
@@ -41,8 +46,11 @@ class ShardedParameterStrands:
         self._program, self._workers = program, workers
         self._reached: dict[str, bool] = {}
         groups = groups_by_name(program, 0)
+        self._forwards = _ForwardClock()
         for model in program.models:
-            _shard(model, workers, choices)
+            units = _shard(model, workers, choices)
+            for unit in units.values() if units else [model]:
+                self._forwards.watch(unit)
         self._sharded = {name: _as_dtensor(p) for name, p in program.named_parameters().items()}
         self._rows = {name: _rows_of(name, p) for name, p in self._sharded.items()}
         self._trained = {name: self._sharded[name] for name in program.trained_names[0]}
@@ -68,6 +76,10 @@ class ShardedParameterStrands:
         for piece in self._pieces:
             gradient = self._sharded[piece.name].grad
             piece.parameter.grad = None if gradient is None else _as_dtensor(gradient).to_local()
+
+    def own_seconds(self, passed_s: float) -> float:
+        on_processor = self._workers.device.type == "cpu"
+        return min(passed_s, FORWARDS * self._forwards.take_s()) if on_processor else passed_s
 
     def squares(self, index: int) -> Tensor:
         return self._workers.sums(squares_of([p.parameter.grad for p in self._pieces if p.parameter.grad is not None]))
@@ -97,7 +109,31 @@ class ShardedParameterStrands:
         return whole_of(own, {n: p for n, p in self._trained.items() if self._reached.get(n)}, self._workers)
 
 
-def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> None:
+class _ForwardClock:
+    """How long the forward passes of units take, from where their weights are here."""
+
+    def __init__(self) -> None:
+        self._began = self._s = 0.0
+
+    def watch(self, unit: nn.Module) -> None:
+        """Time this unit, too: its hooks stand behind those that gather its weights."""
+        unit.register_forward_pre_hook(self._begin)
+        unit.register_forward_hook(self._end)
+
+    def take_s(self) -> float:
+        """Seconds since the last call."""
+        passed_s, self._s = self._s, 0.0
+        return passed_s
+
+    def _begin(self, *_: object) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, *_: object) -> None:
+        self._s += time.perf_counter() - self._began
+
+
+def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> dict[str, nn.Module]:
+    """Shard a model; returns its units."""
     units = find_units(model, choices.units)
     check_shared(model, units)
     world = dist.group.WORLD
@@ -123,6 +159,7 @@ def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> None:
     if workers.device.type == "cpu":
         _gather_ahead(model)
     workers.say(units_text(units))
+    return units
 
 
 def _gather_ahead(model: nn.Module) -> None:

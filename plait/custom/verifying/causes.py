@@ -32,8 +32,8 @@ class FailedProof:
     alone: Outcome
     spread: Outcome
     findings: Sequence[Finding]
-    share: Any
-    """This worker's part of the batch."""
+    batch: Any
+    """The whole batch, or this worker's part of it where that cannot be joined."""
     cut: BatchCut | None
 
 
@@ -57,7 +57,7 @@ def _loss_cause(proof: FailedProof) -> str:
     """What a step says of losses that are no sums."""
     for index in range(len(proof.program.losses)):
         try:
-            check_additive(proof.program, index, proof.share, proof.cut)
+            check_additive(proof.program, index, proof.batch, proof.cut)
         except PlaitError as error:
             return str(error)
     return ""

@@ -54,7 +54,9 @@ def verify_program(
     alone = run_alone(copied(), shares if whole is None else [whole])
     micros = [shares[workers.rank]] if workers.size > 1 else _halves(program, shares[0], cut)
     spread = run_spread(copied(), workers, layout, micros, choices)
-    findings = compare_outcomes(alone, spread, workers)
+    # Of one worker, whose two halves stand for two, each half moves buffers of its own.
+    buffers = [spread.buffers] if workers.size > 1 else [run_alone(copied(), [micro]).buffers for micro in micros]
+    findings = compare_outcomes(alone, spread, workers, buffers)
     verdict = Verdict(
         layout=_as_layout(layout, workers.size),
         findings=findings,
@@ -67,16 +69,20 @@ def verify_program(
         if workers.size == 1:
             return None
         again = run_spread(changed, workers, layout, micros, choices)
-        return all(finding.passes for finding in compare_outcomes(alone, again, workers))
+        return all(finding.passes for finding in compare_outcomes(alone, again, workers, [again.buffers]))
 
-    case = FailedProof(
-        program=copied(), alone=alone, spread=spread, findings=findings, share=shares[workers.rank], cut=cut
-    )
+    looked_at = shares[workers.rank] if whole is None else whole  # a share may be a single example
+    case = FailedProof(program=copied(), alone=alone, spread=spread, findings=findings, batch=looked_at, cut=cut)
     return replace(verdict, causes=find_causes(case, workers, rerun))
 
 
-def compare_outcomes(alone: Outcome, spread: Outcome, workers: Workers) -> tuple[Finding, ...]:
-    """The error of each gradient, of losses and counts, and of buffers, the worst first; the same on all workers."""
+def compare_outcomes(
+    alone: Outcome, spread: Outcome, workers: Workers, buffers: Sequence[Mapping[str, Tensor]]
+) -> tuple[Finding, ...]:
+    """The error of each gradient, of losses and counts, and of buffers, the worst first; the same on all workers.
+
+    `buffers` are those of the workers that this process stands for.
+    """
     bars = FLOAT64_TOLERANCES
     largest = max((float(one.abs().max()) for one in alone.gradients.values() if one.numel()), default=0.0)
     rows = [("loss", "sums", _error(alone.sums, spread.sums, 1e-30), bars.gradient)]
@@ -84,9 +90,9 @@ def compare_outcomes(alone: Outcome, spread: Outcome, workers: Workers) -> tuple
         found, wanted = spread.gradients.get(name), alone.gradients.get(name)
         error = _gradient_error(wanted, found, bars.min_gradient_share * largest)
         rows.append((name, "gradient", error, bars.gradient))
-    if workers.size > 1:
-        for name, wanted in sorted(alone.buffers.items()):
-            rows.append((name, "buffer", _error(wanted, spread.buffers[name], 1e-6), BUFFER_TOLERANCE))
+    for name, wanted in sorted(alone.buffers.items()):
+        error = max(_error(wanted, one[name], 1e-6) for one in buffers)
+        rows.append((name, "buffer", error, BUFFER_TOLERANCE))
     errors = workers.sums.largest(torch.tensor([error for _, _, error, _ in rows], dtype=torch.float64))
     found = [
         Finding(

@@ -38,6 +38,14 @@ class Tokenizer:
     hash: str
     cut: re.Pattern[str]
 
+    @property
+    def added_entries(self) -> int:
+        """How many of the last ids are tokens that were added to the trained ones."""
+        added, count = self.backend.get_added_tokens_decoder(), 0
+        while self.vocabulary - 1 - count in added:
+            count += 1
+        return count
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; a special token's text in it is encoded as ordinary text, so that only real ends are
         ends."""

@@ -45,6 +45,11 @@ class CorpusSizes:
         """In input tokens, of both parts; 0 for a stream."""
         return max((length for counts in (*self.examples, self.heldout) for length, _, _ in counts), default=0)
 
+    def longest_within(self, sequence: int) -> int:
+        """In input tokens, of the examples that a window of `sequence` tokens holds; 0 where it holds none."""
+        every = (*self.examples, self.heldout)
+        return max((length for counts in every for length, _, _ in counts if length <= sequence), default=0)
+
     def epoch_windows(self, sequence: int, overlong: Overlong) -> int:
         """Windows of `sequence` tokens in one pass over the training part."""
         if not self.examples:

@@ -21,7 +21,7 @@ from plait.units import counted, format_count
 
 def finetuning_batch(method: FinetuneMethod, sequence: int, corpus: CorpusFacts, why: list[str]) -> int:
     """Sequences of a step: as many as hold the usual number of examples."""
-    mean = max(1.0, corpus.train_tokens / max(1, corpus.documents))
+    mean = corpus.tokens_per_document
     tokens = examples_batch_tokens(method, min(mean, sequence))
     sequences = scaling_rules.divisible_batch(tokens / sequence)
     source = "as Llama 2 was tuned" if method == "full" else "LoRA bears large batches less well, Schulman 2025"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Any, Literal
 
 from plait.cluster.topology import Machine
@@ -13,9 +12,11 @@ from plait.errors import PlaitError
 from plait.model.requested_size import named_size, parameters_of_size, shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
-from plait.planner.derive import finetuning_rules, scaling_rules
+from plait.planner.derive import scaling_rules
 from plait.planner.derive.adapters import adapter_for
+from plait.planner.derive.finetuning_rules import EPOCHS, examples_batch_tokens
 from plait.planner.derive.sequence_length import example_sequence, stream_sequence
+from plait.planner.derive.vocabulary import fitting_vocabulary, grown_shape
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
 
@@ -49,6 +50,8 @@ class CorpusFacts:
     layout: SampleLayout = "stream"
     sizes: CorpusSizes | None = None
     """How long the examples are; None where the text was not looked at."""
+    added_tokens: int = 0
+    """How many of the tokenizer's last entries were added after it was trained; asked where the model has fewer."""
 
     def __str__(self) -> str:
         """One line, as `plait data` prints it."""
@@ -56,6 +59,11 @@ class CorpusFacts:
         what = "document" if self.layout == "stream" else "example"
         documents = f"{format_count(self.documents)} {what}{'s' if self.documents != 1 else ''}"
         return f"data     {held_out}; {documents}, vocabulary {self.vocabulary}"
+
+    @property
+    def tokens_per_document(self) -> float:
+        """On average, at least 1."""
+        return max(1.0, self.train_tokens / max(1, self.documents))
 
     def epoch_tokens(self, sequence: int, overlong: Overlong) -> int:
         """Tokens of the windows of one pass."""
@@ -101,7 +109,7 @@ def budget_of(config: RunConfig) -> Amount:
     if config.train.budget != "auto":
         return parse_amount(config.train.budget)
     if config.finetune.method != "auto":
-        return Amount(finetuning_rules.EPOCHS, "epochs")
+        return Amount(EPOCHS, "epochs")
     if config.model.size != "auto":
         parameters = parameters_of_size(config.model.size, vocabulary=32768)
         return Amount(scaling_rules.TOKENS_PER_PARAMETER * parameters, "tokens")
@@ -113,7 +121,7 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
     budget = budget_of(config)
     if corpus.base is not None:
         return _size_of_base(config, corpus, corpus.base, rate, budget, why)
-    vocabulary = _vocabulary(config, corpus)
+    vocabulary = fitting_vocabulary(config.model.vocabulary, corpus.vocabulary)
     size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
         what = "20 tokens a parameter (Hoffmann 2022)" if size != "auto" else "no model size or budget was asked for"
@@ -143,12 +151,7 @@ def _size_of_base(
     config: RunConfig, corpus: CorpusFacts, base: BaseFacts, rate: TrainingRate, budget: Amount, why: list[str]
 ) -> RunSize:
     """The size of a run that goes on from a model; raises PlaitError where text and model do not fit each other."""
-    shape = base.shape
-    if corpus.vocabulary > shape.vocabulary:
-        raise PlaitError(
-            f"the tokenizer has {corpus.vocabulary} entries and the model {shape.vocabulary}: it is not the model's "
-            "own; take data.tokenizer out, or name the tokenizer that the model was trained with"
-        )
+    shape = grown_shape(base.shape, corpus.vocabulary, corpus.added_tokens, config.finetune.method, why)
     if config.train.budget == "auto":
         tuned = "the usual passes over the data in fine-tuning (Taori 2023)"
         why.append(f"budget {budget}: {'none was asked for' if config.finetune.method == 'auto' else tuned}")
@@ -194,18 +197,6 @@ def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, seq
     return budget.value * max(batch, sequence)
 
 
-def _vocabulary(config: RunConfig, corpus: CorpusFacts) -> int:
-    requested = config.model.vocabulary
-    if requested == "auto":
-        return ceil(corpus.vocabulary / 64) * 64
-    if requested < corpus.vocabulary:
-        raise PlaitError(
-            f"the tokenizer has {corpus.vocabulary} entries, more than model.vocabulary = {requested}; "
-            f'choose at least {corpus.vocabulary}, or "auto"'
-        )
-    return requested
-
-
 def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts, why: list[str]) -> ModelShape:
     requested = config.model.model_dump(exclude={"from_", "size", "vocabulary"})
     explicit: dict[str, Any] = {key: value for key, value in requested.items() if value != "auto"}
@@ -226,8 +217,18 @@ def _sequence(
     config: RunConfig, parameters: int, corpus: CorpusFacts, why: list[str], longest_of_model: int | None = None
 ) -> int:
     if corpus.layout == "whole" and corpus.sizes:
-        return example_sequence(config, parameters, corpus.sizes, why, longest_of_model)
+        return example_sequence(
+            config, parameters, corpus.sizes, why, longest_of_model, _example_step_tokens(config, corpus)
+        )
     return stream_sequence(config, parameters, (corpus.train_tokens, corpus.longest_sequence), why, longest_of_model)
+
+
+def _example_step_tokens(config: RunConfig, corpus: CorpusFacts) -> float | None:
+    """Tokens of a step, where neither the model's size nor a window's length decides about them."""
+    method, requested = config.finetune.method, config.train.batch_tokens
+    if requested != "auto":
+        return requested
+    return None if method == "auto" else examples_batch_tokens(method, corpus.tokens_per_document)
 
 
 def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int:

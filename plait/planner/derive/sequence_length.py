@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from plait.data.samples.sizes import CorpusSizes
+from plait.data.samples.sizes import CorpusSizes, Overlong
 from plait.errors import PlaitError
 from plait.planner.derive import scaling_rules
 from plait.recipe.schema import RunConfig
@@ -12,6 +12,11 @@ from plait.units import counted, format_count
 
 _MULTIPLE = 64
 """Windows that are as long as the longest example are rounded up to it."""
+WINDOWS_PER_STEP = 8
+"""Where a step of the usual size fills fewer windows, they are made shorter: up to eight workers can share it then, and
+it comes nearer to that size. What is learnt is the same, as the examples in a window do not see each other."""
+FULL_SHARE = 0.95
+"""Windows are not made so short that packing fills less of them, if there is a choice."""
 
 
 def stream_sequence(
@@ -37,23 +42,53 @@ def stream_sequence(
 
 
 def example_sequence(
-    config: RunConfig, parameters: int, sizes: CorpusSizes, why: list[str], longest_of_model: int | None
+    config: RunConfig,
+    parameters: int,
+    sizes: CorpusSizes,
+    why: list[str],
+    longest_of_model: int | None,
+    step_tokens: float | None,
 ) -> int:
-    """For whole examples: the usual length, or longer where the longest example needs it. Raises PlaitError for
-    examples that do not fit, unless the recipe says what becomes of them."""
+    """For whole examples: the usual length, longer where the longest example needs it, shorter where a step of
+    `step_tokens` (None: not known yet) would have few windows. Raises PlaitError for examples that do not fit, unless
+    the recipe says what becomes of them."""
     requested, overlong = config.train.sequence, config.data.overlong
     usual = scaling_rules.usual_sequence_length(parameters)
-    needed = usual if overlong != "refuse" else max(usual, ceil(sizes.longest_example / _MULTIPLE) * _MULTIPLE)
-    sequence = min(needed, longest_of_model or needed) if requested == "auto" else requested
-    sizes.check_overlong(sequence, overlong)
+    needed = usual if overlong != "refuse" else max(usual, _rounded_up(sizes.longest_example))
+    longest = min(needed, longest_of_model or needed) if requested == "auto" else requested
+    sizes.check_overlong(longest, overlong)
+    shorter = requested == "auto" and step_tokens is not None
+    sequence = _shorter_window(sizes, longest, step_tokens, overlong) if shorter else longest
     if requested == "auto":
-        reason = "usual for this size" if sequence == usual else "the longest example fits into it"
-        why.append(
-            f"sequence {sequence}: {reason if sequence == needed else 'the longest that the model was made for'}"
-        )
+        reason = "usual for this size" if longest == usual else "the longest example fits into it"
+        if sequence < longest:
+            reason = f"examples are short, and a step has {round(step_tokens / sequence)} such windows"
+        elif longest < needed:
+            reason = "the longest that the model was made for"
+        why.append(f"sequence {sequence}: {reason}")
     packed = sizes.packed(sequence, overlong)
     why.append(f"windows {packed.share:.1%} full: whole examples, packed by best fit into {packed.windows:,} of them")
     if packed.overlong:
         what = "left out" if overlong == "drop" else "cut at a window's end"
         why.append(f"{counted(packed.overlong, 'example')} of more than {sequence} tokens {what} (data.overlong)")
     return sequence
+
+
+def _shorter_window(sizes: CorpusSizes, longest: int, step_tokens: float, overlong: Overlong) -> int:
+    """The shortest window that is as full as windows should be and loses no example, where a step has few of the
+    longest; else the longest."""
+    shortest = max(_rounded_up(sizes.longest_within(longest)), _rounded_up(step_tokens / WINDOWS_PER_STEP))
+    choices = []
+    while shortest < longest:
+        choices.append(shortest)
+        shortest *= 2
+    shares: dict[int, float] = {}
+    for sequence in (*choices, longest):
+        shares[sequence] = sizes.packed(sequence, overlong).share if choices else 1.0
+        if shares[sequence] >= FULL_SHARE:
+            return sequence
+    return max(shares, key=lambda sequence: shares[sequence])
+
+
+def _rounded_up(tokens: float) -> int:
+    return max(1, ceil(tokens / _MULTIPLE)) * _MULTIPLE

@@ -1,0 +1,31 @@
+"""A person's program on two hosts of the lab, one with less of a processor: each gets a part of the batch by its speed."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.lab.hosts import Lab, require_root
+from benchmarks.lab.own_program import SETTLING, UNEQUAL, WORK, HostTurn, host_turns, reached
+from plait.errors import PlaitError
+
+EXAMPLES = 28
+
+
+def test_the_sum_of_speeds_is_taken_at_the_pace_of_the_turn() -> None:
+    alone = [HostTurn(step_s=1.0, examples=20, product_s=2.0), HostTurn(step_s=2.0, examples=10, product_s=2.0)]
+    slower = [HostTurn(step_s=1.25, examples=20, product_s=2.5), HostTurn(step_s=2.5, examples=10, product_s=2.5)]
+    together = [HostTurn(step_s=2.0, examples=20, product_s=2.0), HostTurn(step_s=2.0, examples=10, product_s=2.0)]
+    assert reached(together, [alone, slower]) == pytest.approx((30 / 2.0) / (20 + 5))
+
+
+@pytest.mark.slow
+def test_the_host_with_less_of_a_processor_gets_less_of_each_batch() -> None:
+    try:
+        require_root()
+    except PlaitError as refusal:
+        pytest.skip(str(refusal))
+    WORK.mkdir(parents=True, exist_ok=True)
+    with Lab(UNEQUAL, "unshaped", work=WORK, files="shared") as lab:
+        fast, slow = host_turns(lab, "plait", [EXAMPLES, EXAMPLES], SETTLING + 2)
+    assert fast.examples + slow.examples == EXAMPLES
+    assert 17 <= fast.examples <= 23  # 20 of 28 are in the proportion of 1 : 0.4

@@ -1,0 +1,90 @@
+"""A tokenizer with more tokens than its model: the embedding grows, learns and is exported, or that is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.end_to_end.command import Place
+from tests.interop.folders import VOCABULARY, write_model
+
+RECIPE = """
+[model]
+from = "base"
+
+[finetune]
+method = "full"
+
+[data]
+files = "chats.jsonl"
+holdout = 0.2
+
+[train]
+sequence = 64
+batch_tokens = 256
+budget = "8 steps"
+matmul_backend = "default"
+
+[optimizer]
+lr = 0.01
+
+[layout]
+replicate = 2
+"""
+MARKS = ("<|one|>", "<|two|>", "<|three|>", "<|user|>", "<|assistant|>", "<|end|>")
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Place:
+    """A model of 260 rows, whose tokenizer of 257 got six more entries and a template that writes the last three."""
+    home = Place(tmp_path, RECIPE)
+    write_model(tmp_path / "base")
+    file = tmp_path / "base" / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.add_special_tokens(list(MARKS))
+    backend.save(str(file))
+    (tmp_path / "base" / "chat_template.jinja").write_text(TEMPLATE)
+    turns = [[("user", f"What is {n}?"), ("assistant", f"{n} is {n}.")] for n in range(100)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in one]} for one in turns]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return home
+
+
+def test_adapters_beside_too_small_an_embedding_are_refused_in_one_sentence(home: Place) -> None:
+    refused = home.train("adapters", "finetune.method=lora")
+    assert refused.code == 2 and not (home.path("adapters") / "plan.json").exists()
+    assert "the tokenizer has 263 entries and the model 260: adapters leave the embedding" in refused.sentence()
+
+
+@pytest.mark.slow
+def test_new_tokens_are_learnt_kept_and_exported(home: Place) -> None:
+    run = home.train("whole", "--why")
+    assert run.code == 0 and not run.err, run
+    assert "vocabulary 263: 3 rows for tokens that were added to the tokenizer" in " ".join(run.out.split())
+    half = home.train("half", "train.budget=4 steps", "optimizer.schedule=constant", "optimizer.warmup_steps=1")
+    assert half.code == 0
+    rest = home.train("half", "optimizer.schedule=constant", "optimizer.warmup_steps=1", "layout.replicate=1")
+    assert rest.code == 0 and "resume   from step-4" in rest.out
+    assert home.run("export", "whole", "--to", "out").code == 0
+    theirs = AutoModelForCausalLM.from_pretrained(home.folder / "out")
+    base = AutoModelForCausalLM.from_pretrained(home.folder / "base")
+    rows, before = (one.get_input_embeddings().weight.detach() for one in (theirs, base))
+    assert rows.shape[0] == theirs.config.vocab_size == 263 and before.shape[0] == VOCABULARY
+    assert all(float((row - before.mean(0)).abs().max()) > 1e-4 for row in rows[260:]), "each has learnt"
+    assert float((rows[260:262] - before.mean(0)).abs().max()) < 0.2, "from the mean on"
+    assert len(AutoTokenizer.from_pretrained(home.folder / "out")) == 263
+    assert torch.isfinite(theirs(torch.tensor([[1, 257, 258, 262]])).logits).all()
+    assert json.loads(home.run("eval", "whole").out)["tokens"] > 0
+    again = json.loads(home.run("eval", "out", "--heldout-of", "whole").out)
+    assert again["nats_per_token"] == pytest.approx(
+        json.loads(home.run("eval", "whole").out)["nats_per_token"], rel=1e-5
+    )
