@@ -25,7 +25,9 @@ PEER_WAIT = timedelta(minutes=30)
 """How long a worker waits for another one: a person's own evaluation or saving may take its time."""
 
 
-SharedCall = Literal["run.step", "run.evaluate", "run.save", "run.resume", "run.verify", "run.plan"]
+SharedCall = Literal[
+    "run.step", "run.evaluate", "run.save", "run.resume", "run.verify", "run.plan", "run.timeline"
+]  # fmt: skip
 """What all workers must call together."""
 
 

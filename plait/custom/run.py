@@ -32,6 +32,7 @@ from plait.custom.stepping.evaluate import evaluate_mean
 from plait.custom.stepping.gradients import StepPlace
 from plait.custom.stepping.rate import RateRule, goyal_rule
 from plait.custom.stepping.step import StepTaker
+from plait.custom.stepping.timeline import write_timeline
 from plait.custom.strands.description import CustomLayout, StrandChoices, Strands
 from plait.errors import PlaitError
 
@@ -63,7 +64,7 @@ class SpreadRun:
         self._meter = ShareMeter(workers, "alike" if kinds.kinds == "alike" else "unlike", kinds.names)
         self._taker = StepTaker(program, strands, workers, layout, cut)
         self._rate = RateRule()
-        self._wait_s = 0.0
+        self._wait_s, self._names = 0.0, kinds.names
         self._choices = choices
         self._last: list[Any] = []
         """The last batch that was handed out, if any."""
@@ -193,6 +194,11 @@ class SpreadRun:
         self._workers.announce("run.plan")()
         return plan_program(self._program, self._workers, self._last[0], weights=self.weights())
 
+    def timeline(self, path: str | Path) -> None:
+        """Write where the time of the last thousand steps went on each worker, as a trace for Perfetto or
+        chrome://tracing. Every worker must call it; blocks."""
+        write_timeline(Path(path), self._taker.spans, self._workers, self._names)
+
     def save(self, folder: str | Path) -> None:
         """Save all that a resume needs to `folder`, whole or not at all. Every worker must call it; blocks."""
         places = [place.plain() for place in self._places]
@@ -216,9 +222,12 @@ class SpreadRun:
     def _each(self, own: OwnBatches) -> Iterator[Any]:
         self._active.append(own)
         try:
+            began = time.perf_counter()
             for batch in own:
+                self._taker.spans.add("wait for data", self._steps, began, time.perf_counter())
                 self._last = [on_device(batch, self.device)]
                 yield self._last[0]
+                began = time.perf_counter()
         finally:
             own.place.ended = True  # also where the program breaks its loop: a resume does not go on with it
             self._active.remove(own)

@@ -236,6 +236,7 @@ def grown_batch(context: RankContext, argument: str) -> None:
         moved = model.weight.detach() - start
         start = model.weight.detach().clone()
         factors.append(float((moved / run.gradients()["weight"]).mean() / -0.1))
+    run.timeline(json.loads(argument)["trace"])
     if context.rank == 0:
         context.send("rates", factors=factors, sizes=sizes)
 

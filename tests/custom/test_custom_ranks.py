@@ -146,8 +146,13 @@ def test_values_go_from_rank_to_rank(server: ForkServer) -> None:
     assert told_by(server, "helpers", 2) == [{"ok": True}] * 2
 
 
-def test_a_batch_that_grows_warms_the_rate_up(server: ForkServer) -> None:
-    ((told),) = told_by(server, "grown_batch", 2)
+def test_a_batch_that_grows_warms_the_rate_up_and_a_timeline_has_all_workers(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    ((told),) = told_by(server, "grown_batch", 2, trace=str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    updates = [(event["tid"], event["args"]["step"]) for event in events if event["name"] == "update"]
+    assert updates == [(rank, step) for rank in range(2) for step in range(6)]
     assert told["sizes"] == [4] * 6
     warm = 15  # five passes of three steps
     assert told["factors"] == pytest.approx([1 + (step + 1) / warm for step in range(6)], rel=1e-6)

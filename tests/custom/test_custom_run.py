@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +380,23 @@ def test_weights_that_share_memory_are_saved_and_come_back(tmp_path: Path) -> No
     run.save(tmp_path)
     plait.spread(again, torch.optim.SGD(again.parameters(), lr=0.1), loss_sum=loss).resume(tmp_path)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_timeline_tells_where_steps_spend_their_time(tmp_path: Path) -> None:
+    model = model_of()
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+    for batch in run.batches(examples(), batch=5):
+        run.step(batch)
+    run.timeline(tmp_path / "trace.json")
+    head, *spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert head["args"] == {"name": "the only worker"}
+    names = ["wait for data", "forward and backward", "wait for sums", "update"]
+    assert [(span["name"], span["args"]["step"]) for span in spans] == [(n, step) for step in range(4) for n in names]
+    assert spans[0]["ts"] == 0.0
+    for one, following in pairwise(spans):
+        assert one["dur"] >= 0 and one["ts"] + one["dur"] <= following["ts"] + 1e-3
+    with pytest.raises(PlaitError, match="cannot be written"):
+        run.timeline(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["{}", "[]", "no JSON", '{"format": 1, "steps": "3"}', "another file"])

@@ -38,6 +38,8 @@ class GlobalSums:
     total: Tensor
     reached: tuple[bool, ...]
     own_s: float
+    moments: tuple[float, float, float]
+    """By time.perf_counter: the beginning, the end of the backward pass, and when the sums were there."""
 
 
 def sum_gradients(
@@ -53,7 +55,8 @@ def sum_gradients(
     own = run_backward(program, strands, workers, index, micros, place)
     if place.clock == "timed" and own.device.type == "cuda":
         torch.cuda.synchronize(own.device)
-    own_s = strands.own_seconds(time.perf_counter() - began - (_waits_s(program, place) - waited_s))
+    computed = time.perf_counter()
+    own_s = strands.own_seconds(computed - began - (_waits_s(program, place) - waited_s))
     reached = strands.reached(index)
     parameters = len(reached)
     place.agree()
@@ -63,7 +66,8 @@ def sum_gradients(
     strands.close(index, by_anybody)
     # Behind the buckets, whose order on a GPU must be the same on all ranks.
     total = told[-2:] if on_processor else workers.sums(own)
-    return GlobalSums(total=total, reached=by_anybody, own_s=own_s)
+    moments = (began, computed, time.perf_counter())
+    return GlobalSums(total=total, reached=by_anybody, own_s=own_s, moments=moments)
 
 
 def run_backward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from plait.custom.program import Program
 from plait.custom.stepping.additive import check_additive, examples_to_check
 from plait.custom.stepping.gradients import StepPlace, sum_gradients
 from plait.custom.stepping.parts import ShareParts
+from plait.custom.stepping.timeline import SpanLog
 from plait.custom.stepping.unchanged import ModelWatch
 from plait.custom.stepping.update import update_weights
 from plait.custom.strands.description import CustomLayout, Strands
@@ -28,6 +30,7 @@ class StepTaker:
         self._program, self._strands, self._workers, self._cut = program, strands, workers, cut
         self._parts, self._watch = ShareParts(program, workers, layout, cut), ModelWatch(program)
         self._taken = 0
+        self.spans = SpanLog()
 
     def take(self, batch: Any, place: StepPlace, rate_factor: float) -> tuple[list[Tensor], float]:
         """A step with this worker's share of a batch: the global mean of each loss (0-dim, float64), and the seconds
@@ -45,6 +48,10 @@ class StepTaker:
             sums = sum_gradients(self._program, self._strands, self._workers, index, micros, place)
             own_s += sums.own_s
             means.append(update_weights(self._program, self._strands, index, sums, rate_factor))
+            began, computed, summed = sums.moments
+            self.spans.add("forward and backward", place.step, began, computed)
+            self.spans.add("wait for sums", place.step, computed, summed)
+            self.spans.add("update", place.step, summed, time.perf_counter())
         for scheduler in self._program.schedulers:
             scheduler.step()
         self._taken += 1

@@ -59,6 +59,7 @@ class ShardedParameterStrands:
 
     def open(self, index: int) -> None:
         self.publish(index)  # weights that are still gathered, as after an evaluation
+        self._forwards.take_s()  # its forward passes are no part of this step
         for parameter in self._trained.values():
             parameter.grad = None
 
