@@ -39,6 +39,8 @@ class Workers:
     device: torch.device
     sums: Sums
     """Sums over all workers, for tensors of processors and of the workers' devices."""
+    connections: dist.ProcessGroup | None = None
+    """Those of `sums`, where no gradients stand in line; None: those of all."""
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Give every worker the values that `source` has, in place. Every worker must call it; blocks."""
@@ -56,7 +58,7 @@ class Workers:
             return _nothing_to_compare
         code = get_args(SharedCall).index(call)
         told = torch.tensor([code, code**2, number, number**2], dtype=torch.float64)
-        work = dist.all_reduce(told, async_op=True)
+        work = dist.all_reduce(told, group=self.connections, async_op=True)
         assert work is not None
 
         def compare() -> None:
@@ -188,12 +190,25 @@ def first_host(nodes: str) -> str:
 
 
 def _workers_of_group(local_rank: int) -> Workers:
-    from plait.parallel.mesh import world_sums
+    from plait.parallel.mesh import GroupSums, world_sums
 
+    check_backends(str(dist.get_backend_config()))
     rank, size = dist.get_rank(), dist.get_world_size()
     cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    return Workers(rank=rank, size=size, local_rank=local_rank, device=device, sums=world_sums())
+    sums = world_sums()
+    connections = sums.group if isinstance(sums, GroupSums) else None
+    return Workers(rank=rank, size=size, local_rank=local_rank, device=device, sums=sums, connections=connections)
+
+
+def check_backends(config: str) -> None:
+    """Raise PlaitError where a group that the program itself has opened ("cuda:nccl") carries no numbers of
+    processors."""
+    if not any(one.partition(":")[0] == "cpu" for one in config.split(",")):
+        raise PlaitError(
+            f'the program has opened torch.distributed for "{config}" alone; leave init_process_group out, as '
+            'plait.spread opens it, or open it with backend="cpu:gloo,cuda:nccl"'
+        )
 
 
 def _device_of(started: StartedWorker) -> torch.device:

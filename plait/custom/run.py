@@ -23,7 +23,7 @@ from plait.custom.data.batches import (
 from plait.custom.data.measured_shares import ShareMeter
 from plait.custom.data.moving import on_device
 from plait.custom.data.shares import ShareTable, WorkerShares
-from plait.custom.data.sources import Collate
+from plait.custom.data.sources import Collate, unused_processes_text
 from plait.custom.group import Workers
 from plait.custom.likeness import WorkerKinds
 from plait.custom.program import Program
@@ -135,6 +135,8 @@ class SpreadRun:
         if self._meter.fixed or not place.shares:
             place.shares = [(0, self._meter.shares)]
         own = own_batches(data, request, ShareTable(self.workers, place.shares), self.rank, place)
+        if number == 0 and (line := unused_processes_text(data)):
+            self._workers.say(line)
         if batch_per_worker is not None:
             self._grow_rate(batch_per_worker, own.steps_per_epoch)
         return self._each(own)

@@ -1,4 +1,4 @@
-"""A person's program on two hosts of the lab, one with less of a processor: each gets a part of the batch by its speed."""
+"""A person's program on two hosts of the lab, one with less of a processor: it gets less of each batch."""
 
 from __future__ import annotations
 

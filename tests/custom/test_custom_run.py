@@ -169,11 +169,41 @@ def test_any_data_give_each_example_once(data: Any, batch: int | None) -> None:
     assert run.steps == 4
 
 
+def test_processes_of_a_loader_that_are_not_used_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of()
+    for loader, told in (
+        (DataLoader(Squares(), batch_size=5, num_workers=2), 1),
+        (DataLoader(Squares(), batch_size=5), 0),
+        (DataLoader(Streamed(), batch_size=5, num_workers=2), 0),
+    ):
+        run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+        for _ in range(2):
+            run.batches(loader)
+        assert capsys.readouterr().out.count("the DataLoader's 2 processes are not used") == told
+
+
 class Noisy(Squares):
     """A data set that draws a random number for each example."""
 
     def __getitem__(self, position: int) -> tuple[Tensor, int]:
         return torch.rand(4) + position, position % 2
+
+
+class NoisyTogether(Noisy):
+    """The same, read several at a time."""
+
+    def __getitems__(self, positions: list[int]) -> list[tuple[Tensor, int]]:
+        return [self[position] for position in positions]
+
+
+@pytest.mark.parametrize("data", [Noisy(), NoisyTogether()])
+def test_random_data_do_not_depend_on_what_is_read_with_them(data: Any) -> None:
+    model = model_of()
+    found = []
+    for batch in (5, 10):
+        run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+        found.append(torch.cat([share[0] for share in run.batches(data, batch=batch, order="given")]))
+    assert torch.equal(*found)
 
 
 def test_random_data_are_the_same_after_a_resume(tmp_path: Path) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from plait.commands.hosts.invitation import invitation_text
 from plait.commands.programs.run_program import invitation_of, workers_text
 from plait.custom.data.share_words import measuring_text, shares_stay_text, worker_shares_text
-from plait.custom.group import first_host, started_worker
+from plait.custom.group import check_backends, first_host, started_worker
 from plait.custom.program import Program
 from plait.custom.stepping.rate import goyal_rule
 from plait.custom.strands.bucket_size import LEAST, MOST, chosen_bucket_bytes
 from plait.custom.strands.units import find_units, units_text
+from plait.errors import PlaitError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "own-programs.txt"
 
@@ -56,6 +58,13 @@ def test_a_worker_is_told_by_the_environment_of_whoever_started_it() -> None:
     assert there.rendezvous == "srun://gpu03:20041"
     assert started_worker({}) is None and started_worker({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
     assert [first_host(text) for text in ("a", "a,b", "n[1,4-5],m", "x-[07]")] == ["a", "a", "n1", "x-07"]
+
+
+def test_a_group_without_connections_between_processors_is_refused() -> None:
+    for config in ("cpu:gloo", "cpu:gloo,cuda:gloo", "cuda:nccl,cpu:gloo"):
+        check_backends(config)
+    with pytest.raises(PlaitError, match="leave init_process_group out"):
+        check_backends("cuda:nccl")
 
 
 def test_goyals_rule_grows_in_a_line() -> None:

@@ -40,6 +40,8 @@ class Net(nn.Module):
 class Centered(nn.Module):
     """Takes off a running mean, which it moves in place."""
 
+    center: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("center", torch.zeros(8))

@@ -60,7 +60,7 @@ class BatchMaker:
         make: Any = next(pending, _ENDED)
         if make is None or make is _ENDED:
             return _PASSED_OVER if make is None else _ENDED
-        batch = make(seed_example if self.draws else _nothing)
+        batch = make(seed_example if self.draws else unseeded)
         if self.draws is None:
             self.draws = generator_states() != before
             if self.draws:  # once more, with the seeds that this batch would have at any later time
@@ -87,14 +87,14 @@ class BatchMaker:
             over.set()
 
 
-def _nothing(position: int) -> None:
-    """What is not random needs no seed."""
+def unseeded(position: int) -> None:
+    """What is not random needs no seed before an example is read."""
 
 
 def _make_all(makers: Iterator[MakeBatch | None], ready: queue.Queue[tuple[str, Any]], over: threading.Event) -> None:
     try:
         for make in makers:
-            if make is not None and not _put(ready, ("batch", make(_nothing)), over):
+            if make is not None and not _put(ready, ("batch", make(unseeded)), over):
                 return
         _put(ready, ("end", None), over)
     except BaseException as error:  # told to whoever waits

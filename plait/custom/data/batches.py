@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from plait.custom.cutting import BatchCut
-from plait.custom.data.ahead import BatchMaker, BeforeExample, MakeBatch
+from plait.custom.data.ahead import BatchMaker, BeforeExample, MakeBatch, unseeded
 from plait.custom.data.shares import ShareChanges, ShareTable
 from plait.custom.data.sources import Collate, ExamplePositions, Stream, source_of
 from plait.custom.seeds import seed_from
@@ -157,6 +157,8 @@ def own_batches(data: Any, request: BatchRequest, shares: ShareTable, rank: int,
 
 
 def _read(source: ExamplePositions, positions: list[int], epoch: int, before: BeforeExample) -> Any:
+    if before is unseeded:
+        return source.read(positions, unseeded)
     return source.read(positions, lambda position: before(seed_from(epoch, position)))
 
 

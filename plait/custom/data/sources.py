@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from plait.custom.cutting import BatchCut, batch_part, batch_size
-from plait.custom.data.ahead import BeforeExample
+from plait.custom.data.ahead import BeforeExample, unseeded
 from plait.errors import PlaitError
 
 Collate = Callable[[list[Any]], Any]
@@ -94,8 +94,7 @@ def _reader(data: Any, collate: Collate) -> ReadPositions:
     many: Any = getattr(data, "__getitems__", None)
 
     def read(positions: Sequence[int], before: BeforeExample) -> Any:
-        if many is not None:
-            before(positions[0])
+        if many is not None and before is unseeded:  # what is random is read one by one, after its own seed
             return collate(many(list(positions)))
         examples = []
         for position in positions:
@@ -134,6 +133,14 @@ def _of_columns(data: Any) -> ExamplePositions:
         return rows(data, index)
 
     return ExamplePositions(size=size, read=read)
+
+
+def unused_processes_text(data: Any) -> str:
+    """What of a DataLoader is not used, if anything, in words."""
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset) or not data.num_workers:
+        return ""
+    processes = "process is" if data.num_workers == 1 else f"{data.num_workers} processes are"
+    return f"the DataLoader's {processes} not used: each worker reads its own examples, ahead of the steps"
 
 
 def _of_loader(loader: DataLoader[Any], collate: Collate | None, cut: BatchCut | None) -> ExamplePositions | Stream:

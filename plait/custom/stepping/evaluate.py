@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.custom.cutting import BatchCut
+from plait.custom.data.ahead import unseeded
 from plait.custom.data.moving import on_device
 from plait.custom.data.sources import ExamplePositions, Stream, source_of
 from plait.custom.group import Workers
@@ -49,7 +50,7 @@ def _parts(source: ExamplePositions | Stream, batch: int, workers: Workers) -> I
         for begin in range(0, source.size, batch):
             size = min(batch, source.size - begin)
             first, end, counts = _own(size, workers)
-            yield source.read(range(begin + first, begin + end), _nothing), counts
+            yield source.read(range(begin + first, begin + end), unseeded), counts
         return
     for size, part in source.batches(batch):
         first, end, counts = _own(size, workers)
@@ -61,10 +62,6 @@ def _own(size: int, workers: Workers) -> tuple[int, int, bool]:
         own = min(workers.rank, size - 1)
         return own, own + 1, workers.rank < size
     return size * workers.rank // workers.size, size * (workers.rank + 1) // workers.size, True
-
-
-def _nothing(position: int) -> None:
-    """Evaluation reads what lies there."""
 
 
 @contextmanager
