@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from types import MappingProxyType
 from typing import Literal
@@ -68,6 +69,7 @@ def kept_values(shape: ModelShape) -> tuple[str, ...]:
     return tuple(f"layers.{layer}.{BALANCE}" for layer in layers if shape.mixture_of(layer))
 
 
+@lru_cache(maxsize=64)  # a large mixture has tens of thousands of weights
 def active_parameter_count(shape: ModelShape) -> int:
     """Number of parameters that one token meets: of a layer's experts those that it goes to."""
     return sum(_active(one, shape) for one in describe_weights(shape).values())
@@ -82,11 +84,13 @@ def _active(weight: WeightDescription, shape: ModelShape) -> int:
     return weight.numbers if number is not None and number < shape.mixture.experts_per_token else 0
 
 
+@lru_cache(maxsize=64)
 def trained_parameter_count(shape: ModelShape) -> int:
     """Number of parameters that learn."""
     return sum(one.numbers for one in describe_weights(shape).values() if one.trained)
 
 
+@lru_cache(maxsize=64)
 def training_flops_per_token(shape: ModelShape, sequence: int, attention: Literal["full", "causal"]) -> int:
     """Floating-point operations that one token costs in training: the forward's matrix products, once more for the
     gradients of what they read, and once more for those of the weights that learn.
@@ -102,6 +106,7 @@ def training_flops_per_token(shape: ModelShape, sequence: int, attention: Litera
     return products + head + 3 * (square if attention == "full" else square // 2)
 
 
+@lru_cache(maxsize=64)
 def active_layer_products(shape: ModelShape) -> int:
     """Numbers of the layers' matrices that one token is multiplied with, of all layers together."""
     return sum(_active(one, shape) for one in _layer_matrices(shape))

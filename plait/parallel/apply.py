@@ -34,9 +34,7 @@ class ParallelStage:
 
 STAGES: tuple[ParallelStage, ...] = (
     ParallelStage(axis="pipeline", apply=pipeline, reason="first: drops the layers of other ranks before work on them"),
-    ParallelStage(
-        axis="replicate", apply=hold_experts, reason="drops the experts of other ranks, before others are cut"
-    ),
+    ParallelStage(axis="", apply=hold_experts, reason="drops the experts of other ranks, before others are cut"),
     ParallelStage(
         axis="tensor", apply=tensor, reason="cuts the weights that are left, before another stage reads their sizes"
     ),

@@ -13,7 +13,7 @@ from plait.model.weights import active_parameter_count, training_flops_per_token
 from plait.planner.plan import Plan
 from plait.planner.problem.mixture_words import mixture_reasons
 from plait.planner.problem.workload import workload_of
-from plait.recipe.schema import DataSection, LayoutSection, ModelSection, RunConfig, TrainSection
+from plait.recipe.schema import BalanceSection, DataSection, LayoutSection, ModelSection, RunConfig, TrainSection
 from tests.planner.machines import LAPTOP, corpus, planned
 
 SHAPE = ModelShape(
@@ -64,6 +64,17 @@ def test_experts_that_copies_share_out_take_less_memory_of_each() -> None:
 def test_experts_that_cannot_be_shared_out_are_one_sentence(layout: dict[str, int], sentence: str) -> None:
     with pytest.raises(PlaitError, match=sentence):
         plan_with(**layout)
+
+
+def test_shares_do_not_follow_times_that_nobody_knows() -> None:
+    config = RunConfig(
+        data=DataSection(files="text.txt"),
+        model=ModelSection(size="3M", experts=32),
+        layout=LayoutSection(replicate=2, expert=2),
+        balance=BalanceSection(every="10 steps"),
+    )
+    with pytest.raises(PlaitError, match="they wait for each other"):
+        planned(config, corpus(1_500_000, 1), LAPTOP)
 
 
 def test_the_plan_says_what_a_token_meets_and_what_keeps_experts_busy() -> None:

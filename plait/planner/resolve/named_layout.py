@@ -7,6 +7,7 @@ from dataclasses import replace
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.model.shape import ModelShape
+from plait.planner.derive.intervals import balance_every_steps
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.validity import balanced_stages, check_layout, check_shares
 from plait.recipe.schema import RunConfig
@@ -27,6 +28,11 @@ def named_degrees(config: RunConfig) -> Layout | None:
     if config.layout.expert != "auto" and config.layout.expert > 1 and not named:
         raise PlaitError(
             f"layout.expert = {config.layout.expert} shares out experts among copies; name layout.replicate, too"
+        )
+    if config.layout.expert != "auto" and config.layout.expert > 1 and balance_every_steps(config, "alike"):
+        raise PlaitError(
+            "balance.every follows the workers' own times, and with layout.expert they wait for each other in each "
+            'layer; write balance.every = "never"'
         )
     return Layout(**named) if named else None
 
