@@ -89,12 +89,11 @@ class SlurmCluster:
         self._run(node, "slurmd", "-D", "-N", node, "-f", str(self.folder / "slurm.conf"))
 
     def kill_node(self, node: str) -> None:
-        """End a node's daemon at once, with all that it started, as a power cut does. What was started by srun has left
-        the daemon's family, so it is found by the node's name in its environment."""
+        """End a node's daemon at once, with all that it started, as a power cut does."""
         process = self._processes.pop(node)
         process.kill()
         process.wait()
-        for pid in started_on(node):
+        for pid in started_with(f"SLURMD_NODENAME={node}"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -132,11 +131,11 @@ class SlurmCluster:
         return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
 
     def close(self) -> None:
-        """End all daemons and what they started."""
-        for process in reversed(list(self._processes.values())):
-            for pid in [*descendants(process.pid), process.pid]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        """End all daemons and what they started: all that was told of this cluster."""
+        for pid in started_with(f"SLURM_CONF={self.folder}/slurm.conf"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._processes.values():
             process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -163,32 +162,14 @@ def free_ports(count: int) -> list[int]:
             one.close()
 
 
-def started_on(node: str) -> list[int]:
-    """All processes of a node's jobs, and those that watch over them."""
+def started_with(variable: str) -> list[int]:
+    """All processes but this one that have a variable."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                environment = (entry / "environ").read_bytes().split(b"\0")
-                command = (entry / "cmdline").read_bytes()
-                if f"SLURMD_NODENAME={node}".encode() in environment or f"slurmstepd-{node}".encode() in command:
+                if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
-    return found
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below one, the nearest first."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(") ")[2].split()[1])
-            except (OSError, ValueError):
-                continue
-    found, level = [], [pid]
-    while level:
-        level = [child for child, parent in parents.items() if parent in level]
-        found += level
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.end_to_end.command import RECIPE, Ended, Place
 from tests.slurm.cluster import SlurmCluster, wait_for
 
-STEPS = 400
+STEPS = 100
 LONGER = RECIPE.replace('budget = "60 steps"', f'budget = "{STEPS} steps"')
 EVEN = ("layout.shares=[4, 3]", 'balance.every="never"')
 """The shares of equal workers: what nodes measure of each other hangs on what else the machine does."""
@@ -55,7 +55,7 @@ class Submitter:
         [line] = [line for line in told.out.splitlines() if line.startswith("sent ")]
         return line.split("job ")[1].split()[0]
 
-    def ended(self, number: str, state: str = "COMPLETED", within_s: float = 240) -> dict[str, str]:
+    def ended(self, number: str, state: str = "COMPLETED", within_s: float = 400) -> dict[str, str]:
         job = self.slurm.wait_for_job(number, state, within_s)
         ends = [line for line in self.slurm.accounting() if line.get("JobId") == number]
         assert ends and ends[-1]["JobState"] == state, ends

@@ -19,7 +19,7 @@ import pytest
 
 from tests.end_to_end.command import RECIPE, Ended, Place, ended, wait_until
 
-STEPS = 400
+STEPS = 100
 LONGER = RECIPE.replace('budget = "60 steps"', f'budget = "{STEPS} steps"')
 EVEN = ("layout.shares=[4, 3]", 'balance.every="never"')
 MACHINES = {"ann": "127.37.0.1", "bob": "127.37.0.2", "cy": "127.37.0.3"}
