@@ -47,7 +47,9 @@ def routers_in_float64(theirs: PreTrainedModel) -> None:
             if type(child).__name__.endswith("TopKRouter"):
                 kind = type(child).__name__
                 setattr(
-                    module, name, Float64Router(child, normalize=kind.startswith("Mixtral") or child.norm_topk_prob)
+                    module,
+                    name,
+                    Float64Router(child, normalize=kind.startswith("Mixtral") or bool(child.norm_topk_prob)),
                 )
 
 

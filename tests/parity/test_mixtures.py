@@ -106,7 +106,7 @@ def test_any_mix_does(kind: str, layout: Layout, workers: ForkedWorkers) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "place"), zip(SHARED_OUT, range(len(SHARED_OUT)), strict=True), ids=str)
+@pytest.mark.parametrize(("layout", "place"), list(zip(SHARED_OUT, range(len(SHARED_OUT)), strict=True)), ids=str)
 def test_any_mix_with_experts_shared_out_does(layout: Layout, place: int, workers: ForkedWorkers) -> None:
     check(("deepseek", "every loss")[place % 2], layout, workers)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.layout import Layout, conflict_sentence
+from plait.model.names import Dim
 from plait.model.shape import ModelShape
 from plait.model.weights import active_layer_products
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
@@ -93,7 +94,7 @@ def _check_tensor(tensor: int, shape: ModelShape) -> None:
             f"layout.tensor = {tensor} does not divide {counted(shape.heads, 'head')}; choose one of "
             f"{', '.join(fitting)}"
         )
-    dims = ("ffn", "vocabulary", *(("expert_ffn",) if shape.mixture else ()))
+    dims: tuple[Dim, ...] = ("ffn", "vocabulary", *(("expert_ffn",) if shape.mixture else ()))
     for dim in dims:
         if shape.size_of(dim) < tensor:
             raise PlaitError(
