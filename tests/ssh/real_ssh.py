@@ -116,7 +116,7 @@ def type_(place: Place, machines: Machines, *words: str) -> Ended:
 
 def test_two_machines_train_and_their_files_come_back(place: Place, machines: Machines) -> None:
     told = ended(submit(place, machines, "two"), within_s=400)
-    assert told.code == 0 and "started  node 1: bob" in told.out and "over" in told.out, told
+    assert told.code == 0 and "started  node 1: bob" in told.out and "saved    runs/two" in told.out, told
     assert (machines.home("ann") / "plait-runs" / "runs" / "two" / "receipt.json").exists()
     assert not (machines.home("bob") / "plait-runs" / "play.txt").exists()  # node 0 sends what the others need
     fetched = type_(place, machines, "fetch", "two")
