@@ -140,20 +140,6 @@ def test_it_goes_on_when_the_laptop_sleeps(place: Place, machines: Machines) -> 
     assert place.numbers("asleep") == place.numbers("two")
 
 
-def test_a_machine_that_reboots_costs_nothing_when_it_is_submitted_again(place: Place, machines: Machines) -> None:
-    following = submit(place, machines, "reboots")
-    run = machines.home("ann") / "plait-runs" / "runs" / "reboots"
-    wait_until(lambda: any((run / "checkpoints").glob("step-*")), within_s=300)
-    for pid in running_in(machines.home("bob")):
-        os.kill(pid, 9)
-    lost = ended(following, within_s=100)
-    assert lost.code == 1 and "ended with exit code 1" in lost.sentence(), lost
-    wait_until(lambda: "ended with exit code 1" in type_(place, machines, "status", "reboots").out, within_s=60)
-    assert ended(submit(place, machines, "reboots"), within_s=400).code == 0
-    assert type_(place, machines, "fetch", "reboots").code == 0
-    assert place.numbers("reboots") == place.numbers("two")
-
-
 def assert_secret_is_nowhere(machines: Machines, place: Place) -> None:
     """While a run goes on: in no file, and in no program's arguments; only who may read a program's memory finds it."""
     [agent, *_] = [pid for pid in running_in(machines.home("ann")) if b"PLAIT_SECRET=" in variables_of(pid)]
