@@ -100,17 +100,6 @@ def test_a_warned_job_saves_is_queued_again_and_ends_with_the_same_bits(cluster:
     assert_same_end(cluster.place, "warned", "two")
 
 
-def test_a_job_that_is_ended_is_saved_and_the_same_submit_goes_on(cluster: Submitter) -> None:
-    number = cluster.submit("ended", "--nodes", "2")
-    wait_for(lambda: cluster.saved("ended"), "a checkpoint", 240, cluster.slurm.explain)
-    again = cluster.type("submit", "tiny.toml", "run.name=ended", *EVEN, "--on", "slurm", "--nodes", "2")
-    assert again.code == 2 and "plait stop ended" in again.sentence()
-    assert cluster.type("stop", "ended").code == 0
-    cluster.ended(number, "CANCELLED")
-    cluster.ended(cluster.submit("ended", "--nodes", "2"))
-    assert_same_end(cluster.place, "ended", "two")
-
-
 def test_a_node_that_is_lost_and_comes_back_costs_no_bit(cluster: Submitter) -> None:
     number = cluster.submit("lost", "--nodes", "2")
     wait_for(lambda: cluster.saved("lost"), "a checkpoint", 240, cluster.slurm.explain)
