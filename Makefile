@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full test test-commands test-pieces test-all test-gpu test-cuda-build test-newest check bench bench-strands bench-gpu lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full test test-commands test-pieces test-all test-gpu test-cuda-build test-newest slurm check bench bench-strands bench-gpu lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -89,6 +89,10 @@ test-newest:  ## on the oldest and the newest Debian that are supported, in chro
 	tests/newest/run.sh train bookworm
 	tests/newest/run.sh train stable
 	tests/newest/run.sh suite stable
+
+slurm: env-dev  ## a real Slurm of four nodes on this machine, and runs on it; needs root, Debian, some minutes
+	@command -v slurmctld >/dev/null && command -v munged >/dev/null || apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client munge
+	$(BIN)/python -m pytest tests/slurm/real_slurm.py
 
 check: env-dev  ## style and types
 	$(BIN)/ruff format --check .

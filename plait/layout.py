@@ -31,6 +31,8 @@ class Layout:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
+    """Ranks of `replicate` that hold a mixture's experts together, each some of them; no axis of its own."""
     shard_what: ShardWhat = "optimizer"
     """What `shard` splits: optimizer state (ZeRO-1), or the parameters as well (FSDP)."""
     schedule: Schedule = "1f1b"
@@ -58,16 +60,19 @@ class Layout:
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
+    def expert_index(self, rank: int) -> int:
+        """Which part of a mixture's experts a rank holds."""
+        return self.data_parallel_rank(rank) % self.expert
+
     def replicas_in_lockstep(self, part: int) -> range:
         """The data-parallel ranks that communicate with this one in each micro-batch: those that share its sharded
-        parameters.
+        parameters, or hold the other experts.
 
         All others communicate once a step, where gradients are summed, after however many micro-batches each has.
         """
-        if self.shard == 1 or self.shard_what == "optimizer":
-            return range(part, part + 1)
-        first = part - part % self.shard
-        return range(first, first + self.shard)
+        together = self.expert if self.shard == 1 or self.shard_what == "optimizer" else self.shard
+        first = part - part % together
+        return range(first, first + together)
 
     @property
     def virtual_stages(self) -> int:
@@ -90,6 +95,7 @@ class Layout:
 
     def __str__(self) -> str:
         named = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
+        named += [f"expert {self.expert}"] if self.expert > 1 else []
         return " × ".join(named) if named else "one device"
 
 
@@ -103,6 +109,8 @@ def layout_summary(layout: Layout) -> str:
     names = {**ABBREVIATIONS, "shard": shard_abbreviation(layout.shard_what)}
     named = [f"{axis} ({names[axis]}) {degree}" for axis, degree in layout.degrees.items() if degree > 1]
     parts = [" × ".join(named) if named else "one copy"]
+    if layout.expert > 1:
+        parts.append(f"experts (EP) in {layout.expert} parts")
     if layout.shard > 1:
         parts.append(f"splitting {SHARDED_TEXTS.get(layout.shard_what, layout.shard_what)}")
     if layout.pipeline > 1:
@@ -135,6 +143,11 @@ INCOMPATIBLE: tuple[Conflict, ...] = (
         ),
         reason="a zero-bubble pipeline puts weight gradients off until the sharded parameters' own hooks have already "
         'run; choose layout.shard_what = "optimizer" or layout.schedule = "1f1b"',
+    ),
+    Conflict(
+        applies=lambda layout: layout.expert > 1 and layout.shard > 1,
+        reason="ranks of layout.shard split what all of them hold, and layout.expert gives each rank other experts; "
+        "choose layout.replicate in place of layout.shard, or layout.expert = 1",
     ),
 )
 """All combinations that no layout may have; enumeration and checks of layouts both read this list."""

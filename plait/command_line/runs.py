@@ -1,4 +1,4 @@
-"""The commands about a run's failures and its account: parse, call, print."""
+"""The commands that begin a recipe, and those about a run's failures and its account: parse, call, print."""
 
 from __future__ import annotations
 
@@ -8,12 +8,24 @@ from typing import Annotated
 
 import typer
 
-from plait.command_line.arguments import Overrides, Recipe, RunName
+from plait.command_line.arguments import MoreTexts, Overrides, Recipe, RunName, Texts
 from plait.command_line.models import screen_on
 from plait.launch.local.output import OptionalOutput
 
 Places = list[str] | None
 PLACE = "RANK@STEP"
+
+
+def new_command(
+    name: Annotated[str, typer.Argument(help="The run's name: the recipe is NAME.toml, in this folder.")],
+    text: Texts = None,
+    more: MoreTexts = None,
+) -> None:
+    """Write a commented recipe for your text. Where there is no text, a sample text comes with it."""
+    from plait.commands.new import write_recipe
+
+    lines = write_recipe(name, [*(text or []), *(more or [])])
+    OptionalOutput(sys.stdout).write("\n".join(lines) + "\n")
 
 
 def status_command(
@@ -23,8 +35,11 @@ def status_command(
 ) -> None:
     """Say where a run stands and what went wrong. Also what its time went to."""
     from plait.commands.monitoring.status import status
+    from plait.commands.submitting.submitted import job_state_line
 
     output = OptionalOutput(sys.stdout)
+    if not as_json and not ledger and (line := job_state_line(run)):
+        output.write(f"{line}\n")
     for line in status(run, form="json" if as_json else "text", detail="ledger" if ledger else "account"):
         output.write(f"{line}\n")
 

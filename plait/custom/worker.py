@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -86,12 +87,20 @@ def _own_traceback(error: BaseException) -> str:
 
 
 def _leave_together(context: RankContext) -> None:
-    """Wait a moment for the others: a worker that has gone looks like one that failed."""
+    """Wait a moment for the others: a worker that has gone looks like one that failed. Rank 0, with which the store
+    goes, leaves last."""
     if not dist.is_initialized():
         return
-    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    store.set(f"through-{context.rank}", "1")
     deadline = time.monotonic() + END_WAIT.total_seconds()
-    names = [f"through-{rank}" for rank in range(context.world_size)]
-    while not store.check(names) and time.monotonic() < deadline:
+    ranks = range(context.world_size)
+    _tell_and_await(f"through-{context.rank}", [f"through-{rank}" for rank in ranks], deadline)
+    awaited = [f"leaves-{rank}" for rank in ranks[1:]] if context.rank == 0 else []
+    _tell_and_await(f"leaves-{context.rank}", awaited, deadline)
+
+
+def _tell_and_await(key: str, awaited: Sequence[str], deadline: float) -> None:
+    """Set a key of the default group's store, and block until those of others are set, too, or until the deadline."""
+    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    store.set(key, "1")
+    while awaited and not store.check(list(awaited)) and time.monotonic() < deadline:
         time.sleep(0.01)

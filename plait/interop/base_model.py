@@ -10,11 +10,12 @@ from typing import Any
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
 from plait.interop.config_in import family_of, shape_of_config
-from plait.interop.families import MODEL_FAMILIES, Family, StoredName, stored_name
+from plait.interop.families import MODEL_FAMILIES, Family, StoredName, fused_name, stored_name
 from plait.interop.tensor_files import INDEX, StoredTensor, list_tensors
 from plait.model.shape import ModelShape, weight_sizes
 
 CONFIG = "config.json"
+FUSED_END = ".experts.gate_up_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +90,12 @@ def _places(
     """The place of each weight; raises PlaitError unless each tensor is used, and each part of it once."""
     # Files of the bare decoder, without its head, lack the prefix.
     prefix = family.prefix if any(name.startswith(family.prefix) for name in tensors) else ""
+    # Files that transformers' models are written to as they are hold all experts of a layer in one tensor.
+    fused = bool(family.fused) and any(name.endswith(FUSED_END) for name in tensors)
+    tensors = {name: _as_matrix(one) for name, one in tensors.items()} if fused else tensors
     places: dict[str, WeightPlace] = {}
     for name, sizes in weight_sizes(shape).items():
-        stored = stored_name(family, name)
+        stored = fused_name(family, name, shape.size_of("experts")) if fused else stored_name(family, name)
         own = stored.name if prefix else stored.name.removeprefix(family.prefix)
         if own not in tensors:
             raise PlaitError(
@@ -112,6 +116,12 @@ def _places(
                 "weights, or take that weight out"
             )
     return places
+
+
+def _as_matrix(one: StoredTensor) -> StoredTensor:
+    """A tensor of three dims as a matrix: the first two are one, row after row."""
+    first, *last = one.shape
+    return replace(one, shape=(first * last[0], last[1])) if len(last) == 2 else one
 
 
 def stored_shape(stored: StoredName, sizes: tuple[int, ...]) -> tuple[int, ...]:

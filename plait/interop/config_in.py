@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from plait.errors import PlaitError
+from plait.interop.configs.mixture_values import MIXTURE_FAMILIES, mixture_of_config
+from plait.interop.configs.values import ConfigValues, count_of, require
 from plait.interop.families import MODEL_FAMILIES
 from plait.model.rope_scaling import RopeScaling, yarn_table_scale
 from plait.model.shape import Bias, ModelShape
 
-ConfigValues = Mapping[str, Any]
 DEFAULT_THETA, MOST_LAYERS = 10_000.0, 10_000
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
@@ -41,19 +42,19 @@ def shape_of_config(config: ConfigValues) -> ModelShape:
 
 
 def _gpt2_shape(values: ConfigValues) -> ModelShape:
-    width, heads = _count(values, "n_embd"), _count(values, "n_head")
-    _require(values, "activation_function", _TANH_GELU)
-    _require(values, "scale_attn_weights", (True, None))
-    _require(values, "add_cross_attention", (False, None))
-    positions = _count(values, "n_positions")
+    width, heads = count_of(values, "n_embd"), count_of(values, "n_head")
+    require(values, "activation_function", _TANH_GELU)
+    require(values, "scale_attn_weights", (True, None))
+    require(values, "add_cross_attention", (False, None))
+    positions = count_of(values, "n_positions")
     return ModelShape(
         layers=_layers(values, "n_layer"),
         width=width,
         heads=heads,
         kv_heads=heads,
         head_width=_divided(width, heads),
-        ffn=4 * width if values.get("n_inner") is None else _count(values, "n_inner"),
-        vocabulary=_count(values, "vocab_size"),
+        ffn=4 * width if values.get("n_inner") is None else count_of(values, "n_inner"),
+        vocabulary=count_of(values, "vocab_size"),
         sequence=positions,
         learned_positions=positions,
         norm="layernorm",
@@ -67,24 +68,27 @@ def _gpt2_shape(values: ConfigValues) -> ModelShape:
 
 
 def _llama_shape(family: str, values: ConfigValues) -> ModelShape:
-    width, heads = _count(values, "hidden_size"), _count(values, "num_attention_heads")
-    _require(values, "hidden_act", ("silu", "swish", None))
+    width, heads = count_of(values, "hidden_size"), count_of(values, "num_attention_heads")
+    require(values, "hidden_act", ("silu", "swish", None))
     layers = _layers(values, "num_hidden_layers")
     theta, scaling = _rope(values)
+    mixture = mixture_of_config(family, values, layers) if family in MIXTURE_FAMILIES else None
     return ModelShape(
         layers=layers,
         width=width,
         heads=heads,
-        kv_heads=heads if values.get("num_key_value_heads") is None else _count(values, "num_key_value_heads"),
-        head_width=_divided(width, heads) if values.get("head_dim") is None else _count(values, "head_dim"),
-        ffn=_count(values, "intermediate_size"),
-        vocabulary=_count(values, "vocab_size"),
-        sequence=_count(values, "max_position_embeddings"),
+        kv_heads=heads if values.get("num_key_value_heads") is None else count_of(values, "num_key_value_heads"),
+        head_width=_divided(width, heads) if values.get("head_dim") is None else count_of(values, "head_dim"),
+        ffn=count_of(values, "intermediate_size"),
+        vocabulary=count_of(values, "vocab_size"),
+        sequence=count_of(values, "max_position_embeddings"),
         norm_eps=_number(values, "rms_norm_eps"),
         rope_theta=theta,
         rope=scaling,
         bias=_bias(family, values),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe", "olmoe"),
+        qk_norm_width="all heads" if family == "olmoe" else "head",
+        mixture=mixture,
         tied=bool(values.get("tie_word_embeddings", False)),
         windows=_windows(family, values, layers),
     )
@@ -93,7 +97,7 @@ def _llama_shape(family: str, values: ConfigValues) -> ModelShape:
 def _bias(family: str, values: ConfigValues) -> Bias:
     if family == "qwen2":
         return "qkv"
-    attention = family != "mistral" and bool(values.get("attention_bias"))
+    attention = family not in ("mistral", "mixtral") and bool(values.get("attention_bias"))
     feedforward = family == "llama" and bool(values.get("mlp_bias"))
     if attention and feedforward:
         return "all"
@@ -102,12 +106,12 @@ def _bias(family: str, values: ConfigValues) -> Bias:
 
 def _windows(family: str, values: ConfigValues, layers: int) -> tuple[int, ...]:
     """The window of each layer; empty where no layer has one."""
-    if family == "llama" or values.get("sliding_window") is None:
+    if family in ("llama", "olmoe") or values.get("sliding_window") is None:
         return ()
-    if family != "mistral" and not values["use_sliding_window"]:
+    if family in ("qwen2", "qwen3", "qwen3_moe") and not values["use_sliding_window"]:
         return ()
-    window = _count(values, "sliding_window")
-    if family == "mistral":
+    window = count_of(values, "sliding_window")
+    if family in ("mistral", "mixtral", "qwen3_moe"):
         return (window,) * layers
     kinds = values.get("layer_types")
     if kinds is None:
@@ -160,14 +164,14 @@ def _scaling(kind: str, rope: ConfigValues, values: ConfigValues) -> RopeScaling
         return RopeScaling(
             kind="llama3",
             factor=factor,
-            original_sequence=_count(known, "original"),
+            original_sequence=count_of(known, "original"),
             low_frequency=_number(rope, "low_freq_factor"),
             high_frequency=_number(rope, "high_freq_factor"),
         )
     return RopeScaling(
         kind="yarn",
         factor=factor,
-        original_sequence=_count(known, "original"),
+        original_sequence=count_of(known, "original"),
         beta_fast=_number({"beta_fast": rope.get("beta_fast") or 32}, "beta_fast"),
         beta_slow=_number({"beta_slow": rope.get("beta_slow") or 1}, "beta_slow"),
         whole_pairs="no" if rope.get("truncate") is False else "yes",
@@ -186,18 +190,9 @@ def _yarn_scale(rope: ConfigValues, factor: float) -> float:
 
 def _layers(values: ConfigValues, key: str) -> int:
     """As many as somebody might have; a list of a thousand million layers would fill the memory."""
-    if (layers := _count(values, key)) > MOST_LAYERS:
+    if (layers := count_of(values, key)) > MOST_LAYERS:
         raise PlaitError(f"{key} in config.json is {layers}, more than any model has; take the one of these weights")
     return layers
-
-
-def _count(values: ConfigValues, key: str) -> int:
-    value = values.get(key)
-    if value is None:
-        raise PlaitError(f"config.json lacks {key}; take the one that came with the weights")
-    if type(value) is not int or not 0 < value < 2**40:
-        raise PlaitError(f"{key} in config.json is {value!r:.40}; it should be a whole number above 0")
-    return value
 
 
 def _number(values: ConfigValues, key: str) -> float:
@@ -207,12 +202,6 @@ def _number(values: ConfigValues, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
         raise PlaitError(f"{key} in config.json is {value!r:.40}; it should be a number above 0")
     return float(value)
-
-
-def _require(values: ConfigValues, key: str, known: tuple[object, ...]) -> None:
-    if values.get(key) not in known:
-        named = " or ".join(str(one) for one in known if one is not None)
-        raise PlaitError(f"{key} in config.json is {values[key]!r:.40}, and plait computes {named}; take such a model")
 
 
 def _divided(width: int, heads: int) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from plait.errors import PlaitError
 from plait.interop.config_in import shape_of_config
+from plait.interop.configs.mixture_values import mixture_values
 from plait.interop.families import MODEL_FAMILIES
+from plait.model.parts.mixture import USUAL_BIAS_RATE, MixtureShape
 from plait.model.shape import ModelShape
 
 
@@ -20,6 +23,12 @@ def config_of_shape(shape: ModelShape, dtype: str, preferred: str = "") -> dict[
         values = {**kind, **values, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}
         if _says(values, shape):
             return values
+    if shape.mixture is not None:
+        raise PlaitError(
+            f"no family that plait writes has experts of this kind (router {shape.mixture.router}, balance "
+            f"{' and '.join(shape.mixture.balance) or 'none'}); train with model.router softmax, no shared experts and "
+            "model.expert_balance global or none"
+        )
     raise PlaitError(
         f"no family of transformers has models of this kind (norm {shape.norm}, activation {shape.activation}, "
         f"positions {shape.positions}, bias {shape.bias}); the nearest is llama: train with norm rmsnorm, activation "
@@ -38,7 +47,16 @@ def _says(values: Mapping[str, Any], shape: ModelShape) -> bool:
 
 def _comparable(shape: ModelShape) -> dict[str, Any]:
     # A model whose position table has as many rows as its sequence need not say so.
-    return {**shape.to_dict(), "learned_positions": shape.size_of("positions"), "sequence": 0, **_unread(shape)}
+    shape = replace(shape, mixture=_routed(shape.mixture)) if shape.mixture else shape
+    plain = any(shape.mixture_of(layer) is None for layer in range(shape.layers))
+    unread = {**_unread(shape), **({} if plain else {"ffn": 0})}
+    return {**shape.to_dict(), "learned_positions": shape.size_of("positions"), "sequence": 0, **unread}
+
+
+def _routed(mixture: MixtureShape) -> MixtureShape:
+    """A mixture without what only training reads."""
+    kept = tuple(rule for rule in mixture.balance if rule == "bias")
+    return replace(mixture, balance=kept, balance_rate=USUAL_BIAS_RATE, balance_weights=(), z_weight=0.0)
 
 
 def _unread(shape: ModelShape) -> dict[str, Any]:
@@ -78,6 +96,7 @@ def _llama_values(family: str, shape: ModelShape) -> dict[str, Any]:
         "rms_norm_eps": shape.norm_eps,
         "tie_word_embeddings": shape.tied,
         "attention_dropout": 0.0,
+        **mixture_values(family, shape),
         **_bias_values(family, shape),
         **_window_values(family, shape),
         **_rope_values(shape),
@@ -86,14 +105,17 @@ def _llama_values(family: str, shape: ModelShape) -> dict[str, Any]:
 
 def _bias_values(family: str, shape: ModelShape) -> dict[str, Any]:
     values = {"attention_bias": shape.bias in ("attention", "all"), "mlp_bias": shape.bias in ("feedforward", "all")}
-    known = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(family, ())
+    known = {"llama": ("attention_bias", "mlp_bias")}.get(family, ())
+    known = ("attention_bias",) if family in ("qwen3", "qwen3_moe", "olmoe") else known
     return {key: values[key] for key in known}
 
 
 def _window_values(family: str, shape: ModelShape) -> dict[str, Any]:
     window = max(shape.windows, default=0)
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return {"sliding_window": window or None}
+    if family == "qwen3_moe":
+        return {"use_sliding_window": bool(window), "sliding_window": window or None}
     if family not in ("qwen2", "qwen3"):
         return {}
     full = [layer for layer in range(shape.layers) if not shape.window_of(layer)]

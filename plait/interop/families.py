@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from plait.model.names import layer_of, pattern_of
+from plait.model.names import expert_of, layer_of, pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,10 @@ class Family:
     prefix: str
     """How names begin; files of the bare decoder lack it."""
     names: Mapping[str, StoredName]
-    """Our pattern of a weight's name (plait.model.names) to where it lies."""
+    """Our pattern of a weight's name (plait.model.names) to where it lies; a second `*` is the expert's number."""
+    fused: Mapping[str, StoredName] = field(default_factory=dict[str, StoredName])
+    """The same of files that hold all experts' matrices of a layer as one tensor [experts, outputs, inputs], for the
+    weights that lie elsewhere there; parts are those of one expert."""
     ignored: tuple[str, ...] = ()
     """Ends of names that are no weights: tables and masks that older files hold."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -72,6 +75,45 @@ LLAMA_NAMES = _table(
         "layers.*.feedforward.down": _same(f"{_LAYER}.mlp.down_proj"),
     }
 )
+_EXPERT_ROW = "layers.*.feedforward.experts.*"
+
+
+def _attention_of(names: Mapping[str, StoredName]) -> dict[str, StoredName]:
+    return {ours: stored for ours, stored in names.items() if ".feedforward." not in ours}
+
+
+def _expert_names(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, StoredName]:
+    return _table(
+        {
+            "layers.*.feedforward.router": _same(f"{_LAYER}.{router}"),
+            f"{_EXPERT_ROW}.gate": _same(f"{_LAYER}.{experts}.*.{gate}"),
+            f"{_EXPERT_ROW}.up": _same(f"{_LAYER}.{experts}.*.{up}"),
+            f"{_EXPERT_ROW}.down": _same(f"{_LAYER}.{experts}.*.{down}"),
+        }
+    )
+
+
+FUSED_EXPERTS = {
+    "layers.*.feedforward.router.weight": StoredName(name=f"{_LAYER}.mlp.gate.weight"),
+    f"{_EXPERT_ROW}.gate.weight": StoredName(name=f"{_LAYER}.mlp.experts.gate_up_proj", part=0, parts=2),
+    f"{_EXPERT_ROW}.up.weight": StoredName(name=f"{_LAYER}.mlp.experts.gate_up_proj", part=1, parts=2),
+    f"{_EXPERT_ROW}.down.weight": StoredName(name=f"{_LAYER}.mlp.experts.down_proj"),
+}
+"""As transformers 5 holds them in memory."""
+QWEN_MOE_NAMES = {
+    **LLAMA_NAMES,
+    **_expert_names("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+}
+OLMOE_NAMES = {
+    **_attention_of(QWEN_MOE_NAMES),
+    **_expert_names("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "layers.*.attention.queries_norm.weight": StoredName(name=f"{_LAYER}.self_attn.q_norm.weight"),
+    "layers.*.attention.keys_norm.weight": StoredName(name=f"{_LAYER}.self_attn.k_norm.weight"),
+}
+MIXTRAL_NAMES = {
+    **_attention_of(LLAMA_NAMES),
+    **_expert_names("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+}
 GPT2_NAMES = _table(
     {
         "embed.tokens": _same("transformer.wte"),
@@ -138,12 +180,70 @@ MODEL_FAMILIES: dict[str, Family] = {
         ignored=_LLAMA_IGNORED,
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
     ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        prefix="model.",
+        names=MIXTRAL_NAMES,
+        fused=FUSED_EXPERTS,
+        ignored=_LLAMA_IGNORED,
+        defaults={
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        prefix="model.",
+        names=OLMOE_NAMES,
+        fused=FUSED_EXPERTS,
+        ignored=_LLAMA_IGNORED,
+        defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        prefix="model.",
+        names=QWEN_MOE_NAMES,
+        fused=FUSED_EXPERTS,
+        ignored=_LLAMA_IGNORED,
+        defaults={
+            **_QWEN_DEFAULTS,
+            "num_key_value_heads": 4,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+    ),
 }
 """By `model_type`; SmolLM2 is a llama. The defaults are those of transformers 5.24."""
 
 
 def stored_name(family: Family, name: str) -> StoredName:
     """Where our weight `name` lies in a family's files; raises KeyError for one that the family does not have."""
-    row, layer = family.names[pattern_of(name)], layer_of(name)
+    return _numbered(family.names[pattern_of(name)], name)
+
+
+def fused_name(family: Family, name: str, experts: int) -> StoredName:
+    """The same in files that hold all of so many experts' matrices as one tensor."""
+    pattern, expert = pattern_of(name), expert_of(name)
+    row = _numbered({**family.names, **family.fused}[pattern], name)
+    if expert is None:
+        return row
+    return StoredName(name=row.name, part=expert * row.parts + row.part, parts=experts * row.parts)
+
+
+def _numbered(row: StoredName, name: str) -> StoredName:
+    """A row of the table with the numbers of layer and expert in place of its stars."""
+    layer, expert = layer_of(name), expert_of(name)
     written = row.name if layer is None else row.name.replace("*", str(layer), 1)
+    written = written if expert is None else written.replace("*", str(expert), 1)
     return StoredName(name=written, order=row.order, part=row.part, parts=row.parts)

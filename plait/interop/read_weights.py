@@ -24,7 +24,7 @@ from plait.checkpoint.transfer import DTYPES
 from plait.errors import PlaitError
 from plait.interop.base_model import BaseModel, WeightPlace
 from plait.interop.tensor_files import ITEM_SIZES, StoredTensor
-from plait.model.gpt import GPT
+from plait.model.gpt import GPT, reset_biases
 from plait.model.names import dims_of
 from plait.model.shape import weight_sizes
 from plait.partition.boxes import Box, whole_box
@@ -60,6 +60,7 @@ def load_model_from(base: BaseModel, sequence: int, device: torch.device) -> GPT
     with torch.device("meta"):
         model = GPT(base.shape_for(sequence))
     model.to_empty(device=device)
+    reset_biases(model)
     read_boxes(base, ((name, whole_box(p.shape), p.data) for name, p in model.named_parameters()))
     return model.eval()
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.kernels.blocked_attention import attend_in_blocks, suits_blocks
-from plait.model.kernels.norm import make_head_norm
+from plait.model.kernels.norm import RMSNorm, make_head_norm
 from plait.model.kernels.rotary import Rotation, rotate
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.matmul import attend_by_default_library
@@ -90,6 +90,8 @@ class Rows:
     rotation: Rotation | None
     documents: Documents | None
     cache: Cache | None
+    counted_n: Tensor | None = None
+    """Which tokens of the flat stream enter the loss, where a mixture of experts counts; None: all."""
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, int], Tensor]
@@ -115,8 +117,12 @@ class Attention(nn.Module):
         self.q = Linear(shape.width, query_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.q"))
         self.k = Linear(shape.width, kv_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.k"))
         self.v = Linear(shape.width, kv_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.v"))
-        self.q_norm = make_head_norm(shape) if shape.qk_norm else nn.Identity()
-        self.k_norm = make_head_norm(shape) if shape.qk_norm else nn.Identity()
+        by_head = shape.qk_norm and shape.qk_norm_width == "head"
+        self.q_norm = make_head_norm(shape) if by_head else nn.Identity()
+        self.k_norm = make_head_norm(shape) if by_head else nn.Identity()
+        as_one = shape.qk_norm and shape.qk_norm_width == "all heads"
+        self.queries_norm = RMSNorm(query_width, shape.norm_eps) if as_one else nn.Identity()
+        self.keys_norm = RMSNorm(kv_width, shape.norm_eps) if as_one else nn.Identity()
         self.o = Linear(query_width, shape.width, bias="output" in biased, adapter=shape.adapter_of("attention.o"))
         self.attend: Attend = attend
 
@@ -125,8 +131,8 @@ class Attention(nn.Module):
         x_nd = to_compute_precision(x_nd)  # once: autocast would keep a copy for each product
         v_bthd = self.v(x_nd).view(heads)
         # On GPUs autocast has norms answer in float32, which attention's fast kernels do not take.
-        q_bthd = self.q_norm(self.q(x_nd).view(heads)).to(v_bthd.dtype)
-        k_bthd = self.k_norm(self.k(x_nd).view(heads)).to(v_bthd.dtype)
+        q_bthd = self.q_norm(self.queries_norm(self.q(x_nd)).view(heads)).to(v_bthd.dtype)
+        k_bthd = self.k_norm(self.keys_norm(self.k(x_nd)).view(heads)).to(v_bthd.dtype)
         if rows.rotation is not None:
             q_bthd, k_bthd = rotate(q_bthd, rows.rotation), rotate(k_bthd, rows.rotation)
         if self.query_scale != 1.0:

@@ -10,16 +10,18 @@ from plait.model.shape import ModelShape, biased_parts
 
 
 class FeedForward(nn.Module):
-    """Up projection, activation, down projection; with SwiGLU (Shazeer 2020) a second up projection is the gate."""
+    """Up projection, activation, down projection; with SwiGLU (Shazeer 2020) a second up projection is the gate. Its
+    inner width is the shape's `ffn` unless another is given, as for an expert."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, ffn: int | None = None) -> None:
         super().__init__()
+        ffn = shape.ffn if ffn is None else ffn
         bias = "feedforward" in biased_parts(shape.bias)
         self.activation = shape.activation
         if shape.activation == "swiglu":
-            self.gate = Linear(shape.width, shape.ffn, bias=bias, adapter=shape.adapter_of("feedforward.gate"))
-        self.up = Linear(shape.width, shape.ffn, bias=bias, adapter=shape.adapter_of("feedforward.up"))
-        self.down = Linear(shape.ffn, shape.width, bias=bias, adapter=shape.adapter_of("feedforward.down"))
+            self.gate = Linear(shape.width, ffn, bias=bias, adapter=shape.adapter_of("feedforward.gate"))
+        self.up = Linear(shape.width, ffn, bias=bias, adapter=shape.adapter_of("feedforward.up"))
+        self.down = Linear(ffn, shape.width, bias=bias, adapter=shape.adapter_of("feedforward.down"))
 
     def forward(self, x_nd: Tensor) -> Tensor:
         x_nd = to_compute_precision(x_nd)  # once: autocast would keep a copy for each product

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.attention import Attention, Cache, Documents, Rows
+from plait.model.experts.mixture import Mixture
 from plait.model.feedforward import FeedForward
 from plait.model.kernels.norm import make_norm
 from plait.model.kernels.rotary import Rotary
@@ -54,12 +55,13 @@ class GPT(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
         stream_nd: Tensor | None = None,
+        counted_n: Tensor | None = None,
     ) -> Tensor:
         """The stream [B × T, width] after this part: after the final norm, before the head, where the model ends here.
 
         A part that does not begin with the embedding takes the stream that the part before it gave. Positions count
         from 0 in each row (from the cache's length where there is one) unless given; documents need them given,
-        restarting with each document.
+        restarting with each document. `counted_n` says which tokens enter the loss, for experts' loads; None: all.
         """
         if positions_bt is None:
             positions_bt = row_positions(tokens_bt, first=cache.length if cache is not None else 0)
@@ -70,6 +72,7 @@ class GPT(nn.Module):
             rotation=self.rotary(positions_bt, hidden_nd.dtype) if self.rotary is not None else None,
             documents=documents.on(hidden_nd.device, longest=self.shape.sequence) if documents is not None else None,
             cache=cache,
+            counted_n=counted_n,
         )
         for layer in self.layers.values():
             hidden_nd = layer(hidden_nd, rows)
@@ -111,7 +114,7 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each on a normed copy and added to the stream.
+    """Attention, then feed-forward or a mixture of experts, each on a normed copy and added to the stream.
 
     `run` may be replaced by a function with the same result, for example one that recomputes in the backward pass.
     """
@@ -121,7 +124,8 @@ class Layer(nn.Module):
         self.attention_norm = make_norm(shape)
         self.attention = Attention(shape, layer)
         self.feedforward_norm = make_norm(shape)
-        self.feedforward = FeedForward(shape)
+        mixture = shape.mixture_of(layer)
+        self.feedforward = FeedForward(shape) if mixture is None else Mixture(shape, mixture)
         self.run: RunLayer = run_layer
 
     def forward(self, stream_nd: Tensor, rows: Rows) -> Tensor:
@@ -135,7 +139,22 @@ RunLayer = Callable[[Layer, Tensor, Rows], Tensor]
 def run_layer(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
     """What a layer computes."""
     stream_nd = stream_nd + layer.attention(layer.attention_norm(stream_nd), rows)
-    return stream_nd + layer.feedforward(layer.feedforward_norm(stream_nd))
+    normed_nd = layer.feedforward_norm(stream_nd)
+    if isinstance(layer.feedforward, Mixture):
+        return stream_nd + layer.feedforward(normed_nd, rows)
+    return stream_nd + layer.feedforward(normed_nd)
+
+
+def mixtures_of(part: GPT) -> dict[int, Mixture]:
+    """The mixtures of a part of a model, by the numbers of their layers."""
+    found = {int(number): layer.feedforward for number, layer in part.layers.items() if isinstance(layer, Layer)}
+    return {number: one for number, one in found.items() if isinstance(one, Mixture)}
+
+
+def reset_biases(part: GPT) -> None:
+    """Set the biases of all routers to zero, as they begin: a model that was given memory has none yet."""
+    for one in mixtures_of(part).values():
+        one.router.balance.zero_()
 
 
 def row_positions(tokens_bt: Tensor, first: int = 0) -> Tensor:

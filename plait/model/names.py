@@ -9,7 +9,12 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Dim = Literal["width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "positions", "rank"]
+Dim = Literal[
+    "width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "positions", "rank",
+    "experts", "expert_ffn", "shared_ffn",
+]  # fmt: skip
+BALANCE = "feedforward.router.balance"
+"""A router's bias: no weight, for no gradient changes it; see ModelShape.mixture."""
 
 _BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "embed.tokens.weight": ("vocabulary", "width"),
@@ -24,6 +29,8 @@ _BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "layers.*.attention.v.bias": ("kv_heads",),
     "layers.*.attention.q_norm.weight": ("head_width",),
     "layers.*.attention.k_norm.weight": ("head_width",),
+    "layers.*.attention.queries_norm.weight": ("heads",),
+    "layers.*.attention.keys_norm.weight": ("kv_heads",),
     "layers.*.attention.o.weight": ("width", "heads"),
     "layers.*.attention.o.bias": ("width",),
     "layers.*.feedforward_norm.weight": ("width",),
@@ -34,6 +41,14 @@ _BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "layers.*.feedforward.up.bias": ("ffn",),
     "layers.*.feedforward.down.weight": ("width", "ffn"),
     "layers.*.feedforward.down.bias": ("width",),
+    "layers.*.feedforward.router.weight": ("experts", "width"),
+    f"layers.*.{BALANCE}": ("experts",),
+    "layers.*.feedforward.experts.*.gate.weight": ("expert_ffn", "width"),
+    "layers.*.feedforward.experts.*.up.weight": ("expert_ffn", "width"),
+    "layers.*.feedforward.experts.*.down.weight": ("width", "expert_ffn"),
+    "layers.*.feedforward.shared.gate.weight": ("shared_ffn", "width"),
+    "layers.*.feedforward.shared.up.weight": ("shared_ffn", "width"),
+    "layers.*.feedforward.shared.down.weight": ("width", "shared_ffn"),
     "norm.weight": ("width",),
     "norm.bias": ("width",),
     "head.weight": ("vocabulary", "width"),
@@ -43,29 +58,40 @@ ADAPTER_A, ADAPTER_B = "lora_a", "lora_b"
 _LINEAR_LAYERS = {
     name.removesuffix(".weight"): dims
     for name, dims in _BASE_DIMS.items()
-    if name.startswith("layers.") and name.endswith(".weight") and len(dims) == 2
+    if name.startswith("layers.")
+    and name.endswith(".weight")
+    and len(dims) == 2
+    and not any(part in name for part in (".router.", ".experts.", ".shared."))
 }
 DIMS: dict[str, tuple[Dim, ...]] = {
     **_BASE_DIMS,
     **{f"{layer}.{ADAPTER_A}": ("rank", dims[1]) for layer, dims in _LINEAR_LAYERS.items()},
     **{f"{layer}.{ADAPTER_B}": (dims[0], "rank") for layer, dims in _LINEAR_LAYERS.items()},
 }
-"""Meaning of each dim, `*` standing for the layer's number. `heads` and `kv_heads` run over heads × head_width rows."""
+"""Meaning of each dim, `*` standing for the number of a layer, or of an expert in it. `heads` and `kv_heads` run over
+heads × head_width rows."""
 
-CUTTABLE: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "vocabulary"})
+CUTTABLE: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocabulary"})
 """Dims that tensor parallelism may split; heads are split between heads, never inside one."""
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def pattern_of(name: str) -> str:
     """The row of `DIMS` for a weight: "layers.3.attention.q.weight" -> "layers.*.attention.q.weight"."""
-    return _LAYER.sub("layers.*.", name)
+    return _EXPERT.sub(".experts.*.", _LAYER.sub("layers.*.", name))
 
 
 def layer_of(name: str) -> int | None:
     """The global number of the layer that holds a weight; None for embeddings, final norm and head."""
     match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def expert_of(name: str) -> int | None:
+    """The number, within its layer, of the expert that holds a weight; None for all other weights."""
+    match = _EXPERT.search(name)
     return int(match[1]) if match else None
 
 

@@ -52,6 +52,11 @@ def shape_for(parameters: int, *, vocabulary: int, sequence: int, **explicit: An
 
     Explicit fields are kept, and the others follow from them: with `layers` named, the width makes the size.
     """
+    if "layers" not in explicit and (explicit.get("dense_layers") or explicit.get("expert_every", 1) != 1):
+        raise PlaitError(
+            "a size by its number of parameters needs experts in every layer; name model.layers and model.width in "
+            "place of model.size"
+        )
     usual = _usual_aspect(parameters)
 
     def distance(candidate: tuple[ModelShape, int]) -> tuple[float, float]:

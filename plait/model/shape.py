@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 from plait.errors import PlaitError
 from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from
 from plait.model.names import ADAPTER_A, ADAPTER_B, Dim, dims_of
+from plait.model.parts.checks import check_head_counts, check_position_numbers, check_shape_value
+from plait.model.parts.mixture import MixtureShape, check_mixture_in, mixture_from, mixture_weights
 from plait.model.rope_scaling import RopeScaling
 
 Norm = Literal["layernorm", "rmsnorm"]
@@ -17,6 +19,7 @@ Activation = Literal["gelu", "swiglu", "relu2"]
 Positions = Literal["learned", "rope"]
 Bias = Literal["none", "qkv", "attention", "feedforward", "all"]
 AttentionScale = Literal["head", "head and layer"]
+QkNormWidth = Literal["head", "all heads"]
 
 _CHOICES = {
     "norm": Norm,
@@ -24,6 +27,7 @@ _CHOICES = {
     "positions": Positions,
     "bias": Bias,
     "attention_scale": AttentionScale,
+    "qk_norm_width": QkNormWidth,
 }
 MOST_LAYERS, MOST_OF_A_SIZE, LONGEST_SEQUENCE = 10_000, 10_000_000, 1_000_000_000
 """Far above every published model, and few enough to count through in a moment."""
@@ -33,7 +37,7 @@ _COUNTS = {
     "sequence": LONGEST_SEQUENCE,
 }
 """The fields that count something, each with its upper bound."""
-_LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale", "adapter")
+_LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale", "adapter", "qk_norm_width", "mixture")
 """Fields that checkpoints of earlier versions lack: written only where they are not the default."""
 
 
@@ -73,6 +77,10 @@ class ModelShape:
     """Scores are divided by the root of head_width; "head and layer": also by the layer's number, from 1."""
     adapter: AdapterShape | None = None
     """Low-rank weights beside linear layers, which alone learn; None: all weights learn."""
+    qk_norm_width: QkNormWidth = "head"
+    """What `qk_norm` norms: each head's queries and keys (Qwen 3), or those of all heads as one (OLMoE)."""
+    mixture: MixtureShape | None = None
+    """Experts in place of some layers' feed-forward parts; None: there are none."""
 
     def __post_init__(self) -> None:
         for name, most in _COUNTS.items():
@@ -81,9 +89,13 @@ class ModelShape:
                     f"the model's {name} is {getattr(self, name)!r}; choose a whole number from 1 to {most:,}"
                 )
         for name, choices in _CHOICES.items():
-            _check_choice(name, getattr(self, name), get_args(choices))
-        _check_heads(self)
-        _check_positions(self)
+            check_shape_value(name, getattr(self, name), get_args(choices))
+        check_head_counts(self.heads, self.kv_heads, self.head_width, self.positions)
+        check_position_numbers(self.windows, self.layers, self.sequence, self.learned_positions)
+        if self.rope is not None and self.positions != "rope":
+            raise PlaitError('rotary frequencies are stretched and positions are learned; choose positions = "rope"')
+        if self.mixture is not None:
+            check_mixture_in(self.mixture, self.layers, biased_parts(self.bias), self.adapter)
         _check_adapter(self)
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
@@ -100,12 +112,19 @@ class ModelShape:
             "vocabulary": self.vocabulary,
             "positions": self.learned_positions or self.sequence,
             "rank": self.adapter.rank if self.adapter else 0,
+            "experts": self.mixture.experts if self.mixture else 0,
+            "expert_ffn": self.mixture.expert_ffn if self.mixture else 0,
+            "shared_ffn": self.mixture.shared_experts * self.mixture.expert_ffn if self.mixture else 0,
         }
         return sizes[dim]
 
     def window_of(self, layer: int) -> int:
         """How many tokens a query of a layer sees, itself included; 0: all before it."""
         return self.windows[layer] if self.windows else 0
+
+    def mixture_of(self, layer: int) -> MixtureShape | None:
+        """The experts of a layer; None where it has a plain feed-forward part."""
+        return self.mixture if self.mixture and self.mixture.holds(layer) else None
 
     def adapter_of(self, layer: AdapterTarget) -> AdapterShape | None:
         """The adapter of a linear layer; None where it has none."""
@@ -150,7 +169,7 @@ def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     names = ["embed.tokens.weight"]
     names += ["embed.positions.weight"] if shape.positions == "learned" else []
     for layer in range(shape.layers):
-        names += [f"layers.{layer}.{name}" for name in _layer_weights(shape)]
+        names += [f"layers.{layer}.{name}" for name in _layer_weights(shape, layer)]
     names += _norm_weights("norm", shape)
     names += [] if shape.tied else ["head.weight"]
     return {name: tuple(shape.size_of(dim) for dim in dims_of(name)) for name in names}
@@ -177,6 +196,8 @@ def _own_value(name: str, value: Any) -> Any:
         return tuple(value)
     if name == "adapter" and isinstance(value, Mapping):
         return adapter_from(value)
+    if name == "mixture" and isinstance(value, Mapping):
+        return mixture_from(value)
     return RopeScaling(**value) if name == "rope" and isinstance(value, Mapping) else value
 
 
@@ -185,16 +206,22 @@ def linear_layers(shape: ModelShape) -> tuple[AdapterTarget, ...]:
     return tuple(name for name in get_args(AdapterTarget) if name != "feedforward.gate" or shape.activation == "swiglu")
 
 
-def _layer_weights(shape: ModelShape) -> list[str]:
+def _layer_weights(shape: ModelShape, layer: int) -> list[str]:
     q, k, v, o, *ffn = linear_layers(shape)
     biased = biased_parts(shape.bias)
+    normed = ("q_norm", "k_norm") if shape.qk_norm_width == "head" else ("queries_norm", "keys_norm")
+    mixture = shape.mixture_of(layer)
     return [
         *_norm_weights("attention_norm", shape),
         *_linear_weights([q, k, v], shape, biased="qkv" in biased),
-        *(["attention.q_norm.weight", "attention.k_norm.weight"] if shape.qk_norm else []),
+        *([f"attention.{name}.weight" for name in normed] if shape.qk_norm else []),
         *_linear_weights([o], shape, biased="output" in biased),
         *_norm_weights("feedforward_norm", shape),
-        *_linear_weights(ffn, shape, biased="feedforward" in biased),
+        *(
+            _linear_weights(ffn, shape, biased="feedforward" in biased)
+            if mixture is None
+            else mixture_weights(mixture, [name.removeprefix("feedforward.") for name in ffn])
+        ),
     ]
 
 
@@ -214,35 +241,6 @@ def _norm_weights(name: str, shape: ModelShape) -> list[str]:
 def has_norm_bias(shape: ModelShape) -> bool:
     """Whether the norms add a bias: LayerNorm does where every linear layer does."""
     return shape.norm == "layernorm" and shape.bias == "all"
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise PlaitError(f"the model's {name} is {value!r}; choose " + " or ".join(f'"{choice}"' for choice in choices))
-
-
-def _check_heads(shape: ModelShape) -> None:
-    if shape.heads % shape.kv_heads:
-        fitting = ", ".join(str(number) for number in range(1, shape.heads + 1) if shape.heads % number == 0)
-        raise PlaitError(f"kv_heads = {shape.kv_heads} does not divide {shape.heads} heads; choose one of {fitting}")
-    if shape.positions == "rope" and shape.head_width % 2:
-        raise PlaitError(
-            f"rotary positions turn pairs, and head_width is {shape.head_width}; choose an even head_width"
-        )
-
-
-def _check_positions(shape: ModelShape) -> None:
-    if shape.windows and (len(shape.windows) != shape.layers or min(shape.windows) < 0):
-        raise PlaitError(
-            f"the model's windows are {shape.windows}; give one number of at least 0 for each of {shape.layers} layers"
-        )
-    if shape.rope is not None and shape.positions != "rope":
-        raise PlaitError('rotary frequencies are stretched and positions are learned; choose positions = "rope"')
-    if shape.learned_positions and not shape.sequence <= shape.learned_positions:
-        raise PlaitError(
-            f"a sequence of {shape.sequence} tokens is longer than the model's table of {shape.learned_positions} "
-            f"positions; choose at most {shape.learned_positions}"
-        )
 
 
 def _check_adapter(shape: ModelShape) -> None:

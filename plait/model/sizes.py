@@ -7,6 +7,7 @@ from math import log
 from typing import Any
 
 from plait.errors import PlaitError
+from plait.model.parts.mixture import RECIPE_NAMES, mixture_of_keys
 from plait.model.shape import ModelShape, parameter_count
 
 
@@ -102,16 +103,20 @@ def _complete(size: Size, vocabulary: int, sequence: int, explicit: dict[str, An
     width = explicit.get("width", size.width)
     heads = explicit.get("heads", size.heads if width == size.width else _heads_for(width))
     follows = width != size.width or explicit.get("activation", "swiglu") != "swiglu"
+    ffn = default_ffn(width, explicit.get("activation", "swiglu")) if follows else size.ffn
+    mixture = mixture_of_keys(explicit, explicit.get("ffn", ffn))
+    explicit = {key: value for key, value in explicit.items() if key not in RECIPE_NAMES}
     open_fields = {
         "layers": size.layers,
         "width": width,
         "heads": heads,
         "kv_heads": size.kv_heads if heads == size.heads else heads,
         "head_width": explicit.get("head_width") or _head_width(width, heads),
-        "ffn": default_ffn(width, explicit.get("activation", "swiglu")) if follows else size.ffn,
+        "ffn": ffn,
         "vocabulary": vocabulary,
         "sequence": sequence,
         "tied": size.tied,
+        "mixture": mixture,
     }
     return ModelShape.from_dict(open_fields | explicit)
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from types import MappingProxyType
 from typing import Literal
 
-from plait.model.names import Dim, cut_dim, decays, dims_of, is_adapter, layer_of, pattern_of
+from plait.model.names import BALANCE, Dim, cut_dim, decays, dims_of, expert_of, is_adapter, layer_of, pattern_of
 from plait.model.shape import ModelShape, weight_sizes
 
 
@@ -61,25 +62,58 @@ def trained_weights(shape: ModelShape) -> tuple[str, ...]:
     return tuple(name for name in weight_sizes(shape) if is_trained(name, shape))
 
 
+def kept_values(shape: ModelShape) -> tuple[str, ...]:
+    """Names of the vectors that no gradient changes and that checkpoints keep all the same: the routers' biases, one
+    number for each expert."""
+    layers = range(shape.layers) if shape.mixture and shape.mixture.has_bias else ()
+    return tuple(f"layers.{layer}.{BALANCE}" for layer in layers if shape.mixture_of(layer))
+
+
+@lru_cache(maxsize=64)  # a large mixture has tens of thousands of weights
+def active_parameter_count(shape: ModelShape) -> int:
+    """Number of parameters that one token meets: of a layer's experts those that it goes to."""
+    return sum(_active(one, shape) for one in describe_weights(shape).values())
+
+
+def _active(weight: WeightDescription, shape: ModelShape) -> int:
+    """Numbers of a weight that an average token meets, if tokens go to all experts alike."""
+    if shape.mixture is None or expert_of(weight.name) is None:
+        return weight.numbers
+    # Whole experts: the layer's first ones stand for those that a token goes to.
+    number = expert_of(weight.name)
+    return weight.numbers if number is not None and number < shape.mixture.experts_per_token else 0
+
+
+@lru_cache(maxsize=64)
 def trained_parameter_count(shape: ModelShape) -> int:
     """Number of parameters that learn."""
     return sum(one.numbers for one in describe_weights(shape).values() if one.trained)
 
 
+@lru_cache(maxsize=64)
 def training_flops_per_token(shape: ModelShape, sequence: int, attention: Literal["full", "causal"]) -> int:
     """Floating-point operations that one token costs in training: the forward's matrix products, once more for the
     gradients of what they read, and once more for those of the weights that learn.
 
     A product of m × k by k × n counts 2mnk; looking up an embedding counts nothing, the head counts. "full" counts each
-    score of the T × T square, as torch's counter does; "causal" counts half of them.
+    score of the T × T square, as torch's counter does; "causal" counts half of them. Of experts those count that a
+    token goes to.
     """
-    matrices = [
-        one for name, one in describe_weights(shape).items() if layer_of(name) is not None and len(one.sizes) == 2
-    ]
+    matrices = _layer_matrices(shape)
     head = shape.vocabulary * shape.width * (6 if shape.adapter is None else 4)
     square = 4 * shape.layers * shape.size_of("heads") * sequence
-    products = sum(one.numbers * (6 if one.trained else 4) for one in matrices)
+    products = sum(_active(one, shape) * (6 if one.trained else 4) for one in matrices)
     return products + head + 3 * (square if attention == "full" else square // 2)
+
+
+@lru_cache(maxsize=64)
+def active_layer_products(shape: ModelShape) -> int:
+    """Numbers of the layers' matrices that one token is multiplied with, of all layers together."""
+    return sum(_active(one, shape) for one in _layer_matrices(shape))
+
+
+def _layer_matrices(shape: ModelShape) -> list[WeightDescription]:
+    return [one for name, one in describe_weights(shape).items() if layer_of(name) is not None and len(one.sizes) == 2]
 
 
 def parameter_parts(shape: ModelShape) -> dict[str, int]:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.model.gpt import GPT
 from plait.parallel.compile import compile_layers
 from plait.parallel.context.attention import context
+from plait.parallel.expert.hold import hold_experts
 from plait.parallel.frozen import round_frozen
 from plait.parallel.materialize import materialize
 from plait.parallel.pipeline.one_owner import keep_at_one_end
@@ -33,6 +34,7 @@ class ParallelStage:
 
 STAGES: tuple[ParallelStage, ...] = (
     ParallelStage(axis="pipeline", apply=pipeline, reason="first: drops the layers of other ranks before work on them"),
+    ParallelStage(axis="", apply=hold_experts, reason="drops the experts of other ranks, before others are cut"),
     ParallelStage(
         axis="tensor", apply=tensor, reason="cuts the weights that are left, before another stage reads their sizes"
     ),

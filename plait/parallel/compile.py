@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.model.experts.mixture import Mixture
+from plait.model.gpt import Layer
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
@@ -14,11 +16,13 @@ beyond torch's own limit of eight a layer would run uncompiled without a word.""
 
 
 def compile_layers(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
-    """Compile the layers in place; parameter names stay as they are."""
+    """Compile the layers in place; parameter names stay as they are. Layers with experts are not compiled: the sizes of
+    their products are known only once tokens are routed."""
     if execution.compile == "blocks":
         for chunk in sharded.chunks:
             for layer in chunk.layers.values():
-                compile_layer(layer)
+                if not (isinstance(layer, Layer) and isinstance(layer.feedforward, Mixture)):
+                    compile_layer(layer)
     return sharded
 
 

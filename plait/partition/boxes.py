@@ -14,7 +14,7 @@ from itertools import pairwise, product
 from math import prod
 
 from plait.layout import AXES, Layout, equal_share
-from plait.model.names import layer_of
+from plait.model.names import expert_of, layer_of
 from plait.model.shape import ModelPart, ModelShape, weight_sizes, whole_model
 from plait.model.weights import describe_weight, is_trained
 
@@ -57,14 +57,24 @@ def model_parts_of(shape: ModelShape, layout: Layout, pipeline: int) -> tuple[Mo
 
 
 def weight_boxes(shape: ModelShape, layout: Layout, coordinates: Mapping[str, int]) -> dict[str, Box]:
-    """The box of each weight on the rank at these coordinates, as the pipeline and tensor axes split the model, in the
-    model's order."""
+    """The box of each weight on the rank at these coordinates, as the pipeline and tensor axes split the model, and
+    `expert` its experts, in the model's order."""
     parts = model_parts_of(shape, layout, coordinates["pipeline"])
+    index = layout.expert_index(layout.rank(coordinates))
     return {
         name: cut_box(name, shape, layout.tensor, coordinates["tensor"])
         for name in weight_sizes(shape)
-        if any(holds_weight(part, name, shape) for part in parts)
+        if any(holds_weight(part, name, shape) for part in parts) and holds_expert(name, shape, layout, index)
     }
+
+
+def holds_expert(name: str, shape: ModelShape, layout: Layout, index: int) -> bool:
+    """Whether a rank with this part of the experts has a weight, if its stage does; all have what is no expert's."""
+    expert = expert_of(name)
+    if expert is None or layout.expert == 1:
+        return True
+    first, count = equal_share(shape.size_of("experts"), layout.expert, index)
+    return first <= expert < first + count
 
 
 def holds_weight(part: ModelPart, name: str, shape: ModelShape) -> bool:
@@ -122,7 +132,8 @@ def ranks_holding(shape: ModelShape, layout: Layout, name: str, box: Box) -> tup
         if any(holds_weight(part, name, shape) for part in model_parts_of(shape, layout, index))
     ]
     places = product(pipelines, range(layout.replicate), range(layout.shard), range(layout.context), tensors)
-    return tuple(layout.rank(dict(zip(AXES, place, strict=True))) for place in places)
+    ranks = (layout.rank(dict(zip(AXES, place, strict=True))) for place in places)
+    return tuple(rank for rank in ranks if holds_expert(name, shape, layout, layout.expert_index(rank)))
 
 
 def ranks_sharing(shape: ModelShape, layout: Layout, name: str, box: Box, shard: int) -> tuple[int, ...]:
@@ -134,13 +145,22 @@ def all_sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]
     """Every set of ranks in the job that shares a weight that learns, in the order in which all ranks create process
     groups."""
     found: set[tuple[int, ...]] = set()
-    for pipeline, shard, tensor in product(range(layout.pipeline), range(layout.shard), range(layout.tensor)):
-        here = {"pipeline": pipeline, "replicate": 0, "shard": shard, "context": 0, "tensor": tensor}
-        firsts = {part.layers[0] for part in model_parts_of(shape, layout, pipeline) if part.layers}
+    splits = (layout.pipeline, layout.expert, layout.shard, layout.tensor)
+    for pipeline, replica, shard, tensor in product(*(range(degree) for degree in splits)):
+        here = {"pipeline": pipeline, "replicate": replica, "shard": shard, "context": 0, "tensor": tensor}
+        firsts = _layers_of_each_kind(shape, layout, pipeline)
         for name, box in weight_boxes(shape, layout, here).items():
             if is_trained(name, shape) and (layer_of(name) is None or layer_of(name) in firsts):  # layers are alike
                 found.add(ranks_sharing(shape, layout, name, box, shard))
     return sorted(found)
+
+
+def _layers_of_each_kind(shape: ModelShape, layout: Layout, pipeline: int) -> set[int]:
+    """The first layer of each of a coordinate's stages, and the first with experts."""
+    found: set[int] = set()
+    for part in model_parts_of(shape, layout, pipeline):
+        found |= set(part.layers[:1]) | set([layer for layer in part.layers if shape.mixture_of(layer)][:1])
+    return found
 
 
 def boxes_of_range(box: Box, first: int, last: int) -> Iterator[tuple[Box, int]]:

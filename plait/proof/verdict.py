@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from plait.layout import Layout
-from plait.model.names import layer_of, pattern_of
+from plait.proof.weight_words import weight_text
 
 Array = np.ndarray[Any, Any]
 
@@ -28,29 +28,6 @@ _KINDS = {
     "momentum": "after SGD steps",
     "sums": "sum over ranks",
     "buffer": "after a forward pass",
-}
-_PARTS = {
-    "attention_norm": "attention norm",
-    "attention.q": "attention query",
-    "attention.k": "attention key",
-    "attention.v": "attention value",
-    "attention.q_norm": "query norm",
-    "attention.k_norm": "key norm",
-    "attention.o": "attention output",
-    "feedforward_norm": "feed-forward norm",
-    "feedforward.gate": "feed-forward gate",
-    "feedforward.up": "feed-forward input",
-    "feedforward.down": "feed-forward output",
-}
-_WHOLE = {
-    "embed.tokens.weight": "the token embedding",
-    "embed.positions.weight": "the position table",
-    "norm.weight": "the final norm's weight",
-    "norm.bias": "the final norm's bias",
-    "head.weight": "the head's weight",
-    "norm": "the gradient's norm",
-    "loss": "the loss and its tokens",
-    "evaluation": "the held-out loss",
 }
 
 
@@ -187,15 +164,6 @@ def compare_runs(
     return Verdict(
         layout=layout, findings=tuple(sorted(found, key=lambda one: one.error / one.tolerance, reverse=True))
     )
-
-
-def weight_text(name: str) -> str:
-    """A weight's name in words: "layers.3.attention.o.weight" becomes "layer 3's attention output weight"."""
-    layer = layer_of(name)
-    if layer is None:
-        return _WHOLE.get(name, name)
-    part, _, kind = pattern_of(name).removeprefix("layers.*.").rpartition(".")
-    return f"layer {layer}'s {_PARTS[part]} {kind}"
 
 
 def _findings(

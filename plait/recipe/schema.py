@@ -11,6 +11,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from plait.recipe.finetune import FinetuneSection
+from plait.recipe.model_section import ModelSection
 from plait.recipe.section import RecipeSection
 from plait.recipe.values import (
     AmountText,
@@ -23,10 +24,8 @@ from plait.recipe.values import (
     Name,
     Positive,
     SequenceLength,
-    SizeText,
     Steps,
     TokenCount,
-    Width,
 )  # fmt: skip
 
 
@@ -43,42 +42,6 @@ class RunSection(RecipeSection):
     """Worker processes on this machine; on GPUs one for each GPU."""
     threads: Degree | Auto = "auto"
     """Threads of each worker."""
-
-
-class ModelSection(RecipeSection):
-    """[model]: a model to go on from, or the shape of the decoder: a size by name, or its numbers."""
-
-    from_: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
-    """A model to go on from: a folder in Hugging Face's format, a .gguf file, or "hub:OWNER/NAME"."""
-    size: SizeText | Auto = "auto"
-    """Parameters, embeddings included: "5M", "2.6B"; "auto" takes the size that learns most within the budget."""
-    layers: Layers | Auto = "auto"
-    width: Width | Auto = "auto"
-    heads: Width | Auto = "auto"
-    kv_heads: Width | Auto = "auto"
-    """Fewer than `heads` is grouped-query attention."""
-    head_width: Width | Auto = "auto"
-    """Width of one head; "auto" is width / heads."""
-    ffn: Width | Auto = "auto"
-    """Inner width of the feed-forward part."""
-    vocabulary: Width | Auto = "auto"
-    """Rows of the embedding; also the size of a tokenizer trained on first use."""
-    norm: Literal["layernorm", "rmsnorm"] | Auto = "auto"
-    activation: Literal["gelu", "swiglu", "relu2"] | Auto = "auto"
-    positions: Literal["learned", "rope"] | Auto = "auto"
-    rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | Auto = "auto"
-    bias: Literal["none", "qkv", "attention", "feedforward", "all"] | Auto = "auto"
-    """Which linear layers (with "all" also LayerNorms) have a bias."""
-    qk_norm: bool | Auto = "auto"
-    tied: bool | Auto = "auto"
-    """Whether the head shares the embedding's weight."""
-
-    @model_validator(mode="after")
-    def _check_from(self) -> Self:
-        named = [key for key in type(self).model_fields if key != "from_" and getattr(self, key) != "auto"]
-        if self.from_ is not None and named:
-            raise ValueError(f"{named[0]} comes from the model in model.from; take {named[0]} out, or model.from")
-        return self
 
 
 class SourceSection(RecipeSection):
@@ -177,6 +140,8 @@ class LayoutSection(RecipeSection):
     """Parts of every sequence (CP)."""
     tensor: Degree | Auto = "auto"
     """Parts of every matrix (TP)."""
+    expert: Degree | Auto = "auto"
+    """Copies among `replicate` that hold a mixture's experts together, each some of them (EP)."""
     shard_what: Literal["optimizer", "parameters"] | Auto = "auto"
     """Split gradients and optimizer state, or the parameters as well (FSDP2)."""
     stage_layers: tuple[Layers, ...] | Auto = "auto"

@@ -82,6 +82,7 @@ TokenCount = Annotated[Positive, BeforeValidator(_number_of)]
 Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 Width = Annotated[int, Field(gt=0, le=MOST_OF_A_SIZE)]
 """Of a model, its heads, its inner parts and its vocabulary."""
+CountFromZero = Annotated[int, Field(ge=0, le=MOST_OF_A_SIZE)]
 SequenceLength = Annotated[int, Field(ge=2, le=LONGEST_SEQUENCE)]
 Degree = Annotated[int, Field(gt=0, le=LARGEST_CLUSTER)]
 DeviceNumbers = Annotated[
@@ -90,4 +91,7 @@ DeviceNumbers = Annotated[
     AfterValidator(_check_devices),
 ]
 Steps = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+BalanceChoice = Literal["none", "bias", "sequence", "global", "switch"]
+"""What keeps a mixture's experts equally busy."""
 Fraction = Annotated[float, Field(ge=0, le=0.5)]

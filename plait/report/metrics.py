@@ -18,8 +18,8 @@ from plait.report.atomic import replace_file
 RECEIPT_WARM_UP_STEPS = 3
 MOST_METRICS_BYTES = 1 << 32
 """Twenty million steps."""
-ONLY_WITH_CHOICES = ("choices_accuracy", "choices_accuracy_per_byte")
-"""Keys of an evaluation in runs that ask multiple-choice questions."""
+LEFT_OUT_IF_NONE = ("choices_accuracy", "choices_accuracy_per_byte", "expert_load_max")
+"""Keys of runs that ask multiple-choice questions, and of models with experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,8 @@ class StepReport:
     tokens_per_s: float
     mfu: float | None
     data_wait_s: float
+    expert_load_max: float | None = None
+    """In a mixture of experts, the busiest expert's tokens over the mean, of the layer where that is most."""
 
     @property
     def is_finite(self) -> bool:
@@ -132,7 +134,7 @@ def _line(report: StepReport | EvalReport) -> str:
     values = {
         field.name: _finite(getattr(report, field.name))
         for field in fields(report)
-        if field.name not in ONLY_WITH_CHOICES or getattr(report, field.name) is not None
+        if field.name not in LEFT_OUT_IF_NONE or getattr(report, field.name) is not None
     }
     return json.dumps(values, allow_nan=False) + "\n"
 
@@ -158,7 +160,7 @@ def _parse(line: bytes) -> StepReport | EvalReport | None:
         values: Any = parse_json(line)
         kind = StepReport if "loss" in values else EvalReport
         # What was not finite when it was written is null; for `mfu` null says that there is none.
-        lost = {name for name, value in values.items() if value is None} - {"mfu", "step", "tokens"}
+        lost = {name for name, value in values.items() if value is None} - {"mfu", "step", "tokens", "expert_load_max"}
         report = typed_value(kind, values | dict.fromkeys(lost, 0.0))
     except (ValueError, TypeError, AttributeError):
         return None

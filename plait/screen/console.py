@@ -97,12 +97,14 @@ class Console:
             f"ETA {format_duration(round(left_s))}",
             f"{format_count(self._smooth.tokens_per_s)} tokens/s",
         ]
-        return facts if report.mfu is None else [*facts, f"MFU {mfu_text(report.mfu)}"]
+        facts += [] if report.mfu is None else [f"MFU {mfu_text(report.mfu)}"]
+        load = report.expert_load_max
+        return facts if load is None else [*facts, f"busiest expert {load:.2f} × the mean"]
 
 
 def aligned_facts(facts: list[str], total_steps: int) -> str:
     """The facts of a step in a line whose columns stand below those of the lines before."""
-    widths = (len(f"step {total_steps}/{total_steps}"), *FACT_COLUMNS, 0)
+    widths = (len(f"step {total_steps}/{total_steps}"), *FACT_COLUMNS, len("MFU 12.3%"), 0)
     padded = [fact.ljust(width) for fact, width in zip(facts, widths, strict=False)]
     return " · ".join(padded).rstrip()
 

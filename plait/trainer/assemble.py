@@ -17,13 +17,14 @@ from plait.data.loader import Loader, Micro, SampleSelection, heldout_micros
 from plait.data.samples.opening import training_samples
 from plait.data.shards import Corpus, open_corpus
 from plait.layout import Layout
-from plait.model.gpt import GPT
+from plait.model.gpt import GPT, reset_biases
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
+from plait.trainer.experts.loads import ExpertLoads, KeptBias
 from plait.trainer.first_weights import fill_first_weights
 from plait.trainer.optim import learning_rate, make_optimizer, set_learning_rate
 from plait.trainer.score_passes import score_passes
@@ -57,6 +58,8 @@ class Assembly:
     sums: Sums
     run_micros: RunMicros
     evaluate_micros: EvaluateMicros
+    loads: ExpertLoads
+    """The experts' loads; of a model without experts it counts nothing."""
 
     def step(self, state: TrainState) -> tuple[TrainState, Scalars]:
         """Take the update that follows `state`, and return the new state and the step's scalars.
@@ -65,6 +68,9 @@ class Assembly:
         """
         plan = self.plan
         micros = self.loader.micros(state.position)
+        if self.loads.counts_first:
+            like = torch.zeros(1, dtype=torch.float64, device=self.device)
+            self.loads.count_first(lambda: self.evaluate_micros(micros), self.sums, like)
         set_learning_rate(self.optimizer, learning_rate(plan.optimizer, state.step, plan.steps))
         scalars = take_step(
             micros,
@@ -73,6 +79,7 @@ class Assembly:
             sums=self.sums,
             optimizer=self.optimizer,
             clip=plan.optimizer.clip,
+            loads=self.loads,
         )
         return replace(state, step=state.step + 1, position=state.position + plan.batch_sequences), scalars
 
@@ -99,7 +106,12 @@ class Assembly:
     def tensors(self) -> list[Tensor]:
         """The tensors that persist from step to step: weights, optimizer moments and gradient buckets."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [*(held.tensor for held in self.model.weights), *moments, *self.model.gradients.buckets]
+        biases = [kept.tensor for kept in self.kept_biases()]
+        return [*(held.tensor for held in self.model.weights), *moments, *self.model.gradients.buckets, *biases]
+
+    def kept_biases(self) -> list[KeptBias]:
+        """The routers' biases on this rank, which checkpoints keep beside weights and moments."""
+        return list(self.loads.kept(self.plan.layout if self.sums.size > 1 else Layout(), self.sums.index))
 
 
 def assemble(
@@ -125,6 +137,8 @@ def assemble(
     sharded = parallelize(
         model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan.execution, stages
     )
+    for chunk in sharded.chunks:
+        reset_biases(chunk)
     fill_first_weights(sharded, plan, config.run.seed, which="all" if initialize else "frozen")
     corpus = open_corpus(Path(plan.corpus))
     samples = select_samples(plan, layout, sums.index, device)
@@ -147,6 +161,7 @@ def assemble(
         sums=sums,
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
+        loads=ExpertLoads(sharded, plan.shape),
     )
 
 

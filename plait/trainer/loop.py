@@ -8,15 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import Sink
 from plait.trainer.checkpointing.background import SaveEnd
 from plait.trainer.checkpointing.pace import CheckpointPace
 from plait.trainer.divergence import DivergenceWatch
+from plait.trainer.experts.watch import IdleWatch
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 from plait.units import Every
@@ -86,7 +89,7 @@ def run_loop(
     pace = CheckpointPace(intervals.checkpoint_every, step=state.step)
     pending: list[_Pending] = []
     began = time.perf_counter()
-    stop, divergence = False, DivergenceWatch(state.step)
+    stop, divergence, idle = False, DivergenceWatch(state.step), IdleWatch()
     while state.step < intervals.steps and not stop:
         lr = actions.learning_rate(state.step)
         state, scalars = actions.step(state)
@@ -99,7 +102,7 @@ def run_loop(
         fetch = any(_divides(every, state.step) for every in paces)
         if not (fetch or last or stop or save or evaluate):
             continue
-        state = _flush(pending, state, began, actions, sink, divergence)
+        state = _flush(pending, state, began, actions, sink, divergence, idle)
         divergence.end_if_diverged(run_ends=stop or last)
         for sentence in actions.rebalance_if_due(state):
             sink.note(sentence)
@@ -148,13 +151,14 @@ def _flush(
     actions: LoopActions,
     sink: Sink,
     divergence: DivergenceWatch,
+    idle: IdleWatch,
 ) -> TrainState:
     """Fetch the scalars of all pending steps in one copy and report each step; returns the state with its tokens
     counted."""
-    rows = torch.stack([torch.cat([p.scalars.totals, p.scalars.norm.double().reshape(1)]) for p in pending]).tolist()
+    rows = torch.stack([_row(one.scalars) for one in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
     tokens = state.tokens
-    for one, (loss_sum, counted, norm) in zip(pending, rows, strict=True):
+    for one, (loss_sum, counted, norm, load, idle_count) in zip(pending, rows, strict=True):
         tokens += int(counted)
         report = StepReport(
             step=one.state.step,
@@ -166,8 +170,18 @@ def _flush(
             tokens_per_s=counted / step_s,
             mfu=actions.mfu(counted / step_s),
             data_wait_s=one.data_wait_s,
+            expert_load_max=None if isnan(load) else load,
         )
         sink.step(report)
         divergence.add(report)
+        if sentence := idle.add(one.state.step, int(idle_count), one.scalars.expert_counts.numel()):
+            sink.note(sentence)
     pending.clear()
     return replace(state, tokens=tokens)
+
+
+def _row(scalars: Scalars) -> Tensor:
+    """What is fetched of a step: [sum of losses, counted tokens, norm, the busiest expert's load, idle experts]."""
+    of_experts = (scalars.expert_load_max, scalars.idle_experts)
+    others = torch.stack([value.to(scalars.totals) for value in (scalars.norm, *of_experts)])
+    return torch.cat([scalars.totals, others]).double()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ from plait.model.attention import Documents
 from plait.model.gpt import GPT
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
+from plait.trainer.experts.loads import ExpertLoads, largest_load
 from plait.trainer.loss import IN_PLACE, sum_of_losses
 from plait.trainer.optim import clip_factor, owned_squares, update
 from plait.trainer.score_passes import IGNORED, ScorePasses
@@ -42,6 +43,18 @@ class Scalars:
     """[sum of losses, counted tokens] over all ranks."""
     norm: Tensor
     """Norm of the gradient before clipping."""
+    expert_counts: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    """Tokens of the step by expert, [layers with experts, experts]."""
+
+    @property
+    def expert_load_max(self) -> Tensor:
+        """The busiest expert's tokens over the mean, of the layer where that is most; not a number without experts."""
+        return largest_load(self.expert_counts)
+
+    @property
+    def idle_experts(self) -> Tensor:
+        """Experts that no token of the step chose, in all layers together."""
+        return (self.expert_counts == 0).sum()
 
 
 def take_step(
@@ -52,6 +65,7 @@ def take_step(
     sums: Sums,
     optimizer: torch.optim.Optimizer,
     clip: float | None,
+    loads: ExpertLoads | None = None,
 ) -> Scalars:
     """One update from one step's micro-batches; every rank must call it. Never waits for the device.
 
@@ -59,12 +73,17 @@ def take_step(
     gradient is not finite is skipped on all ranks, so that it cannot reach the weights.
     """
     local = run_micros(micros)
-    loss_sum, tokens, squares = sums(torch.cat([local, owned_squares(sharded.units, like=local)])).unbind()
+    counts = [] if loads is None else [loads.take(like=local)]
+    found = sums(torch.cat([local, owned_squares(sharded.units, like=local), *counts]))
+    loss_sum, tokens, squares = found[:3].unbind()
     count = tokens.clamp(min=1)
     norm = squares.sqrt() / count
     update(optimizer, sharded.units, factor=clip_factor(norm, clip) / count, norm=norm)
     sharded.gradients.publish()
-    return Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
+    table = found.new_zeros(0, 0) if loads is None else loads.table(found[3:])
+    if loads is not None:
+        loads.move_biases(table, norm)
+    return Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm, expert_counts=table)
 
 
 def run_micros_in_turn(
@@ -119,8 +138,9 @@ def make_forward(autocast: Autocast) -> Forward:
 
     def forward(chunk: GPT, micro: Micro, stream_nd: Tensor | None) -> Tensor:
         documents = None if micro.lengths is None else Documents(lengths=micro.lengths)
+        counted_n = None if chunk.shape.mixture is None else (micro.targets != IGNORED).flatten()
         with autocast():
-            return chunk(micro.inputs, micro.positions, documents, stream_nd=stream_nd)
+            return chunk(micro.inputs, micro.positions, documents, stream_nd=stream_nd, counted_n=counted_n)
 
     return forward
 

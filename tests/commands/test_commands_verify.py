@@ -35,7 +35,8 @@ from plait.model.shape import ModelShape
 from plait.partition.boxes import kv_heads_of
 from plait.planner.plan import Plan
 from plait.planner.search.validity import check_shares
-from plait.proof.verdict import FLOAT64_TOLERANCES, Verdict, compare_runs, weight_text
+from plait.proof.verdict import FLOAT64_TOLERANCES, Verdict, compare_runs
+from plait.proof.weight_words import weight_text
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 from plait.screen.terminal import TerminalScreen
@@ -195,6 +196,7 @@ def test_names_in_words() -> None:
     assert weight_text("layers.3.attention.o.weight") == "layer 3's attention output weight"
     assert weight_text("layers.0.feedforward_norm.bias") == "layer 0's feed-forward norm bias"
     assert weight_text("embed.tokens.weight") == "the token embedding"
+    assert weight_text("layers.2.feedforward.experts.11.up.weight") == "layer 2's expert 11's input weight"
 
 
 WEIGHT = torch.arange(1.0, 9.0, dtype=torch.float64).view(4, 2)

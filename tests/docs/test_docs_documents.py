@@ -67,7 +67,8 @@ def test_a_command_in_a_code_block_parses(path: Path, words: list[str]) -> None:
     named = ROOT / str(chosen.get("recipe"))
     recipe = named if named.is_file() else ROOT / "recipes" / "01-shakespeare.toml"
     load_recipe(recipe, chosen.get("overrides") or [])
-    for cluster in chosen.get("cluster") or []:
+    named_clusters = chosen.get("cluster") or []
+    for cluster in [named_clusters] if isinstance(named_clusters, str) else named_clusters:
         assert cluster.endswith(".json") or read_cluster(cluster)
 
 

@@ -131,10 +131,14 @@ class Place:
 
     def rank_process(self, name: str, rank: int) -> int:
         """The process that writes the log of a rank."""
-        log = str(self.path(name) / "logs" / f"rank-{rank}.log")
-        found = [pid for pid in self.processes() if log in _open_files(pid)]
+        found = self.rank_processes(name, rank)
         assert len(found) == 1, found
         return found[0]
+
+    def rank_processes(self, name: str, rank: int) -> list[int]:
+        """The same, as a list that is empty where the rank has not begun yet, or has ended."""
+        log = str(self.path(name) / "logs" / f"rank-{rank}.log")
+        return [pid for pid in self.processes() if log in _open_files(pid)]
 
     def assert_nobody_left(self) -> None:
         """All processes, and with them all ports, are gone within five seconds."""

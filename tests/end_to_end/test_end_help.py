@@ -22,6 +22,10 @@ COMMANDS = (
     "export",
     "run",
     "status",
+    "submit",
+    "logs",
+    "stop",
+    "fetch",
     "drill",
 )
 POOR = {

@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 SEQUENCE, VOCABULARY = 24, 61
 FAMILY_NAMES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+MIXTURE_NAMES = ("mixtral", "olmoe", "qwen3_moe")
 
 
 def random_config(seed: int) -> Any:
@@ -20,6 +21,41 @@ def random_config(seed: int) -> Any:
     family = FAMILY_NAMES[seed % len(FAMILY_NAMES)]
     values = gpt2_values(draw) if family == "gpt2" else llama_values(family, draw)
     return CONFIG_MAPPING[family](**values, initializer_range=0.15, attn_implementation="sdpa")
+
+
+def random_mixture_config(seed: int) -> Any:
+    """A config of one of the families with experts, each in turn."""
+    draw = random.Random(1000 + seed)
+    family = MIXTURE_NAMES[seed % len(MIXTURE_NAMES)]
+    values = llama_values("mistral", draw) | mixture_values(family, draw)
+    if family == "olmoe":
+        values.pop("head_dim", None)  # its class computes it, and takes no other
+        values.pop("sliding_window")
+    return CONFIG_MAPPING[family](**values, initializer_range=0.15, attn_implementation="sdpa")
+
+
+def mixture_values(family: str, draw: random.Random) -> dict[str, Any]:
+    experts = draw.choice((2, 4, 5, 8))
+    values: dict[str, Any] = {"num_experts_per_tok": draw.choice((1, 2, experts))}
+    values["num_local_experts" if family == "mixtral" else "num_experts"] = experts
+    if family != "mixtral":
+        values |= {"norm_topk_prob": draw.random() < 0.5, "attention_bias": draw.random() < 0.5}
+    if family == "olmoe":
+        # Its norms of queries and keys are as wide as the model.
+        heads = draw.choice((1, 2, 4))
+        values |= {"num_attention_heads": heads, "num_key_value_heads": draw.choice((1, heads))}
+        values["hidden_size"] = heads * draw.choice((4, 8))
+    if family == "qwen3_moe":
+        layers, step = draw.choice((1, 2, 3, 4)), draw.choice((1, 1, 2))
+        layers = max(layers, step)
+        values |= {
+            "num_hidden_layers": layers,
+            "decoder_sparse_step": step,
+            "moe_intermediate_size": draw.choice((7, 24)),
+        }
+        values["mlp_only_layers"] = draw.choice(([], [0])) if step == 1 and layers > 1 else []
+        values |= {"use_sliding_window": draw.random() < 0.5, "sliding_window": draw.choice((1, 5, 100))}
+    return values
 
 
 def gpt2_values(draw: random.Random) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import pytest
 
 from plait.errors import PlaitError
 from plait.model.adapter_shape import AdapterShape
-from plait.model.names import DIMS, cut_dim, decays, dims_of, layer_of, pattern_of
+from plait.model.names import DIMS, cut_dim, decays, dims_of, expert_of, layer_of, pattern_of
+from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape, linear_layers, parameter_count, weight_sizes
-from plait.model.weights import describe_weights, trained_parameter_count, training_flops_per_token
+from plait.model.weights import describe_weights, kept_values, trained_parameter_count, training_flops_per_token
 
 SHAPE = ModelShape(layers=12, width=48, heads=6, kv_heads=2, head_width=8, ffn=80, vocabulary=97, sequence=32)
 EVERYTHING = replace(
@@ -26,7 +27,20 @@ EVERYTHING = replace(
 
 
 def test_the_table_has_the_weights_of_the_fullest_shape_and_no_others() -> None:
-    assert {pattern_of(name) for name in weight_sizes(EVERYTHING)} == set(DIMS)
+    of_experts = replace(
+        SHAPE,
+        qk_norm=True,
+        qk_norm_width="all heads",
+        mixture=MixtureShape(experts=12, experts_per_token=2, expert_ffn=16, shared_experts=1, balance=("bias",)),
+    )
+    names = {*weight_sizes(EVERYTHING), *weight_sizes(of_experts), *kept_values(of_experts)}
+    assert {pattern_of(name) for name in names} == set(DIMS)
+
+
+def test_an_expert_is_found_by_its_number() -> None:
+    assert expert_of("layers.3.feedforward.experts.11.gate.weight") == 11
+    assert expert_of("layers.3.feedforward.shared.gate.weight") is None
+    assert dims_of("layers.3.feedforward.experts.11.down.weight") == ("width", "expert_ffn")
 
 
 def test_a_weight_is_found_by_its_layer() -> None:
@@ -49,7 +63,7 @@ def test_columns_are_cut_before_the_nonlinearity_and_rows_after_it() -> None:
 
 
 def test_only_the_matrices_of_linear_layers_decay() -> None:
-    decaying = {pattern_of(name) for name in weight_sizes(EVERYTHING) if decays(name)}
+    decaying = {pattern_of(name) for name in DIMS if decays(name)}
     kinds = (".weight", ".lora_a", ".lora_b")
     linear = {name for name in DIMS if name.endswith(kinds) and "norm" not in name and not name.startswith("embed")}
     assert decaying == linear

@@ -42,6 +42,18 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "last-micro-batch-dropped": ("layout.shard=2",),
     "everybody-counts-alike": ("layout.replicate=2", "layout.shares=[3,1]"),
     "chunks-begin-alike": ("layout.pipeline=2", "layout.virtual_stages=2"),
+    "bias-from-own-counts": ("layout.replicate=2", "model.experts=6"),
+    "step-counts-of-one-rank": ("layout.replicate=2", "model.experts=6", "model.expert_balance=global"),
+    "balance-over-a-micro-batch": ("layout.replicate=2", "model.experts=6", "model.expert_balance=sequence"),
+    "every-tensor-rank-counts": ("layout.tensor=2", "model.experts=6", 'model.expert_balance=["bias","sequence"]'),
+    "counted-in-forward": (
+        "layout.replicate=2",
+        "layout.recompute=full",
+        "model.experts=6",
+        "model.expert_balance=sequence",
+    ),
+    "expert-gradients-doubled": ("layout.replicate=2", "layout.expert=2", "model.experts=6"),
+    "part-of-a-row-balanced": ("layout.context=2", "model.experts=6", "model.expert_balance=sequence"),
 }
 """Each mutant, and a layout in which its bug matters."""
 ADAPTER_SHOWN_BY: dict[str, str] = {
@@ -115,7 +127,13 @@ def test_the_same_copy_without_a_patch_is_green(tmp_path: Path) -> None:
     assert told["world_size"] == 2 and 0 < told["max_grad_rel_err"] < 1e-12 and told["max_param_rel_err"] < 1e-9
 
 
-@pytest.mark.parametrize("asked", sorted(set(SHOWN_BY.values())), ids=" ".join)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(one, id=" ".join(one), marks=pytest.mark.slow if "model.experts=6" in one else ())
+        for one in sorted(set(SHOWN_BY.values()))
+    ],
+)
 def test_without_the_bugs_all_these_layouts_are_green(
     asked: tuple[str, ...], tmp_path: Path, workers: ForkedWorkers
 ) -> None:

@@ -102,6 +102,8 @@ def test_windows_of_short_chats_hold_the_longest_one(tmp_path: Path) -> None:
     assert (beyond.sequence, beyond.batch_sequences) == (1536, 1)
     dropped = planned(tuned(tmp_path, "data.overlong=drop"), whole((1500, 30, 1)), LAPTOP)
     assert (dropped.sequence, dropped.batch_sequences) == (192, 8)
+    cut = planned(tuned(tmp_path, "data.overlong=cut"), whole((1500, 30, 1)), LAPTOP)
+    assert cut.sequence == 1024, "a shorter window would cut more of it"
 
 
 def test_named_windows_and_batches_of_short_chats_are_kept(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console as Screen
@@ -78,6 +79,12 @@ def test_the_loss_is_smoothed_and_right_from_the_first_step():
     first, second = out.getvalue().splitlines()
     assert "loss 4.000" in first and "MFU" not in first
     assert 2.9 < float(re.findall(r"loss (\S+)", second)[0]) < 3.0
+
+
+def test_a_mixture_tells_of_its_busiest_expert():
+    out = io.StringIO()
+    Console(2, screen=Screen(file=out, width=200), clock=Clock()).step(replace(report(2), expert_load_max=1.254))
+    assert out.getvalue().endswith("· MFU 61%   · busiest expert 1.25 × the mean\n")
 
 
 @pytest.mark.parametrize("width", [1, 8, 20, 33, 60, 80, 99, 100, 101, 200])

@@ -12,7 +12,7 @@ from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import registry_folder, run_on_this_machine, running_runs, sharing_lines
 from plait.layout import Layout
 from plait.model.shape import ModelShape, parameter_count
-from plait.model.weights import trained_parameter_count
+from plait.model.weights import active_parameter_count, trained_parameter_count
 from plait.planner.calibration.factors import calibration_text
 from plait.planner.plan import Plan
 from plait.planner.rebalancing.batch_rebalance import why_rebalancing_cannot_help
@@ -38,7 +38,7 @@ def run_start(plan: Plan, folder: Path, details: Details = ()) -> str:
     shape = plan.shape
     size = f"{format_count(parameter_count(shape))} parameters in {counted(shape.layers, 'layer')}"
     lines = [
-        f"model    {folder.name}: {size}, width {shape.width}{_adapter_text(shape)}",
+        f"model    {folder.name}: {size}, width {shape.width}{_adapter_text(shape)}{mixture_text(shape)}",
         f"devices  {_devices_text(plan)}: {layout_in_words(plan.layout)}, {_workers_text(plan)}",
         f"time     {_time_text(plan)}",
         f"run      {folder}, {_saved_text(plan)}; --why gives the reasons",
@@ -58,6 +58,15 @@ def _adapter_text(shape: ModelShape) -> str:
     )
 
 
+def mixture_text(shape: ModelShape) -> str:
+    """How many experts a layer has, and how many of the parameters a token meets; empty without experts."""
+    if shape.mixture is None:
+        return ""
+    met = format_count(active_parameter_count(shape))
+    each = f"{shape.mixture.experts} experts a layer, {shape.mixture.experts_per_token} for a token"
+    return f"; {each}, which meets {met} of the parameters"
+
+
 def running_runs_text(plan: Plan, folder: RunFolder) -> str:
     """What other runs on this machine mean for a run that is about to start; empty where there are none."""
     own = run_on_this_machine(plan, folder.path)
@@ -73,7 +82,8 @@ def reason_lines(plan: Plan) -> list[str]:
 
 def layout_in_words(layout: Layout) -> str:
     """What each axis does, for someone who knows none of their names."""
-    parts = [PARTS_IN_WORDS[axis].format(degree) for axis, degree in layout.degrees.items() if degree > 1]
+    degrees = {**layout.degrees, "expert": layout.expert}
+    parts = [PARTS_IN_WORDS[axis].format(degree) for axis, degree in degrees.items() if degree > 1]
     return " × ".join(parts) if parts else "one copy"
 
 

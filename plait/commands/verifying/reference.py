@@ -75,6 +75,8 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope) -> dict[str, Tens
     try:
         state, scalars = plain.step(TrainState())
         found = {"sums/norm": scalars.norm.reshape(1), "sums/loss": scalars.totals, **dict(_gradients(assembly))}
+        if scalars.expert_counts.numel():
+            found["sums/experts"] = scalars.expert_counts.flatten()
         if scope == "all":
             for _ in range(STEPS_PER_OPTIMIZER - 1):
                 state, _ = plain.step(state)
@@ -107,6 +109,8 @@ def _weights(assembly: Assembly, kind: str) -> Iterator[tuple[str, Tensor]]:
     assembly.model.settle()
     for held in assembly.model.weights:
         yield f"{kind}/{held.name}/{_offset_text(held.box.offset)}/copy", held.tensor.detach().clone()
+    for bias in assembly.kept_biases():
+        yield f"{kind}/{bias.name}/0/copy", bias.tensor.clone()
 
 
 def _offset_text(offset: tuple[int, ...]) -> str:

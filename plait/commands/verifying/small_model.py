@@ -10,6 +10,7 @@ from math import lcm
 from typing import Literal
 
 from plait.layout import Layout
+from plait.model.parts.mixture import MixtureShape
 from plait.model.requested_size import shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import MODEL_SIZES, explicit_shape
@@ -29,6 +30,8 @@ SHRUNK_WINDOW = 3
 """Tokens that a query of a windowed layer sees in a small model."""
 SHRUNK_RANK = 3
 """Of a small model's adapters: fewer rows than many layouts have ranks."""
+SHRUNK_EXPERTS, SHRUNK_EXPERT_GROUPS = 5, 3
+SHRUNK_BIAS_RATE, SHRUNK_Z_WEIGHT = 0.05, 0.1
 CHECK_LR = 0.01
 CHECK_CLIP = 0.25
 """Below the norms of a small model's first gradients, so that clipping acts."""
@@ -108,6 +111,7 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
     return replace(
         shape,
         layers=layers,
+        mixture=shrunk_mixture(shape.mixture, layers, ffn, layout.expert) if shape.mixture else None,
         windows=_shrunk_windows(shape, layers),
         learned_positions=sequence + 3 if shape.learned_positions else 0,
         width=width,
@@ -118,6 +122,31 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
         vocabulary=8 * layout.tensor + 45,
         sequence=sequence,
         adapter=replace(shape.adapter, rank=min(shape.adapter.rank, SHRUNK_RANK)) if shape.adapter else None,
+    )
+
+
+def shrunk_mixture(mixture: MixtureShape, layers: int, ffn: int, parts: int) -> MixtureShape:
+    """Few narrow experts, some of whose tokens go elsewhere at each step: the bias moves far, and losses weigh much.
+    `parts` hold them together."""
+    groups = min(mixture.groups, SHRUNK_EXPERT_GROUPS)
+    chosen = min(mixture.groups_chosen, max(1, groups - (mixture.groups_chosen < mixture.groups)))
+    # A multiple of the parts, of which some get few tokens.
+    experts = lcm(parts, groups * (2 if groups > 1 else min(mixture.experts, SHRUNK_EXPERTS)))
+    dense = min(mixture.dense_layers, 1, layers - 1)
+    every = min(mixture.every, 2, layers - dense)
+    return replace(
+        mixture,
+        experts=experts,
+        experts_per_token=min(mixture.experts_per_token, 2, chosen * experts // groups),
+        expert_ffn=ffn,
+        shared_experts=min(mixture.shared_experts, 2),
+        dense_layers=dense,
+        every=every,
+        groups=groups,
+        groups_chosen=chosen,
+        balance_rate=SHRUNK_BIAS_RATE,
+        balance_weights=tuple(float(weight > 0) for weight in mixture.balance_weights),
+        z_weight=SHRUNK_Z_WEIGHT if mixture.z_weight else 0.0,
     )
 
 
@@ -140,6 +169,7 @@ def plan_for_device(plan: Plan, device: Literal["cpu", "cuda"], precision: Preci
         width=8 * old.width,
         head_width=8 * old.head_width,
         ffn=8 * old.ffn,
+        mixture=replace(old.mixture, expert_ffn=8 * old.mixture.expert_ffn) if old.mixture else None,
         vocabulary=8 * old.vocabulary,
         learned_positions=sequence + 3 if old.learned_positions else 0,
         sequence=sequence,

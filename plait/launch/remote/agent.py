@@ -40,6 +40,10 @@ from plait.launch.watching.hang_watch import LOOK_EVERY_S
 _JOIN_AGAIN = "see what host 0 printed, start the run there again and join it"
 
 
+class LeaderNotReached(PlaitError):
+    """Nobody listens where host 0 should, or the way there is closed: it may come later."""
+
+
 def connect(address: str, port: int, secret: Secret, *, local_address: str | None = None) -> Wire:
     """Connect to a run's host 0 and prove that we know its secret; raises PlaitError with what to mend here.
 
@@ -50,12 +54,12 @@ def connect(address: str, port: int, secret: Secret, *, local_address: str | Non
     try:
         connection = socket.create_connection((address, port), timeout=JOINER_S, source_address=source)
     except ConnectionRefusedError:
-        raise PlaitError(
+        raise LeaderNotReached(
             f"nobody waits for hosts at {place}: host 0 still prepares its text, or the run has ended or has all its "
             "hosts; wait for the line that host 0 prints, and join with its address and secret"
         ) from None
     except (OSError, OverflowError, UnicodeError) as error:  # the last: what can be no name of a host
-        raise PlaitError(f"{place} cannot be reached ({error}); check the address and the network") from None
+        raise LeaderNotReached(f"{place} cannot be reached ({error}); check the address and the network") from None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return greet_leader(connection, secret, address=place)

@@ -10,6 +10,7 @@ of the axis, m tokens of a chunk (t = 2m).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.model.attention import Attention, Documents
+from plait.model.experts.mixture import Mixture
 from plait.parallel.context.cut import ContextCut, Rectangle, cut_attention
 from plait.parallel.context.exchange import Exchange
 from plait.parallel.context.kernels import Kernel, kernel_for, merge_results
@@ -33,11 +35,20 @@ def context(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sh
     attend: Any = ContextAttend(mesh.get_group("context"))
     if execution.compile == "blocks":
         attend = torch.compiler.disable(attend)  # its collectives belong to no graph
+    sums = partial(_summed_over, mesh.get_group("context"))
     for chunk in sharded.chunks:
         for module in chunk.modules():
             if isinstance(module, Attention):
                 module.attend = attend
+            elif isinstance(module, Mixture):
+                module.over_sequence = sums
     return sharded
+
+
+def _summed_over(group: dist.ProcessGroup, values: Tensor) -> Tensor:
+    total = values.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 class ContextAttend:

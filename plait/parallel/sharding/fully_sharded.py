@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from plait.model.experts.router import Router
 from plait.model.gpt import GPT
 from plait.parallel.comm.reduction import Transfer
 from plait.parallel.comm.split_reduction import SpreadWeights, SwapGradients
@@ -28,6 +29,10 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
         # In a pipeline several micro-batches are under way, and each would gather the weights anew.
         again = execution.layout.pipeline == 1
         for layer in chunk.layers.values():
+            for router in [module for module in layer.modules() if isinstance(module, Router)]:
+                # Gathered as it is kept: a rounded router sends tokens to other experts.
+                exact = replace(policy, param_dtype=None)
+                fully_shard(router, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=exact)
             fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy)
         # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward. It
         # is gathered as it is kept: a table in bfloat16 would round the stream, and each addition to a row's gradient.

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.layout import equal_share
 from plait.model.attention import Attention, Rows
+from plait.model.experts.mixture import Mixture
 from plait.model.feedforward import FeedForward
 from plait.model.gpt import GPT, Embedding, Layer
 from plait.model.linear import Around, Multiply, to_compute_precision
@@ -74,7 +75,10 @@ def split_layers(chunk: GPT, stream: SequenceSplit) -> None:
     for layer in chunk.layers.values():
         assert isinstance(layer, Layer)
         split_attention(layer.attention, chunk.shape, stream)
-        split_feedforward(layer.feedforward, stream)
+        if isinstance(layer.feedforward, Mixture):
+            split_mixture(layer.feedforward, stream)
+        else:
+            split_feedforward(layer.feedforward, stream)
 
 
 def split_attention(attention: Attention, shape: ModelShape, stream: SequenceSplit) -> None:
@@ -101,6 +105,22 @@ def split_feedforward(feedforward: FeedForward, stream: SequenceSplit) -> None:
 
     feedforward.register_forward_pre_hook(gather)
     feedforward.down.around = with_all_reduce(stream)
+
+
+def split_mixture(mixture: Mixture, stream: SequenceSplit) -> None:
+    """Experts take and give this rank's rows; each rank routes all rows, and computes its part of every expert's width.
+
+    The first rank answers for counts and balance losses: all ranks see the same tokens. Rows are gathered as the norm
+    gives them, for the router rounds nothing.
+    """
+
+    def gather(_: nn.Module, arguments: tuple[Tensor, Rows]) -> tuple[Tensor, Rows]:
+        x_md, rows = arguments
+        return stream.gather(x_md, rows.rows * rows.tokens), rows
+
+    mixture.register_forward_pre_hook(gather)
+    mixture.finish = stream.scatter
+    mixture.reports = stream.index == 0
 
 
 def with_all_reduce(stream: SequenceSplit) -> Around:

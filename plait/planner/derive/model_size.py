@@ -17,6 +17,7 @@ from plait.planner.derive.adapters import adapter_for
 from plait.planner.derive.finetuning_rules import EPOCHS, examples_batch_tokens
 from plait.planner.derive.sequence_length import example_sequence, stream_sequence
 from plait.planner.derive.vocabulary import fitting_vocabulary, grown_shape
+from plait.planner.problem.mixture_words import mixture_reasons
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
 
@@ -210,6 +211,7 @@ def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFa
                 f"{provisional.width}: as wide for its depth as published models of its size (GPT-3, Llama)"
             )
     sequence = _sequence(config, parameter_count(provisional), corpus, why)
+    why.extend(mixture_reasons(provisional))
     return replace(provisional, sequence=sequence)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import floor, log2, sqrt
 
 from plait.model.shape import ModelShape, parameter_count
-from plait.model.weights import trained_parameter_count
+from plait.model.weights import active_parameter_count, trained_parameter_count
 
 TOKENS_PER_PARAMETER = 20
 USEFUL_EPOCHS = 4
@@ -31,7 +31,10 @@ def compute_optimal_parameters(*, flops: float, unique_tokens: int) -> float:
 
 
 def training_flops_of_weights(shape: ModelShape) -> int:
-    """FLOPs of training for a token: 6 for each weight, and 4 for a frozen one, whose gradient is not computed."""
+    """FLOPs of training for a token: 6 for each weight that it meets, and 4 for a frozen one, whose gradient is not
+    computed."""
+    if shape.mixture is not None:  # which has no frozen weights
+        return 6 * active_parameter_count(shape)
     return 4 * parameter_count(shape) + 2 * trained_parameter_count(shape)
 
 

@@ -55,16 +55,14 @@ def example_sequence(
     requested, overlong = config.train.sequence, config.data.overlong
     usual = scaling_rules.usual_sequence_length(parameters)
     needed = usual if overlong != "refuse" else max(usual, _rounded_up(sizes.longest_example))
-    longest = min(needed, longest_of_model or needed) if requested == "auto" else requested
+    sequence = longest = min(needed, longest_of_model or needed) if requested == "auto" else requested
     sizes.check_overlong(longest, overlong)
-    shorter = requested == "auto" and step_tokens is not None
-    sequence = _shorter_window(sizes, longest, step_tokens, overlong) if shorter else longest
     if requested == "auto":
         reason = "usual for this size" if longest == usual else "the longest example fits into it"
-        if sequence < longest:
-            reason = f"examples are short, and a step has {round(step_tokens / sequence)} such windows"
-        elif longest < needed:
-            reason = "the longest that the model was made for"
+        reason = reason if longest == needed else "the longest that the model was made for"
+        if step_tokens is not None and (shorter := _shorter_window(sizes, longest, step_tokens, overlong)) < longest:
+            sequence, number = shorter, round(step_tokens / shorter)
+            reason = f"examples are short, and a step has {counted(number, 'such window')}"
         why.append(f"sequence {sequence}: {reason}")
     packed = sizes.packed(sequence, overlong)
     why.append(f"windows {packed.share:.1%} full: whole examples, packed by best fit into {packed.windows:,} of them")
@@ -75,8 +73,10 @@ def example_sequence(
 
 
 def _shorter_window(sizes: CorpusSizes, longest: int, step_tokens: float, overlong: Overlong) -> int:
-    """The shortest window that is as full as windows should be and loses no example, where a step has few of the
-    longest; else the longest."""
+    """The shortest window that is as full as windows should be and loses nothing, where a step has few of the longest;
+    else the longest."""
+    if overlong == "cut" and sizes.longest_example > longest:  # a shorter window would cut more
+        return longest
     shortest = max(_rounded_up(sizes.longest_within(longest)), _rounded_up(step_tokens / WINDOWS_PER_STEP))
     choices = []
     while shortest < longest:

@@ -132,9 +132,14 @@ def layer_parameters(workload: Workload, candidates: Candidates) -> tuple[Reals,
     common = (
         w.attention_parameters + (1 - sparse) * w.dense_feedforward_parameters + sparse * w.shared_expert_parameters
     )
-    across = np.where(candidates.expert > 1, 1, candidates.tensor)
+    across = ranks_of_an_expert(w, candidates)
     experts = sparse * w.experts * w.expert_parameters / candidates.expert / across
     return common / candidates.tensor, experts * np.ones(len(candidates))
+
+
+def ranks_of_an_expert(workload: Workload, candidates: Candidates) -> Counts:
+    """Ranks that have a part each of one expert: those of the tensor axis, unless experts lie whole on its ranks."""
+    return np.where((candidates.expert > 1) & (workload.expert_ranks == "any"), 1, candidates.tensor)
 
 
 def messages_each_way(ranks: Counts | int, virtual: Counts | int) -> Counts:

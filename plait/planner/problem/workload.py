@@ -47,6 +47,11 @@ class Workload:
     """Width in which experts take and return tokens where it is not the model's (latent experts); 0: the same."""
     shared_ffn: int = 0
     dense_layers: int = 0
+    expert_ranks: Literal["any", "copies"] = "any"
+    """Which ranks share out experts: those of any axes but the pipeline's, an expert whole on one rank (Megatron); or
+    copies alone, with each expert cut by the tensor axis as all else is (plait)."""
+    norms_all_heads: bool = False
+    """Whether queries of all heads are normed as one (OLMoE), so that heads cannot be divided."""
     projection_weights: int = 0
     """Weights of one layer's attention where heads do not tell (latent attention, state-space layers); 0: they do."""
     attending_layers: int = -1
@@ -181,9 +186,26 @@ def workload_of(
         precision=precision,
         attention=attention,
         moments=moments,
+        norms_all_heads=shape.qk_norm and shape.qk_norm_width == "all heads",
+        **_mixture_numbers(shape),
         adapter_rank=shape.adapter.rank if shape.adapter else 0,
         adapter_targets=shape.adapter.targets if shape.adapter else (),
     )
+
+
+def _mixture_numbers(shape: ModelShape) -> dict[str, Any]:
+    """The fields of a Workload that a mixture of experts sets."""
+    mixture = shape.mixture
+    if mixture is None:
+        return {}
+    return {
+        "experts": mixture.experts,
+        "expert_ranks": "copies",
+        "experts_per_token": mixture.experts_per_token,
+        "expert_ffn": mixture.expert_ffn,
+        "shared_ffn": shape.size_of("shared_ffn"),
+        "dense_layers": sum(shape.mixture_of(layer) is None for layer in range(shape.layers)),
+    }
 
 
 def expected_distinct_tokens(tokens: Any, vocabulary: int) -> Any:

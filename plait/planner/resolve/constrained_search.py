@@ -124,6 +124,7 @@ def _exactly(request: Request, one: FoundLayout, micro_sequences: int) -> Constr
         "virtual": int(candidates.virtual[at]),
         "schedule": SCHEDULES[int(candidates.schedule[at])],
         "recompute": RECOMPUTE_MODES[int(candidates.recompute[at])],
+        "expert": int(candidates.expert[at]),
     }
     return Constraints(
         degrees=candidates.degrees(at),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.model.shape import ModelShape
+from plait.planner.derive.intervals import balance_every_steps
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.validity import balanced_stages, check_layout, check_shares
 from plait.recipe.schema import RunConfig
@@ -24,6 +25,15 @@ def named_degrees(config: RunConfig) -> Layout | None:
     """
     requested = {axis: getattr(config.layout, axis) for axis in AXES}
     named = {axis: degree for axis, degree in requested.items() if degree != "auto"}
+    if config.layout.expert != "auto" and config.layout.expert > 1 and not named:
+        raise PlaitError(
+            f"layout.expert = {config.layout.expert} shares out experts among copies; name layout.replicate, too"
+        )
+    if config.layout.expert != "auto" and config.layout.expert > 1 and balance_every_steps(config, "alike"):
+        raise PlaitError(
+            "balance.every follows the workers' own times, and with layout.expert they wait for each other in each "
+            'layer; write balance.every = "never"'
+        )
     return Layout(**named) if named else None
 
 
@@ -48,6 +58,7 @@ def layout_of(config: RunConfig, shape: ModelShape, degrees: Layout) -> Layout:
         layers = balanced_stages(shape, stages) if stages > 1 else ()
     return replace(
         degrees,
+        expert=1 if section.expert == "auto" else section.expert,
         shard_what="optimizer" if section.shard_what == "auto" else section.shard_what,
         schedule=schedule,
         stage_layers=layers,
@@ -89,6 +100,7 @@ def open_constraints(config: RunConfig) -> Constraints:
         "recompute": section.recompute,
         "shard_what": section.shard_what,
         "micro_sequences": section.micro_sequences,
+        "expert": section.expert,
     }
     return Constraints(
         degrees=named_degrees(config),

@@ -182,7 +182,8 @@ def _balance(config: RunConfig, resources: Resources, request: Request, split: W
     """Steps between changes of the shares while the run goes on, 0 for never."""
     here = resources.machine
     several_hosts = split.search is not None and split.search.cluster.n_nodes > 1
-    every = balance_every_steps(config, "unequal" if several_hosts or split.shares or here.unlike else "alike")
+    unlike = (several_hosts or split.shares or here.unlike) and split.layout.expert == 1
+    every = balance_every_steps(config, "unequal" if unlike else "alike")
     unequal = f"beside {here.name} it has {', '.join(here.unlike)}" if here.unlike else "they are not equal"
     reason = "machines of a run over several hosts may slow down" if several_hosts else unequal
     if every and config.balance.every == "auto" and split.layout.data_parallel_degree > 1:

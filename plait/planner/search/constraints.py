@@ -15,7 +15,8 @@ class Constraints:
     degrees: Layout | None = None
     """The degrees of all axes, of which only the degrees count; None where the search is free to choose them."""
     knobs: Mapping[str, int | str] = field(default_factory=dict)
-    """Named values of other columns of `Candidates`: virtual, schedule, recompute, shard_what, micro_sequences."""
+    """Named values of other columns of `Candidates`: virtual, schedule, recompute, shard_what, micro_sequences,
+    expert."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage of the named pipeline, as validity.check_layout accepts them; they settle how many stages a
     rank holds, too."""

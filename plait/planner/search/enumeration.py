@@ -96,7 +96,7 @@ def _against(w: Workload, degrees: Layout, least_piece_tokens: int) -> str | Non
     """Why these degrees cannot run the workload, or why they would be useless; None for valid ones."""
     if degrees.pipeline > w.layers:
         return TOO_FEW_LAYERS
-    if w.heads % degrees.tensor:
+    if w.heads % degrees.tensor or (w.norms_all_heads and degrees.tensor > 1):
         return HEADS_INDIVISIBLE
     piece = w.sequence / degrees.context
     if degrees.context > 1 and (w.sequence % (2 * degrees.context) or piece < least_piece_tokens):
@@ -111,7 +111,7 @@ def _options(
     micros = _micros(w, degrees, constraints, refused)
     splits = _splits(degrees, constraints)
     orders = _orders(w, degrees.pipeline, constraints, profile.send_model, refused)
-    experts = _experts(w, degrees)
+    experts = _experts(w, degrees, constraints)
     combinations = []
     for (shard, what), (virtual, schedule) in product(splits, orders):
         if _clash(
@@ -140,9 +140,18 @@ def _options(
         "recompute": recompute.astype(np.int64),
         "schedule": schedule,
     }
+    possible = _shares_out_possibly(w, columns)
+    refused[INCOMPATIBLE_SPLITS] += int((~possible).sum())
+    columns = {name: column[possible] for name, column in columns.items()}
     useful = constraints.has_micro_sequences | ~_outgrows_caches(w, columns, profile)
     refused[MICRO_BATCH_TOO_LONG] += int((~useful).sum())
     return {name: column[useful] for name, column in columns.items()}
+
+
+def _shares_out_possibly(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Mask of layouts whose experts lie on copies that hold nothing else in parts, where only these may share them."""
+    degree = columns["expert"]
+    return (degree == 1) | (w.expert_ranks == "any") | ((columns["shard"] == 1) & (columns["replicate"] % degree == 0))
 
 
 def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: SoftwareProfile) -> np.ndarray:
@@ -201,9 +210,13 @@ def _orders(
     return [(chunks, str(requested or ("interleaved" if chunks > 1 else "1f1b")))]
 
 
-def _experts(w: Workload, degrees: Layout) -> list[int]:
+def _experts(w: Workload, degrees: Layout, constraints: Constraints) -> list[int]:
+    if requested := constraints.knobs.get("expert"):
+        return [int(requested)]
     if not w.experts:
         return [1]
+    if w.expert_ranks == "copies":
+        return divisors(gcd(w.experts, degrees.replicate))
     return divisors(gcd(w.experts, degrees.replicate * degrees.context * degrees.tensor))
 
 

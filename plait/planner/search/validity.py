@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.layout import Layout, conflict_sentence
-from plait.model.shape import ModelShape, weight_sizes
+from plait.model.names import Dim
+from plait.model.shape import ModelShape
+from plait.model.weights import active_layer_products
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
 from plait.planner.problem.stage_partition import balanced_stages_by_cost
 from plait.units import counted
@@ -30,9 +31,7 @@ def balanced_stages(shape: ModelShape, stages: int) -> tuple[int, ...]:
             f"a pipeline of {stages} stages needs as many layers, and the model has {shape.layers}; lower "
             "layout.pipeline or layout.virtual_stages, or raise model.layers"
         )
-    layer = sum(
-        prod(sizes) for name, sizes in weight_sizes(shape).items() if name.startswith("layers.0.") and len(sizes) == 2
-    )
+    layer = active_layer_products(shape) / shape.layers
     return balanced_stages_by_cost(shape.layers, stages, shape.vocabulary * shape.width / layer)
 
 
@@ -41,6 +40,8 @@ def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequ
     if reason := conflict_sentence(layout):
         raise PlaitError(reason)
     _check_tensor(layout.tensor, shape)
+    _check_norm_width(layout.tensor, shape)
+    _check_expert(layout, shape)
     if layout.context > 1 and sequence % (2 * layout.context):
         raise PlaitError(
             f"layout.context = {layout.context} cuts each sequence into {2 * layout.context} equal pieces, and "
@@ -93,12 +94,37 @@ def _check_tensor(tensor: int, shape: ModelShape) -> None:
             f"layout.tensor = {tensor} does not divide {counted(shape.heads, 'head')}; choose one of "
             f"{', '.join(fitting)}"
         )
-    for dim in ("ffn", "vocabulary"):
+    dims: tuple[Dim, ...] = ("ffn", "vocabulary", *(("expert_ffn",) if shape.mixture else ()))
+    for dim in dims:
         if shape.size_of(dim) < tensor:
             raise PlaitError(
                 f"layout.tensor = {tensor} is more than the model's {dim}, {shape.size_of(dim)}; "
                 f"lower it or raise model.{dim}"
             )
+
+
+def _check_expert(layout: Layout, shape: ModelShape) -> None:
+    if layout.expert == 1:
+        return
+    if shape.mixture is None:
+        raise PlaitError(
+            f"layout.expert = {layout.expert} shares out experts, and the model has none; name model.experts, or take "
+            "layout.expert out"
+        )
+    for what, number in (("experts", shape.mixture.experts), ("copies (layout.replicate)", layout.replicate)):
+        if number % layout.expert:
+            fitting = [str(n) for n in range(1, number + 1) if number % n == 0]
+            raise PlaitError(
+                f"layout.expert = {layout.expert} does not divide {number} {what}; choose one of {', '.join(fitting)}"
+            )
+
+
+def _check_norm_width(tensor: int, shape: ModelShape) -> None:
+    if tensor > 1 and shape.qk_norm and shape.qk_norm_width == "all heads":
+        raise PlaitError(
+            f"layout.tensor = {tensor} parts the heads, and this model norms the queries of all heads as one; choose "
+            "layout.tensor = 1"
+        )
 
 
 def _check_stages(layout: Layout, shape: ModelShape) -> None:
@@ -132,10 +158,10 @@ def _check_stages(layout: Layout, shape: ModelShape) -> None:
 def layout_of_candidate(candidates: Candidates, index: int, stage_layers: tuple[int, ...]) -> Layout:
     """One candidate as the layout that runs; `stage_layers` only where it has a pipeline."""
     degrees = candidates.degrees(index)
-    assert candidates.expert[index] == 1, "nothing runs expert parallelism yet"
     what = SHARDED_STATES[int(candidates.shard_what[index])]
     return replace(
         degrees,
+        expert=int(candidates.expert[index]),
         shard_what="parameters" if what == "parameters" else "optimizer",
         schedule=SCHEDULES[int(candidates.schedule[index])] if degrees.pipeline > 1 else "1f1b",
         stage_layers=stage_layers,

@@ -10,6 +10,7 @@ import numpy as np
 from plait.planner.calibration.constants import constant, constant_rows
 from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.stage_partition import ranks_of_an_expert
 from plait.planner.problem.trained_weights import local_target_sizes, trained_layer_parameters
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_rates import DeviceRates
@@ -122,8 +123,8 @@ def _product_times(
         shapes += _feedforward_products(w, tokens, w.ffn / tensor, 1.0, 1 - sparse)
     if sparse > 0:
         held = w.experts / candidates.expert
-        across = np.where(candidates.expert > 1, 1, tensor)  # experts over ranks are not cut by tensor as well
-        share = np.where(candidates.expert > 1, tensor, 1)
+        across = ranks_of_an_expert(w, candidates)
+        share = tensor / across
         rows = np.maximum(tokens / share * w.experts_per_token / held, 1.0)
         outer, inner = w.routed_width, w.expert_ffn / across
         shapes += _feedforward_products(w, rows, inner, held, sparse / profile.expert_share, outer)

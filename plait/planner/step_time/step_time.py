@@ -10,6 +10,7 @@ from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Reals
 from plait.planner.problem.stage_partition import (
     micro_batches_per_step,
     rank_layers,
+    ranks_of_an_expert,
 )
 from plait.planner.problem.trained_weights import fullest_trained_parameters
 from plait.planner.step_time.cost_inputs import CostInputs
@@ -142,9 +143,8 @@ def _exposed_communication(inputs: CostInputs, layer: LayerTime) -> _ExposedComm
     under = np.minimum(profile.hides_context * (layer.scores + layer.scores_backward), context * inputs.largest_overlap)
     # Half of the messages, those to the experts, are as narrow as what the experts multiply.
     token_bytes = w.routed_width * (1.5 if w.precision in ("fp8", "fp4") else w.element_bytes)
-    inside, between = expert_all_to_all_s(
-        inputs.network, tokens / c.tensor, token_bytes, w.experts_per_token, c.expert, 1
-    )
+    sent, apart = tokens * ranks_of_an_expert(w, c) / c.tensor, 1 if w.expert_ranks == "any" else c.tensor * c.context
+    inside, between = expert_all_to_all_s(inputs.network, sent, token_bytes, w.experts_per_token, c.expert, apart)
     times = (4 + 2 * full) * w.moe_layers / w.layers
     experts = times * np.maximum(inside, between * (1 - profile.hides_experts))
     left = np.maximum(context - under, 0.0) * (c.context > 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from plait.checkpoint.fitting import check_model, check_weights
 from plait.checkpoint.manifest import Manifest
 from plait.model.shape import weight_sizes
-from plait.model.weights import trained_weights
+from plait.model.weights import kept_values, trained_weights
 from plait.planner.plan import Plan
 
 
@@ -20,4 +20,5 @@ def check_fits(manifest: Manifest, plan: Plan) -> None:
     be asked before anybody takes memory for them."""
     check_model(manifest, described_model(plan))
     sizes = weight_sizes(plan.shape)
-    check_weights(manifest, {name: sizes[name] for name in trained_weights(plan.shape)})
+    kept = {name: (plan.shape.size_of("experts"),) for name in kept_values(plan.shape)}
+    check_weights(manifest, {**{name: sizes[name] for name in trained_weights(plan.shape)}, **kept})

@@ -17,7 +17,7 @@ from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for, 
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice, write_rank
 from plait.errors import PlaitError, RunFailed
 from plait.model.gpt import GPT
-from plait.model.weights import trained_weights
+from plait.model.weights import kept_values, trained_weights
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
 from plait.partition.boxes import Box
@@ -87,7 +87,10 @@ def publish_parts(
         cursor=state.position,
         model=described_model(assembly.plan),
         world_size=world_size,
-        needs=[f"{kind}/{name}" for kind in kinds for name in trained_weights(assembly.plan.shape)],
+        needs=[
+            *(f"{kind}/{name}" for kind in kinds for name in trained_weights(assembly.plan.shape)),
+            *(f"model/{name}" for name in kept_values(assembly.plan.shape)),
+        ],
     )
 
 
@@ -147,7 +150,7 @@ def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: 
 
     Reads come in the order of `state_boxes`. The gradients must `publish` before the first forward.
     """
-    for held in _trained(assembly):
+    for held in (*_trained(assembly), *assembly.kept_biases()):
         held.tensor.copy_(read(f"model/{held.name}", held.box))
     names = moment_names(assembly.plan.optimizer)
     for unit in assembly.model.units:
@@ -160,14 +163,14 @@ def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: 
 
 def state_boxes(assembly: Assembly) -> Iterator[tuple[str, Box]]:
     """The keys and boxes that `load_state` reads, in order."""
-    yield from ((f"model/{held.name}", held.box) for held in _trained(assembly))
+    yield from ((f"model/{held.name}", held.box) for held in (*_trained(assembly), *assembly.kept_biases()))
     for unit in assembly.model.units:
         kinds = moment_names(assembly.plan.optimizer)
         yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in kinds)
 
 
 def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
-    """The weights and moments that this rank owns, as (key, box, values). Every rank must call it."""
+    """The weights, moments and biases that this rank owns, as (key, box, values). Every rank must call it."""
     assembly.model.gradients.settle()
     for unit in assembly.model.units:
         if unit.owned:
@@ -176,11 +179,17 @@ def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
             for kind, tensor in kinds.items():
                 for part in unit.parts:
                     yield f"{kind}/{part.name}", part.box, unit_part_view(tensor, part)
+    for bias in assembly.kept_biases():
+        if bias.owned:
+            yield f"model/{bias.name}", bias.box, bias.tensor
 
 
 def load_weights(model: GPT, path: Path, manifest: Manifest) -> None:
-    """Fill the parameters of an unsharded model that were trained from a checkpoint, bit for bit."""
+    """Fill the parameters of an unsharded model that were trained, and its routers' biases, from a checkpoint, bit for
+    bit."""
     with torch.no_grad():
+        for name in kept_values(model.shape):
+            model.get_buffer(name).copy_(read_tensor(path, manifest, f"model/{name}"))
         for name in trained_weights(model.shape):
             model.get_parameter(name).copy_(read_tensor(path, manifest, f"model/{name}"))
 

@@ -1,0 +1,97 @@
+"""The commands that send a run to a cluster, look after it, and bring it back: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait.command_line.models import screen_on
+from plait.launch.local.output import OptionalOutput
+from plait.process_exit import exit_code_of
+
+JobName = Annotated[str, typer.Argument(help="The name of a job that was submitted from this folder.")]
+_TARGET = typer.Argument(metavar="RECIPE|PROGRAM.py [SETTINGS|ARGS]...", help="What to run.")
+
+
+def submit_command(
+    target: Annotated[list[str], _TARGET],
+    on: Annotated[str, typer.Option("--on", metavar="slurm|ssh|kubernetes", help="Who starts it.")],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help='The machines: "4x(8xH100)+400G"; asked for if left out.')
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes; as many as pay, if left out.", min=1)] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs of each node; all of them if left out.", min=1)] = None,
+    machines: Annotated[
+        str | None, typer.Option(metavar="A,B,C", help="Names that ssh takes; the first leads.")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(help='Limit of time: "8 hours". What is not done by then goes on.')
+    ] = None,
+    kind: Annotated[str, typer.Option(metavar="jobset|trainjob|job", help="Kind of Kubernetes object.")] = "jobset",
+    options: Annotated[
+        list[str] | None, typer.Option("--with", metavar="KEY=VALUE", help="account, partition, qos, image, queue, …")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the files that would be used.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Only write them into this folder.")] = None,
+) -> None:
+    """Run on as many of a cluster's nodes as pay. Slurm, Kubernetes or ssh starts it."""
+    from plait.commands.submitting.options import parse_kind, parse_scheduler
+    from plait.commands.submitting.submit import SubmitRequest, parse_machines, submit
+
+    request = SubmitRequest(
+        target=tuple(target),
+        scheduler=parse_scheduler(on),
+        cluster=cluster,
+        nodes=nodes,
+        gpus=gpus,
+        machines=parse_machines(machines),
+        time=time,
+        kind=parse_kind(kind),
+        options=tuple(options or []),
+    )
+    only_text = dry_run or out is not None
+    output = OptionalOutput(sys.stdout)
+    # The files go to standard output alone, so that they can be handed to sbatch or kubectl as they are.
+    screen = screen_on(sys.stderr if only_text and out is None else sys.stdout)
+    submit(request, deed="show" if only_text else "send", out=out, screen=screen, show=output.write)
+
+
+def node_command(
+    target: Annotated[list[str], _TARGET],
+    nodes: Annotated[int, typer.Option(help="Number of nodes of the job.", min=1)],
+    rank: Annotated[int | None, typer.Option(envvar=["PLAIT_NODE_RANK", "SLURM_PROCID"], help="This node's.")] = None,
+    leader: Annotated[str | None, typer.Option(envvar="PLAIT_LEADER", help="Name or address of node 0.")] = None,
+    port: Annotated[int, typer.Option(envvar="PLAIT_PORT", help="Where node 0 listens.", min=1, max=65535)] = 24717,
+    secret_file: Annotated[Path | None, typer.Option("--secret-file", help="A file that all nodes see.")] = None,
+) -> None:
+    """Do one node's part of a job. Schedulers start it, by what plait submit wrote."""
+    from plait.commands.submitting.node import NodePlace, work_on_node
+
+    place = NodePlace(nodes=nodes, rank=rank, leader=leader, port=port, secret_file=secret_file)
+    raise typer.Exit(exit_code_of(work_on_node(target, place, screen_on(sys.stdout))))
+
+
+def logs_command(name: JobName) -> None:
+    """Print what a submitted job has printed so far on its first node."""
+    from plait.commands.submitting.submitted import job_log_lines
+
+    output = OptionalOutput(sys.stdout)
+    for line in job_log_lines(name):
+        output.write(f"{line}\n")
+
+
+def stop_command(name: JobName) -> None:
+    """End a submitted job. What it learnt is saved, and plait submit goes on with it."""
+    from plait.commands.submitting.submitted import end_job
+
+    OptionalOutput(sys.stdout).write(f"{end_job(name)}\n")
+
+
+def fetch_command(name: JobName) -> None:
+    """Bring a submitted job's run here, and show its receipt."""
+    from plait.commands.submitting.submitted import fetch_job
+
+    fetch_job(name, screen_on(sys.stdout))

@@ -1,0 +1,192 @@
+"""`plait node`: what a scheduler starts on every node of a job. Node 0 leads, the others wait for it and join."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.commands.hosts.invitation import ONE_HOST, HostsRequest, choose_secret
+from plait.commands.join import join
+from plait.commands.monitoring.finish import is_finished
+from plait.commands.planning.run_folder import run_folder
+from plait.commands.programs.run_program import run_program
+from plait.commands.train import train
+from plait.deploy.cluster_job import LEADER_VARIABLE, RANK_VARIABLE, USUAL_PORT
+from plait.errors import PlaitError, RunFailed
+from plait.launch.remote.agent import LeaderNotReached
+from plait.launch.remote.interface import interface_of
+from plait.launch.remote.secret import SECRET_VARIABLE, Secret, read_secret
+from plait.launch.values.job import StoppedBy
+from plait.launch.values.network import network_lines, network_variables
+from plait.private_folder import make_private_folder
+from plait.recipe.load import load_recipe
+from plait.screen.screen import Screen
+
+JOIN_AT_LATEST_S = 3600.0
+NAME_AT_LATEST_S = 180.0
+"""Names of pods are known some time after the pods are."""
+_LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """Which node of a job this process is on, and where node 0 is."""
+
+    nodes: int
+    rank: int | None = None
+    leader: str | None = None
+    port: int = USUAL_PORT
+    secret_file: Path | None = None
+    """A file that all nodes see; node 0 makes it, and removes it at its end. None: PLAIT_SECRET holds the secret."""
+
+    def __post_init__(self) -> None:
+        if self.nodes > 1 and (self.rank is None or not self.leader):
+            missing = RANK_VARIABLE if self.rank is None else LEADER_VARIABLE
+            raise PlaitError(f"{missing} is not set, so this node does not know its part; start it by plait submit")
+        if self.rank is not None and not 0 <= self.rank < self.nodes:
+            raise PlaitError(f"node {self.rank} of {self.nodes}: the numbers go from 0 to {self.nodes - 1}; mend them")
+
+
+def work_on_node(target: Sequence[str], place: NodePlace, screen: Screen) -> StoppedBy:
+    """Do this node's part of a job to its end: lead where its number is 0, else join; returns what ended it.
+
+    Raises PlaitError for what is to be mended, RunFailed where the run failed or node 0 never came.
+    """
+    _heed_warning()
+    if place.nodes == 1:
+        return _run(target, ONE_HOST, screen)
+    assert place.leader is not None
+    if place.rank == 0:
+        with _secret_file_while_leading(place.secret_file):
+            address = _address_of(place.leader)
+            screen.print(network_text(address))
+            hosts = HostsRequest(n_hosts=place.nodes, address=address, port=place.port, secret_file=place.secret_file)
+            return _run(target, hosts, screen)
+    return _join_when_possible(target, place, place.leader, screen)
+
+
+def is_program(target: Sequence[str]) -> bool:
+    """Whether what is to run is a person's own program, not a recipe."""
+    return target[0].endswith(".py")
+
+
+def _heed_warning() -> None:
+    """A batch script ignores SIGUSR1, so that a warning before this line ends nobody; what it starts inherits that."""
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
+        signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGTERM))
+
+
+def _run(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> StoppedBy:
+    path = Path(target[0])
+    if is_program(target):
+        return run_program(path, target[1:], hosts=hosts, screen=screen)
+    return train(path, target[1:], hosts=hosts, screen=screen).stopped_by
+
+
+@contextmanager
+def _secret_file_while_leading(file: Path | None) -> Iterator[None]:
+    """The file is there from the first moment on, so that others need not begin with a wrong one, and gone at the end:
+    nodes that come later know by that that nobody waits for them."""
+    if file is None:
+        yield
+        return
+    make_private_folder(file.parent)
+    choose_secret(file)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _address_of(name: str) -> str:
+    """The address of a host by its name; waits for a name that is not known yet. Raises PlaitError."""
+    deadline = time.monotonic() + NAME_AT_LATEST_S
+    while True:
+        try:
+            return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PlaitError(f"{name} is a name that no host here has ({error}); check the cluster's DNS") from None
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _own_address_towards(address: str) -> str:
+    """The address of this machine by which it reaches another; nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((address, 9))
+        except OSError as error:
+            raise PlaitError(f"no network leads to {address} ({error.strerror}); check the nodes' network") from None
+        return str(asking.getsockname()[0])
+
+
+def network_text(address: str) -> str:
+    """The interface that the workers will meet on, and what they are told of it, with the reasons."""
+    interface = interface_of(address)
+    file = Path("/sys/class/net") / interface / "mtu"
+    mtu = int(file.read_text()) if file.is_file() else None
+    variables = network_variables(interface, spans_hosts=True)
+    return "\n".join(network_lines(variables, os.environ, address=address, mtu=mtu))
+
+
+def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, screen: Screen) -> StoppedBy:
+    """Join as soon as node 0 listens; "finished" where the run needs nobody any more."""
+    screen.print(network_text(_own_address_towards(_address_of(leader))))
+    deadline, was_there = time.monotonic() + JOIN_AT_LATEST_S, False
+    kept = read_secret(None) if place.secret_file is None else None
+    program = Path(target[0]) if is_program(target) else None
+    while time.monotonic() < deadline:
+        ready = place.secret_file is None or _holds_text(place.secret_file)
+        was_there = was_there or ready
+        if not ready and (was_there or _is_over(target)):
+            return _without_leader(target)
+        if ready:
+            try:
+                with _secret_in_environment(kept):
+                    at = f"{leader}:{place.port}"
+                    return join(at, secret_file=place.secret_file, screen=screen, program=program)
+            except LeaderNotReached:
+                pass
+        time.sleep(_LOOK_EVERY_S)
+    raise RunFailed(f"node 0 ({leader}) did not listen at port {place.port} within an hour; see what it printed")
+
+
+def _without_leader(target: Sequence[str]) -> StoppedBy:
+    """What it means that node 0 is gone before this node could join."""
+    if _is_over(target):
+        return "finished"
+    raise RunFailed("node 0 ended before this node could join it; see what it printed, mend that, and submit again")
+
+
+def _is_over(target: Sequence[str]) -> bool:
+    """Whether the run, whose folder this node sees, did all its steps."""
+    if is_program(target):
+        return False
+    folder = run_folder(load_recipe(Path(target[0]), target[1:]).run.name)
+    return folder.has_begun and is_finished(folder)
+
+
+def _holds_text(file: Path) -> bool:
+    """Whether the file is there and written; a folder shared by NFS is looked into anew by listing it."""
+    try:
+        return file.name in os.listdir(file.parent) and file.stat().st_size > 0  # noqa: PTH208  what NFS caches least
+    except OSError:
+        return False
+
+
+@contextmanager
+def _secret_in_environment(secret: Secret | None) -> Iterator[None]:
+    """For one attempt: who reads the secret takes it out of the environment."""
+    if secret is not None:
+        os.environ[SECRET_VARIABLE] = secret.text
+    try:
+        yield
+    finally:
+        os.environ.pop(SECRET_VARIABLE, None)

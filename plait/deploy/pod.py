@@ -1,0 +1,143 @@
+"""The pod of a node: non-root, with a root file system that nobody writes, and the variables that tell it who leads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from plait.deploy.cluster_job import LEADER_VARIABLE, PORT_VARIABLE, RANK_VARIABLE, USUAL_PORT, ClusterJob
+
+USER_ID = 10001
+"""Of the image that install/Containerfile makes, and of every pod."""
+WORK_FOLDER = "/work"
+"""Where the volume with text, runs and prepared data lies, and where the command works."""
+INPUT_FOLDER = "/etc/plait"
+CONTAINER = "node"
+SECRET_KEY = "secret"
+_COMPLETION_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+SAME_ZONE = "topology.kubernetes.io/zone"
+SAME_MACHINE = "kubernetes.io/hostname"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesRequest:
+    """What a platform asks for beside nodes and devices; empty where the cluster's own choice is taken."""
+
+    image: str
+    namespace: str = ""
+    queue: str = ""
+    """Kueue's LocalQueue; empty: the job is not queued."""
+    volume: str = ""
+    """A claim that exists; empty makes one."""
+    storage: str = "100Gi"
+    storage_class: str = ""
+    cpu: str = ""
+    memory: str = ""
+    gpu_resource: str = "nvidia.com/gpu"
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The recipe or the program by name: small texts that travel in a ConfigMap."""
+
+
+def run_labels(job: ClusterJob) -> dict[str, str]:
+    """By which the pods of this run are found, and nobody else's."""
+    return {"app.kubernetes.io/name": "plait", "app.kubernetes.io/instance": job.name}
+
+
+def pod_template(job: ClusterJob, request: KubernetesRequest, leader: str) -> dict[str, Any]:
+    """The template of every pod of a job; `leader` is the name of node 0's pod in the cluster's DNS."""
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace_s,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        **_places(job),
+        "containers": [_container(job, request, leader)],
+        "volumes": _volumes(job, request),
+    }
+    return {"metadata": {"labels": run_labels(job)}, "spec": spec}
+
+
+def _places(job: ClusterJob) -> dict[str, Any]:
+    """One pod a machine, so that no two share its cores and links; all of them near each other."""
+    if job.nodes == 1:
+        return {}
+    selector = {"labelSelector": {"matchLabels": run_labels(job)}}
+    spread = {"maxSkew": 1, "topologyKey": SAME_MACHINE, "whenUnsatisfiable": "DoNotSchedule", **selector}
+    zone = {**selector, "topologyKey": SAME_ZONE}
+    affinity = (
+        {"requiredDuringSchedulingIgnoredDuringExecution": [zone]}
+        if job.near
+        else {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": zone}]}
+    )
+    return {"topologySpreadConstraints": [spread], "affinity": {"podAffinity": affinity}}
+
+
+def container_command(job: ClusterJob) -> list[str]:
+    """What the container runs, the same in each pod."""
+    arguments = ["--nodes", str(job.nodes), "--", *job.target]
+    return ["python3", "-P", "-m", "plait", "node", *arguments]
+
+
+def container_variables(job: ClusterJob, leader: str) -> list[dict[str, Any]]:
+    """The environment: which node this is, who leads, and the secret, which is no part of the manifest."""
+    variables: list[dict[str, Any]] = [{"name": "HOME", "value": "/tmp"}, {"name": "PYTHONUNBUFFERED", "value": "1"}]
+    if job.nodes == 1:
+        return variables
+    secret = {"secretKeyRef": {"name": f"{job.name}-join", "key": SECRET_KEY}}
+    return [
+        {"name": RANK_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": _COMPLETION_INDEX}}},
+        {"name": LEADER_VARIABLE, "value": leader},
+        {"name": PORT_VARIABLE, "value": str(USUAL_PORT)},
+        {"name": "PLAIT_SECRET", "valueFrom": secret},
+        *variables,
+    ]
+
+
+def container_resources(job: ClusterJob, request: KubernetesRequest) -> dict[str, Any]:
+    """The same requests and limits, so that no pod is ended for what others took; cores may be had beyond them."""
+    gpus = job.groups[0].gpus
+    cpu, memory = request.cpu or str(6 * gpus or 4), request.memory or f"{48 * gpus or 16}Gi"
+    devices = {request.gpu_resource: gpus} if gpus else {}
+    return {"requests": {"cpu": cpu, "memory": memory, **devices}, "limits": {"memory": memory, **devices}}
+
+
+def _container(job: ClusterJob, request: KubernetesRequest, leader: str) -> dict[str, Any]:
+    mounts = [
+        {"name": "work", "mountPath": WORK_FOLDER},
+        {"name": "input", "mountPath": INPUT_FOLDER, "readOnly": True},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    return {
+        "name": CONTAINER,
+        "image": request.image,
+        "command": container_command(job),
+        "workingDir": WORK_FOLDER,
+        "env": container_variables(job, leader),
+        "resources": container_resources(job, request),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": mounts,
+    }
+
+
+def _volumes(job: ClusterJob, request: KubernetesRequest) -> list[dict[str, Any]]:
+    claim = request.volume or f"{job.name}-work"
+    return [
+        {"name": "work", "persistentVolumeClaim": {"claimName": claim}},
+        {"name": "input", "configMap": {"name": f"{job.name}-input"}},
+        {"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
+    ]

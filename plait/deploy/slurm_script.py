@@ -1,0 +1,129 @@
+"""The sbatch script of a job: what is asked of Slurm, the agents that srun starts, and when the job is queued again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait.deploy.cluster_job import LAST_JOIN_S, LEADER_VARIABLE, PORT_VARIABLE, ClusterJob, NodeGroup, node_arguments
+
+REQUEUES_AT_MOST = 100
+_NO_PYTHON = (
+    'command -v "$0" >/dev/null || { echo "plait: $(hostname) has no $0; install plait at the same place on all '
+    'nodes, or in a folder that they share" >&2; exit 2; }; exec "$0" "$@"'
+)
+_APPTAINER = "apptainer:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmRequest:
+    """What a site asks for beside nodes and time; empty where it is left to Slurm."""
+
+    account: str = ""
+    qos: str = ""
+    reservation: str = ""
+    constraint: str = ""
+    cpus: str = ""
+    """Cores of each node; empty takes whole nodes."""
+    memory: str = ""
+    image: str = ""
+    """A container: an image for pyxis, or "apptainer:FILE.sif"."""
+    python: str = "python3"
+    """Python with plait, the same path on all nodes."""
+
+
+def sbatch_script(job: ClusterJob, request: SlurmRequest) -> str:
+    """The script for sbatch; it holds no secret, and is the same each time."""
+    lines = ["#!/bin/bash", "# Made by plait submit. sbatch takes it as it is, in the folder to work in."]
+    lines += [f"# {sentence}" for sentence in job.why]
+    lines += [f"#SBATCH {option}" for option in _job_options(job, request)]
+    for number, group in enumerate(job.groups):
+        lines += ["#SBATCH hetjob"] if number else []
+        lines += [f"#SBATCH {option}" for option in _node_options(group, request)]
+    lines += ["", "set -u", *_meeting_lines(job), "", *_launch_lines(job, request), "code=$?", "", *_requeue_lines()]
+    return "\n".join(lines) + "\n"
+
+
+def _job_options(job: ClusterJob, request: SlurmRequest) -> list[str]:
+    named = [("account", request.account), ("qos", request.qos), ("reservation", request.reservation)]
+    options = [f"--job-name={job.name}", *(f"--{key}={shlex.quote(value)}" for key, value in named if value)]
+    if job.time_s is not None:
+        options.append(f"--time={slurm_time(job.time_s)}")
+        options.append(f"--signal=USR1@{job.grace_s}  # so many seconds before that, all agents are told to save")
+    return [
+        *options,
+        "--requeue  # what was saved goes on when the job starts again",
+        "--open-mode=append",
+        "--output=%x-%j.log",
+    ]
+
+
+def _node_options(group: NodeGroup, request: SlurmRequest) -> list[str]:
+    options = [f"--partition={shlex.quote(group.partition)}"] if group.partition else []
+    options += [f"--nodes={group.nodes}", "--ntasks-per-node=1  # one agent a node; it starts the workers"]
+    options += [f"--gpus-per-node={group.gpus}"] if group.gpus else []
+    options += [f"--cpus-per-task={request.cpus}"] if request.cpus else ["--exclusive"]
+    options += [f"--constraint={shlex.quote(request.constraint)}"] if request.constraint else []
+    return [*options, *([f"--mem={request.memory}"] if request.memory else [])]
+
+
+def _meeting_lines(job: ClusterJob) -> list[str]:
+    """Shell lines that tell the agents where node 0 is; a node alone needs none."""
+    lines = ["trap '' USR1  # the warning is for the agents: until they listen, it must not end them"]
+    if job.nodes == 1:
+        return lines
+    list_of_nodes = "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}"
+    return [
+        *lines,
+        f'first=$(scontrol show hostnames "{list_of_nodes}" | head -n 1)',
+        f"{LEADER_VARIABLE}=$(scontrol show node \"$first\" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')",
+        f"export {LEADER_VARIABLE} {PORT_VARIABLE}=$((20000 + SLURM_JOB_ID % 10000))  # two jobs of a node do not meet",
+    ]
+
+
+def _launch_lines(job: ClusterJob, request: SlurmRequest) -> list[str]:
+    secret = [] if job.nodes == 1 else ["--secret-file", f".plait/{job.name}.secret"]
+    srun = ["srun", "--kill-on-bad-exit=0", f"--wait={LAST_JOIN_S}", "--cpu-bind=none", *_het_groups(job)]
+    agent = [request.python, *node_arguments(job, secret)]
+    checked = ["bash", "-c", _NO_PYTHON]
+    if request.image.startswith(_APPTAINER):
+        image = request.image.removeprefix(_APPTAINER)
+        gpus = ["--nv"] if job.uses_gpus else []
+        return _wrapped(srun, ["apptainer", "exec", *gpus, "--bind", _Shell('"$PWD"'), image], checked, agent)
+    if request.image:
+        mounts = [_Shell('--container-mounts="$PWD:$PWD"'), _Shell('--container-workdir="$PWD"')]
+        return _wrapped(srun, [f"--container-image={request.image}", *mounts], checked, agent)
+    return _wrapped(srun, checked, agent)
+
+
+def _het_groups(job: ClusterJob) -> list[str]:
+    return [f"--het-group=0-{len(job.groups) - 1}"] if len(job.groups) > 1 else []
+
+
+class _Shell(str):
+    """A word that the shell is to read as it stands."""
+
+
+def _wrapped(*parts: Sequence[str]) -> list[str]:
+    """One command over several lines of the script, a part a line."""
+    lines = [" ".join(word if isinstance(word, _Shell) else shlex.quote(word) for word in part) for part in parts]
+    return [f"{'' if at == 0 else '  '}{line}{chr(32) + chr(92) if at < len(lines) - 1 else ''}"
+            for at, line in enumerate(lines)]  # fmt: skip
+
+
+def _requeue_lines() -> list[str]:
+    return [
+        "# 75: all is saved and more is to do. Whatever else ends a run is not mended by another try.",
+        f'if [ $code = 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES_AT_MOST} ]; then',
+        '  scontrol requeue "$SLURM_JOB_ID" && sleep 120  # Slurm ends this script meanwhile',
+        "fi",
+        "exit $code",
+    ]
+
+
+def slurm_time(seconds: int) -> str:
+    """5400 -> "01:30:00", 180000 -> "2-02:00:00"."""
+    days, rest = divmod(seconds, 86400)
+    clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}-{clock}" if days else clock

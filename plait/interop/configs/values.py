@@ -1,0 +1,27 @@
+"""Values of config.json, each read with its check; all raise PlaitError that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from plait.errors import PlaitError
+
+ConfigValues = Mapping[str, Any]
+
+
+def count_of(values: ConfigValues, key: str) -> int:
+    """A whole number above 0."""
+    value = values.get(key)
+    if value is None:
+        raise PlaitError(f"config.json lacks {key}; take the one that came with the weights")
+    if type(value) is not int or not 0 < value < 2**40:
+        raise PlaitError(f"{key} in config.json is {value!r:.40}; it should be a whole number above 0")
+    return value
+
+
+def require(values: ConfigValues, key: str, known: tuple[object, ...]) -> None:
+    """Refuse a value that is none of those that plait computes."""
+    if values.get(key) not in known:
+        named = " or ".join(str(one) for one in known if one is not None)
+        raise PlaitError(f"{key} in config.json is {values[key]!r:.40}, and plait computes {named}; take such a model")

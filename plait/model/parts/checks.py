@@ -1,0 +1,35 @@
+"""Checks of a shape's numbers that belong together; each raises PlaitError with the mend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plait.errors import PlaitError
+
+
+def check_shape_value(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse a value that is none of the choices."""
+    if value not in choices:
+        raise PlaitError(f"the model's {name} is {value!r}; choose " + " or ".join(f'"{choice}"' for choice in choices))
+
+
+def check_head_counts(heads: int, kv_heads: int, head_width: int, positions: str) -> None:
+    """Refuse heads that cannot share keys, and heads that rotary positions cannot turn."""
+    if heads % kv_heads:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise PlaitError(f"kv_heads = {kv_heads} does not divide {heads} heads; choose one of {fitting}")
+    if positions == "rope" and head_width % 2:
+        raise PlaitError(f"rotary positions turn pairs, and head_width is {head_width}; choose an even head_width")
+
+
+def check_position_numbers(windows: Sequence[int], layers: int, sequence: int, learned_positions: int) -> None:
+    """Refuse windows that are not one for each layer, and sequences longer than a learned position table."""
+    if windows and (len(windows) != layers or min(windows) < 0):
+        raise PlaitError(
+            f"the model's windows are {windows}; give one number of at least 0 for each of {layers} layers"
+        )
+    if learned_positions and not sequence <= learned_positions:
+        raise PlaitError(
+            f"a sequence of {sequence} tokens is longer than the model's table of {learned_positions} "
+            f"positions; choose at most {learned_positions}"
+        )

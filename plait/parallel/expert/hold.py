@@ -1,0 +1,49 @@
+"""`expert` (EP): keep this rank's experts of every mixture, and reach the others by an exchange of tokens."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.layout import Layout, equal_share
+from plait.model.gpt import mixtures_of
+from plait.parallel.expert.exchange import ExpertExchange
+from plait.parallel.sharded_model import ShardedModel
+from plait.partition.execution import Execution
+
+
+def hold_experts(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+    """Drop the experts that other ranks of this one's group hold; a degree of 1 leaves the model as it is. Every rank
+    must call it."""
+    layout, rank = execution.layout, dist.get_rank()
+    if layout.expert == 1:
+        return sharded
+    # Groups of their own: gloo takes one group's messages in the order in which they were begun, which is not the same
+    # on all ranks where sums of gradients go on meanwhile.
+    made = [(ranks, dist.new_group(list(ranks))) for ranks in expert_groups(layout)]
+    (group,) = (group for ranks, group in made if rank in ranks)
+    assert isinstance(group, dist.ProcessGroup)
+    experts = execution.shape.size_of("experts")
+    shares = [equal_share(experts, layout.expert, index) for index in range(layout.expert)]
+    first, count = shares[layout.expert_index(rank)]
+    exchange = ExpertExchange(group=group, held=tuple(number for _, number in shares))
+    for chunk in sharded.chunks:
+        for mixture in mixtures_of(chunk).values():
+            for name in [name for name in mixture.experts if not first <= int(name) < first + count]:
+                del mixture.experts[name]
+            mixture.run_all = exchange.run
+    return sharded
+
+
+def expert_groups(layout: Layout) -> list[tuple[int, ...]]:
+    """The ranks of each group that holds all experts together, in an order that is the same on all ranks."""
+    places = product(*(range(degree) for degree in layout.degrees.values()))
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for place in places:
+        rank = layout.rank(dict(zip(layout.degrees, place, strict=True)))
+        at = layout.coordinates(rank)
+        number = layout.data_parallel_rank(rank) // layout.expert
+        groups.setdefault((at["pipeline"], number, at["context"], at["tensor"]), []).append(rank)
+    return sorted(tuple(ranks) for ranks in groups.values())

@@ -1,0 +1,48 @@
+"""A weight's name in words, as a verdict tells of it."""
+
+from __future__ import annotations
+
+from plait.model.names import expert_of, layer_of, pattern_of
+
+_PARTS = {
+    "attention_norm": "attention norm",
+    "attention.q": "attention query",
+    "attention.k": "attention key",
+    "attention.v": "attention value",
+    "attention.q_norm": "query norm",
+    "attention.k_norm": "key norm",
+    "attention.o": "attention output",
+    "feedforward_norm": "feed-forward norm",
+    "feedforward.gate": "feed-forward gate",
+    "feedforward.up": "feed-forward input",
+    "feedforward.down": "feed-forward output",
+    "attention.queries_norm": "norm of all queries",
+    "attention.keys_norm": "norm of all keys",
+    "feedforward.router": "router",
+    "feedforward.shared.gate": "shared experts' gate",
+    "feedforward.shared.up": "shared experts' input",
+    "feedforward.shared.down": "shared experts' output",
+    "feedforward.experts.*.gate": "expert {}'s gate",
+    "feedforward.experts.*.up": "expert {}'s input",
+    "feedforward.experts.*.down": "expert {}'s output",
+}
+_WHOLE = {
+    "embed.tokens.weight": "the token embedding",
+    "embed.positions.weight": "the position table",
+    "norm.weight": "the final norm's weight",
+    "norm.bias": "the final norm's bias",
+    "head.weight": "the head's weight",
+    "norm": "the gradient's norm",
+    "loss": "the loss and its tokens",
+    "evaluation": "the held-out loss",
+    "experts": "the tokens of each expert",
+}
+
+
+def weight_text(name: str) -> str:
+    """A weight's name in words: "layers.3.attention.o.weight" becomes "layer 3's attention output weight"."""
+    layer = layer_of(name)
+    if layer is None:
+        return _WHOLE.get(name, name)
+    part, _, kind = pattern_of(name).removeprefix("layers.*.").rpartition(".")
+    return f"layer {layer}'s {_PARTS[part].format(expert_of(name))} {kind}"

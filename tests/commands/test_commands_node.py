@@ -1,0 +1,53 @@
+"""A node of a job that waits for node 0: when it gives up, and what it then says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from plait.commands.submitting.node import NodePlace, work_on_node
+from plait.errors import PlaitError, RunFailed
+from plait.launch.remote.secret import new_secret
+from plait.screen.screen import SilentScreen
+from tests.slurm.cluster import free_ports
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text('[data]\nfiles = "a.txt"\n')
+    return ("a.toml",)
+
+
+def test_a_node_that_comes_too_late_says_so_at_once(tmp_path: Path, target: tuple[str, ...]) -> None:
+    """Node 0's file with the secret was there, and is gone: nobody waits any more."""
+    file = tmp_path / "secret"
+    file.write_text(f"{new_secret().text}\n")
+    file.chmod(0o600)
+    place = NodePlace(nodes=2, rank=1, leader="127.0.0.1", port=free_ports(1)[0], secret_file=file)
+    ends = threading.Timer(1.0, file.unlink)
+    ends.start()
+    began = time.monotonic()
+    with pytest.raises(RunFailed, match="node 0 ended before this node could join it"):
+        work_on_node(target, place, SilentScreen())
+    assert 0.9 < time.monotonic() - began < 20
+
+
+def test_a_secret_that_is_none_is_not_tried_again(tmp_path: Path, target: tuple[str, ...]) -> None:
+    file = tmp_path / "secret"
+    file.write_text("open sesame\n")
+    file.chmod(0o600)
+    place = NodePlace(nodes=2, rank=1, leader="127.0.0.1", port=free_ports(1)[0], secret_file=file)
+    with pytest.raises(PlaitError, match="not of that form"):
+        work_on_node(target, place, SilentScreen())
+
+
+def test_an_error_in_the_recipe_is_node_0s_own_and_leaves_no_secret(tmp_path: Path, target: tuple[str, ...]) -> None:
+    file = tmp_path / "kept" / "secret"
+    place = NodePlace(nodes=2, rank=0, leader="127.0.0.1", port=free_ports(1)[0], secret_file=file)
+    with pytest.raises(PlaitError, match=r"a\.txt"):
+        work_on_node(target, place, SilentScreen())
+    assert file.parent.is_dir() and not file.exists()

@@ -1,0 +1,338 @@
+"""How many nodes pay, what a scheduler answers and refuses, and what is kept of a job; by other programs' own words."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from plait.cluster.cluster import read_cluster
+from plait.commands.submitting.machines import (
+    NodeKind,
+    cluster_of_node_kinds,
+    kubernetes_nodes,
+    slurm_cluster,
+    slurm_nodes,
+)
+from plait.commands.submitting.node import NodePlace, network_text
+from plait.commands.submitting.options import parse_kind, parse_options, parse_scheduler, parse_time_s
+from plait.commands.submitting.records import Submitted, find_record, keep_record
+from plait.commands.submitting.scaling import NodesForecast, Scaling, pays_sentences, scaled, scaling_table
+from plait.commands.submitting.ssh import parse_ssh_answer
+from plait.commands.submitting.ssh_files import lock_lines
+from plait.commands.submitting.submit import SubmitRequest, parse_machines, submit
+from plait.commands.submitting.submitted import end_job, job_state_line
+from plait.commands.submitting.tools import complaint_text
+from plait.deploy.cluster_job import cluster_job_name
+from plait.deploy.slurm_script import slurm_time
+from plait.errors import PlaitError
+from plait.launch.values.network import network_lines, network_variables
+from plait.layout import Layout
+from plait.planner.plan import Plan
+from plait.screen.terminal import TerminalScreen
+from plait.working_folder import WorkingFolder
+from tests.planner.machines import LAPTOP, PLAYS, planned, recipe
+
+PROGRAM = "import plait\n"
+"""What is sent: programs are not forecast, which would take a second each."""
+
+
+def rows(*step_s: float) -> tuple[NodesForecast, ...]:
+    """Forecasts for 1, 2, 4, … nodes of one device."""
+    return tuple(
+        NodesForecast(nodes=1 << at, devices=1 << at, peak_flops=float(1 << at), layout=Layout(), step_s=one,
+                      run_s=100 * one, price=None)
+        for at, one in enumerate(step_s)
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def some_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return planned(recipe(tmp_path_factory.mktemp("plan"), "train.budget=100 steps"), PLAYS, LAPTOP)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "says"),
+    [
+        ((8.0, 4.0, 2.0), "all that there are, and all of them pay"),
+        ((8.0, 4.4, 3.3), "here more stops paying: 4 would take 25% less time for 1.5 times the device-hours"),
+        ((8.0, 9.0), "here more stops paying: 2 would take no less time for 2.2 times the device-hours"),
+    ],
+)
+def test_more_nodes_pay_while_each_does_most_of_its_work(step_s: tuple[float, ...], says: str, some_plan: Plan) -> None:
+    there = rows(*step_s)
+    scaling = Scaling(plan=some_plan, rows=there, existing=1 << (len(there) - 1))
+    assert says in pays_sentences(scaling, scaling.pays)[0]
+    assert len({len(line) for line in scaling_table(scaling)}) == 1
+    assert scaling_table(scaling)[1].endswith("100%")
+    fewer = replace(scaling, existing=1)
+    assert fewer.pays == 1 and all("*" in line for line in scaling_table(fewer)[2:])
+
+
+def test_nodes_are_added_as_they_are_and_unequal_ones_run_out() -> None:
+    assert scaled(read_cluster("2x(8xH100)"), 64).n_devices == 512
+    unequal = read_cluster("2x(8xA100)+1x(8xH100)+400G")
+    assert [island.nodes for island in scaled(unequal, 3).islands] == [2, 1]
+    assert [island.device.name for island in scaled(unequal, 1).islands] == ["A100 SXM 80GB"]
+    with pytest.raises(PlaitError, match="has 3 nodes; ask for so many or fewer"):
+        scaled(unequal, 4)
+
+
+SINFO = """n1|gpu*|idle|64|gpu:h100:8(S:0-1)
+n2|gpu*|mixed|64|gpu:h100:8(S:0-1)
+n3|gpu*|down*|64|gpu:h100:8
+c1|cpu|idle|128|(null)
+"""
+
+
+def test_what_sinfo_says_becomes_nodes() -> None:
+    gpu = NodeKind(device="H100 SXM", per_node=8, cores=64)
+    assert slurm_nodes(SINFO, "") == [gpu, gpu]
+    [processor] = slurm_nodes(SINFO.splitlines()[-1], "cpu")
+    cluster = cluster_of_node_kinds([gpu, gpu, processor], "all")
+    assert [(island.nodes, island.per_node) for island in cluster.islands] == [(2, 8), (1, 1)]
+    assert cluster.islands[1].speed == 2.0  # a server of the catalogue has 64 cores
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ("n1|gpu*|idle|64|gpu:8\n", "does not say which GPUs n1 has"),
+        ("n1|gpu*|drained|64|gpu:h100:8\n", "sinfo -R says why"),
+    ],
+)
+def test_nodes_that_cannot_be_used_are_named(said: str, says: str) -> None:
+    with pytest.raises(PlaitError, match=says):
+        slurm_nodes(said, "")
+
+
+def test_what_kubectl_says_becomes_nodes() -> None:
+    label = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    gpu = {"metadata": {"name": "g", "labels": label}, "status": {"allocatable": {"cpu": "48", "nvidia.com/gpu": "8"}}}
+    plain = {"metadata": {"name": "p"}, "status": {"allocatable": {"cpu": "3920m"}}}
+    control = {**plain, "spec": {"taints": [{"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}]}}
+    assert [kind.per_node for kind in kubernetes_nodes({"items": [gpu, plain, control]})] == [8]
+    assert [kind.cores for kind in kubernetes_nodes({"items": [plain, control]})] == [3]
+
+
+def test_what_a_machine_answers_by_ssh() -> None:
+    cards = "".join(f"GPU {number}: NVIDIA L40S (UUID: GPU-{number})\n" for number in range(2))
+    found = parse_ssh_answer("ann", f"Welcome!\nplait-check 3.12\nenvironment\n16\n{cards}")
+    assert (found.python, found.has_environment, found.cores, len(found.gpus)) == ((3, 12), True, 16, 2)
+    assert parse_ssh_answer("ann", "plait-check none\nnothing\n4\n").python is None
+    with pytest.raises(PlaitError, match="ann answers something else"):
+        parse_ssh_answer("ann", "This account is closed.\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "mend"),
+    [
+        ("sbatch: error: invalid partition specified: fast\nsbatch: error: Batch job submission failed: Invalid "
+         "partition name specified", "there is no such partition"),
+        ("sbatch: error: Memory specification can not be satisfied\nsbatch: error: Batch job submission failed: "
+         "Requested node configuration is not available", "no nodes have that much"),
+        ("@@@@@@@@\n@  WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!   @\n@@@@@@@@\nHost key verification failed.",
+         "ssh-keygen -R"),
+        ('error: resource mapping not found: no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"',
+         "use --kind job"),
+        ('Error from server (Forbidden): pods "x" is forbidden: exceeded quota: gpus', "kubectl describe quota"),
+        ("", "exit code 3"),
+    ],
+)  # fmt: skip
+def test_the_complaint_of_another_program_is_one_sentence_with_the_mend(said: str, mend: str) -> None:
+    told = complaint_text(said, "tool", 3)
+    assert mend in told and "\n" not in told and "@@" not in told
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: parse_options(["acount=lab"], "slurm"), "account"),
+        (lambda: parse_options(["queue=a"], "slurm"), "nothing that slurm takes"),
+        (lambda: parse_options(["qos"], "slurm"), "has no value"),
+        (lambda: parse_options(["qos=a", "qos=b"], "slurm"), "given twice"),
+        (lambda: parse_options(["account=$(reboot)"], "slurm"), "signs that no scheduler takes"),
+        (lambda: parse_options(["account=a\n#SBATCH --uid=0"], "slurm"), "signs that no scheduler takes"),
+        (lambda: parse_time_s("soon"), '"8 hours" or 08:00:00'),
+        (lambda: parse_time_s("10 s"), "too short"),
+        (lambda: parse_scheduler("pbs"), "slurm, ssh or kubernetes"),
+        (lambda: parse_kind("pod"), "jobset, trainjob or job"),
+        (lambda: parse_machines("a,,b"), "no name of a machine"),
+        (lambda: parse_machines("-oProxyCommand=reboot"), "no name of a machine"),
+        (lambda: cluster_job_name("…"), "no letter or digit"),
+        (lambda: NodePlace(nodes=2), "PLAIT_NODE_RANK is not set"),
+        (lambda: NodePlace(nodes=2, rank=1), "PLAIT_LEADER is not set"),
+        (lambda: NodePlace(nodes=2, rank=2, leader="a"), "from 0 to 1"),
+    ],
+)
+def test_bad_input_is_one_sentence(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(PlaitError) as told:
+        call()
+    assert says in str(told.value) and "\n" not in str(told.value).replace("\\n", "")
+
+
+def test_times_and_names_as_schedulers_write_them() -> None:
+    assert [slurm_time(parse_time_s(text)) for text in ("90 minutes", "2-02:00:00", "36:00:00")] == [
+        "01:30:00", "2-02:00:00", "1-12:00:00",
+    ]  # fmt: skip
+    assert cluster_job_name("My_Run.2") == "my-run-2" and cluster_job_name("9lives") == "run-9lives"
+    assert len(cluster_job_name("a" * 99)) == 40
+
+
+def test_each_variable_of_the_network_is_told_with_its_reason() -> None:
+    several, one = network_variables("eth0", spans_hosts=True), network_variables("lo", spans_hosts=False)
+    assert [each.name for each in several] == ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] and len(one) == 1
+    lines = network_lines(several, {"NCCL_SOCKET_IFNAME": "ib0"}, address="10.0.0.1", mtu=9000)
+    assert lines[0] == "network  10.0.0.1 on eth0, packets of 9,000 bytes at most (MTU)"
+    assert "GLOO_SOCKET_IFNAME=eth0: " in lines[1] and lines[2].endswith("NCCL_SOCKET_IFNAME=ib0 stays as you set it")
+    assert network_text("127.0.0.1").startswith("network  127.0.0.1 on lo")
+
+
+def test_the_lock_file_names_all_that_plait_needs_here() -> None:
+    names = {line.split("==")[0] for line in lock_lines("plait") if "==" in line}
+    assert {"torch", "numpy", "pydantic", "pydantic-core"} <= {name.replace("_", "-") for name in names}
+    assert "pytest" not in names and "plait" not in names
+
+
+class Tools:
+    """Programs of other people, played by small ones: they note how they were called, and answer from files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def add(self, name: str, answer: str, code: int = 0, errors: str = "") -> None:
+        (self.folder / f"{name}.answer").write_text(answer)
+        (self.folder / f"{name}.errors").write_text(errors)
+        program = self.folder / name
+        program.write_text(
+            f'#!/bin/sh\nprintf "%s\\n" "$*" >>"$0.calls"\n'
+            f'case "$*" in *stdin*|*--filename*|--parsable) cat >>"$0.input";; esac\n'
+            f'cat "$0.answer"; cat "$0.errors" >&2; exit {code}\n'
+        )
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+    def text(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
+    made = Tools(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{made.folder}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "play.py").write_text(PROGRAM)
+    return made
+
+
+def send(request: SubmitRequest) -> str:
+    told = io.StringIO()
+    screen = TerminalScreen(Console(file=told, width=100))
+    submit(request, deed="send", out=None, screen=screen, show=lambda text: None)
+    return told.getvalue()
+
+
+REQUEST = SubmitRequest(target=("play.py",), scheduler="slurm", cluster="4x(8xH100)", nodes=2)
+
+
+def test_a_job_goes_to_slurm_once_and_is_found_by_its_name(tools: Tools, tmp_path: Path) -> None:
+    tools.add("sbatch", "17\n")
+    tools.add("squeue", "PENDING|PartitionTimeLimit\n")
+    tools.add("scancel", "")
+    told = send(REQUEST)
+    assert "sent     play: job 17 of Slurm, PENDING (it waits for ever: the partition allows less time" in told
+    script = tools.text("sbatch.input")
+    assert script.startswith("#!/bin/bash\n") and "#SBATCH --nodes=2\n" in script
+    with pytest.raises(PlaitError, match=r"play is job 17 of Slurm already .*plait stop play"):
+        send(REQUEST)
+    assert "job 17, PENDING" in (job_state_line("play") or "")
+    assert end_job("play").startswith("stopped  play") and tools.text("scancel.calls") == "17\n"
+    tools.add("squeue", "CANCELLED|None\n")
+    assert "job 17" in send(REQUEST)
+    assert job_state_line("other") is None
+
+
+def test_what_a_scheduler_refuses_keeps_no_record(tools: Tools) -> None:
+    tools.add("sbatch", "", code=1, errors="sbatch: error: Batch job submission failed: Invalid qos specification\n")
+    with pytest.raises(PlaitError, match=r"the job play: sbatch says: .*sacctmgr show qos"):
+        send(REQUEST)
+    with pytest.raises(PlaitError, match='no job "play" was submitted'):
+        find_record("play")
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+def test_without_a_scheduler_the_machines_can_be_described(
+    scheduler: str, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tools.folder))
+    options = () if scheduler == "slurm" else ("image=a:1",)
+    request = SubmitRequest(target=("play.py",), scheduler=parse_scheduler(scheduler), options=options)
+    with pytest.raises(PlaitError, match=r"is not on this machine.*--cluster 4x\(8xH100\)"):
+        send(request)
+
+
+def test_more_nodes_than_there_are_is_said_before_anything_is_sent(tools: Tools) -> None:
+    tools.add("sinfo", SINFO)
+    with pytest.raises(PlaitError, match="Slurm has 2 nodes; ask for so many or fewer"):
+        send(SubmitRequest(target=("play.py",), scheduler="slurm", nodes=3))
+    tools.add("sinfo", "")
+    with pytest.raises(PlaitError, match="partition fast has no nodes"):
+        slurm_cluster("fast")
+
+
+def test_the_secret_reaches_kubernetes_by_standard_input_alone(tools: Tools, tmp_path: Path) -> None:
+    tools.add("kubectl", "")
+    words = ("image=registry.example/plait:1", "namespace=train")
+    told = send(
+        SubmitRequest(target=("play.py",), scheduler="kubernetes", cluster="4x(8xH100)", nodes=2, options=words)
+    )
+    assert "sent     play: a jobset in Kubernetes" in told
+    secret, manifests = tools.text("kubectl.input").split("# Made by plait submit.")
+    assert len(secret.replace("-", "")) == 28 and secret not in manifests + told + tools.text("kubectl.calls")
+    assert "create secret generic play-join --from-file=secret=/dev/stdin --namespace train" in tools.text(
+        "kubectl.calls"
+    )
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or file.name == "kubectl.input" or secret not in file.read_text(errors="replace"), (
+            file
+        )
+
+
+def test_a_record_that_is_damaged_is_said(tmp_path: Path) -> None:
+    working = WorkingFolder(tmp_path)
+    keep_record(Submitted(name="a", label="a", scheduler="ssh", machines=("x", "y")), working)
+    assert find_record("a", working).machines == ("x", "y")
+    (tmp_path / ".plait" / "submitted" / "a.json").write_text("{")
+    with pytest.raises(PlaitError, match="is damaged"):
+        find_record("a", working)
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (SubmitRequest(target=("play.py",), scheduler="ssh"), "--machines a,b,c"),
+        (SubmitRequest(target=("play.py",), scheduler="slurm", machines=("a",)), "itself chooses the machines"),
+        (SubmitRequest(target=("play.py",), scheduler="ssh", machines=("a", "a")), "twice"),
+        (SubmitRequest(target=("play.py",), scheduler="ssh", machines=("a", "b"), nodes=3), "name more"),
+        (SubmitRequest(target=("play.py",), scheduler="slurm", cluster="2x(8xH100)", gpus=9), "ask for fewer"),
+        (SubmitRequest(target=("play.py",), scheduler="slurm", cluster="2xserver", gpus=1), "has no GPUs"),
+        (
+            SubmitRequest(target=("play.py",), scheduler="slurm", cluster="2x(8xH100)", nodes=2, time="9 minutes"),
+            "leaves no time",
+        ),
+        (SubmitRequest(target=("play.py",), scheduler="kubernetes", cluster="2x(8xH100)"), "install/Containerfile"),
+        (SubmitRequest(target=("none.toml",), scheduler="slurm", cluster="2x(8xH100)"), "there is no recipe"),
+        (SubmitRequest(target=("none.py",), scheduler="slurm", cluster="2x(8xH100)"), "is no file"),
+        (SubmitRequest(target=("play.py",), scheduler="slurm", cluster="2x(8xH100)"), "say how many nodes"),
+    ],
+)
+def test_what_cannot_be_sent_is_one_sentence(request_: SubmitRequest, says: str, tools: Tools) -> None:
+    with pytest.raises(PlaitError, match=says):
+        send(request_)
+    assert not (Path(".plait") / "submitted").exists() and os.environ["PATH"].startswith(str(tools.folder))

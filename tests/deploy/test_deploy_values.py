@@ -1,0 +1,66 @@
+"""YAML that reads back as it was, and an image that is the one which the manifests expect."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as some
+
+from plait.deploy.cluster_job import ClusterJob, NodeGroup
+from plait.deploy.manifests import manifests, manifests_text
+from plait.deploy.pod import USER_ID, KubernetesRequest
+from plait.deploy.yaml_text import yaml_document
+from tests.deploy.strict import documents, pod_specs
+
+ROOT = Path(__file__).parents[2]
+TEXTS = some.text(some.characters(exclude_categories=("Cs", "Cc"), exclude_characters="\u2028\u2029\ufeff\ufffe\uffff"))
+LINES = some.lists(TEXTS, min_size=1).map(lambda lines: "".join(f"{line}\n" for line in lines))
+SCALARS = ("yes", "No", "null", "~", "1e3", "0x1f", "12:30:00", "=", "2026-11-25")
+SIGNS = ("- a", "a: b", "a #b", "'", '"', "", " a", "a ")
+ODD = some.sampled_from([*SCALARS, *SIGNS])
+KEYS = some.one_of(TEXTS, ODD)
+VALUES = some.recursive(
+    some.one_of(TEXTS, LINES, ODD, some.integers(), some.booleans()),
+    lambda inner: some.one_of(some.lists(inner, max_size=4), some.dictionaries(KEYS, inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+@given(some.dictionaries(KEYS, VALUES, min_size=1, max_size=4))
+def test_yaml_reads_back_as_the_value_that_it_was_made_of(value: dict[str, object]) -> None:
+    assert yaml.safe_load(yaml_document(value, ("a comment: with {signs}",))) == value
+
+
+def test_the_image_is_the_one_that_the_manifests_expect() -> None:
+    text = (ROOT / "install" / "Containerfile").read_text()
+    tested = re.findall(r'^TESTED_TORCH = "(.+)"$', (ROOT / "install" / "torch_build.py").read_text(), re.MULTILINE)
+    assert re.findall(r"^ARG TORCH=(.+)$", text, re.MULTILINE) == tested
+    assert re.findall(r"^USER (\d+):(\d+)$", text, re.MULTILINE) == [(str(USER_ID), str(USER_ID))]
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob", "job"])
+def test_one_node_needs_no_meeting(kind: str) -> None:
+    """No service, no policy, no secret, and a volume that one pod mounts."""
+    job = ClusterJob(name="one", run="one", target=("a.toml",), groups=(NodeGroup(nodes=1, gpus=1),), grace_s=60)
+    request = KubernetesRequest(image="plait:1", files={"a.toml": "[data]\n"})
+    text = manifests_text(job, request, kind)  # type: ignore[arg-type]
+    kinds = {value["kind"] for value in documents(text)}
+    assert not kinds & {"Service", "NetworkPolicy", "Secret"} and "PLAIT_SECRET" not in text
+    [claim] = [value for value in documents(text) if value["kind"] == "PersistentVolumeClaim"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    pods = [spec for value in documents(text) for spec in pod_specs(value)]
+    assert all(spec["terminationGracePeriodSeconds"] == 60 and "affinity" not in spec for spec in pods)
+
+
+def test_layers_that_reach_over_machines_keep_all_pods_in_one_zone() -> None:
+    groups = (NodeGroup(nodes=2, gpus=8),)
+    near = ClusterJob(name="wide", run="wide", target=("a.toml",), groups=groups, near="16 devices split each layer")
+    request = KubernetesRequest(image="plait:1")
+    [start] = [one for one in manifests(near, request, "job") if one.value["kind"] == "Job"]
+    [pod] = pod_specs(start.value)
+    assert list(pod["affinity"]["podAffinity"]) == ["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert any("16 devices split each layer" in comment for comment in start.comments)
