@@ -1,7 +1,8 @@
 """`python -m benchmarks.spread_programs`: steps of three programs under plait.spread, DDP, FSDP2 and Accelerate.
 
 Two ranks of one thread each, the same weights and batches; first losses that differ end the benchmark. Contenders take
-turns, and ratios are taken within rounds (pairing.py).
+turns, and ratios are taken within rounds (pairing.py): of steps, and of the processor seconds of all ranks, which a
+busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--only", choices=PROGRAMS, action="append")
     flags = parser.parse_args()
-    results = {}
+    results: dict[str, object] = {}
     for program in flags.only or PROGRAMS:
         turns = take_turns(program, flags.rounds, flags.steps)
         others = max(turn.others for each in turns.values() for turn in each)
         for ours, peers in PAIRS.items():
-            seconds = {name: [turn.step_s for turn in turns[name]] for name in (ours, *peers)}
-            standings = compare(seconds, ours)
-            print(f"\n{program}\n" + table(standings, {}, ours), flush=True)
-            results[f"{program}, {ours}"] = [asdict(one) for one in standings]
+            for what in ("step_s", "processor_s"):
+                seconds = {name: [getattr(turn, what) for turn in turns[name]] for name in (ours, *peers)}
+                standings = compare(seconds, ours)
+                print(f"\n{program}, {what}\n" + table(standings, {}, ours), flush=True)
+                results[f"{program}, {ours}, {what}"] = [asdict(one) for one in standings]
+        results[f"{program}, others at most"] = others
         print(f"other programs took at most {others:.0%} of the machine in a turn")
     load = os.getloadavg()
     print(f"\nwritten to {save('spread', {'machine': describe(), 'load': load, 'results': results})}")

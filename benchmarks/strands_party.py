@@ -21,10 +21,12 @@ ANSWER_LIMIT_S = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The step of the slowest rank, and the share of the machine that other programs took meanwhile."""
+    """The step of the slowest rank, the share of the machine that other programs took meanwhile, and the processor
+    seconds of a step, of all ranks together: those depend little on what others do."""
 
     step_s: float
     others: float
+    processor_s: float
 
 
 class Party:
@@ -70,6 +72,7 @@ class Party:
         return Turn(
             step_s=max(answer["step_s"] for answer in answers),
             others=others_s / whole_s if whole_s else 0.0,
+            processor_s=sum(answer["cpu_s"] for answer in answers) / (untimed + timed),
         )
 
     def end(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.lab.hosts import Lab, require_root
-from benchmarks.lab.own_program import SETTLING, UNEQUAL, WORK, HostTurn, host_turns, reached
+from benchmarks.lab.own_program import SETTLING, WORK, HostTurn, host_turns, reached
 from plait.errors import PlaitError
 
-EXAMPLES = 28
+EXAMPLES = 14
+CORES = (0.25, 0.1)
+"""So little that other programs of this machine leave both hosts what they may take."""
 
 
 def test_the_sum_of_speeds_is_taken_at_the_pace_of_the_turn() -> None:
@@ -25,7 +27,7 @@ def test_the_host_with_less_of_a_processor_gets_less_of_each_batch() -> None:
     except PlaitError as refusal:
         pytest.skip(str(refusal))
     WORK.mkdir(parents=True, exist_ok=True)
-    with Lab(UNEQUAL, "unshaped", work=WORK, files="shared") as lab:
+    with Lab(CORES, "unshaped", work=WORK, files="shared") as lab:
         fast, slow = host_turns(lab, "plait", [EXAMPLES, EXAMPLES], SETTLING + 2)
     assert fast.examples + slow.examples == EXAMPLES
-    assert 17 <= fast.examples <= 23  # 20 of 28 are in the proportion of 1 : 0.4
+    assert 9 <= fast.examples <= 11  # 10 of 14 are in the proportion of 1 : 0.4

@@ -155,6 +155,15 @@ def _watching(path: Path) -> Figures:
     return {model: one["spent"] for model, one in json.loads(path.read_text())["models"].items()}
 
 
+def _spread_programs(path: Path) -> Figures:
+    """By program and contender: processor seconds of a step over plait's, in the layout that stands beside it."""
+    found: dict[str, dict[str, str]] = {}
+    for case, rows in json.loads(path.read_text())["results"].items():
+        if case.endswith("processor_s"):
+            found.setdefault(case.partition(",")[0], {}).update({row["name"]: _ratio_text(row) for row in rows})
+    return found
+
+
 def _ratio_text(ratio: Mapping[str, float]) -> str:
     return f"{ratio['ratio']:.2f} ({ratio['least_ratio']:.2f} … {ratio['greatest_ratio']:.2f})"
 
@@ -168,6 +177,7 @@ _READERS: dict[str, Callable[[Path], Figures]] = {
     "published": _published,
     "first-run": _first_run,
     "strands": _strands,
+    "spread": _spread_programs,
     "lab": _lab,
     "lab-2026-11-25-quick": _lab_quick,
     "unequal": _unequal,
