@@ -16,7 +16,7 @@ from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import Sink
 from plait.trainer.checkpointing.background import SaveEnd
 from plait.trainer.checkpointing.pace import CheckpointPace
-from plait.trainer.divergence import DivergenceWatch
+from plait.trainer.divergence import BadStep, DivergenceWatch, NumberGuard, NumberWatch
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 from plait.units import Every
@@ -74,12 +74,22 @@ class _Pending:
     data_wait_s: float
 
 
+@dataclass(slots=True)
+class _Watches:
+    """What follows the numbers of the steps."""
+
+    divergence: DivergenceWatch
+    numbers: NumberWatch
+
+
 def run_loop(
-    state: TrainState, intervals: LoopIntervals, actions: LoopActions, sink: Sink
-) -> tuple[TrainState, Literal["done", "stopped"]]:
+    state: TrainState, intervals: LoopIntervals, actions: LoopActions, sink: Sink, guard: NumberGuard | None = None
+) -> tuple[TrainState, Literal["done", "stopped"] | BadStep]:
     """Train from `state` to the last step, or until a stop is requested; saves a checkpoint at the end in both cases.
 
-    Reports reach the sink before the checkpoint of their step is written, so that a resume finds every line it needs.
+    With a `guard` it also ends, without saving, at the first step that is bad by it, which every rank finds when that
+    step's numbers are fetched. Reports reach the sink before the checkpoint of their step is written, so that a resume
+    finds every line it needs.
     Weights without a finite loss are not saved; RunFailed is raised, on every rank at the same step, where the run has
     diverged.
     """
@@ -87,6 +97,7 @@ def run_loop(
     pending: list[_Pending] = []
     began = time.perf_counter()
     stop, divergence = False, DivergenceWatch(state.step)
+    watches = _Watches(divergence, NumberWatch(guard or NumberGuard(judged_after=intervals.steps)))
     while state.step < intervals.steps and not stop:
         lr = actions.learning_rate(state.step)
         state, scalars = actions.step(state)
@@ -99,7 +110,10 @@ def run_loop(
         fetch = any(_divides(every, state.step) for every in paces)
         if not (fetch or last or stop or save or evaluate):
             continue
-        state = _flush(pending, state, began, actions, sink, divergence)
+        state, bad = _flush(pending, state, began, actions, sink, watches)
+        if bad is not None:
+            _note_save(actions.finish_save(), pace, divergence, sink)
+            return state, bad
         divergence.end_if_diverged(run_ends=stop or last)
         for sentence in actions.rebalance_if_due(state):
             sink.note(sentence)
@@ -147,13 +161,13 @@ def _flush(
     began: float,
     actions: LoopActions,
     sink: Sink,
-    divergence: DivergenceWatch,
-) -> TrainState:
+    watches: _Watches,
+) -> tuple[TrainState, BadStep | None]:
     """Fetch the scalars of all pending steps in one copy and report each step; returns the state with its tokens
-    counted."""
+    counted, and the first step that is bad."""
     rows = torch.stack([torch.cat([p.scalars.totals, p.scalars.norm.double().reshape(1)]) for p in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
-    tokens = state.tokens
+    tokens, bad = state.tokens, None
     for one, (loss_sum, counted, norm) in zip(pending, rows, strict=True):
         tokens += int(counted)
         report = StepReport(
@@ -168,6 +182,8 @@ def _flush(
             data_wait_s=one.data_wait_s,
         )
         sink.step(report)
-        divergence.add(report)
+        watches.divergence.add(report)
+        found = watches.numbers.judge(report)
+        bad = bad or found
     pending.clear()
-    return replace(state, tokens=tokens)
+    return replace(state, tokens=tokens), bad
