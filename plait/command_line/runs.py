@@ -49,16 +49,19 @@ def drill_command(
     overrides: Overrides = None,
     kill: Annotated[Places, typer.Option("--kill", metavar=PLACE, help="Kill this worker after that step.")] = None,
     hang: Annotated[Places, typer.Option("--hang", metavar=PLACE, help="Stop this worker after that step.")] = None,
+    nan: Annotated[Places, typer.Option("--nan", metavar=PLACE, help="Make a weight NaN before that step.")] = None,
+    slow: Annotated[Places, typer.Option("--slow", metavar=PLACE, help="Slow this worker down for 2 s.")] = None,
     drawn: Annotated[int, typer.Option("--random", help="So many more, drawn by the seed.", min=0, max=1000)] = 0,
     seed: Annotated[int | None, typer.Option(help="The same seed draws the same failures.", min=0)] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
 ) -> None:
     """Rehearse failures of workers. Trains twice, once left alone, and compares the ends."""
     from plait.commands.drilling.drill import drill, drill_lines
-    from plait.commands.drilling.faults import parse_fault
+    from plait.commands.drilling.faults import FaultKind, parse_fault
     from plait.report.atomic import replace_file
 
-    faults = [*(parse_fault("kill", text) for text in kill or []), *(parse_fault("hang", text) for text in hang or [])]
+    asked: dict[FaultKind, Places] = {"kill": kill, "hang": hang, "nan": nan, "slow": slow}
+    faults = [parse_fault(kind, text) for kind, texts in asked.items() for text in texts or []]
     screen = screen_on(sys.stdout)
     report = drill(recipe, overrides or [], faults=faults, drawn=drawn, seed=seed, screen=screen)
     if json is not None:

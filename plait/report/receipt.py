@@ -87,6 +87,11 @@ class Receipt:
     useful_share: float | None = None
     """Seconds of the steps that count over `wall_s`; the rest went to starts, saves, evaluations and failures."""
 
+    samples_skipped: int = 0
+    """Samples that the run left out on purpose, because loss or gradient were bad twice at their step."""
+    lost_by_cause: Mapping[str, float] | None = None
+    """Seconds that failures cost, by their cause: found, back at work, and steps done again."""
+
     @property
     def step_error(self) -> float | None:
         """Relative error of the predicted step time: predicted / measured - 1."""
@@ -153,6 +158,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("time", f"{format_duration(receipt.wall_s)}, {plain_number(receipt.device_hours)} device hours"),
         ("useful time", _text(receipt.useful_share, "{:.1%} in steps that count")),
         *(("failure", sentence) for sentence in receipt.incidents),
+        ("lost to failures", _lost(receipt)),
         ("cost", _costs(receipt)),
         ("versions", ", ".join(f"{name} {version}" for name, version in receipt.versions.items())),
     ]
@@ -219,6 +225,13 @@ def _speedup(receipt: Receipt) -> str:
         f"{receipt.efficiency:.0%} of {receipt.world_size} workers"
         f"{efficiency_doubt(receipt.efficiency, receipt.world_size)}"
     )
+
+
+def _lost(receipt: Receipt) -> str:
+    parts = [f"{format_duration(seconds)} {cause}" for cause, seconds in (receipt.lost_by_cause or {}).items()]
+    if receipt.samples_skipped:
+        parts.append(f"{counted(receipt.samples_skipped, 'sample')} skipped on purpose")
+    return ", ".join(parts)
 
 
 def _costs(receipt: Receipt) -> str:

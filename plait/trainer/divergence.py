@@ -1,8 +1,12 @@
-"""Whether a run still learns: ends one whose losses or gradients have stopped being finite numbers."""
+"""Whether a run still learns: finds steps whose numbers are bad, and ends a run in which they stay so."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
+from statistics import median
 
 from plait.errors import RunFailed
 from plait.report.metrics import EvalReport, StepReport
@@ -10,6 +14,73 @@ from plait.report.metrics import EvalReport, StepReport
 BAD_STEPS_AT_MOST = 10
 """Steps in a row without a finite loss and gradient after which a run has diverged: single ones happen, and their
 updates are skipped."""
+
+
+SPIKE_WINDOW_STEPS = 128
+"""A spike is told by the steps before it, so many at most."""
+_FEWEST_STEPS = 32
+"""Before so many steps nothing is called a spike: losses and gradients of a beginning run change fast."""
+_GRADIENT_FACTOR = 10.0
+_LOSS_FACTOR, _LEAST_JUMP_NATS = 5.0, 1.0
+
+# Note [a spike]: a gradient's norm that is more than ten times the largest, or a loss that is above the largest by more
+# than 1 nat and by more than five times what that one is above the median, of the last 128 steps. The largest of so
+# many grows with the noise of a run, also where its tail is long, and follows a loss that rises step by step. So a
+# healthy run gives no alarm, at the price that small spikes are none.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadStep:
+    """A step whose numbers are not those of a run that learns; `what` says which, in words."""
+
+    step: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberGuard:
+    """Which steps are judged: those after `judged_after`; `losses` and `norms` are those of the last steps before this
+    start, oldest first. The same on every rank."""
+
+    judged_after: int
+    losses: Sequence[float] = ()
+    norms: Sequence[float] = ()
+
+
+class NumberWatch:
+    """Finds bad steps in a start's reports, in which every rank has the same sums, so that all find the same ones."""
+
+    def __init__(self, guard: NumberGuard) -> None:
+        self._judged_after = guard.judged_after
+        self._losses = deque(filter(isfinite, guard.losses), SPIKE_WINDOW_STEPS)
+        self._norms = deque(filter(isfinite, guard.norms), SPIKE_WINDOW_STEPS)
+
+    def judge(self, report: StepReport) -> BadStep | None:
+        """What is bad in the next step; None where nothing is, or where it is to be let pass. See Note [a spike]."""
+        if report.is_finite:
+            what = self._spike(report.loss, report.grad_norm)
+            self._losses.append(report.loss)
+            self._norms.append(report.grad_norm)
+        else:
+            what = not_finite_text(report)
+        if not what or report.step <= self._judged_after:
+            return None
+        return BadStep(step=report.step, what=what)
+
+    def _spike(self, loss: float, norm: float) -> str:
+        if min(len(self._losses), len(self._norms)) < _FEWEST_STEPS:
+            return ""
+        top, top_norm = max(self._losses), max(self._norms)
+        if loss > top + _LEAST_JUMP_NATS and loss > top + _LOSS_FACTOR * (top - median(self._losses)):
+            return f"loss {loss:.4g} after at most {top:.4g} in the {len(self._losses)} steps before"
+        if norm > _GRADIENT_FACTOR * top_norm > 0:
+            return f"gradient norm {norm:.4g} after at most {top_norm:.4g} in the {len(self._norms)} steps before"
+        return ""
+
+
+def not_finite_text(report: StepReport) -> str:
+    """Which number of a step is not finite."""
+    return f"loss {report.loss}" if not isfinite(report.loss) else f"gradient norm {report.grad_norm}"
 
 
 class DivergenceWatch:
@@ -76,11 +147,10 @@ class DivergenceWatch:
 
     def _sentence(self) -> str:
         first, last = self._bad[0], self._bad[-1]
-        what = f"loss {first.loss}" if not isfinite(first.loss) else f"gradient norm {first.grad_norm}"
         return (
-            f"the run diverged: no finite loss and gradient since step {first.step} ({what}), so it was ended after "
-            f"step {last.step}; the likely cause is a learning rate that is too high ({first.lr:g} in that step); "
-            f"{self._checkpoint_words(first.step)}; choose a lower optimizer.lr and another run.name"
+            f"the run diverged: no finite loss and gradient since step {first.step} ({not_finite_text(first)}), so it "
+            f"was ended after step {last.step}; the likely cause is a learning rate that is too high ({first.lr:g} in "
+            f"that step); {self._checkpoint_words(first.step)}; choose a lower optimizer.lr and another run.name"
         )
 
     def _checkpoint_words(self, first_bad_step: int) -> str:

@@ -18,7 +18,7 @@ from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import Sink
 from plait.trainer.checkpointing.background import SaveEnd
 from plait.trainer.checkpointing.pace import CheckpointPace
-from plait.trainer.divergence import DivergenceWatch
+from plait.trainer.divergence import BadStep, DivergenceWatch, NumberGuard, NumberWatch
 from plait.trainer.experts.watch import IdleWatch
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
@@ -77,19 +77,32 @@ class _Pending:
     data_wait_s: float
 
 
+@dataclass(slots=True)
+class _Watches:
+    """What follows the numbers of the steps."""
+
+    divergence: DivergenceWatch
+    numbers: NumberWatch
+    idle: IdleWatch
+
+
 def run_loop(
-    state: TrainState, intervals: LoopIntervals, actions: LoopActions, sink: Sink
-) -> tuple[TrainState, Literal["done", "stopped"]]:
+    state: TrainState, intervals: LoopIntervals, actions: LoopActions, sink: Sink, guard: NumberGuard | None = None
+) -> tuple[TrainState, Literal["done", "stopped"] | BadStep]:
     """Train from `state` to the last step, or until a stop is requested; saves a checkpoint at the end in both cases.
 
-    Reports reach the sink before the checkpoint of their step is written, so that a resume finds every line it needs.
+    With a `guard` it also ends, without saving, at the first step that is bad by it, which every rank finds when that
+    step's numbers are fetched. Reports reach the sink before the checkpoint of their step is written, so that a resume
+    finds every line it needs.
     Weights without a finite loss are not saved; RunFailed is raised, on every rank at the same step, where the run has
     diverged.
     """
     pace = CheckpointPace(intervals.checkpoint_every, step=state.step)
     pending: list[_Pending] = []
     began = time.perf_counter()
-    stop, divergence, idle = False, DivergenceWatch(state.step), IdleWatch()
+    stop, divergence = False, DivergenceWatch(state.step)
+    numbers = NumberWatch(guard or NumberGuard(judged_after=intervals.steps))
+    watches = _Watches(divergence, numbers, IdleWatch())
     while state.step < intervals.steps and not stop:
         lr = actions.learning_rate(state.step)
         state, scalars = actions.step(state)
@@ -102,7 +115,10 @@ def run_loop(
         fetch = any(_divides(every, state.step) for every in paces)
         if not (fetch or last or stop or save or evaluate):
             continue
-        state = _flush(pending, state, began, actions, sink, divergence, idle)
+        state, bad = _flush(pending, state, began, actions, sink, watches)
+        if bad is not None:
+            _note_save(actions.finish_save(), pace, divergence, sink)
+            return state, bad
         divergence.end_if_diverged(run_ends=stop or last)
         for sentence in actions.rebalance_if_due(state):
             sink.note(sentence)
@@ -150,14 +166,13 @@ def _flush(
     began: float,
     actions: LoopActions,
     sink: Sink,
-    divergence: DivergenceWatch,
-    idle: IdleWatch,
-) -> TrainState:
+    watches: _Watches,
+) -> tuple[TrainState, BadStep | None]:
     """Fetch the scalars of all pending steps in one copy and report each step; returns the state with its tokens
-    counted."""
+    counted, and the first step that is bad."""
     rows = torch.stack([_row(one.scalars) for one in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
-    tokens = state.tokens
+    tokens, bad = state.tokens, None
     for one, (loss_sum, counted, norm, load, idle_count) in zip(pending, rows, strict=True):
         tokens += int(counted)
         report = StepReport(
@@ -173,11 +188,13 @@ def _flush(
             expert_load_max=None if isnan(load) else load,
         )
         sink.step(report)
-        divergence.add(report)
-        if sentence := idle.add(one.state.step, int(idle_count), one.scalars.expert_counts.numel()):
+        watches.divergence.add(report)
+        if sentence := watches.idle.add(one.state.step, int(idle_count), one.scalars.expert_counts.numel()):
             sink.note(sentence)
+        found = watches.numbers.judge(report)
+        bad = bad or found
     pending.clear()
-    return replace(state, tokens=tokens)
+    return replace(state, tokens=tokens), bad
 
 
 def _row(scalars: Scalars) -> Tensor:

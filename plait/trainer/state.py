@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,3 +16,10 @@ class TrainState:
     """Global index of the next training sequence, counted from the beginning of the run over all epochs."""
     tokens: int = 0
     """Tokens that entered the loss, over all ranks."""
+
+
+def past_skipped(state: TrainState, skipped_steps: Collection[int], batch_sequences: int) -> TrainState:
+    """The state before its next step, which takes the batch after its own where it is one of `skipped_steps`."""
+    if state.step + 1 not in skipped_steps:
+        return state
+    return replace(state, position=state.position + batch_sequences)

@@ -29,11 +29,11 @@ from plait.trainer.balance.move_layers import move_layers
 from plait.trainer.checkpointing.background import CheckpointSaver, SaveEnd, saver_of
 from plait.trainer.checkpointing.persist import prune_old, restore, verify_together
 from plait.trainer.choices import ChoiceEvaluation, load_choices
-from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
+from plait.trainer.loop import LoopActions, LoopIntervals
 from plait.trainer.optim import learning_rate
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
-from plait.trainer.watching.watched_actions import FirstStep, WorkerContext, watched
+from plait.trainer.watching.watched_actions import FirstStep, WorkerContext, run_guarded, watched
 
 PEER_TIMEOUT = timedelta(minutes=10)
 
@@ -41,8 +41,9 @@ PEER_TIMEOUT = timedelta(minutes=10)
 def main(context: WorkerContext, argument: str) -> None:
     """Entry point of every rank of `plait train`.
 
-    `argument` is JSON: the run's folder, the checkpoint to resume from, the number of this start ("generation"), and
-    "parts": "here" if rank 0 finds this rank's part of a checkpoint in that folder, "sent" if it must be sent there.
+    `argument` is JSON: the run's folder, the checkpoint to resume from, the number of this start ("generation"),
+    "skipped" and "guard" (see `run_guarded`), and "parts": "here" if rank 0 finds this rank's part of a checkpoint in
+    that folder, "sent" if it must be sent there.
     """
     requested = json.loads(argument)
     folder = Path(requested["folder"])
@@ -80,7 +81,8 @@ def main(context: WorkerContext, argument: str) -> None:
             prune = partial(prune_old, folder / "checkpoints", plan.checkpoint_keep, world, whole)
             choices = load_choices(assembly, Path(plan.choices) if plan.choices else None, world)
             actions = _actions(context, assembly, saver, whole, prune, balance, memory, choices)
-            run_loop(state, _pace(plan), watched(actions, context.progress), sink)
+            shown = watched(actions, context.progress)
+            run_guarded(state, _pace(plan), shown, sink, requested, context, assembly)
         finally:
             sink.close()
             assembly.loader.close()

@@ -105,7 +105,10 @@ def test_status_says_where_the_time_went_and_which_samples_each_step_took(place:
     assert {line["tokens"] for line in status["ledger"]} == {112}
     text = place.run("status", name)
     assert text.code == 0 and "2 starts, 1 failure" in text.out and "samples  none lost, none counted twice" in text.out
-    assert place.run("status", name, "--ledger").out.splitlines()[2] == "1\t0\t6\t112"
+    assert place.run("status", name, "--ledger").out.splitlines()[2] == "1\t0\t6\t112\t1"
+    taken_again = incident["resumed_from"] + 1
+    assert [line["generation"] for line in status["ledger"]] == [1 + (n >= taken_again) for n in range(1, STEPS + 1)]
+    assert status["samples_skipped"] == 0 and status["lost_by_cause"].keys() == {"killed"}
 
 
 @pytest.mark.slow
@@ -139,7 +142,14 @@ def test_failures_without_a_new_checkpoint_end_the_run_with_93(place: Place) -> 
 def test_what_the_user_can_mend_is_not_tried_again(place: Place) -> None:
     last = place.train("diverges", "optimizer.lr=1e9", "optimizer.clip=never", *FASTER)
     assert last.code == 1 and "diverged" in last.sentence()
-    assert [line["decision"] for line in incidents(place, "diverges")] == ["ended"]
+    told = [line for line in incidents(place, "diverges") if "cause" in line]
+    assert [line["cause"] for line in told] == ["numbers"] * (len(told) - 1) + ["raised"]
+    assert [line["decision"] for line in told] == ["started again"] * (len(told) - 1) + ["ended"]
+    assert len(told) == 4 and {line["bad_step"] for line in told[:3]} == {told[0]["bad_step"]}
+    assert [line["skipped_first"] is not None for line in told] == [False, True, False, False]
+    never = place.train("diverges-at-once", "optimizer.lr=1e9", "optimizer.clip=never", "recover.mode=never", *FASTER)
+    assert never.code == 1 and never.sentence() == last.sentence()
+    assert [line["decision"] for line in incidents(place, "diverges-at-once")] == ["ended"]
 
 
 @pytest.mark.parametrize(
@@ -215,13 +225,42 @@ def test_kills_at_random_steps_change_nothing_under_any_layout(place: Place, lay
 
 @pytest.mark.slow
 def test_a_drill_rehearses_a_kill_and_says_what_came_of_it(place: Place) -> None:
-    asked = ("drill", "tiny.toml", "run.name=rehearsal", "--kill", "1@25", "--json", "drill.json")
+    asked = ("drill", "tiny.toml", "run.name=rehearsal", "--slow", "0@10", "--kill", "1@25", "--json", "drill.json")
     found = place.run(*asked)
     assert found.code == 0, found
     report = json.loads((place.folder / "drill.json").read_text())
     assert report["ok"] and report["final_equal"] == "bits"
     assert report["samples_lost"] == report["samples_repeated"] == 0 and 0 < report["useful_share"] < 1
-    (fault,) = report["faults"]
+    slow, fault = report["faults"]
+    assert (slow["kind"], slow["found_after_s"], slow["steps_lost"]) == ("slow", None, 0) and slow["back_after_s"] >= 2
     assert (fault["kind"], fault["rank"], fault["step"]) == ("kill", 1, 25)
     assert 0 <= fault["found_after_s"] < 5 and fault["found_after_s"] < fault["back_after_s"] < 60
     assert place.run(*asked).sentence().startswith('"runs/rehearsal-drill" is there from an earlier drill')
+
+
+@pytest.mark.slow
+def test_numbers_that_are_bad_once_are_done_again_and_twice_at_a_step_have_their_samples_skipped(place: Place) -> None:
+    asked = ("drill", "tiny.toml", "--nan", "1@25", "--json", "drill.json")
+    once = place.run(*asked, "run.name=once")
+    assert once.code == 0, once
+    report = json.loads((place.folder / "drill.json").read_text())
+    assert report["ok"] and report["final_equal"] == "bits" and report["faults"][0]["steps_lost"] >= 5
+    (told,) = (line for line in incidents(place, "once-drill") if "cause" in line)
+    assert (told["cause"], told["bad_step"], told["resumed_from"]) == ("numbers", 25, 20)
+    assert "failure  step 25 had loss nan; going on from step-20 of 60" in once.out
+
+    twice = place.run(*asked, "--nan", "1@25", "--nan", "1@45", "run.name=twice")
+    assert twice.code == 1, twice
+    told = [line for line in incidents(place, "twice-drill") if "cause" in line]
+    assert [line["bad_step"] for line in told] == [25, 25, 45]
+    assert (told[1]["skipped_first"], told[1]["skipped_last"]) == (168, 174)
+    assert "step 25 had loss nan a second time, so its samples 168 to 174 are skipped; going on from" in twice.out
+    ledger = json.loads(place.run("status", "twice-drill", "--json", "--ledger").out)
+    assert (ledger["samples_lost"], ledger["samples_repeated"], ledger["samples_skipped"]) == (0, 0, 7)
+    firsts = [7 * n for n in range(STEPS + 1) if n != 24]
+    assert [line["first"] for line in ledger["ledger"]] == firsts
+    assert ledger["checked_checkpoints"] == place.checkpoints("twice-drill")
+    assert "\nskipped\t168\t174\t0\t3\n25\t175\t181\t112\t3\n" in place.run("status", "twice-drill", "--ledger").out
+    assert json.loads((place.folder / "drill.json").read_text())["samples_skipped"] == 7
+    receipt = json.loads((place.path("twice-drill") / "receipt.json").read_text())
+    assert receipt["samples_skipped"] == 7 and receipt["lost_by_cause"].keys() == {"numbers"}

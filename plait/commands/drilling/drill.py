@@ -32,9 +32,12 @@ class DrillReport:
 
     seed: int
     faults: Sequence[Mapping[str, Any]]
-    """For each: kind, rank, step, found_after_s, back_after_s, steps_lost; null where it did not come to that."""
+    """For each: kind, rank, step, found_after_s, back_after_s, steps_lost; null where it did not come to that. Nobody
+    looks for one that is only slow."""
     samples_lost: int
     samples_repeated: int
+    samples_skipped: int
+    """Left out on purpose, after bad numbers."""
     final_equal: FinalEqual
     useful_share: float
 
@@ -78,7 +81,7 @@ def drill(
     screen.print(f"drill    {', '.join(map(str, planned))} (seed {seed})")
     with Injector(planned, drilled.path) as injector:
         _train(recipe, overrides, drilled, screen, working)
-    return _report(alone, drilled, planned, injector.done_at, seed)
+    return _report(alone, drilled, planned, injector, seed)
 
 
 def drill_lines(report: DrillReport) -> list[str]:
@@ -89,11 +92,16 @@ def drill_lines(report: DrillReport) -> list[str]:
         if fault["back_after_s"] is None:
             lines.append(f"fault    {what}: not carried out, or not survived")
             continue
-        found, back = (format_duration(fault[key]) for key in ("found_after_s", "back_after_s"))
+        back = format_duration(fault["back_after_s"])
+        if fault["found_after_s"] is None:
+            lines.append(f"fault    {what}: waited for, the next step after {back}, nothing lost")
+            continue
+        found = format_duration(fault["found_after_s"])
         lost = counted(fault["steps_lost"], "step")
         lines.append(f"fault    {what}: found after {found}, back after {back}, {lost} lost")
     end = {"bits": "the same bits", "samples": "the same samples, other bits", "no": "another end"}[report.final_equal]
-    lines.append(f"samples  {report.samples_lost} lost, {report.samples_repeated} counted twice")
+    skipped = f", {report.samples_skipped} skipped on purpose" if report.samples_skipped else ""
+    lines.append(f"samples  {report.samples_lost} lost, {report.samples_repeated} counted twice{skipped}")
     lines.append(f"end      {end} as the run that was left alone; {report.useful_share:.1%} of the time was useful")
     return lines
 
@@ -108,18 +116,22 @@ def _train(
 
 
 def _report(
-    alone: RunFolder, drilled: RunFolder, planned: Sequence[Fault], done_at: Mapping[Fault, float], seed: int
+    alone: RunFolder, drilled: RunFolder, planned: Sequence[Fault], injector: Injector, seed: int
 ) -> DrillReport:
     incidents, back = read_incidents(drilled.incidents)
-    faults = []
+    restarts, faults = iter(zip(incidents, back, strict=False)), []
     for number, fault in enumerate(planned):
         told: dict[str, Any] = {"kind": fault.kind, "rank": fault.rank, "step": fault.step}
         told |= dict.fromkeys(("found_after_s", "back_after_s", "steps_lost"))
-        if fault in done_at and number < min(len(incidents), len(back)):
-            found_s = datetime.fromisoformat(incidents[number].at).timestamp() - done_at[fault]
-            told["found_after_s"] = round(max(0.0, found_s), 3)
-            told["back_after_s"] = round(max(0.0, found_s) + back[number].back_after_s, 3)
-            told["steps_lost"] = incidents[number].steps_lost
+        done_at, past_at = injector.done_at.get(number), injector.past_at.get(number)
+        followed = next(restarts, None) if fault.restarts else None
+        if done_at is not None and followed is not None:
+            found_s = max(0.0, datetime.fromisoformat(followed[0].at).timestamp() - done_at)
+            told["found_after_s"] = round(found_s, 3)
+            told["back_after_s"] = round(found_s + followed[1].back_after_s, 3)
+            told["steps_lost"] = followed[0].steps_lost
+        elif done_at is not None and past_at is not None:
+            told |= {"back_after_s": round(past_at - done_at, 3), "steps_lost": 0}
         faults.append(told)
     account = account_of(drilled)
     return DrillReport(
@@ -127,6 +139,7 @@ def _report(
         faults=faults,
         samples_lost=account.samples_lost,
         samples_repeated=account.samples_repeated,
+        samples_skipped=account.samples_skipped,
         final_equal=_compared(alone, drilled),
         useful_share=account.useful_share,
     )

@@ -1,4 +1,4 @@
-"""Failures that can be rehearsed, as values: a rank that is killed or stopped at a step."""
+"""Failures that can be rehearsed, as values: a rank that is killed, stopped or given bad numbers at a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 from plait.errors import PlaitError
 
-FaultKind = Literal["kill", "hang"]
+FaultKind = Literal["kill", "hang", "nan", "slow"]
 _PLACE = re.compile(r"([0-9]{1,4})@([0-9]{1,9})")
 LATEST_SHARE = 0.9
 """Faults are drawn from the first nine tenths of a run: after them it must have steps left to come back to."""
@@ -18,12 +18,18 @@ LATEST_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A rank that is killed (SIGKILL) or made to hang (SIGSTOP) once this step is reported, `after_s` later."""
+    """A rank that is killed (SIGKILL) or made to hang (SIGSTOP) once this step is reported, `after_s` later, or one of
+    whose weights becomes NaN right before this step."""
 
     kind: FaultKind
     rank: int
     step: int
     after_s: float = 0.0
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the run has to start its workers again for it; one that is only slow it waits for."""
+        return self.kind != "slow"
 
     def __str__(self) -> str:
         return f"{self.kind} {self.rank}@{self.step}"
@@ -58,7 +64,10 @@ def drawn_faults(count: int, *, ranks: int, steps: int, step_s: float, seed: int
 def require_possible(faults: Sequence[Fault], *, ranks: int, steps: int) -> None:
     """Raise PlaitError for a rank or a step that the run does not have, and where there is nothing to rehearse."""
     if not faults:
-        raise PlaitError("a drill needs a failure; name one with --kill RANK@STEP or --hang RANK@STEP, or --random 3")
+        raise PlaitError(
+            "a drill needs a failure; name one with --kill, --hang, --nan or --slow RANK@STEP, or have some drawn "
+            "by --random 3"
+        )
     for fault in faults:
         if fault.rank >= ranks:
             raise PlaitError(f"{fault}: the run has ranks 0 to {ranks - 1}; choose one of them")

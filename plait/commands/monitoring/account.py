@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -13,7 +14,16 @@ from plait.commands.monitoring.finish import is_finished
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import registry_folder, running_runs
 from plait.errors import PlaitError
-from plait.report.incidents import Incident, read_incidents
+from plait.report.incidents import (
+    Incident,
+    SkippedRange,
+    generation_of,
+    lost_by_cause,
+    read_incidents,
+    read_starts,
+    skipped_ranges,
+    skipped_steps,
+)
 from plait.report.metrics import read_metrics
 
 RunState = Literal["finished", "training", "stopped"]
@@ -31,13 +41,15 @@ TIME_IN_WORDS = {
 class LedgerLine:
     """The samples that one step took: positions `first` to `last` of the run's order of data, both included.
 
-    `tokens` is how many tokens of them entered the loss.
+    `tokens` is how many tokens of them entered the loss, `generation` the number of the start that took the step, 0
+    where nothing tells it.
     """
 
     step: int
     first: int
     last: int
     tokens: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +67,10 @@ class RunAccount:
     seconds: Mapping[str, float]
     samples_lost: int
     samples_repeated: int
+    skipped: Sequence[SkippedRange]
+    """Samples that were left out on purpose, in the order of steps; they count neither as lost nor as repeated."""
+    lost_by_cause: Mapping[str, float]
+    """Seconds that failures cost, by their cause: found, back at work, and steps done again. Part of `seconds`."""
     checked_checkpoints: Sequence[int]
     """Steps of the checkpoints whose cursor is where the ledger says."""
     incidents: Sequence[Incident]
@@ -63,7 +79,13 @@ class RunAccount:
         """The account as plain values for JSON."""
         lost = [one.steps_lost for one in self.incidents]
         told = [values | {"steps_lost": n} for values, n in zip(asdict(self)["incidents"], lost, strict=True)]
-        return asdict(self) | {"incidents": told, "seconds": dict(self.seconds)}
+        plain = {"seconds": dict(self.seconds), "lost_by_cause": dict(self.lost_by_cause)}
+        return asdict(self) | {"incidents": told, "samples_skipped": self.samples_skipped} | plain
+
+    @property
+    def samples_skipped(self) -> int:
+        """How many samples were left out on purpose."""
+        return sum(one.last - one.first + 1 for one in self.skipped)
 
 
 def account_of(folder: RunFolder) -> RunAccount:
@@ -96,7 +118,9 @@ def account_of(folder: RunFolder) -> RunAccount:
         seconds=spent | {"rest": wall_s - sum(spent.values())},
         samples_lost=plan.batch_sequences * (max(steps, default=0) - len(set(steps))),
         samples_repeated=plan.batch_sequences * (len(steps) - len(set(steps))),
-        checked_checkpoints=tuple(_checked_cursors(folder, plan.batch_sequences)),
+        skipped=tuple(one for one in skipped_ranges(incidents) if one.step <= max(steps, default=0)),
+        lost_by_cause=lost_by_cause(incidents, back),
+        checked_checkpoints=tuple(_checked_cursors(folder, plan.batch_sequences, skipped_steps(incidents))),
         incidents=incidents,
     )
 
@@ -105,17 +129,22 @@ def ledger_of(folder: RunFolder) -> Sequence[LedgerLine]:
     """One line for each step that counts, in the order of metrics.jsonl, from which steps done again were cut.
 
     The order of data is a function of the seed, the text and the position (docs/guide-data.md), and each step takes as
-    many positions as the plan's batch has sequences.
+    many positions as the plan's batch has sequences, after those that were skipped.
     """
     batch = folder.saved_plan().batch_sequences
     reports, _ = read_metrics(folder.metrics)
+    skipped = skipped_steps(read_incidents(folder.incidents)[0])
+    starts = read_starts(folder.starts)
     before = [0, *(report.tokens for report in reports)]
-    return [
-        LedgerLine(
-            step=one.step, first=(one.step - 1) * batch, last=one.step * batch - 1, tokens=one.tokens - counted_before
+    lines = []
+    for one, counted_before in zip(reports, before, strict=False):
+        first = (one.step - 1 + bisect_right(skipped, one.step)) * batch
+        generation = generation_of(one.step, starts)
+        tokens = one.tokens - counted_before
+        lines.append(
+            LedgerLine(step=one.step, first=first, last=first + batch - 1, tokens=tokens, generation=generation)
         )
-        for one, counted_before in zip(reports, before, strict=False)
-    ]
+    return lines
 
 
 def _state_of(folder: RunFolder) -> RunState:
@@ -125,15 +154,16 @@ def _state_of(folder: RunFolder) -> RunState:
     return "finished" if is_finished(folder) else "stopped"
 
 
-def _checked_cursors(folder: RunFolder, batch_sequences: int) -> Sequence[int]:
+def _checked_cursors(folder: RunFolder, batch_sequences: int, skipped: Sequence[int]) -> Sequence[int]:
     """Raises PlaitError where a checkpoint's data cursor is not where its step's samples end."""
     checked = []
     for path in published_checkpoints(folder.checkpoints):
         manifest = read_manifest(path)
-        if manifest.cursor != manifest.step * batch_sequences:
+        batches = manifest.step + bisect_right(skipped, manifest.step)
+        if manifest.cursor != batches * batch_sequences:
             raise PlaitError(
-                f"{path} goes on at sample {manifest.cursor}, and {manifest.step} steps of {batch_sequences} end at "
-                f"{manifest.step * batch_sequences}; please report it with the run's folder"
+                f"{path} goes on at sample {manifest.cursor}, and {batches} batches of {batch_sequences} end at "
+                f"{batches * batch_sequences}; please report it with the run's folder"
             )
         checked.append(manifest.step)
     return checked

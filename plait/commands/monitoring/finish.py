@@ -26,7 +26,7 @@ from plait.planner.calibration.factors import (
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Forecast, Plan
 from plait.recipe.schema import RunConfig
-from plait.report.incidents import read_incidents
+from plait.report.incidents import lost_by_cause, read_incidents, skipped_ranges
 from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport, median_speed, read_metrics
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import read_receipt, write_receipt
@@ -97,6 +97,7 @@ def _print_end(folder: RunFolder, receipt: Receipt, screen: Screen, details: Det
 
 def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: ForecastMonitor | None) -> Receipt:
     steps, evaluations = read_metrics(folder.metrics)
+    incidents, back = read_incidents(folder.incidents)
     speed = median_speed(_steps_of_this_plan(folder, steps, steps_done), (0, steps_done))
     evaluation = evaluations[-1] if evaluations else None
     so_far, forecast = folder.totals, plan.forecast
@@ -143,7 +144,9 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         matmul_backend=plan.matmul_backend,
         matmul_flops=plan.matmul_flops,
         matmul_error=plan.matmul_error,
-        incidents=tuple(incident.sentence for incident in read_incidents(folder.incidents)[0]),
+        incidents=tuple(incident.sentence for incident in incidents),
+        samples_skipped=sum(one.last - one.first + 1 for one in skipped_ranges(incidents)),
+        lost_by_cause=lost_by_cause(incidents, back) or None,
         useful_share=_useful_share(steps, so_far.wall_s),
     )
 

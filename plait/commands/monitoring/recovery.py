@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from plait.checkpoint.store import published_checkpoints
+from plait.commands.monitoring.bad_numbers import after_bad_step, guard_argument
 from plait.commands.monitoring.session import Session, Start
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import GaveUp, PlaitError
 from plait.launch.values.failed_job import FailureFacts, WorkersFailed
 from plait.planner.plan import Plan
 from plait.recipe.schema import RecoverSection
-from plait.report.incidents import BackAtWork, Decision, Incident, append_incident
+from plait.report.atomic import cannot_write
+from plait.report.incidents import BackAtWork, Decision, Incident, append_incident, read_incidents
+from plait.report.metrics import read_metrics
+from plait.trainer.divergence import BadStep
 from plait.units import counted
 
 LONGEST_PAUSE_S = 5.0
@@ -38,6 +42,7 @@ class Recovery:
         self._failed_at_s: float | None = None
         self._killed_for_memory = kernel_memory_kills()
         self._generation = 0
+        self._incidents = list(read_incidents(folder.incidents)[0])
 
     def begins(self, start: Start) -> None:
         """A start of the workers begins."""
@@ -63,20 +68,15 @@ class Recovery:
         may_go_on = failure is not None and failure.stopped_by == "finished"
         passes = may_go_on and may_pass(facts, did_steps=session.has_stepped)
         decision = decision_after(self._asked, self._without_progress, "may pass" if passes else "stays")
-        lost = [step_s for step, step_s in session.step_times.items() if step > resumed_from and isfinite(step_s)]
-        incident = Incident(
-            generation=start.generation,
-            at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        incident = replace(
+            self._incident(session, start, resumed_from),
             cause=facts.cause,
             what=facts.what,
             rank=facts.rank,
             host=facts.host,
             device=device_of(self._plan, facts.rank),
-            step=session.last_step,
             place=facts.place,
             stack=facts.stack,
-            resumed_from=resumed_from,
-            lost_s=round(sum(lost), 6),
             found_after_s=facts.silent_s,
             decision=decision,
             sentence=failure.summary if failure else str(error),
@@ -86,6 +86,66 @@ class Recovery:
             time.sleep(min(LONGEST_PAUSE_S, self._without_progress - 1))
             return recovery_text(incident, self._plan)
         self._end(error, incident)
+
+    def after_bad_step(self, bad: BadStep, session: Session, start: Start) -> str:
+        """Decide after the workers ended at a step with bad numbers: return the sentence about the new start that the
+        caller makes now. Raises RunFailed where samples are to be skipped and that cannot be written down."""
+        self._failed_at_s = time.monotonic()
+        resumed_from = newest_step(self._folder.checkpoints)
+        followed = after_bad_step(
+            bad,
+            self._incidents,
+            resumed_from=resumed_from,
+            batch_sequences=self._plan.batch_sequences,
+            samples="endless" if self._plan.budget.epochs is None else "as many as epochs have",
+        )
+        first, last = followed.skipped or (None, None)
+        incident = replace(
+            self._incident(session, start, resumed_from),
+            cause="numbers",
+            what=bad.what,
+            sentence=followed.sentence,
+            bad_step=bad.step,
+            skipped_first=first,
+            skipped_last=last,
+            judged_after=followed.judged_after,
+        )
+        if followed.treatment == "skip":  # without its line nobody could check which samples the steps took
+            self._require_present()
+            try:
+                append_incident(self._folder.incidents, incident)
+            except OSError as error:
+                raise cannot_write(self._folder.incidents, error) from error
+        else:
+            self._write(incident)
+        self._incidents.append(incident)
+        return recovery_text(incident, self._plan)
+
+    def numbers(self) -> Mapping[str, Any]:
+        """What the next start's workers are told about bad numbers; call it once metrics.jsonl is cut back."""
+        never = self._plan.steps if self._asked.mode == "never" else 0
+        return guard_argument(self._incidents, read_metrics(self._folder.metrics)[0], never)
+
+    def _incident(self, session: Session, start: Start, resumed_from: int) -> Incident:
+        """What is the same in all incidents of a start that ends now; the rest is left open."""
+        lost = [step_s for step, step_s in session.step_times.items() if step > resumed_from and isfinite(step_s)]
+        return Incident(
+            generation=start.generation,
+            at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            cause="",
+            what="",
+            rank=None,
+            host=None,
+            device=None,
+            step=session.last_step,
+            place="",
+            stack="",
+            resumed_from=resumed_from,
+            lost_s=round(sum(lost), 6),
+            found_after_s=0.0,
+            decision="started again",
+            sentence="",
+        )
 
     def _true_facts(self, facts: FailureFacts) -> FailureFacts:
         """The facts, where the kernel says why it killed a worker of this machine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor, pass_to_monitor
@@ -16,6 +16,7 @@ from plait.launch.values.job import STOP_IN_WORDS, STOPPING, Job, JobResult, Mes
 from plait.planner.plan import Plan
 from plait.report.metrics import EvalReport, StepReport
 from plait.screen.screen import StepDisplay
+from plait.trainer.divergence import BadStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +26,12 @@ class Start:
     generation: int
     steps_done: int = 0
     resume_from: str | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """What the workers are told about skipped samples and bad numbers."""
 
     def as_argument(self) -> Mapping[str, Any]:
         """What the workers are told of it."""
-        return {"resume": self.resume_from, "generation": self.generation}
+        return {"resume": self.resume_from, "generation": self.generation, **self.numbers}
 
 
 class Session:
@@ -51,6 +54,8 @@ class Session:
         self.step_times: dict[int, float] = {}
         """Seconds of each step that was reported and is not saved yet."""
         self.has_stepped = False
+        self.bad_step: BadStep | None = None
+        """The step at which the workers ended because its numbers are bad."""
         self._on_first_step, self._began_at = on_first_step, time.monotonic()
         self._require_present = require_present
         self._folder, self._display, self._monitor, self._devices = folder, display, monitor, devices
@@ -69,6 +74,8 @@ class Session:
             self._display.note(values["text"])
         elif message.kind == STOPPING:
             self._display.note(stopping_text(values["signal"]))
+        elif message.kind == "bad step":
+            self.bad_step = BadStep(**values)
         elif message.kind == "memory":
             self.update_totals(**{key: tuple(value) for key, value in values.items()})
         elif message.kind == "saved":

@@ -44,6 +44,9 @@ def status_lines(account: RunAccount) -> Iterator[str]:
         shares = {name: seconds / account.wall_s for name, seconds in account.seconds.items()}
         parts = [f"{share:.1%} {TIME_IN_WORDS[name]}" for name, share in shares.items() if share >= _WORTH_SAYING]
         yield f"time     {format_duration(account.wall_s)}: {', '.join(parts)}"
+    if account.lost_by_cause:
+        causes = [f"{format_duration(seconds)} {cause}" for cause, seconds in account.lost_by_cause.items()]
+        yield f"lost     by the causes of failures: {', '.join(causes)}"
     yield from map(_incident_line, account.incidents)
     yield f"samples  {_samples_text(account)}"
 
@@ -59,17 +62,23 @@ def _samples_text(account: RunAccount) -> str:
     if account.samples_lost or account.samples_repeated:
         return f"{account.samples_lost} lost, {account.samples_repeated} counted twice"
     text = "none lost, none counted twice"
+    if account.skipped:
+        text += f", {account.samples_skipped} skipped on purpose"
     if account.checked_checkpoints:
         text += f"; the cursors of {counted(len(account.checked_checkpoints), 'checkpoint')} agree"
     return text
 
 
 def _ledger_lines(folder: RunFolder, account: RunAccount) -> Iterator[str]:
-    """A table: each step with the first and last position in the run's order of data, and the tokens that counted."""
+    """A table: each step with the first and last position in the run's order of data, the tokens that counted, and the
+    number of the start that took it. Samples that were skipped have lines of their own, before the step's."""
     plan = folder.saved_plan()
     seed, each = folder.saved_config().run.seed, f"{plan.batch_sequences} sequences of {plan.sequence}"
     yield f"# seed {seed}, text {plan.corpus_hash}, {each} a step"
-    yield "step\tfirst\tlast\ttokens"
+    yield "step\tfirst\tlast\ttokens\tstart"
+    skipped = {one.step: one for one in account.skipped}
     for line in ledger_of(folder):
-        yield f"{line.step}\t{line.first}\t{line.last}\t{line.tokens}"
+        if one := skipped.get(line.step):
+            yield f"skipped\t{one.first}\t{one.last}\t0\t{line.generation}"
+        yield f"{line.step}\t{line.first}\t{line.last}\t{line.tokens}\t{line.generation}"
     yield f"# {_samples_text(account)}"

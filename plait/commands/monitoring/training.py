@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
 
 from plait.checkpoint.generation import raise_generation
 from plait.checkpoint.store import FoundCheckpoint
@@ -20,6 +22,7 @@ from plait.errors import PlaitError
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
+from plait.report.incidents import StartLine, append_start
 from plait.report.receipt import Receipt
 from plait.screen.screen import Screen
 from plait.trainer.checkpointing.fits import check_fits
@@ -62,7 +65,7 @@ def run_training(
     recovery = Recovery(config.recover, folder, plan, require_present)
     with listed_as_running(run_on_this_machine(plan, folder.path), registry_folder()):
         while True:
-            start = _next_start(folder, plan, point, screen)
+            start = _next_start(folder, plan, point, screen, recovery.numbers())
             bar = screen.steps(plan.steps, start.steps_done)
             compared = monitor_of(plan, start.steps_done, bar.note, "always" if "receipt" in details else "when off")
             session = Session(
@@ -76,9 +79,12 @@ def run_training(
             recovery.begins(start)
             try:
                 result, step = run_session(plan, folder, workers, start, session)
-                break
             except PlaitError as error:
                 sentence = recovery.after(error, session, start)
+            else:
+                if session.bad_step is None or result.stopped_by != "finished":
+                    break
+                sentence = recovery.after_bad_step(session.bad_step, session, start)
             screen.print(sentence)
             point = folder.prepare_resume()
     if step < plan.steps:
@@ -90,15 +96,19 @@ def run_training(
     return TrainingEnd(stopped_by="finished", receipt=receipt)
 
 
-def _next_start(folder: RunFolder, plan: Plan, point: FoundCheckpoint | None, screen: Screen) -> Start:
+def _next_start(
+    folder: RunFolder, plan: Plan, point: FoundCheckpoint | None, screen: Screen, numbers: Mapping[str, Any]
+) -> Start:
     """One more start of the workers, from a checkpoint or from the beginning; says from which."""
     for sentence in point.skipped if point else ():
         screen.print(f"skipped  {sentence}")
     generation = raise_generation(folder.path)
+    steps_done, at = point.manifest.step if point else 0, datetime.now(UTC).isoformat(timespec="milliseconds")
+    append_start(folder.starts, StartLine(generation=generation, steps_done=steps_done, at=at))
     if point is None:
-        return Start(generation=generation)
-    screen.print(resumed_text(point.manifest.step, plan))
-    return Start(generation=generation, steps_done=point.manifest.step, resume_from=point.path.name)
+        return Start(generation=generation, numbers=numbers)
+    screen.print(resumed_text(steps_done, plan))
+    return Start(generation=generation, steps_done=steps_done, resume_from=point.path.name, numbers=numbers)
 
 
 def resumed_text(step: int, plan: Plan) -> str:

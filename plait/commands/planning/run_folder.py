@@ -83,6 +83,11 @@ class RunFolder:
         return self.path / "incidents.jsonl"
 
     @property
+    def starts(self) -> Path:
+        """One line for each start of the workers: its number, and the steps done before it."""
+        return self.path / "starts.jsonl"
+
+    @property
     def base(self) -> Path:
         """The small files of the model that the run goes on from: config, tokenizer, licence; no weights."""
         return self.path / "base"

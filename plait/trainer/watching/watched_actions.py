@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -11,10 +12,13 @@ import torch
 from plait.launch.values.progress import ProgressReport
 from plait.parallel.mesh import Sums
 from plait.report.memory import LiveTensorPeak, peak_rss_bytes
+from plait.report.sinks import Sink
 from plait.trainer.assemble import Assembly
-from plait.trainer.loop import LoopActions
-from plait.trainer.state import TrainState
+from plait.trainer.divergence import BadStep, NumberGuard
+from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
+from plait.trainer.state import TrainState, past_skipped
 from plait.trainer.step import Scalars
+from plait.trainer.watching.planted import with_planted_faults
 
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
@@ -52,6 +56,29 @@ def watched(actions: LoopActions, progress: ProgressReport) -> LoopActions:
         agree=_in_phase("the agreement after the step", actions.agree, progress),
         rebalance_if_due=_in_phase("balancing", actions.rebalance_if_due, progress),
     )
+
+
+def run_guarded(
+    state: TrainState,
+    intervals: LoopIntervals,
+    actions: LoopActions,
+    sink: Sink,
+    asked: Mapping[str, Any],
+    context: WorkerContext,
+    assembly: Assembly,
+) -> None:
+    """Run the loop; rank 0 tells where it ended at a step with bad numbers.
+
+    Of the worker's argument, `asked["folder"]` is the run's, `asked["skipped"]` are the steps that take the batch after
+    their own, and `asked["guard"]` the fields of a NumberGuard.
+    """
+    skipped, batch_sequences = frozenset(asked["skipped"]), assembly.plan.batch_sequences
+    actions = with_planted_faults(actions, assembly, Path(asked["folder"]), context.rank)
+    step = actions.step
+    passing = replace(actions, step=lambda state: step(past_skipped(state, skipped, batch_sequences)))
+    _, end = run_loop(state, intervals, passing, sink, NumberGuard(**asked["guard"]))
+    if isinstance(end, BadStep) and context.rank == 0:
+        context.send("bad step", **asdict(end))
 
 
 def _in_phase(name: str, act: Callable[_Arguments, _Result], progress: ProgressReport) -> Callable[_Arguments, _Result]:
