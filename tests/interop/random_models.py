@@ -31,6 +31,8 @@ def random_mixture_config(seed: int) -> Any:
     if family == "olmoe":
         values.pop("head_dim", None)  # its class computes it, and takes no other
         values.pop("sliding_window")
+    if family == "mixtral":  # its class stretches no rotary positions of heads whose width is left open
+        values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
     return CONFIG_MAPPING[family](**values, initializer_range=0.15, attn_implementation="sdpa")
 
 
