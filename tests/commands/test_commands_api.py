@@ -139,12 +139,14 @@ def test_every_function_has_a_command_or_is_about_values() -> None:
     with_command = {"train", "join", "plan", "verify", "probe", "sample", "chat", "export", "run"} & set(plait.__all__)
     named_otherwise = {"evaluate": "eval", "prepare_data": "data"}
     about_values = {"load_recipe", "runs"}
-    within_programs = {"spread", "broadcast", "all_reduce", "convert_batch_norm"}
+    within_programs = {"spread", "broadcast", "all_reduce", "rank", "size", "convert_batch_norm"}
     old = {"join_run", "train_recipe"}
     functions = {name for name in plait.__all__ if isinstance(getattr(plait, name), FunctionType)}
     assert functions == with_command | named_otherwise.keys() | about_values | within_programs | old
     # plait new writes a file for people, status is Run.account, and a drill is for people who watch it.
-    assert commands == with_command | set(named_otherwise.values()) | {"new", "status", "drill"}
+    by_hand = {"new", "status", "drill"}
+    of_clusters = {"submit", "logs", "stop", "fetch", "node"}
+    assert commands == with_command | set(named_otherwise.values()) | by_hand | of_clusters
 
 
 CALLS = (
