@@ -164,6 +164,11 @@ def _spread_programs(path: Path) -> Figures:
     return found
 
 
+def _real_model(path: Path) -> Figures:
+    found = json.loads(path.read_text())
+    return {"kilobytes": found["bytes"] // 1000, "difference": f"{found['difference']:.0e}".replace("e-0", "e-")}
+
+
 def _ratio_text(ratio: Mapping[str, float]) -> str:
     return f"{ratio['ratio']:.2f} ({ratio['least_ratio']:.2f} … {ratio['greatest_ratio']:.2f})"
 
@@ -178,6 +183,7 @@ _READERS: dict[str, Callable[[Path], Figures]] = {
     "first-run": _first_run,
     "strands": _strands,
     "spread": _spread_programs,
+    "real-model": _real_model,
     "lab": _lab,
     "lab-2026-11-25-quick": _lab_quick,
     "unequal": _unequal,
