@@ -4,7 +4,7 @@
 
 The recipes are the default one (recipes/01-shakespeare.toml, its own model) and the same text with 11 million
 parameters. Both precisions of a seed run at the same time, on half of the cores each, and take the same steps. Written
-to benchmarks/results; about a quarter of an hour on two cores.
+to benchmarks/results. A pair of the default recipe takes some ten minutes on two cores, the whole about an hour.
 """
 
 from __future__ import annotations
