@@ -27,10 +27,11 @@ def packing_lines(config: RunConfig, corpus: Corpus) -> list[str]:
     sequence = max(USUAL_WINDOW, sizes.longest_example) if named == "auto" else named
     packed = sizes.packed(sequence, config.data.overlong)
     learned = sum(int((shard.mask == 0).sum()) for shard in corpus.train if shard.mask is not None)
+    asked = "" if named != "auto" else " (the plan chooses their length: plait plan)"
     lines = [
         f"learnt   {learned / corpus.train_tokens:.1%} of the tokens; the others are only read",
-        f"packing  {packed.windows:,} windows of {sequence} tokens, {packed.share:.1%} full; the longest example has "
-        f"{counted(sizes.longest_example, 'token', ',')}",
+        f"packing  {packed.windows:,} windows of {sequence} tokens, {packed.share:.1%} full{asked}; "
+        f"the longest example has {counted(sizes.longest_example, 'token', ',')}",
     ]
     if packed.overlong:
         fates = {"refuse": "refused", "drop": "left out", "cut": "cut at a window's end"}
