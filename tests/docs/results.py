@@ -169,6 +169,18 @@ def _real_model(path: Path) -> Figures:
     return {"kilobytes": found["bytes"] // 1000, "difference": f"{found['difference']:.0e}".replace("e-0", "e-")}
 
 
+def _finetune_speed(path: Path) -> Figures:
+    """By kind of comparison: speed over TRL's, and peak memory over TRL's."""
+    found = json.loads(path.read_text())["results"]
+    return {
+        kind: {what: _median_text(one[f"{what}_ratios"]) for what in ("speed", "memory")} for kind, one in found.items()
+    }
+
+
+def _median_text(ratios: list[float]) -> str:
+    return f"{median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})"
+
+
 def _ratio_text(ratio: Mapping[str, float]) -> str:
     return f"{ratio['ratio']:.2f} ({ratio['least_ratio']:.2f} … {ratio['greatest_ratio']:.2f})"
 
@@ -183,6 +195,7 @@ _READERS: dict[str, Callable[[Path], Figures]] = {
     "first-run": _first_run,
     "strands": _strands,
     "spread": _spread_programs,
+    "finetune-speed": _finetune_speed,
     "real-model": _real_model,
     "lab": _lab,
     "lab-2026-11-25-quick": _lab_quick,
