@@ -17,6 +17,7 @@ from plait.checkpoint.shared_disk import names_now
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest, choose_secret
 from plait.commands.join import join
 from plait.commands.monitoring.finish import is_finished
+from plait.commands.planning.folder_lock import FolderTaken
 from plait.commands.planning.run_folder import run_folder
 from plait.commands.programs.run_program import run_program
 from plait.commands.train import train
@@ -34,6 +35,8 @@ from plait.units import counted
 JOIN_AT_LATEST_S = 3600.0
 NAME_AT_LATEST_S = 180.0
 """Names of pods are known some time after the pods are."""
+EARLIER_START_ENDS_S = 600.0
+"""A host that is alone finds the others lost within seconds; a network disk lets a lost host's locks go in minutes."""
 _LOOK_EVERY_S = 0.5
 
 
@@ -109,6 +112,23 @@ def _heed_warning() -> None:
 
 
 def _run(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> StoppedBy:
+    """Run it; of a job that its scheduler started again an earlier start may not have ended yet, which is waited
+    for."""
+    is_again = int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
+    deadline, told = time.monotonic() + EARLIER_START_ENDS_S, False
+    while True:
+        try:
+            return _run_once(target, hosts, screen)
+        except FolderTaken as error:
+            if not is_again or time.monotonic() > deadline:
+                raise
+            if not told:
+                screen.print(f"waits    {str(error).partition(';')[0]}: an earlier start of this job on a lost node")
+            told = True
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _run_once(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> StoppedBy:
     path = Path(target[0])
     if is_program(target):
         return run_program(path, target[1:], hosts=hosts, screen=screen)
