@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from plait.launch.local.run import ForkServer
-from plait.launch.remote.connection_loop import ConnectionLoop
+from plait.launch.network.connection_loop import ConnectionLoop
 from plait.launch.remote.handshake import greet_leader
 from plait.launch.remote.link import HostConnection, Pulse, Reply, part_from_all
 from plait.launch.remote.listener import JoinListener

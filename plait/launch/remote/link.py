@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.remote.connection_loop import ConnectionLoop
+from plait.launch.network.connection_loop import ConnectionLoop
 from plait.launch.remote.messages import Answer, Farewell, Question, UnexpectedMessage, parse_message
 from plait.launch.remote.wire import Frame, Wire, WireEnded
 from plait.launch.values.failed_job import error_for_caller

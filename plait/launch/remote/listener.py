@@ -14,7 +14,7 @@ from typing import Any
 
 from plait.checked_json import one_line
 from plait.errors import PlaitError
-from plait.launch.remote.connection_loop import ConnectionLoop
+from plait.launch.network.connection_loop import ConnectionLoop
 from plait.launch.remote.handshake import Refused, greet_joiner
 from plait.launch.remote.interface import interface_of
 from plait.launch.remote.link import HostConnection, Pulse
