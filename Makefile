@@ -90,9 +90,11 @@ test-newest:  ## on the oldest and the newest Debian that are supported, in chro
 	tests/newest/run.sh train stable
 	tests/newest/run.sh suite stable
 
-slurm: env-dev  ## a real Slurm of four nodes on this machine, and runs on it; needs root, Debian, some minutes
+ROUNDS ?= 1
+
+slurm: env-dev  ## a real Slurm of four nodes on this machine, and runs on it; needs root, Debian, a quarter of an hour a round
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null || apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client munge
-	$(BIN)/python -m pytest tests/slurm/real_slurm.py
+	PLAIT_SLURM_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/slurm/real_slurm.py
 
 check: env-dev  ## style and types
 	$(BIN)/ruff format --check .

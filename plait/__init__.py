@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from plait.cluster.cluster import Cluster
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.runs import Run, runs
+    from plait.commands.submitting.job import SubmittedJob, submit
     from plait.custom.collectives import all_reduce, broadcast, rank, size
     from plait.custom.cutting import BatchCut
     from plait.custom.exact_norm.batch_norm import convert_batch_norm
@@ -46,6 +47,7 @@ __all__ = [
     "Run",
     "RunFailed",
     "SpreadRun",
+    "SubmittedJob",
     "Verdict",
     "all_reduce",
     "broadcast",
@@ -65,6 +67,7 @@ __all__ = [
     "sample",
     "size",
     "spread",
+    "submit",
     "train",
     "train_recipe",
     "verify",
@@ -78,6 +81,7 @@ _HOMES = {
     "PlaitError": "plait.errors",
     "ProgramFailed": "plait.errors",
     "SpreadRun": "plait.custom.run",
+    "SubmittedJob": "plait.commands.submitting.job",
     "all_reduce": "plait.custom.collectives",
     "broadcast": "plait.custom.collectives",
     "rank": "plait.custom.collectives",
@@ -89,6 +93,7 @@ _HOMES = {
     "Run": "plait.commands.runs",
     "RunFailed": "plait.errors",
     "Verdict": "plait.proof.verdict",
+    "submit": "plait.commands.submitting.job",
     "chat": "plait.api_models",
     "evaluate": "plait.api_models",
     "export": "plait.api_models",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from json import loads
 from pathlib import Path
 
 from plait.checkpoint.durable import earlier_checkpoints
 from plait.checkpoint.manifest import StoredPart, parse_parts
+from plait.checkpoint.shared_disk import names_now, size_now
 from plait.errors import RunFailed
 
 SILENCE_LIMIT_S = 60.0
@@ -44,7 +44,7 @@ def await_parts(
     missing = list(range(world_size))
     seen, news_at = -1, time.monotonic()
     began = news_at
-    while missing := [rank for rank in missing if not (staging / part_files(rank)[1]).exists()]:
+    while missing := _without(names_now(staging), missing):
         _raise_refusal(staging, missing)
         arrived, now = _bytes_in(staging), time.monotonic()
         if arrived != seen:
@@ -52,6 +52,11 @@ def await_parts(
         if now - news_at > quiet_s or now - began > in_all_s:
             raise RunFailed(_too_late(missing, now - began, staging.parent))
         threading.Event().wait(_LOOK_EVERY_S)
+
+
+def _without(names: Collection[str], ranks: Sequence[int]) -> list[int]:
+    """Those of these ranks whose list is not among the names."""
+    return [rank for rank in ranks if part_files(rank)[1] not in names]
 
 
 def refuse_part(staging: Path, rank: int, sentence: str) -> None:
@@ -81,12 +86,11 @@ def _raise_refusal(staging: Path, missing: Sequence[int]) -> None:
 
 def _bytes_in(staging: Path) -> int:
     total = 0
-    with os.scandir(staging) as entries:
-        for entry in entries:
-            try:
-                total += entry.stat().st_size
-            except FileNotFoundError:  # renamed between the two looks
-                total += 1
+    for name in names_now(staging):
+        try:
+            total += size_now(staging / name)
+        except FileNotFoundError:  # renamed between the two looks
+            total += 1
     return total
 
 

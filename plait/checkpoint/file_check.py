@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from plait.checkpoint.manifest import MANIFEST, StoredPart, safetensors_header
+from plait.checkpoint.shared_disk import size_now
 from plait.errors import PlaitError
 
 
@@ -55,7 +56,7 @@ def check_file_layout(path: Path, parts: Sequence[StoredPart]) -> list[StoredPar
         raise PlaitError(
             f"{path} is missing; bring it back, or move {path.parent} away to go on from an older checkpoint"
         )
-    size, wanted = path.stat().st_size, len(header) + sum(part.nbytes for part in parts)
+    size, wanted = size_now(path), len(header) + sum(part.nbytes for part in parts)
     if size != wanted:
         raise damaged_file(path, f"it has {size} bytes instead of {wanted}")
     with path.open("rb") as file:

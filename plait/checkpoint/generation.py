@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait.checkpoint.durable import sync_folder, write_durably
+from plait.checkpoint.durable import write_durably
+from plait.checkpoint.shared_disk import names_now, rename_for_all, sync_folder
 from plait.errors import RunFailed
 from plait.regular_file import read_regular_file
 
@@ -16,7 +17,7 @@ def raise_generation(run: Path) -> int:
     number = read_generation(run) + 1
     aside = run / f"{_FILE}.new"
     write_durably(aside, f"{number}\n".encode())
-    aside.rename(run / _FILE)
+    rename_for_all(aside, run / _FILE)
     sync_folder(run)
     return number
 
@@ -24,6 +25,7 @@ def raise_generation(run: Path) -> int:
 def read_generation(run: Path) -> int:
     """The number of the newest start; 0 where there was none, or its number cannot be read."""
     try:
+        names_now(run)  # a start on another host may have raised it a moment ago
         return int(read_regular_file(run / _FILE))
     except (OSError, ValueError):
         return 0

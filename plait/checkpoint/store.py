@@ -12,9 +12,10 @@ from itertools import groupby
 from pathlib import Path
 
 from plait.checkpoint.arrival import parse_list, part_files
-from plait.checkpoint.durable import clean_stop, sync_folder, write_durably
+from plait.checkpoint.durable import clean_stop, write_durably
 from plait.checkpoint.file_check import WHOLE_FILE, HashShare, check_file, check_file_layout, damaged_file
 from plait.checkpoint.manifest import MANIFEST, Manifest, StoredPart, manifest_text, parse_manifest, sort_parts
+from plait.checkpoint.shared_disk import names_now, rename_for_all, sync_folder
 from plait.errors import PlaitError, RunFailed
 from plait.regular_file import read_regular_file
 
@@ -70,9 +71,8 @@ def publish(
         manifest = parse_manifest(text)
         write_durably(staging / MANIFEST, text)
         keep = {MANIFEST} | {part.file for part in parts}
-        for path in staging.iterdir():
-            if path.name not in keep:
-                path.unlink()
+        for name in names_now(staging) - keep:
+            (staging / name).unlink()
         sync_folder(staging)
         _swap_in(staging, final)
         return manifest
@@ -158,8 +158,8 @@ def _swap_in(staging: Path, final: Path) -> None:
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    staging.rename(final)
+        rename_for_all(final, replaced)
+    rename_for_all(staging, final)
     sync_folder(final.parent)
     sync_folder(final.parent.parent)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -212,7 +212,7 @@ def _file_of(part: StoredPart) -> str:
 def _delete(path: Path) -> None:
     aside = path.with_name(f".{path.name.strip('.').removesuffix('.replaced')}.pruned")
     try:
-        path.rename(aside)
+        rename_for_all(path, aside)
     except OSError as error:
         raise RunFailed(
             f"could not delete the old checkpoint {path} ({error.strerror}); mend its rights and give the command again"

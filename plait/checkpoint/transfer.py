@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from plait.checkpoint.arrival import part_files, partial_name
-from plait.checkpoint.durable import clean_stop, require_space, sync_folder, write_durably
+from plait.checkpoint.durable import clean_stop, require_space, write_durably
 from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import ITEM_BYTES, Manifest, StoredPart, parts_text, safetensors_header, sort_parts
+from plait.checkpoint.shared_disk import rename_for_all, sync_folder
 from plait.errors import PlaitError, RunFailed
 
 DTYPES: dict[str, torch.dtype] = {
@@ -94,7 +95,7 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
         sync_folder(staging)
         # Nothing after the rename: rank 0, which waits for this name, may take the folder away at that moment. It also
         # has the disk keep the names.
-        aside.rename(staging / name)
+        rename_for_all(aside, staging / name)
 
 
 def read_tensor(path: Path, manifest: Manifest, tensor: str) -> torch.Tensor:

@@ -39,7 +39,7 @@ def submit_command(
 ) -> None:
     """Run on as many of a cluster's nodes as pay. Slurm, Kubernetes or ssh starts it."""
     from plait.commands.submitting.options import parse_kind, parse_scheduler
-    from plait.commands.submitting.submit import SubmitRequest, parse_machines, submit
+    from plait.commands.submitting.submit import SubmitRequest, parse_machines, submit_or_show
 
     request = SubmitRequest(
         target=tuple(target),
@@ -56,7 +56,7 @@ def submit_command(
     output = OptionalOutput(sys.stdout)
     # The files go to standard output alone, so that they can be handed to sbatch or kubectl as they are.
     screen = screen_on(sys.stderr if only_text and out is None else sys.stdout)
-    submit(request, deed="show" if only_text else "send", out=out, screen=screen, show=output.write)
+    submit_or_show(request, deed="show" if only_text else "send", out=out, screen=screen, show=output.write)
 
 
 def node_command(

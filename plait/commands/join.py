@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 from plait.commands.hosts.host_info import own_host_info
-from plait.commands.hosts.invitation import check_first_address
+from plait.commands.hosts.invitation import check_first_address, network_text
 from plait.commands.hosts.joined_host import JoinedHostFiles
 from plait.commands.planning.workers import ENTRIES
 from plait.commands.programs.program_file import PROGRAM_ENTRIES, program_hash, program_in_environment
@@ -37,6 +37,7 @@ def join(
     wire = connect(address, port, read_secret(str(secret_file) if secret_file else None))
     check_first_address(wire.local_address, "join by an address of host 0 that leads over it")
     screen.print(joining_text(at))
+    screen.print(network_text(wire.local_address))
 
     def say(line: str) -> None:
         screen.print(line)

@@ -14,6 +14,8 @@ LEADER_VARIABLE = "PLAIT_LEADER"
 """Name or address of node 0."""
 PORT_VARIABLE = "PLAIT_PORT"
 """Where node 0 listens."""
+GPUS_VARIABLE = "PLAIT_GPUS"
+"""How many GPUs a node was given for the run."""
 USUAL_PORT = 24717
 LONGEST_JOB_NAME = 40
 """Kubernetes adds to it, and takes 63 characters in all."""

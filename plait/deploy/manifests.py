@@ -242,6 +242,11 @@ def _plain_job(job: ClusterJob, request: KubernetesRequest) -> KubernetesObject:
 
 def _start_comments(job: ClusterJob, request: KubernetesRequest) -> tuple[str, ...]:
     """What the placement of the pods is for."""
+    host = (
+        "Pods use their machines' network, as asked (RDMA without a device plugin): a NetworkPolicy does not hold "
+        "there, so the machines' own network must be private.",
+    )
     zone = job.near or "all pods in one zone, if it has room: each step sends gradients between them"
     queued = (f"Kueue lets all pods of it in at once, or none (queue {request.queue}).",) if request.queue else ()
-    return (f"One pod a machine, with all devices of a tensor group; {zone}.", *queued)
+    host = host if request.network == "host" else ()
+    return (f"One pod a machine, with all devices of a tensor group; {zone}.", *queued, *host)

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.deploy.cluster_job import LEADER_VARIABLE, PORT_VARIABLE, RANK_VARIABLE, USUAL_PORT, ClusterJob
+from plait.deploy.cluster_job import (
+    GPUS_VARIABLE,
+    LEADER_VARIABLE,
+    PORT_VARIABLE,
+    RANK_VARIABLE,
+    USUAL_PORT,
+    ClusterJob,
+)
 
 USER_ID = 10001
 """Of the image that install/Containerfile makes, and of every pod."""
@@ -14,6 +21,9 @@ WORK_FOLDER = "/work"
 """Where the volume with text, runs and prepared data lies, and where the command works."""
 INPUT_FOLDER = "/etc/plait"
 CONTAINER = "node"
+READER_CONTAINER = "reader"
+READER_S = 3600
+"""Of a pod that only waits while files are copied: it ends by itself."""
 SECRET_KEY = "secret"
 _COMPLETION_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 SAME_ZONE = "topology.kubernetes.io/zone"
@@ -35,6 +45,10 @@ class KubernetesRequest:
     cpu: str = ""
     memory: str = ""
     gpu_resource: str = "nvidia.com/gpu"
+    rdma: str = ""
+    """A resource of the cluster's RDMA device plugin; each pod asks for one, and keeps its own network."""
+    network: str = ""
+    """ "host": pods use their machines' network, for RDMA that has no device plugin."""
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     """The recipe or the program by name: small texts that travel in a ConfigMap."""
 
@@ -51,19 +65,64 @@ def pod_template(job: ClusterJob, request: KubernetesRequest, leader: str) -> di
         "terminationGracePeriodSeconds": job.grace_s,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER_ID,
-            "runAsGroup": USER_ID,
-            "fsGroup": USER_ID,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": _pod_security(),
+        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if request.network == "host" else {}),
         **_places(job),
         "containers": [_container(job, request, leader)],
         "volumes": _volumes(job, request),
     }
     return {"metadata": {"labels": run_labels(job)}, "spec": spec}
+
+
+def _pod_security() -> dict[str, Any]:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER_ID,
+        "runAsGroup": USER_ID,
+        "fsGroup": USER_ID,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _container_security(request: KubernetesRequest | None) -> dict[str, Any]:
+    """Nothing but to run; RDMA keeps memory in place, which needs a capability of its own."""
+    lock = {"add": ["IPC_LOCK"]} if request is not None and request.rdma else {}
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"], **lock},
+    }
+
+
+def claim_name(job: ClusterJob, request: KubernetesRequest) -> str:
+    """The claim of the volume that the pods work on."""
+    return request.volume or f"{job.name}-work"
+
+
+def reader_pod(name: str, image: str, claim: str, namespace: str) -> dict[str, Any]:
+    """A pod that only waits, so that files of a run's volume can be copied once none of the run's own pods runs."""
+    labels = {"app.kubernetes.io/name": "plait-fetch", "app.kubernetes.io/instance": name}
+    container = {
+        "name": READER_CONTAINER,
+        "image": image,
+        "command": ["sleep", str(READER_S)],
+        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        "securityContext": _container_security(None),
+        "volumeMounts": [{"name": "work", "mountPath": WORK_FOLDER, "readOnly": True}],
+    }
+    spec = {
+        "restartPolicy": "Never",
+        "activeDeadlineSeconds": READER_S,
+        "terminationGracePeriodSeconds": 1,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": _pod_security(),
+        "containers": [container],
+        "volumes": [{"name": "work", "persistentVolumeClaim": {"claimName": claim}}],
+    }
+    about = {"name": f"{name}-fetch", **({"namespace": namespace} if namespace else {}), "labels": labels}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
 
 
 def _places(job: ClusterJob) -> dict[str, Any]:
@@ -90,6 +149,8 @@ def container_command(job: ClusterJob) -> list[str]:
 def container_variables(job: ClusterJob, leader: str) -> list[dict[str, Any]]:
     """The environment: which node this is, who leads, and the secret, which is no part of the manifest."""
     variables: list[dict[str, Any]] = [{"name": "HOME", "value": "/tmp"}, {"name": "PYTHONUNBUFFERED", "value": "1"}]
+    if gpus := job.groups[0].gpus:
+        variables.append({"name": GPUS_VARIABLE, "value": str(gpus)})
     if job.nodes == 1:
         return variables
     secret = {"secretKeyRef": {"name": f"{job.name}-join", "key": SECRET_KEY}}
@@ -107,6 +168,7 @@ def container_resources(job: ClusterJob, request: KubernetesRequest) -> dict[str
     gpus = job.groups[0].gpus
     cpu, memory = request.cpu or str(6 * gpus or 4), request.memory or f"{48 * gpus or 16}Gi"
     devices = {request.gpu_resource: gpus} if gpus else {}
+    devices |= {request.rdma: 1} if request.rdma else {}
     return {"requests": {"cpu": cpu, "memory": memory, **devices}, "limits": {"memory": memory, **devices}}
 
 
@@ -124,19 +186,14 @@ def _container(job: ClusterJob, request: KubernetesRequest, leader: str) -> dict
         "workingDir": WORK_FOLDER,
         "env": container_variables(job, leader),
         "resources": container_resources(job, request),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": _container_security(request),
         "volumeMounts": mounts,
     }
 
 
 def _volumes(job: ClusterJob, request: KubernetesRequest) -> list[dict[str, Any]]:
-    claim = request.volume or f"{job.name}-work"
     return [
-        {"name": "work", "persistentVolumeClaim": {"claimName": claim}},
+        {"name": "work", "persistentVolumeClaim": {"claimName": claim_name(job, request)}},
         {"name": "input", "configMap": {"name": f"{job.name}-input"}},
         {"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},

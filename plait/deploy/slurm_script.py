@@ -78,12 +78,16 @@ def _meeting_lines(job: ClusterJob) -> list[str]:
         *lines,
         f'first=$(scontrol show hostnames "{list_of_nodes}" | head -n 1)',
         f"{LEADER_VARIABLE}=$(scontrol show node \"$first\" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')",
-        f"export {LEADER_VARIABLE} {PORT_VARIABLE}=$((20000 + SLURM_JOB_ID % 10000))  # two jobs of a node do not meet",
+        f"export {LEADER_VARIABLE} {PORT_VARIABLE}=$((20000 + (SLURM_JOB_ID + 7 * ${{SLURM_RESTART_COUNT:-0}}) % "
+        f"10000))",
+        "# two jobs of a node do not meet, nor do two starts of one job, of which a lost node may still have the first",
     ]
 
 
 def _launch_lines(job: ClusterJob, request: SlurmRequest) -> list[str]:
-    secret = [] if job.nodes == 1 else ["--secret-file", f".plait/{job.name}.secret"]
+    secret = (
+        [] if job.nodes == 1 else ["--secret-file", _Shell(f'".plait/{job.name}-${{SLURM_RESTART_COUNT:-0}}.secret"')]
+    )
     srun = ["srun", "--kill-on-bad-exit=0", f"--wait={LAST_JOIN_S}", "--cpu-bind=none", *_het_groups(job)]
     agent = [request.python, *node_arguments(job, secret)]
     checked = ["bash", "-c", _NO_PYTHON]

@@ -126,6 +126,22 @@ def test_every_value_shows_itself(place: Path) -> None:
         assert html.startswith("<") and "<script" not in html and len(html) > 15
 
 
+def test_a_job_shows_what_would_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("import plait\n")
+    job = plait.submit(
+        "own.py", ["--epochs", "3"], on="slurm", cluster="4x(8xH100)", nodes=2, deed="show", progress="off",
+        options={"partition": "gpu", "time": "2 hours"},
+    )  # fmt: skip
+    assert job.name == "own" and "#SBATCH --partition=gpu" in str(job) and "own.py --epochs 3" in job.text
+    typed = command(
+        "submit", "--on", "slurm", "--cluster", "4x(8xH100)", "--nodes", "2", "--with", "partition=gpu", "--time",
+        "2 hours", "--dry-run", "--", "own.py", "--epochs", "3",
+    )  # fmt: skip
+    assert typed.endswith(job.text)
+    assert list(tmp_path.iterdir()) == [tmp_path / "own.py"]
+
+
 def test_a_run_on_its_way_says_where_it_stands(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "work" / "runs", tmp_path / "runs")
     (tmp_path / "runs" / "play" / "receipt.json").unlink()
@@ -136,7 +152,9 @@ def test_a_run_on_its_way_says_where_it_stands(place: Path, tmp_path: Path) -> N
 def test_every_function_has_a_command_or_is_about_values() -> None:
     """A new function or command needs a line here, and its place in the comparison above."""
     commands = {(info.name or info.callback.__name__) for info in app.registered_commands if info.callback}
-    with_command = {"train", "join", "plan", "verify", "probe", "sample", "chat", "export", "run"} & set(plait.__all__)
+    with_command = {"train", "join", "plan", "verify", "probe", "sample", "chat", "export", "run", "submit"} & set(
+        plait.__all__
+    )
     named_otherwise = {"evaluate": "eval", "prepare_data": "data"}
     about_values = {"load_recipe", "runs"}
     within_programs = {"spread", "broadcast", "all_reduce", "rank", "size", "convert_batch_norm"}
@@ -145,7 +163,7 @@ def test_every_function_has_a_command_or_is_about_values() -> None:
     assert functions == with_command | named_otherwise.keys() | about_values | within_programs | old
     # plait new writes a file for people, status is Run.account, and a drill is for people who watch it.
     by_hand = {"new", "status", "drill"}
-    of_clusters = {"submit", "logs", "stop", "fetch", "node"}
+    of_clusters = {"logs", "stop", "fetch", "node"}
     assert commands == with_command | set(named_otherwise.values()) | by_hand | of_clusters
 
 
@@ -217,6 +235,13 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.evaluate("play", "play.txt", folder="work"), r"files = .* give a list of texts"),
     (lambda: plait.Run("work"), r'there is no run "work"'),
     (lambda: plait.probe(workers=True), r"workers = True is not usable"),
+    (lambda: plait.submit("a.py", on="pbs"), r'on = .pbs. is not usable; give "slurm", "ssh" or "kubernetes"'),  # type: ignore[arg-type]
+    (lambda: plait.submit("a.py", on="ssh", options={"machines": "ann"}), r"machines = .* give a list of texts"),
+    (lambda: plait.submit("a.py", on="ssh", options={"machines": ["-oProxy"]}), r"no name of a machine"),
+    (lambda: plait.submit("a.py", on="slurm", options={"gpus": "8"}), r"gpus = '8' is not usable"),
+    (lambda: plait.submit("a.py", on="slurm", nodes=0), r"nodes = 0 is too small"),
+    (lambda: plait.submit("a.py", on="slurm", options=["a=b"]), r"options = .* give a dict"),  # type: ignore[arg-type]
+    (lambda: plait.SubmittedJob(name="nobody").state, r'no job "nobody" was submitted'),
 )
 
 

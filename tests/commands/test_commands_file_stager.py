@@ -71,8 +71,27 @@ def job_folder(at: Path) -> Path:
 
 
 def freight(*others: Neighbour) -> tuple[FileStager, list[str]]:
+    """A stager, and what it says beside who shares the folder."""
+    sender, told = speaking(*others)
+    told[:] = [line for line in told if not line.startswith("folder ")]
+    return sender, told
+
+
+def speaking(*others: Neighbour) -> tuple[FileStager, list[str]]:
     told: list[str] = []
     return FileStager(others, HOME, told.append), told
+
+
+def test_who_shares_the_folder_is_said_once(here: Path, other: Neighbour) -> None:
+    same = Neighbour(here, 2)
+    sender, told = speaking(same, other)
+    sender.stage_job_files(HOME, "run")
+    sender.stage_job_files(HOME, "run")
+    shared, apart = [line for line in told if line.startswith("folder ")]
+    assert (
+        shared.startswith("folder   runs/x (") and ") is also that of host-2, which saw a file that was just" in shared
+    )
+    assert apart.startswith(f"folder   {other.name} shares no folder with this host: data are sent once")
 
 
 def test_a_host_with_the_same_folder_is_sent_nothing(here: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from plait.commands.submitting import node
 from plait.commands.submitting.node import NodePlace, work_on_node
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.secret import new_secret
@@ -34,6 +35,40 @@ def test_a_node_that_comes_too_late_says_so_at_once(tmp_path: Path, target: tupl
     with pytest.raises(RunFailed, match="node 0 ended before this node could join it"):
         work_on_node(target, place, SilentScreen())
     assert 0.9 < time.monotonic() - began < 20
+
+
+class Recording(SilentScreen):
+    """Keeps what is printed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_host_that_takes_its_own_name_for_loopback_leads_where_others_reach_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Debian's /etc/hosts and many containers have it; an address that was named, and a real name, stay."""
+    own = {"127.0.0.1": "lo", "10.0.0.5": "eth0", "fd00::5": "eth0"}
+    known = {"node-1": ["127.0.1.1"], "node-2": ["10.9.9.9", "10.0.0.5"], "127.0.0.1": ["127.0.0.1"]}
+    monkeypatch.setattr(node, "local_addresses", lambda: own)
+    monkeypatch.setattr(node, "_addresses_of", known.__getitem__)
+    screen = Recording()
+    assert node._own_address("127.0.0.1", screen) == "127.0.0.1"
+    assert node._own_address("node-2", screen) == "10.0.0.5" and not screen.lines
+    del own["fd00::5"]
+    assert node._own_address("node-1", screen) == "10.0.0.5"
+    assert screen.lines[0].startswith("address  10.0.0.5: node-1 means 127.0.1.1 here, by which no other host")
+    del own["10.0.0.5"]
+    monkeypatch.setattr(node.socket.socket, "connect", unreachable)
+    with pytest.raises(PlaitError, match=r"this host has no other; have the name mean the address"):
+        node._own_address("node-1", screen)
+
+
+def unreachable(one: object, address: object) -> None:
+    raise OSError(101, "Network is unreachable")
 
 
 def test_a_secret_that_is_none_is_not_tried_again(tmp_path: Path, target: tuple[str, ...]) -> None:

@@ -20,19 +20,18 @@ from plait.commands.submitting.machines import (
     slurm_cluster,
     slurm_nodes,
 )
-from plait.commands.submitting.node import NodePlace, network_text
+from plait.commands.submitting.node import NodePlace
 from plait.commands.submitting.options import parse_kind, parse_options, parse_scheduler, parse_time_s
+from plait.commands.submitting.over_ssh.files import lock_lines
+from plait.commands.submitting.over_ssh.sending import parse_ssh_answer
 from plait.commands.submitting.records import Submitted, find_record, keep_record
 from plait.commands.submitting.scaling import NodesForecast, Scaling, pays_sentences, scaled, scaling_table
-from plait.commands.submitting.ssh import parse_ssh_answer
-from plait.commands.submitting.ssh_files import lock_lines
-from plait.commands.submitting.submit import SubmitRequest, parse_machines, submit
+from plait.commands.submitting.submit import SubmitRequest, parse_machines, submit_or_show
 from plait.commands.submitting.submitted import end_job, job_state_line
 from plait.commands.submitting.tools import complaint_text
 from plait.deploy.cluster_job import cluster_job_name
 from plait.deploy.slurm_script import slurm_time
 from plait.errors import PlaitError
-from plait.launch.values.network import network_lines, network_variables
 from plait.layout import Layout
 from plait.planner.plan import Plan
 from plait.screen.terminal import TerminalScreen
@@ -185,15 +184,6 @@ def test_times_and_names_as_schedulers_write_them() -> None:
     assert len(cluster_job_name("a" * 99)) == 40
 
 
-def test_each_variable_of_the_network_is_told_with_its_reason() -> None:
-    several, one = network_variables("eth0", spans_hosts=True), network_variables("lo", spans_hosts=False)
-    assert [each.name for each in several] == ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] and len(one) == 1
-    lines = network_lines(several, {"NCCL_SOCKET_IFNAME": "ib0"}, address="10.0.0.1", mtu=9000)
-    assert lines[0] == "network  10.0.0.1 on eth0, packets of 9,000 bytes at most (MTU)"
-    assert "GLOO_SOCKET_IFNAME=eth0: " in lines[1] and lines[2].endswith("NCCL_SOCKET_IFNAME=ib0 stays as you set it")
-    assert network_text("127.0.0.1").startswith("network  127.0.0.1 on lo")
-
-
 def test_the_lock_file_names_all_that_plait_needs_here() -> None:
     names = {line.split("==")[0] for line in lock_lines("plait") if "==" in line}
     assert {"torch", "numpy", "pydantic", "pydantic-core"} <= {name.replace("_", "-") for name in names}
@@ -234,7 +224,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
 def send(request: SubmitRequest) -> str:
     told = io.StringIO()
     screen = TerminalScreen(Console(file=told, width=100))
-    submit(request, deed="send", out=None, screen=screen, show=lambda text: None)
+    submit_or_show(request, deed="send", out=None, screen=screen, show=lambda text: None)
     return told.getvalue()
 
 

@@ -30,6 +30,14 @@ def complaints(value: Mapping[str, Any], version: str) -> list[str]:
     return [f"{kind} {'.'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in found]
 
 
+def pod_complaints(spec: Mapping[str, Any], version: str) -> list[str]:
+    """What the schema of pods says against a pod's spec, in one version of Kubernetes."""
+    whole = json.loads((HERE / "core" / f"{version}.json").read_text())
+    [name] = [name for name in whole["$defs"] if name.endswith("core.v1.PodSpec")]
+    found = Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": whole["$defs"]}).iter_errors(spec)
+    return [f"{'.'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in found]
+
+
 def _without_kind(value: Mapping[str, Any]) -> dict[str, Any]:
     return {key: inner for key, inner in value.items() if key != "metadata"}
 

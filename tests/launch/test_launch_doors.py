@@ -9,7 +9,12 @@ import pytest
 
 from plait.errors import PlaitError
 from plait.launch.remote import connectivity
-from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
+from plait.launch.remote.connectivity import (
+    ALL_PAIRS_AT_MOST,
+    ConnectivityListener,
+    check_connectivity,
+    neighbours_of,
+)
 from plait.launch.remote.link import Reply
 
 
@@ -47,7 +52,7 @@ def test_hosts_that_reach_each_other_are_left_as_they_were() -> None:
         own = door.ask
         door.ask = lambda kind, values, own=own, name=door.name: asked.append((name, kind)) or own(kind, values)
     check_connectivity(first, others)
-    assert sorted(asked) == [(name, kind) for name in "bc" for kind in ("door", "knock", "knock", "shut")]
+    assert sorted(asked) == [(name, kind) for name in "bc" for kind in ("door", "knock", "shut")]
     for door in (first, *others):
         assert door._listener is None
 
@@ -80,6 +85,18 @@ def test_a_host_that_drops_what_comes_in_is_found_within_seconds(monkeypatch: py
     assert door._listener is not None
     door._listener.listen(0)
     waiting = [ConnectivityListener("a", "127.0.0.1") for _ in range(3)]
-    whys = [one.ask("knock", {"address": "127.0.0.2", "port": port}).values["why"] for one in waiting]
+    doors = [{"address": "127.0.0.2", "port": port}]
+    whys = [one.ask("knock", {"doors": doors}).values["whys"][0] for one in waiting]
     door.close()
     assert whys[-1] == "timed out"
+
+
+@pytest.mark.parametrize("hosts", [2, 3, ALL_PAIRS_AT_MOST, ALL_PAIRS_AT_MOST + 1, 257, 1024])
+def test_each_host_of_many_knocks_at_few_and_is_knocked_at_by_as_many(hosts: int) -> None:
+    """So that one that takes nothing is found from several sides, and one that nothing leaves finds several closed."""
+    knocks = [neighbours_of(at, hosts) for at in range(hosts)]
+    heard = [sum(to in one for one in knocks) for to in range(hosts)]
+    most = hosts - 1 if hosts <= ALL_PAIRS_AT_MOST else hosts.bit_length() + 1
+    assert all(at not in one and min(one) >= 0 and max(one) < hosts for at, one in enumerate(knocks))
+    assert max(map(len, knocks)) <= most and min(heard) >= min(hosts - 1, 4)
+    assert all(0 in one for one in knocks[1:])  # rank 0's store is there

@@ -15,7 +15,7 @@ from plait.commands.hosts.file_names import check_file_name, safe_path
 from plait.commands.hosts.file_transfer import FileEntry, fetch_file, file_entries_of, named_entries, send_folder
 from plait.commands.hosts.replies import FolderReply, NamesReply, Peer, SharedReply, parse_reply
 from plait.commands.hosts.requests import StagedKind
-from plait.commands.hosts.shared_folder import write_nonce
+from plait.commands.hosts.shared_folder import mount_of, shared_folder_lines, write_nonce
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder
 from plait.data.shards import open_corpus
@@ -27,6 +27,7 @@ from plait.units import format_bytes
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 _T = TypeVar("_T")
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
 class JoinedHost(Peer, Protocol):
@@ -114,10 +115,16 @@ class FileStager:
                 for folder in (self._run_folder, self._working.cache)
                 for name, content in [stack.enter_context(write_nonce(folder))]
             ]
-            replies = [
-                parse_reply(SharedReply, member, member.ask("see", {"nonces": nonces})) for member in self._members
-            ]
-        return {member.host: reply.shared for member, reply in zip(self._members, replies, strict=True)}
+            replies = _run_on_all_hosts(
+                self._members, lambda member: parse_reply(SharedReply, member, member.ask("see", {"nonces": nonces}))
+            )
+        found = {member.host: reply.shared for member, reply in zip(self._members, replies, strict=True)}
+        shared = [member.name for member in self._members if found[member.host]]
+        apart = [member.name for member in self._members if not found[member.host]]
+        mount = mount_of(self._run_folder, _MOUNTS.read_text(encoding="utf-8", errors="replace"))
+        for line in shared_folder_lines(shared, apart, str(self._run_folder), mount):
+            self._log(line)
+        return found
 
     def _shared_job_folder(self, member: JoinedHost, folder: Path) -> JobFolder | None:
         """Where a folder is on a host that shares the run's folder and the cache; None where it is in neither."""

@@ -10,7 +10,10 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from plait.errors import PlaitError
+from plait.launch.network.facts import network_facts
+from plait.launch.network.variables import network_lines
 from plait.launch.remote.interface import interface_of, local_addresses
+from plait.launch.remote.link import DEFAULT_PULSE
 from plait.launch.remote.secret import SECRET_VARIABLE, Secret, new_secret, read_secret
 
 
@@ -45,6 +48,12 @@ def choose_address(requested: str | None) -> str:
             found if usual else "this machine has no address for others; connect it, or name one: --address"
         )
     return usual[0]
+
+
+def network_text(address: str) -> str:
+    """The interface that a run's workers meet on here, and what they are told of it, with the reasons."""
+    facts = network_facts(interface_of(address), is_ipv6=":" in address)
+    return "\n".join(network_lines(facts, os.environ, address=address, lost_after_s=DEFAULT_PULSE.lost_after_s))
 
 
 def check_first_address(address: str, advice: str) -> None:

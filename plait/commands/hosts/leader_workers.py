@@ -20,7 +20,7 @@ from plait.commands.hosts.host_info import (
     why_host_cannot_join,
 )
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
-from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text
+from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text, network_text
 from plait.commands.hosts.job_argument import joined_host_part, own_part, read_job_argument
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.measuring import MachineSurvey
@@ -223,6 +223,7 @@ def leader_workers(
         entries=ENTRIES,
         working_folder=working.path,
     ) as hosts:
+        log(network_text(address))
         log(invitation_text(members, hosts.join_address, told))
 
         def check(host_info: Mapping[str, Any]) -> str | None:

@@ -1,14 +1,16 @@
-"""A working folder of several hosts: whether two work in the same one (one writes a nonce, the other looks for it), and
-its lock."""
+"""A working folder of several hosts: whether two work in the same one (one writes a nonce, the other looks for it),
+what that means for a run, and its lock."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from plait.checkpoint.shared_disk import names_now
 from plait.commands.hosts.file_names import safe_path
 from plait.commands.hosts.file_transfer import convert_disk_errors
 from plait.commands.planning.folder_lock import hold_lock
@@ -40,6 +42,8 @@ def has_nonce(folder: Path, name: str, content: str) -> bool:
     """
     path = safe_path(folder, name)
     try:
+        if name not in names_now(path.parent):
+            return False
         if path.read_text(encoding="ascii") != content:
             return False
     except PermissionError:
@@ -54,6 +58,69 @@ def has_nonce(folder: Path, name: str, content: str) -> bool:
         own.write_bytes(b"")
         own.unlink()
     return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """The file system that a folder is on: its kind, such as nfs4, and how it is mounted."""
+
+    kind: str
+    options: frozenset[str]
+
+
+def mount_of(folder: Path, mounts: str) -> Mount:
+    """The mount of a folder, in the text of /proc/self/mountinfo (proc_pid_mountinfo(5)); a later one hides an
+    earlier."""
+    place, found = folder.resolve(), Mount(kind="", options=frozenset())
+    longest = -1
+    for line in mounts.splitlines():
+        before, sign, after = line.partition(" - ")
+        fields, more = before.split(), after.split()
+        if not sign or len(fields) < 6 or len(more) < 3:
+            continue
+        point = fields[4].replace("\\040", " ")
+        if place.is_relative_to(point) and len(point) >= longest:
+            longest = len(point)
+            options = frozenset((*fields[5].split(","), *more[2].split(",")))
+            found = Mount(kind=more[0], options=options)
+    return found
+
+
+def shared_folder_lines(shared: Sequence[str], apart: Sequence[str], folder: str, mount: Mount) -> list[str]:
+    """What it means for a run which other hosts share its folder; said once."""
+    lines = []
+    if shared:
+        kind = f" ({mount.kind})" if mount.kind else ""
+        lines.append(
+            f"folder   {folder}{kind} is also that of {_names(shared)}, which saw a file that was just written here: "
+            "workers write checkpoints there themselves, and nothing is sent"
+        )
+    if apart:
+        lines.append(
+            f"folder   {_names(apart)} {'shares' if len(apart) == 1 else 'share'} no folder with this host: data are "
+            "sent once, and parts of checkpoints come back"
+        )
+    if shared and mount.options & _LOCAL_LOCKS:
+        lines.append(
+            "         · its locks hold on one host alone (mounted with nolock or local_lock): start this run from "
+            "one host"
+        )
+    if shared and "soft" in mount.options:
+        lines.append(
+            "         · a server that is away makes a save fail after a while (mounted soft); earlier checkpoints "
+            "stay whole"
+        )
+    return lines
+
+
+_LOCAL_LOCKS = frozenset({"nolock", "local_lock=all", "local_lock=flock"})
+
+
+def _names(hosts: Sequence[str]) -> str:
+    shown = list(hosts[:8]) if len(hosts) > 9 else list(hosts)
+    rest = [f"{len(hosts) - 8} more"] if len(hosts) > 9 else []
+    *first, last = [*shown, *rest]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 @contextmanager

@@ -18,6 +18,13 @@ from plait.regular_file import append_to_file
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
+class FolderTaken(PlaitError):
+    """Another process works in a folder; it may end."""
+
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
 @contextmanager
 def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
     """Hold the run's folder for this process; raises PlaitError when another one trains in it, or the disk says no.
@@ -37,7 +44,7 @@ def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
         taken = f'another plait is training in "{folder.path}"; wait for it, or choose another run.name'
         hold_lock(lock, taken)
         if not _is_same_file(path, lock):
-            raise PlaitError(taken)  # its holder took the file away after we had opened it
+            raise FolderTaken(taken)  # its holder took the file away after we had opened it
         for left in folder.path.glob(".*.new"):  # by a plait that was killed
             left.unlink(missing_ok=True)
 
@@ -92,8 +99,14 @@ def _remove_if_only_lock(path: Path) -> None:
 
 
 def hold_lock(lock: TextIO, refusal: str) -> None:
-    """Lock an open file until it is closed or the process ends; raises PlaitError(`refusal`) if it is locked."""
+    """Lock an open file until it is closed or the process ends; raises FolderTaken(`refusal`) if it is locked, and
+    PlaitError where its disk has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise PlaitError(refusal) from None
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise PlaitError(
+                f'the disk of "{lock.name}" has no locks ({error.strerror}), and two runs could write one folder; have '
+                "it mounted with locks (Lustre: -o flock, NFS: a server with lockd), or make runs/ a link elsewhere"
+            ) from None
+        raise FolderTaken(refusal) from None

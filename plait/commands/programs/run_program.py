@@ -11,7 +11,14 @@ from typing import Any, Protocol
 
 from plait.cluster.topology import usable_cores
 from plait.commands.hosts.host_info import failed_attempts_text, joined_host_text, own_host_info, why_host_cannot_join
-from plait.commands.hosts.invitation import ONE_HOST, HostsRequest, choose_address, choose_secret, invitation_text
+from plait.commands.hosts.invitation import (
+    ONE_HOST,
+    HostsRequest,
+    choose_address,
+    choose_secret,
+    invitation_text,
+    network_text,
+)
 from plait.commands.programs.program_file import (
     COUNT_ENTRY,
     PROGRAM_ENTRIES,
@@ -148,6 +155,7 @@ def _several_hosts(request: HostsRequest, digest: str, invitation: str, screen: 
     with Hosts(
         address=address, port=request.port, secret=secret, members=request.n_hosts - 1, entries=PROGRAM_ENTRIES
     ) as hosts:
+        screen.print(network_text(address))
         screen.print(invitation_text(request.n_hosts - 1, hosts.join_address, told, invitation))
 
         def check(host_info: Mapping[str, Any]) -> str | None:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from plait.commands.submitting.records import Submitted, keep_record, record_if_any
+from plait.checked_json import parse_object
+from plait.commands.submitting.over_ssh.transfer import unpack_answer
+from plait.commands.submitting.pod_states import pod_lines, running_pod
+from plait.commands.submitting.records import Submitted, keep_record
 from plait.commands.submitting.tools import require_tool, tool_answer
 from plait.deploy.cluster_job import ClusterJob
 from plait.deploy.manifests import JobKind
-from plait.deploy.pod import SECRET_KEY, KubernetesRequest
+from plait.deploy.pod import (
+    CONTAINER,
+    READER_CONTAINER,
+    SECRET_KEY,
+    WORK_FOLDER,
+    KubernetesRequest,
+    claim_name,
+    reader_pod,
+)
+from plait.deploy.yaml_text import yaml_document
 from plait.errors import PlaitError
 from plait.launch.remote.secret import new_secret
 from plait.screen.screen import Screen
 from plait.working_folder import WorkingFolder
+
+READER_AT_LATEST_S = 180.0
 
 
 def send_to_kubernetes(
@@ -26,9 +41,17 @@ def send_to_kubernetes(
 ) -> None:
     """Make the secret, then all objects; raises PlaitError where the run is there already, or the cluster refuses."""
     require_tool("kubectl", "install it, or add --dry-run to see what would be sent")
-    record = Submitted(name=job.run, label=job.name, scheduler="kubernetes", job=kind, namespace=request.namespace)
-    before = record_if_any(job.run, working)
-    if before is not None and before.scheduler == "kubernetes" and _is_there(before):
+    record = Submitted(
+        name=job.run,
+        label=job.name,
+        scheduler="kubernetes",
+        job=kind,
+        namespace=request.namespace,
+        image=request.image,
+        volume=claim_name(job, request),
+    )
+    # Asked before anything is sent: a cluster without that kind of object has no trace of the run then.
+    if _is_there(record):
         raise PlaitError(f"{job.run} is in the cluster already; end it first: plait stop {job.run}")
     if job.nodes > 1:
         _make_secret(record)
@@ -58,13 +81,22 @@ def _is_there(record: Submitted) -> bool:
 
 
 def kubernetes_state(record: Submitted) -> str:
-    """The phases of the run's pods, and the scheduler's reason for one that waits."""
-    columns = "NAME:.metadata.name,PHASE:.status.phase,WHY:.status.conditions[?(@.status=='False')].message"
-    get = ["kubectl", "get", "pods", "--selector", _selector(record), "--no-headers", "--output"]
-    said = tool_answer(
-        [*get, f"custom-columns={columns}", *namespace_words(record)], about=f"the pods of {record.name}"
+    """What the run's pods are up to, why one waits or ended, and what helps."""
+    lines = pod_lines(_pods(record))
+    return "; ".join(lines) or (
+        "no pods: it waits in the queue"
+        if _is_there(record)
+        else "it is not in the cluster any more; plait fetch has its run"
     )
-    return "; ".join(" ".join(line.split()) for line in said.splitlines()) or "no pods yet: it waits in the queue"
+
+
+def _pods(record: Submitted) -> Mapping[str, Any]:
+    get = ["kubectl", "get", "pods", "--selector", _selector(record), "--output", "json", *namespace_words(record)]
+    said = tool_answer(get, about=f"the pods of {record.name}")
+    try:
+        return parse_object(said.encode())
+    except ValueError as error:
+        raise PlaitError(f"the pods of {record.name}: kubectl answers what is no JSON ({error}); update it") from None
 
 
 def kubernetes_log_lines(record: Submitted) -> Iterator[str]:
@@ -80,16 +112,31 @@ def end_in_kubernetes(record: Submitted) -> None:
     tool_answer(delete, about=f"the job {record.name}")
 
 
-def copy_from_kubernetes(record: Submitted, folder: Path) -> None:
-    """Copy the run's folder from node 0's pod."""
-    index = f"{_selector(record)},batch.kubernetes.io/job-completion-index=0"
-    get = ["kubectl", "get", "pods", "--selector", index, "--output", "name", *namespace_words(record)]
-    pods = tool_answer(get, about=f"the pods of {record.name}").split()
-    if not pods:
-        raise PlaitError(f"no pod of {record.name} is there; its files are on the volume, which any pod can mount")
-    source = f"{pods[0].removeprefix('pod/')}:/work/{folder}"
-    copy = ["kubectl", "cp", source, str(folder), "--container", "node", *namespace_words(record)]
-    tool_answer(copy, about=f"the files of {record.name}", within_s=3600)
+def copy_from_kubernetes(record: Submitted, folder: Path, working: WorkingFolder, screen: Screen) -> None:
+    """Copy the run's folder from node 0's pod while it runs, else by a pod that only reads the volume."""
+    pod = running_pod(_pods(record))
+    if pod is not None:
+        _unpack(record, pod, CONTAINER, folder, working)
+        return
+    if not record.volume:
+        raise PlaitError(f"no pod of {record.name} runs, and its volume is not known; any pod can mount it at /work")
+    screen.print(f"reads    the volume {record.volume}, by a pod that is made for it, since none of the run's own runs")
+    reader = reader_pod(record.label, record.image, record.volume, record.namespace)
+    name, words = reader["metadata"]["name"], namespace_words(record)
+    about = f"the pod {name}, which is to read the volume {record.volume}"
+    tool_answer(["kubectl", "apply", "--filename", "-"], stdin=yaml_document(reader), about=about)
+    try:
+        ready = ["kubectl", "wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={READER_AT_LATEST_S:.0f}s"]
+        tool_answer([*ready, *words], about=about, within_s=READER_AT_LATEST_S + 30)
+        _unpack(record, name, READER_CONTAINER, folder, working)
+    finally:
+        tool_answer(["kubectl", "delete", "pod", name, "--ignore-not-found", "--wait=false", *words], about=about)
+
+
+def _unpack(record: Submitted, pod: str, container: str, folder: Path, working: WorkingFolder) -> None:
+    tar = ["tar", "-c", "-C", WORK_FOLDER, str(folder)]
+    command = ["kubectl", "exec", *namespace_words(record), pod, "--container", container, "--", *tar]
+    unpack_answer(command, working.path, f"the pod {pod} does not give {folder}")
 
 
 def _selector(record: Submitted) -> str:

@@ -6,31 +6,37 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
 from pathlib import Path
 
+from plait.checkpoint.shared_disk import names_now
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest, choose_secret
 from plait.commands.join import join
 from plait.commands.monitoring.finish import is_finished
+from plait.commands.planning.folder_lock import FolderTaken
 from plait.commands.planning.run_folder import run_folder
 from plait.commands.programs.run_program import run_program
 from plait.commands.train import train
-from plait.deploy.cluster_job import LEADER_VARIABLE, RANK_VARIABLE, USUAL_PORT
+from plait.deploy.cluster_job import GPUS_VARIABLE, LEADER_VARIABLE, RANK_VARIABLE, USUAL_PORT
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.agent import LeaderNotReached
-from plait.launch.remote.interface import interface_of
+from plait.launch.remote.interface import local_addresses
 from plait.launch.remote.secret import SECRET_VARIABLE, Secret, read_secret
 from plait.launch.values.job import StoppedBy
-from plait.launch.values.network import network_lines, network_variables
 from plait.private_folder import make_private_folder
 from plait.recipe.load import load_recipe
 from plait.screen.screen import Screen
+from plait.units import counted
 
 JOIN_AT_LATEST_S = 3600.0
 NAME_AT_LATEST_S = 180.0
 """Names of pods are known some time after the pods are."""
+EARLIER_START_ENDS_S = 600.0
+"""A host that is alone finds the others lost within seconds; a network disk lets a lost host's locks go in minutes."""
 _LOOK_EVERY_S = 0.5
 
 
@@ -59,16 +65,39 @@ def work_on_node(target: Sequence[str], place: NodePlace, screen: Screen) -> Sto
     Raises PlaitError for what is to be mended, RunFailed where the run failed or node 0 never came.
     """
     _heed_warning()
+    require_promised_gpus(os.environ)
     if place.nodes == 1:
         return _run(target, ONE_HOST, screen)
     assert place.leader is not None
     if place.rank == 0:
         with _secret_file_while_leading(place.secret_file):
-            address = _address_of(place.leader)
-            screen.print(network_text(address))
+            address = _own_address(place.leader, screen)
             hosts = HostsRequest(n_hosts=place.nodes, address=address, port=place.port, secret_file=place.secret_file)
             return _run(target, hosts, screen)
     return _join_when_possible(target, place, place.leader, screen)
+
+
+def require_promised_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> None:
+    """Raise PlaitError where a scheduler gave this node NVIDIA GPUs, and no worker could use them: the image's torch
+    has no CUDA, or the container does not see them."""
+    given = environment.get(GPUS_VARIABLE) or environment.get("SLURM_GPUS_ON_NODE") or ""
+    if not given.isdecimal() or not int(given):
+        return
+    has = f"this node was given {counted(int(given), 'GPU')}"
+    try:
+        build = version("torch")
+    except PackageNotFoundError:
+        raise PlaitError(f"{has}, and its image has no torch; build it from install/Containerfile") from None
+    if "+cpu" in build:
+        raise PlaitError(
+            f"{has}, and torch {build} is built without CUDA; build the image by --build-arg TORCH_INDEX= (see "
+            "install/Containerfile), or install a CUDA build (pytorch.org/get-started)"
+        )
+    if not any(dev.glob("nvidia[0-9]*")) and not (dev / "kfd").exists():
+        raise PlaitError(
+            f"{has}, and none is seen inside the container; a pod needs NVIDIA's device plugin and container toolkit "
+            f"on its machine, Apptainer --nv, podman --device nvidia.com/gpu=all"
+        )
 
 
 def is_program(target: Sequence[str]) -> bool:
@@ -83,6 +112,23 @@ def _heed_warning() -> None:
 
 
 def _run(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> StoppedBy:
+    """Run it; of a job that its scheduler started again an earlier start may not have ended yet, which is waited
+    for."""
+    is_again = int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
+    deadline, told = time.monotonic() + EARLIER_START_ENDS_S, False
+    while True:
+        try:
+            return _run_once(target, hosts, screen)
+        except FolderTaken as error:
+            if not is_again or time.monotonic() > deadline:
+                raise
+            if not told:
+                screen.print(f"waits    {str(error).partition(';')[0]}: an earlier start of this job on a lost node")
+            told = True
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _run_once(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> StoppedBy:
     path = Path(target[0])
     if is_program(target):
         return run_program(path, target[1:], hosts=hosts, screen=screen)
@@ -104,41 +150,60 @@ def _secret_file_while_leading(file: Path | None) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def _address_of(name: str) -> str:
-    """The address of a host by its name; waits for a name that is not known yet. Raises PlaitError."""
+def _own_address(name: str, screen: Screen) -> str:
+    """The address at which the others reach this host, by its name; waits for a name that is not known yet.
+
+    A host often takes its own name for a loopback address (Debian's /etc/hosts, containers): then it is the address
+    with the way to others. Raises PlaitError.
+    """
+    addresses = _addresses_of(name)
+    if _is_address(name) or not all(ip_address(one).is_loopback for one in addresses):
+        own = local_addresses()
+        return next((one for one in addresses if one in own), addresses[0])
+    address = _address_with_a_way_out(name)
+    screen.print(
+        f"address  {address}: {name} means {addresses[0]} here, by which no other host reaches it, so this is the "
+        f"one with the way to others"
+    )
+    return address
+
+
+def _addresses_of(name: str) -> list[str]:
     deadline = time.monotonic() + NAME_AT_LATEST_S
     while True:
         try:
-            return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+            return [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
         except OSError as error:
             if time.monotonic() > deadline:
                 raise PlaitError(f"{name} is a name that no host here has ({error}); check the cluster's DNS") from None
         time.sleep(_LOOK_EVERY_S)
 
 
-def _own_address_towards(address: str) -> str:
-    """The address of this machine by which it reaches another; nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as asking:
-        try:
-            asking.connect((address, 9))
-        except OSError as error:
-            raise PlaitError(f"no network leads to {address} ({error.strerror}); check the nodes' network") from None
-        return str(asking.getsockname()[0])
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
-def network_text(address: str) -> str:
-    """The interface that the workers will meet on, and what they are told of it, with the reasons."""
-    interface = interface_of(address)
-    file = Path("/sys/class/net") / interface / "mtu"
-    mtu = int(file.read_text()) if file.is_file() else None
-    variables = network_variables(interface, spans_hosts=True)
-    return "\n".join(network_lines(variables, os.environ, address=address, mtu=mtu))
+def _address_with_a_way_out(name: str) -> str:
+    """The only address beside loopback, else the one from which packets leave for elsewhere; none is sent."""
+    outside = [text for text in local_addresses() if not ip_address(text).is_loopback]
+    if len(outside) == 1:
+        return outside[0]
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # for documents alone
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect((elsewhere, 9))
+            return str(asking.getsockname()[0])
+    raise PlaitError(
+        f"{name} means a loopback address here, and this host has {' and '.join(outside) or 'no other'}; have the name "
+        "mean the address by which the other nodes reach it (/etc/hosts, NodeAddr in slurm.conf)"
+    )
 
 
 def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, screen: Screen) -> StoppedBy:
     """Join as soon as node 0 listens; "finished" where the run needs nobody any more."""
-    screen.print(network_text(_own_address_towards(_address_of(leader))))
     deadline, was_there = time.monotonic() + JOIN_AT_LATEST_S, False
     kept = read_secret(None) if place.secret_file is None else None
     program = Path(target[0]) if is_program(target) else None
@@ -174,9 +239,9 @@ def _is_over(target: Sequence[str]) -> bool:
 
 
 def _holds_text(file: Path) -> bool:
-    """Whether the file is there and written; a folder shared by NFS is looked into anew by listing it."""
+    """Whether the file is there and written."""
     try:
-        return file.name in os.listdir(file.parent) and file.stat().st_size > 0  # noqa: PTH208  what NFS caches least
+        return file.name in names_now(file.parent) and file.read_bytes() != b""
     except OSError:
         return False
 

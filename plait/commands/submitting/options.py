@@ -42,6 +42,8 @@ OPTION_KEYS: Mapping[Scheduler, Mapping[str, str]] = {
         "storage_class": "its class",
         "cpu": "cores of each pod",
         "memory": "memory of each pod, such as 64Gi",
+        "rdma": "a resource of the RDMA device plugin, such as rdma/hca_shared_devices_a: each pod asks for one",
+        "network": "host, where RDMA has no device plugin: pods use their machines' network",
         "grace": "how long a pod gets to save when it is taken away, such as 5 minutes",
     },
 }

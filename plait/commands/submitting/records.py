@@ -26,6 +26,10 @@ class Submitted:
     job: str = ""
     """Slurm's number of the job, or the kind of the object in Kubernetes."""
     namespace: str = ""
+    image: str = ""
+    """The image of its pods."""
+    volume: str = ""
+    """The claim of the volume that they work on."""
     machines: tuple[str, ...] = ()
     """Names that ssh takes."""
     folder: str = ""

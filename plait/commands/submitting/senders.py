@@ -10,9 +10,9 @@ from pathlib import Path
 
 from plait.commands.programs.program_file import program_bytes
 from plait.commands.submitting.kubernetes import send_to_kubernetes
+from plait.commands.submitting.over_ssh.files import environment_files, input_files
+from plait.commands.submitting.over_ssh.sending import leader_address, send_by_ssh
 from plait.commands.submitting.slurm import send_to_slurm
-from plait.commands.submitting.ssh import leader_address, send_by_ssh
-from plait.commands.submitting.ssh_files import environment_files, input_files
 from plait.deploy.cluster_job import USUAL_PORT, ClusterJob
 from plait.deploy.manifests import JobKind, manifests_text
 from plait.deploy.pod import INPUT_FOLDER, KubernetesRequest
@@ -32,6 +32,8 @@ class Outgoing:
     """The name of the file that the text is usually in."""
     text: str
     send: Callable[[], None]
+    run: str
+    """The name that a person knows the job by."""
 
 
 def slurm_job(job: ClusterJob, options: Mapping[str, str], screen: Screen, working: WorkingFolder) -> Outgoing:
@@ -39,7 +41,12 @@ def slurm_job(job: ClusterJob, options: Mapping[str, str], screen: Screen, worki
     asked = {key: value for key, value in options.items() if key not in ("partition", "grace")}
     inside = "python3" if "image" in options else sys.executable
     script = sbatch_script(job, SlurmRequest(**{"python": inside, **asked}))
-    return Outgoing(file=f"{job.name}.sbatch", text=script, send=lambda: send_to_slurm(job, script, screen, working))
+    return Outgoing(
+        file=f"{job.name}.sbatch",
+        text=script,
+        send=lambda: send_to_slurm(job, script, screen, working),
+        run=job.run,
+    )
 
 
 def kubernetes_job(
@@ -51,6 +58,10 @@ def kubernetes_job(
     if len(text) > _CONFIG_MAP_AT_MOST:
         raise PlaitError(f"{file} is too large to travel in a ConfigMap; put it into the image or the volume")
     asked = {key: value for key, value in options.items() if key != "grace"}
+    if asked.get("network", "host") != "host":
+        raise PlaitError(f"--with network={asked['network']} is no network of pods; write host, or leave it out")
+    if "rdma" in asked and "network" in asked:
+        raise PlaitError("--with rdma gives each pod a device of its own, and needs no host network; leave network out")
     request = KubernetesRequest(**asked, files={file.name: text})  # type: ignore[arg-type]
     inside = replace(job, target=(f"{INPUT_FOLDER}/{file.name}", *job.target[1:]))
     sent = manifests_text(inside, request, kind)
@@ -58,6 +69,7 @@ def kubernetes_job(
         file=f"{job.name}.yaml",
         text=sent,
         send=lambda: send_to_kubernetes(inside, request, kind, sent, screen, working),
+        run=job.run,
     )
 
 
@@ -100,4 +112,5 @@ def ssh_job(
         file=f"{job.name}.ssh.sh",
         text=script,
         send=lambda: send_by_ssh(there, request, environment, inputs, screen, working),
+        run=job.run,
     )

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from plait.arguments import texts_of
 from plait.cluster.cluster import Cluster, read_cluster
 from plait.commands.planning.output_files import write_output_file
 from plait.commands.programs.program_file import program_hash
 from plait.commands.submitting.machines import kubernetes_cluster, slurm_cluster
 from plait.commands.submitting.node import is_program
-from plait.commands.submitting.options import Scheduler, parse_grace_s, parse_options, parse_time_s
+from plait.commands.submitting.options import (
+    Scheduler,
+    parse_grace_s,
+    parse_kind,
+    parse_options,
+    parse_scheduler,
+    parse_time_s,
+)
+from plait.commands.submitting.over_ssh.sending import ssh_cluster
 from plait.commands.submitting.scaling import Scaling, forecast_scaling, pays_sentences, scaled, scaling_text
 from plait.commands.submitting.senders import Outgoing, kubernetes_job, slurm_job, ssh_job
-from plait.commands.submitting.ssh import ssh_cluster
 from plait.deploy.cluster_job import SAVE_GRACE_S, ClusterJob, NodeGroup, cluster_job_name
 from plait.deploy.manifests import JobKind
 from plait.errors import PlaitError
@@ -41,7 +49,32 @@ class SubmitRequest:
     options: tuple[str, ...] = ()
 
 
-def submit(
+def request_from_call(
+    target: tuple[str, ...], on: str, cluster: str | None, nodes: int | None, options: Mapping[str, object] | None
+) -> SubmitRequest:
+    """The request of a Python caller: `options` has time, gpus, machines and kind beside what `--with` takes. Raises
+    PlaitError for what is none."""
+    if not isinstance(options or {}, Mapping):
+        raise PlaitError(f"options = {options!r:.80} is not usable; give a dict, for example {{'partition': 'gpu'}}")
+    asked = dict(options or {})
+    gpus, machines, time = asked.pop("gpus", None), asked.pop("machines", ()), asked.pop("time", None)
+    if gpus is not None and (isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1):
+        raise PlaitError(f"options: gpus = {gpus!r:.80} is not usable; give a whole number, 1 or more")
+    named = ",".join(texts_of("options: machines", machines))
+    return SubmitRequest(
+        target=target,
+        scheduler=parse_scheduler(on),
+        cluster=cluster,
+        nodes=nodes,
+        gpus=gpus,
+        machines=parse_machines(named or None),
+        time=None if time is None else str(time),
+        kind=parse_kind(str(asked.pop("kind", "jobset"))),
+        options=tuple(f"{key}={value}" for key, value in asked.items()),
+    )
+
+
+def submit_or_show(
     request: SubmitRequest,
     *,
     deed: Literal["send", "show"],

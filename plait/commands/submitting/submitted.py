@@ -13,9 +13,9 @@ from plait.commands.submitting.kubernetes import (
     kubernetes_log_lines,
     kubernetes_state,
 )
+from plait.commands.submitting.over_ssh.sending import copy_by_ssh, end_by_ssh, ssh_log_lines, ssh_state
 from plait.commands.submitting.records import Submitted, find_record, record_if_any
 from plait.commands.submitting.slurm import end_in_slurm, slurm_log_lines, slurm_state
-from plait.commands.submitting.ssh import copy_by_ssh, end_by_ssh, ssh_log_lines, ssh_state
 from plait.errors import PlaitError
 from plait.report.atomic import replace_file
 from plait.screen.screen import Screen
@@ -67,14 +67,14 @@ FETCHED_MARK = "fetched.json"
 """In a run's folder: that it is a copy, which may be copied anew."""
 
 
-def _copy(record: Submitted, folder: RunFolder, working: WorkingFolder) -> None:
+def _copy(record: Submitted, folder: RunFolder, working: WorkingFolder, screen: Screen) -> None:
     mark, inside = folder.path / FETCHED_MARK, folder.path.relative_to(working.path)
     if folder.path.exists() and not mark.exists():
         raise PlaitError(f"{folder.path} here is a run of its own, which would be overwritten; move it elsewhere first")
     if record.scheduler == "ssh":
         copy_by_ssh(record, inside, working)
     else:
-        copy_from_kubernetes(record, inside)
+        copy_from_kubernetes(record, inside, working, screen)
     replace_file(mark, f"{json.dumps({'from': record.scheduler, 'machines': record.machines})}\n".encode())
 
 
@@ -83,7 +83,7 @@ def fetch_job(name: str, screen: Screen, working: WorkingFolder = CURRENT_FOLDER
     record = find_record(name, working)
     folder = run_folder(name, working)
     if record.scheduler != "slurm":
-        _copy(record, folder, working)
+        _copy(record, folder, working, screen)
     if not folder.has_begun:
         raise PlaitError(f"{name} has not begun to train: {_state(record)}; see plait logs {name}")
     if is_finished(folder):

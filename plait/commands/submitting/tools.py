@@ -31,6 +31,10 @@ _MENDS = (
     ("Requested time limit is invalid", "the partition allows less time: sinfo -o %P,%l shows how much"),
     ("Unable to contact slurm controller", "slurmctld does not answer: scontrol ping shows whether it runs"),
     ("no matches for kind", "this cluster has no such kind of object: have the operator installed, or use --kind job"),
+    ("doesn't have a resource type", "this cluster has no such kind of object: have the operator installed (JobSet, "
+     "Kubeflow Trainer), or use --kind job"),
+    ("timed out waiting for the condition", "the cluster had no room for it, or cannot pull its image: see kubectl "
+     "describe pod"),
     ("exceeded quota", "the namespace's quota is too small: kubectl describe quota shows it, ask for less"),
     ("AlreadyExists", "it is there already: end it by plait stop NAME, or choose another run.name"),
     ("connection to the server", "the cluster does not answer: kubectl cluster-info shows which one is meant"),

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.checked_json import one_line
-from plait.checkpoint.durable import clean_stop, require_space, sync_folder, write_durably
+from plait.checkpoint.durable import clean_stop, require_space, write_durably
+from plait.checkpoint.shared_disk import rename_for_all, sync_folder
 from plait.errors import PlaitError
 
 STATE_FORMAT = 1
@@ -46,8 +47,8 @@ def write_saved(folder: Path, step: int, state: Mapping[str, Any], files: Mappin
         before = folder / f"step-{step}.before"
         if done.exists():  # the same step saved again
             shutil.rmtree(before, ignore_errors=True)
-            done.rename(before)
-        staging.rename(done)
+            rename_for_all(done, before)
+        rename_for_all(staging, done)
         sync_folder(folder)
     for path in folder.glob("step-*"):
         if _STEP.fullmatch(path.name) and path != done:

@@ -35,6 +35,12 @@ class FailureCauses:
         """Whether all failures so far are broken connections, so that their cause is still unknown."""
         return all(isinstance(one, RankRaised) and one.lost_peer for one, _ in self._failures)
 
+    @property
+    def lost_host(self) -> str:
+        """The sentence of the host that was lost, where that is the cause; empty where it is another."""
+        cause = root_cause([failure for failure, _ in self._failures]) if self._failures else None
+        return cause.sentence if isinstance(cause, HostLost) else ""
+
     def error(self) -> PlaitError:
         """The root cause as an exception; prints its traceback where no log has it."""
         cause = root_cause([failure for failure, _ in self._failures])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from plait.errors import PlaitError
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_OWN_FILES = 256
+"""What a process has open beside that: modules, logs, ranks' wires."""
 
 
 def require_linux() -> None:
@@ -50,6 +53,20 @@ def end_children() -> None:
         for pid in pids:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+def allow_open_files(more: int, what: str) -> None:
+    """Raise this process's soft limit of open files so that `what` may open `more` of them; raises PlaitError where the
+    hard limit is lower."""
+    needed = more + _OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise PlaitError(
+                f"{what} needs {needed:,} open files here, and this machine allows {hard:,}; raise the limit (ulimit "
+                f"-Hn, LimitNOFILE= of a service, --ulimit nofile= of a container)"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def thread_count() -> int:

@@ -20,10 +20,11 @@ from plait.launch.local.channel import send_line
 from plait.launch.local.guard import die_with_parent
 from plait.launch.local.heap import keep_freed_memory
 from plait.launch.local.signals import STOP_SIGNALS
+from plait.launch.network.facts import network_facts
+from plait.launch.network.variables import network_variables
 from plait.launch.values.entries import Entry
 from plait.launch.values.failure import RESUME_ADVICE, RankRaised, describe_exception
 from plait.launch.values.job import Job, RankContext
-from plait.launch.values.network import network_variables
 from plait.launch.values.progress import ProgressReport
 from plait.launch.watching.board import STACK_SIGNAL, SlotWriter, stack_writer
 from plait.regular_file import append_to_file
@@ -111,7 +112,8 @@ def _set_environment(job: Job, place: RankPlacement) -> None:
     os.environ.update(thread_environment(job.threads))
     os.environ.update(RANK=str(job.first_rank + place.local_rank), LOCAL_RANK=str(place.local_rank))
     os.environ.update(WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.ranks))
-    for variable in network_variables(place.interface, spans_hosts=job.ranks < job.world_size):
+    facts = network_facts(place.interface, is_ipv6=place.rendezvous.startswith("tcp://["))
+    for variable in network_variables(facts, spans_hosts=job.ranks < job.world_size):
         os.environ.setdefault(variable.name, variable.value)
     # Measured: a torch loaded before the fork keeps the thread count of the fork server's environment.
     if torch := sys.modules.get("torch"):

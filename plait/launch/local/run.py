@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 from plait.errors import PlaitError
 from plait.launch.local.server import ServerProcess
@@ -52,20 +53,32 @@ class ForkServer:
 
     The thread that enters the block must outlive it: the kernel ties the server's life to that thread. `threads` is
     what OpenMP reads when the server loads it; each job's own count replaces it in the ranks. `working_folder` is the
-    current folder of the ranks: this process's own if left out.
+    current folder of the ranks: this process's own if left out. `starts` "with a job": where nothing is imported ahead,
+    nothing is gained by starting before there is one.
     """
 
-    def __init__(self, entries: EntryTable, *, threads: int = 1, working_folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        entries: EntryTable,
+        *,
+        threads: int = 1,
+        working_folder: Path | None = None,
+        starts: Literal["at once", "with a job"] = "at once",
+    ) -> None:
         self._entries = entries
+        self._starts = starts
+        self._is_entered = False
         self._threads = threads
         self._working_folder = working_folder
         self._process: ServerProcess | None = None
 
     def __enter__(self) -> ForkServer:
-        self._process = self._new_process()
+        self._is_entered = True
+        self._process = self._new_process() if self._starts == "at once" else None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._is_entered = False
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -115,12 +128,13 @@ class ForkServer:
                 yield site
 
     def _usable_process(self) -> ServerProcess:
-        """The server; a new one where it was lost in an earlier job."""
-        process = self._entered()
-        if not process.is_usable:
-            process.close()
-            self._process = process = self._new_process()
-        return process
+        """The server; a new one where there is none yet, or it was lost in an earlier job."""
+        if not self._is_entered or (self._process is not None and self._process.is_usable):
+            return self._entered()
+        if self._process is not None:
+            self._process.close()
+        self._process = self._new_process()
+        return self._process
 
     def _new_process(self) -> ServerProcess:
         return ServerProcess(entries=self._entries, threads=self._threads, working_folder=self._working_folder)

@@ -43,8 +43,8 @@ class WorkerHost(Protocol):
         """What has happened since the last call, in order; empty when nothing has."""
         ...
 
-    def signal(self, order: KillOrder) -> None:
-        """Send a signal to every rank that is left."""
+    def signal(self, order: KillOrder, why: str = "") -> None:
+        """Send a signal to every rank that is left; `why` is for the people on another host."""
         ...
 
     def kill(self) -> None:
@@ -95,7 +95,7 @@ class LocalWorkerHost:
             events += self._read_server() if key.data is None else self._read_rank(key.data)
         return events
 
-    def signal(self, order: KillOrder) -> None:
+    def signal(self, order: KillOrder, why: str = "") -> None:
         self._server.request({"signal": order})
 
     def kill(self) -> None:

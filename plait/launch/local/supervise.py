@@ -184,6 +184,8 @@ class Supervision:
         self._blame.add(failure, site)
         if self._phase != "collecting":
             self._enter("collecting", self._bounds.collect_s)
+        if isinstance(failure, HostLost) and failure.cause == "host lost":
+            self._deadline = min(self._deadline, time.monotonic() + self._bounds.host_lost_s)
 
     def _time_is_up(self) -> None:
         if self._phase == "killed":
@@ -221,16 +223,16 @@ class Supervision:
                 f"the workers were killed because they had not saved and ended {self._grace_s:.3g} s after "
                 f"{self._stopped_by}; {RESUME_ADVICE}"
             )
-        self._kill()
+        self._kill(why=self._blame.lost_host)
 
-    def _kill(self) -> None:
+    def _kill(self, why: str = "") -> None:
         self._enter("ending", self._bounds.end_s)
-        self._order("SIGKILL")
+        self._order("SIGKILL", why)
 
-    def _order(self, order: KillOrder) -> None:
+    def _order(self, order: KillOrder, why: str = "") -> None:
         for site in self._open:
             with contextlib.suppress(RunFailed):  # a dead server's ranks are dead as well, and its end is an event
-                site.signal(order)
+                site.signal(order, why)
 
     def _kill_servers(self) -> None:
         self._enter("killed", self._bounds.kernel_s)

@@ -89,7 +89,8 @@ def serve(
     host 0 does not admit this host; RunFailed when the run failed, host 0 is lost, or this host leaves. No rank
     outlives it.
     """
-    with collected_signals() as signals, ForkServer(entries, working_folder=working_folder) as server:
+    starts = "at once" if entries.preload else "with a job"
+    with collected_signals() as signals, ForkServer(entries, working_folder=working_folder, starts=starts) as server:
         wire.send("hello", host_info)
         link = HostConnection(wire, handlers=handlers, pulse=pulse)
         with contextlib.closing(link):
@@ -165,7 +166,9 @@ class _Agent:
         if self._site is not None and order.number == self._number:
             with contextlib.suppress(RunFailed):  # a dead server is told of by its own event
                 self._site.signal(order.order)
-            if order.order == "SIGTERM" and not self._asked_to_stop:
+            if order.why:
+                self._say(f"{self._leader} ends the workers: {order.why}")
+            elif order.order == "SIGTERM" and not self._asked_to_stop:
                 self._say(f"{self._leader} stops the run: {STOP_IN_WORDS}")
 
     def _start(self, order: StartOrder) -> None:

@@ -1,12 +1,18 @@
-"""Whether the hosts of a run reach each other at ports of their choice, as their workers will need to.
+"""Whether the hosts of a run reach each other at ports of their choice, with packets of full size, as their workers
+will need to.
 
-A firewall that drops incoming packets, the default of many systems, lets gloo and NCCL wait for minutes without a word.
+A firewall that drops incoming packets, the default of many systems, lets gloo and NCCL wait for minutes without a
+word. So does a way on which only small packets pass, because two of its ends take different sizes (MTU).
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
+import struct
+import termios
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,12 +21,19 @@ from typing import Any, Protocol
 
 from plait.checked_json import SingleLine
 from plait.errors import PlaitError
+from plait.launch.network.firewall import Firewall, opening_advice, own_firewall
 from plait.launch.remote.link import Handler, Reply
 from plait.launch.remote.listener import joined_text, listener_at
 from plait.launch.remote.messages import parse_message
 from plait.launch.remote.wire import Frame
 
 KNOCK_S = 5.0
+ALL_PAIRS_AT_MOST = 16
+AT_ONCE = 32
+FULL_SIZED_BYTES = 32 << 10
+"""Several packets of any size that is usual, and less than a kernel keeps for who has not looked yet."""
+LARGE_PACKETS_LOST = "large packets are lost"
+_LOOK_EVERY_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +50,29 @@ class Door:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnockResult:
-    """Why a knock at another host's door failed, or nothing."""
+class OpenedDoor:
+    """A host's door, and the firewall that the host says to have, for who does not get to it."""
 
-    why: SingleLine
+    address: str
+    port: int
+    firewall: Firewall = "unknown"
+
+    def __post_init__(self) -> None:
+        Door(address=self.address, port=self.port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doors:
+    """At which doors to knock."""
+
+    doors: tuple[Door, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnockResults:
+    """Why a knock at each of the doors failed, or nothing."""
+
+    whys: tuple[SingleLine, ...]
 
 
 class Neighbour(Protocol):
@@ -78,18 +110,24 @@ class ConnectivityListener:
     def _open(self, frame: Frame) -> Reply:
         self.close()
         self._listener = listener_at(self.address, 0)
-        return Reply(values={"port": self._listener.getsockname()[1], "address": self.address})
+        port = self._listener.getsockname()[1]
+        return Reply(values={"port": port, "address": self.address, "firewall": own_firewall()})
 
     def _knock(self, frame: Frame) -> Reply:
-        """The kernel takes who comes, so that nobody needs to answer the door."""
-        door, why = parse_message(Door, frame.values), ""
+        """At all doors at once; the kernel takes who comes, and what is sent, so that nobody needs to answer one."""
+        doors = parse_message(Doors, frame.values).doors
+        with ThreadPoolExecutor(max(1, min(len(doors), AT_ONCE))) as pool:
+            return Reply(values={"whys": list(pool.map(self._why_closed, doors))})
+
+    def _why_closed(self, door: Door) -> str:
         try:
-            socket.create_connection(
+            with socket.create_connection(
                 (door.address, door.port), timeout=KNOCK_S, source_address=(self.address, 0)
-            ).close()
+            ) as connection:
+                connection.sendall(bytes(FULL_SIZED_BYTES))
+                return "" if _is_acknowledged(connection) else LARGE_PACKETS_LOST
         except OSError as error:
-            why = str(error) or type(error).__name__
-        return Reply(values={"why": why})
+            return str(error) or type(error).__name__
 
     def _shut(self, frame: Frame) -> Reply:
         self.close()
@@ -97,29 +135,61 @@ class ConnectivityListener:
 
 
 def check_connectivity(first: ConnectivityListener, others: Sequence[Neighbour]) -> None:
-    """Raise PlaitError with the mend where one host of the run cannot reach another; `first` is this host's own."""
+    """Raise PlaitError with the mend where one host of the run cannot reach another; `first` is this host's own.
+
+    Up to `ALL_PAIRS_AT_MOST` hosts each knocks at all others; of more, each at those 1, 2, 4, … after it and at host 0:
+    that finds a host that takes nothing, or that nothing leaves, though not each pair for which there is no way.
+    """
     hosts: list[Neighbour] = [first, *others]
-    with contextlib.closing(first), ThreadPoolExecutor(len(hosts)) as pool:
-        for host in hosts:
-            opened = parse_message(Door, host.ask("door", {}).values)
-            port = opened.port
+    with contextlib.closing(first), ThreadPoolExecutor(min(len(hosts), AT_ONCE)) as pool:
+        doors = list(pool.map(lambda host: parse_message(OpenedDoor, host.ask("door", {}).values), hosts))
+        for host, opened in zip(hosts, doors, strict=True):
             if opened.address != host.address:
                 raise PlaitError(_translated(host, opened.address))
-            guests = [neighbour for neighbour in hosts if neighbour is not host]
-            requested = [
-                pool.submit(neighbour.ask, "knock", {"address": host.address, "port": port}) for neighbour in guests
-            ]
-            for neighbour, one in zip(guests, requested, strict=True):
-                if why := parse_message(KnockResult, one.result().values).why:
-                    raise PlaitError(_shut_out(host, neighbour, port, why))
-            host.ask("shut", {})
+        rounds = [neighbours_of(at, len(hosts)) for at in range(len(hosts))]
+
+        def knock(at: int) -> tuple[str, ...]:
+            named = [{"address": doors[to].address, "port": doors[to].port} for to in rounds[at]]
+            return parse_message(KnockResults, hosts[at].ask("knock", {"doors": named}).values).whys
+
+        for at, whys in enumerate(pool.map(knock, range(len(hosts)))):
+            for to, why in zip(rounds[at], whys, strict=True):
+                if why:
+                    raise PlaitError(_shut_out(hosts[to], hosts[at], doors[to], why))
+        list(pool.map(lambda host: host.ask("shut", {}), hosts))
 
 
-def _shut_out(host: Neighbour, neighbour: Neighbour, port: int, why: str) -> str:
+def neighbours_of(at: int, hosts: int) -> list[int]:
+    """The numbers of those at whose doors host `at` of so many knocks."""
+    if hosts <= ALL_PAIRS_AT_MOST:
+        return [to for to in range(hosts) if to != at]
+    powers = [1 << power for power in range(hosts.bit_length()) if 1 << power < hosts]
+    return sorted({0, *((at + step) % hosts for step in powers)} - {at})
+
+
+def _is_acknowledged(connection: socket.socket) -> bool:
+    """Whether the other kernel has all that was sent, within a knock's time (SIOCOUTQ, tcp(7))."""
+    deadline = time.monotonic() + KNOCK_S
+    while struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+    return True
+
+
+def _shut_out(host: Neighbour, neighbour: Neighbour, opened: OpenedDoor, why: str) -> str:
+    place = joined_text(host.address, opened.port)
+    if why == LARGE_PACKETS_LOST:
+        return (
+            f"{neighbour.name} ({neighbour.address}) reaches {host.name} at {place}, but large packets between them "
+            f"are lost; give the interfaces of all hosts, and the switches between them, the same MTU (ip link shows "
+            f"it; ip link set dev NAME mtu 1500), then give the same command again"
+        )
+    said = "" if opened.firewall == "unknown" else f", which has {opened.firewall},"
     return (
-        f"{neighbour.name} ({neighbour.address}) does not reach {host.name} at {joined_text(host.address, port)} "
-        f"({why}): workers meet at ports of their own choice; let the firewall of {host.address} take what comes from "
-        f"{neighbour.address} (for example: ufw allow from {neighbour.address}), then give the same command again"
+        f"{neighbour.name} ({neighbour.address}) does not reach {host.name} at {place} ({why}): workers meet at "
+        f"ports of their own choice; let the firewall of {host.address}{said} take what comes from {neighbour.address} "
+        f"({opening_advice(opened.firewall, neighbour.address)}), then give the same command again"
     )
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from plait.checked_json import one_line
 from plait.errors import Interrupted, PlaitError, RunFailed
+from plait.launch.local.guard import allow_open_files
 from plait.launch.local.run import ForkServer, Rendezvous
 from plait.launch.local.signals import collected_signals
 from plait.launch.local.site import WorkerHost
 from plait.launch.local.supervise import Supervision
 from plait.launch.remote.host_numbering import HostIdentity, by_address, host_numbers
 from plait.launch.remote.interface import interface_of
-from plait.launch.remote.link import DEFAULT_PULSE, HostConnection, Pulse
+from plait.launch.remote.link import DEFAULT_PULSE, HostConnection, Pulse, part_from_all
 from plait.launch.remote.listener import FULL_SENTENCE, Arrival, JoinListener, joined_text, listener_at, refuse_host
 from plait.launch.remote.remote_site import RemoteWorkerHost
 from plait.launch.remote.secret import Secret
@@ -30,6 +30,7 @@ from plait.launch.values.job import HostRanks, Job, JobResult, Message, StoppedB
 from plait.launch.values.phase import Bounds
 
 _LOOK_S = 0.2
+_FILES_OF_A_MEMBER = 4  # the connection, both ends of its link's bell, and one to spare
 _GIVEN_UP_SENTENCE = "host 0 gave up the run before all hosts were in; see what it printed"
 
 
@@ -87,14 +88,18 @@ class Hosts:
         self._interface = interface_of(address)
         self._port, self._secret = port, secret
         self._wanted, self._pulse = members, pulse
-        self._server = ForkServer(entries, working_folder=working_folder)
+        starts = "at once" if entries.preload else "with a job"
+        self._server = ForkServer(entries, working_folder=working_folder, starts=starts)
         self._gate: JoinListener | None = None
         self._admitted: list[Arrival] = []
         self._jobs = 0
         self._stopped_by: StoppedBy = "finished"
 
     def __enter__(self) -> Hosts:
-        self._gate = JoinListener(address=self._address, port=self._port, secret=self._secret, pulse=self._pulse)
+        allow_open_files(_FILES_OF_A_MEMBER * self._wanted, f"a run of {1 + self._wanted} hosts")
+        self._gate = JoinListener(
+            address=self._address, port=self._port, secret=self._secret, pulse=self._pulse, expected=self._wanted
+        )
         self._server.__enter__()
         return self
 
@@ -104,8 +109,7 @@ class Hosts:
         if isinstance(error, Interrupted):
             self._stopped_by = error.signal
         last = {"stopped_by": self._stopped_by} if failed is None else {"failed": _as_sentence(failed)}
-        for arrival in self._admitted:
-            arrival.link.part("end", last)
+        part_from_all([arrival.link for arrival in self._admitted], "end", last)
         self._server.__exit__(kind, error, at)
 
     @property
@@ -148,7 +152,7 @@ class Hosts:
                 on_failed(failed)
         gate.shut(FULL_SENTENCE)
         came = sorted(self._admitted, key=lambda one: by_address(one.link.address))
-        places = host_numbers([(one.host_info.get("mark", ""), _name_of(one)) for one in came], order)
+        places = host_numbers([(one.host_info.get("mark", ""), one.name) for one in came], order)
         arrived = sorted(zip(places, came, strict=True), key=lambda pair: pair[0])
         self._arrived = self.members = tuple(_member(host, one) for host, (_, one) in enumerate(arrived, start=1))
         return self.members
@@ -211,7 +215,7 @@ class Hosts:
         for arrival in [one for one in self._admitted if one.link.lost is not None]:
             arrival.link.close()
             self._admitted.remove(arrival)
-            on_lost(_name_of(arrival))
+            on_lost(arrival.name)
 
     def _who_is_missing(self, within_s: float) -> str:
         return (
@@ -242,11 +246,7 @@ def _jobs_of_hosts(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[i
 
 def _member(host: int, arrival: Arrival) -> Member:
     host_info, link = arrival.host_info, arrival.link
-    return Member(host=host, name=_name_of(arrival), address=link.address, host_info=host_info, link=link)
-
-
-def _name_of(arrival: Arrival) -> str:
-    return one_line(str(arrival.host_info.get("name", arrival.link.address)))
+    return Member(host=host, name=arrival.name, address=link.address, host_info=host_info, link=link)
 
 
 def _require_alive(member: Member) -> None:

@@ -8,13 +8,15 @@ import itertools
 import queue
 import socket
 import threading
+import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from plait.errors import PlaitError, RunFailed
+from plait.launch.network.connection_loop import ConnectionLoop
 from plait.launch.remote.messages import Answer, Farewell, Question, UnexpectedMessage, parse_message
 from plait.launch.remote.wire import Frame, Wire, WireEnded
 from plait.launch.values.failed_job import error_for_caller
@@ -48,11 +50,14 @@ DEFAULT_PULSE = Pulse()
 class HostConnection:
     """One end of a living connection between two hosts; made on both ends once the wire stands.
 
-    Three threads of its own read, beat and answer, so that a busy caller is not taken for a dead one. Frames that are
-    neither beat, question nor answer wait in the mailbox: a selector can wait for the link, `read` takes them.
+    The thread of a `loop` reads and beats, for all connections in it, and one of its own answers, where there is
+    anything to answer: so a busy caller is not taken for a dead one. Frames that are neither beat, question nor answer
+    wait in the mailbox: a selector can wait for the link, `read` takes them.
     """
 
-    def __init__(self, wire: Wire, *, handlers: Mapping[str, Handler], pulse: Pulse) -> None:
+    def __init__(
+        self, wire: Wire, *, handlers: Mapping[str, Handler], pulse: Pulse, loop: ConnectionLoop | None = None
+    ) -> None:
         self.address = wire.address
         self._wire = wire
         self._handlers = handlers
@@ -64,12 +69,15 @@ class HostConnection:
         self._numbers = itertools.count()
         self._waiting: dict[int, queue.SimpleQueue[tuple[Answer, bytes] | None]] = {}
         self._questions: queue.SimpleQueue[tuple[Question, bytes] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=work, daemon=True, name=f"plait {work.__name__.strip('_')} {wire.address}")
-            for work in (self._listen, self._beat, self._answer)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.descriptor = wire.fileno()
+        self._heard_s = self._beaten_s = self._took_s = time.monotonic()
+        self._answering: threading.Thread | None = None
+        if handlers:
+            name = f"plait answer {wire.address}"
+            self._answering = threading.Thread(target=self._answer, daemon=True, name=name)
+            self._answering.start()
+        self._loop = loop or ConnectionLoop()
+        self._loop.add(self)
 
     @property
     def lost(self) -> str | None:
@@ -115,38 +123,60 @@ class HostConnection:
 
     def part(self, kind: str, values: Mapping[str, Any]) -> None:
         """Send a last frame, wait a moment for the other end to take it and hang up, and close."""
-        self.send(kind, values)
-        self._ending.wait(_PART_S)
-        self.close()
+        part_from_all([self], kind, values)
+
+    def wait_for_end(self, within_s: float) -> None:
+        """Block until the other end has hung up or is lost, at most so long."""
+        self._ending.wait(within_s)
 
     def close(self) -> None:
-        """Close the connection and free its threads and sockets; may be called twice."""
+        """Close the connection and free its thread and sockets; may be called twice."""
         self._end("it was closed here")
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_PART_S)
+        self._loop.remove(self)
+        if self._answering is not None and self._answering is not threading.current_thread():
+            self._answering.join(_PART_S)
         self._wire.release()
         self._awake.close()
         self._wake.close()
 
-    # The three threads.
+    # For the loop.
 
-    def _listen(self) -> None:
+    def take(self) -> None:
+        """Take what has arrived, and notice a connection that is over."""
         try:
-            while not self._ending.is_set():
-                frame = self._wire.receive(self._pulse.lost_after_s)
-                if frame is None:
-                    self._end(f"nothing was heard from it for {self._pulse.lost_after_s:g} s")
-                else:
-                    self._sort(frame)
+            for frame in self._wire.arrived():
+                self._sort(frame)
         except WireEnded as end:
             self._end(end.how)
         except UnexpectedMessage as error:
             self._end(str(error))
+        except Exception as error:  # the loop goes on for all others
+            traceback.print_exception(error)
+            self._end(f"{error!r}, a bug in plait; please report what was printed")
+        self._heard_s = time.monotonic()
 
-    def _beat(self) -> None:
-        while not self._ending.wait(self._pulse.period_s):
-            self.send("beat", {})
+    def look(self, now_s: float) -> float:
+        """Beat when it is time to, and notice an end that is silent or takes nothing; returns when to look again."""
+        if now_s >= self._beaten_s + self._pulse.period_s:
+            self._beat(now_s)
+        patience_s = self._wire.stall_s if self._wire.is_midway else self._pulse.lost_after_s
+        # With data there this process has slept, and not the other end.
+        if now_s >= self._heard_s + patience_s and not self._wire.has_data():
+            silent = f"nothing was heard from it for {self._pulse.lost_after_s:g} s"
+            self._end(self._wire.stood_still().how if self._wire.is_midway else silent)
+        return min(self._beaten_s + self._pulse.period_s, self._heard_s + patience_s)
+
+    def _beat(self, now_s: float) -> None:
+        self._beaten_s = now_s
+        try:
+            if self._wire.try_send("beat"):
+                self._took_s = now_s
+            elif now_s >= self._took_s + self._wire.stall_s:
+                raise self._wire.takes_no_data()
+        except WireEnded as end:
+            self._end(end.how)
+
+    # The answering thread, and what all share.
 
     def _answer(self) -> None:
         while (asked := self._questions.get()) is not None:
@@ -203,6 +233,17 @@ class HostConnection:
     def _ring(self) -> None:
         with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens any more
             self._wake.send(b"!")
+
+
+def part_from_all(links: Sequence[HostConnection], kind: str, values: Mapping[str, Any]) -> None:
+    """Send a last frame to all, wait a moment until they have taken it and hung up, and close; one wait for all."""
+    for link in links:
+        link.send(kind, values)
+    deadline = time.monotonic() + _PART_S
+    for link in links:
+        link.wait_for_end(max(0.0, deadline - time.monotonic()))
+    for link in links:
+        link.close()
 
 
 def _bell() -> tuple[socket.socket, socket.socket]:

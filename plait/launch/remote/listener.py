@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from plait.checked_json import one_line
 from plait.errors import PlaitError
+from plait.launch.network.connection_loop import ConnectionLoop
 from plait.launch.remote.handshake import Refused, greet_joiner
 from plait.launch.remote.interface import interface_of
 from plait.launch.remote.link import HostConnection, Pulse
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Wire, WireEnded
 
-_GREETED_AT_MOST = 32
+_STRANGERS_AT_MOST = 32
 _HELLO_S = 60.0
 _RETRY_S = 0.1
 FULL_SENTENCE = "the run has all its hosts; start it with a larger --hosts, or leave this one out"
@@ -31,6 +33,11 @@ class Arrival:
 
     link: HostConnection
     host_info: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What it calls itself, else its address."""
+        return one_line(str(self.host_info.get("name", self.link.address)))
 
 
 class FailedAttempts:
@@ -57,13 +64,25 @@ class FailedAttempts:
 class JoinListener:
     """Listens on one address of this machine until shut; arrivals are taken with `next`.
 
-    Each connection gets a few seconds and a fixed number of bytes to prove itself, in a thread of its own. Only a fixed
-    number may be open before they have; with one more, the oldest is closed: honest ones are quick.
+    Each connection gets a few seconds and a fixed number of bytes to prove itself, in a thread of its own. Only so many
+    as are `expected`, and some more, may be open before they have; with one more, the oldest is closed: honest ones are
+    quick, and they may all come at once.
     """
 
-    def __init__(self, *, address: str, port: int, secret: Secret, pulse: Pulse) -> None:
+    def __init__(
+        self,
+        *,
+        address: str,
+        port: int,
+        secret: Secret,
+        pulse: Pulse,
+        expected: int = 1,
+        loop: ConnectionLoop | None = None,
+    ) -> None:
         self._secret = secret
         self._pulse = pulse
+        self._greeted_at_most = _STRANGERS_AT_MOST + expected
+        self._loop = loop or ConnectionLoop()
         self._listener = listener_at(address, port)
         self.port: int = self._listener.getsockname()[1]
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
@@ -114,7 +133,7 @@ class JoinListener:
     def _note(self, connection: socket.socket) -> None:
         with self._lock:
             self._strangers.append(connection)
-            crowd = len(self._strangers) > _GREETED_AT_MOST
+            crowd = len(self._strangers) > self._greeted_at_most
             oldest = self._strangers.popleft() if crowd else None
         if oldest is not None:
             _hang_up(oldest)
@@ -134,7 +153,8 @@ class JoinListener:
         host_info = wire.receive(_HELLO_S)
         if host_info is None or host_info.kind != "hello":
             raise Refused("no hello")
-        arrival = Arrival(link=HostConnection(wire, handlers={}, pulse=self._pulse), host_info=host_info.values)
+        link = HostConnection(wire, handlers={}, pulse=self._pulse, loop=self._loop)
+        arrival = Arrival(link=link, host_info=host_info.values)
         with self._lock:
             why = self._turned_away_because
             if why is None:

@@ -40,10 +40,11 @@ class StartOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalOrder:
-    """Host 0: send a signal to your ranks of job `number`."""
+    """Host 0: send a signal to your ranks of job `number`, and tell a person why, if it says so."""
 
     number: int
     order: KillOrder
+    why: SingleLine = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

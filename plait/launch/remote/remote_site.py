@@ -41,8 +41,8 @@ class RemoteWorkerHost:
             events.append(self._end(self._link.lost))
         return events
 
-    def signal(self, order: KillOrder) -> None:
-        self._link.send("signal", {"number": self._number, "order": order})
+    def signal(self, order: KillOrder, why: str = "") -> None:
+        self._link.send("signal", {"number": self._number, "order": order, "why": why})
 
     def kill(self) -> None:
         self._link.send("kill", {"number": self._number})

@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,7 +73,7 @@ class Wire:
         self.local_address: str = connection.getsockname()[0]
         self._connection = connection
         self._keys = keys
-        self._stall_s = stall_s
+        self.stall_s = stall_s
         self._sent = 0
         self._received = 0
         self._rest = bytearray()
@@ -81,17 +81,8 @@ class Wire:
 
     def send(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> None:
         """Send one frame; blocks while the other end is slow, raises WireEnded when it takes nothing any more."""
-        text = json.dumps({"kind": kind, "values": values}, separators=(",", ":"), allow_nan=False).encode()
-        if len(text) > VALUES_BYTES_AT_MOST or len(blob) > BLOB_BYTES_AT_MOST:
-            raise ValueError(f"a frame of {len(text)} + {len(blob)} bytes is over the cap; send it in parts")
         with self._sending:
-            length = _PREFIX.size - _LENGTH_BYTES + len(text) + len(blob) + _MAC_BYTES
-            head = _PREFIX.pack(length, self._sent, len(text)) + text
-            self._sent += 1
-            tag = _mac(self._keys.sending, head, blob)
-            # Small frames in one piece; a large blob is not copied for it.
-            for piece in (head + blob + tag,) if len(blob) < _CHUNK_BYTES else (head, blob, tag):
-                self._push(memoryview(piece))
+            self._send_locked(kind, values, blob)
 
     def receive(self, within_s: float) -> Frame | None:
         """The next frame, or None when nothing at all arrived in time; a frame that has begun is waited for.
@@ -100,13 +91,59 @@ class Wire:
         """
         if not self._rest and not self._pull(within_s):
             return None
-        while (length := self._frame_length()) is None or len(self._rest) < length:
-            if not self._pull(self._stall_s):
-                raise self._ended(f"its connection stood still for {self._stall_s:g} s")
-        with memoryview(self._rest) as view:
-            frame = bytes(view[:length])
-        del self._rest[:length]
-        return self._opened(frame)
+        while (frame := self._next()) is None:
+            if not self._pull(self.stall_s):
+                raise self.stood_still()
+        return frame
+
+    def arrived(self) -> Iterator[Frame]:
+        """The frames that are complete by now, after one look at the socket; never blocks.
+
+        Raises WireEnded as `receive` does, but for a frame that stands still halfway: that is for the caller to notice.
+        """
+        self._pull(0)
+        while (frame := self._next()) is not None:
+            yield frame
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether a frame has begun to arrive, and is not complete."""
+        return bool(self._rest)
+
+    def stood_still(self) -> WireEnded:
+        """What to raise where a frame's rest did not come."""
+        return self._ended(f"its connection stood still for {self.stall_s:g} s")
+
+    def takes_no_data(self) -> WireEnded:
+        """What to raise where the other end read nothing for too long."""
+        return self._ended(f"it took no data for {self.stall_s:g} s")
+
+    def try_send(self, kind: str) -> bool:
+        """Send a frame without values unless that would have to wait; false where the other end takes nothing now.
+
+        True, too, while another thread sends: then it is that one's to notice.
+        """
+        if not self._sending.acquire(blocking=False):
+            return True
+        try:
+            if not _ready(self._connection, select.POLLOUT, 0):
+                return False
+            self._send_locked(kind, {}, b"")
+        except OSError:
+            raise self._ended("its connection was closed") from None
+        finally:
+            self._sending.release()
+        return True
+
+    def has_data(self) -> bool:
+        """Whether something has arrived that nobody has read, or the other end has closed."""
+        try:
+            return _ready(self._connection, select.POLLIN, 0)
+        except OSError:
+            return True
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
 
     def close(self) -> None:
         """End the connection, also under a thread that is blocked in it; may be called twice."""
@@ -117,13 +154,25 @@ class Wire:
         """Give the socket back; no thread may be using the wire any more."""
         self._connection.close()
 
+    def _send_locked(self, kind: str, values: Mapping[str, Any], blob: bytes) -> None:
+        text = json.dumps({"kind": kind, "values": values}, separators=(",", ":"), allow_nan=False).encode()
+        if len(text) > VALUES_BYTES_AT_MOST or len(blob) > BLOB_BYTES_AT_MOST:
+            raise ValueError(f"a frame of {len(text)} + {len(blob)} bytes is over the cap; send it in parts")
+        length = _PREFIX.size - _LENGTH_BYTES + len(text) + len(blob) + _MAC_BYTES
+        head = _PREFIX.pack(length, self._sent, len(text)) + text
+        self._sent += 1
+        tag = _mac(self._keys.sending, head, blob)
+        # Small frames in one piece; a large blob is not copied for it.
+        for piece in (head + blob + tag,) if len(blob) < _CHUNK_BYTES else (head, blob, tag):
+            self._push(memoryview(piece))
+
     def _push(self, left: memoryview) -> None:
         try:
             while left:
                 with contextlib.suppress(BlockingIOError):
                     left = left[self._connection.send(left) :]
-                if left and not _ready(self._connection, select.POLLOUT, self._stall_s):
-                    raise self._ended(f"it took no data for {self._stall_s:g} s")
+                if left and not _ready(self._connection, select.POLLOUT, self.stall_s):
+                    raise self.takes_no_data()
         except OSError:
             raise self._ended("its connection was closed") from None
 
@@ -141,6 +190,16 @@ class Wire:
         except OSError:
             raise self._ended("its connection was closed") from None
         return False
+
+    def _next(self) -> Frame | None:
+        """The frame at the beginning of what has arrived, once all of it has."""
+        length = self._frame_length()
+        if length is None or len(self._rest) < length:
+            return None
+        with memoryview(self._rest) as view:
+            frame = bytes(view[:length])
+        del self._rest[:length]
+        return self._opened(frame)
 
     def _frame_length(self) -> int | None:
         if len(self._rest) < _LENGTH_BYTES:

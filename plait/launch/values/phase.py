@@ -28,12 +28,14 @@ class Patience:
 class Bounds:
     """How long each phase of a job may last; running has no bound but the patience with ranks that are silent.
 
-    `host_s` is how long it takes to notice that another host is lost, and 0 where there is none.
+    `host_s` is how long it takes to notice that another host is lost, and 0 where there is none. `host_lost_s` is what
+    is left of the time to collect once one was: what others report then follows from that.
     """
 
     start_s: float
     grace_s: float
     collect_s: float = 0.7
+    host_lost_s: float = 0.1
     end_s: float = 3.0
     kernel_s: float = 1.5
     report_s: float = 4.0

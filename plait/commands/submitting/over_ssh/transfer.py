@@ -59,6 +59,11 @@ def _sha256_of(path: Path) -> str:
 def bring_folder(machine: str, folder: str, inside: Path, target: Path) -> None:
     """Copy `inside` of a machine's folder into `target` here; raises PlaitError where it is not there."""
     command = [*SSH_WORDS, machine, f"tar -c -C {folder} {shlex.quote(str(inside))}"]
+    unpack_answer(command, target, f"{machine} does not give {inside}")
+
+
+def unpack_answer(command: Sequence[str], target: Path, refusal: str) -> None:
+    """Unpack the tar archive that a program prints into `target`; raises PlaitError that begins with `refusal`."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         try:
@@ -68,4 +73,4 @@ def bring_folder(machine: str, folder: str, inside: Path, target: Path) -> None:
             pass  # an empty stream: what the other end says of it follows
         complaint = process.stderr.read().decode(errors="replace")
     if process.returncode:
-        raise PlaitError(f"{machine} does not give {inside}: {complaint_text(complaint, 'tar', process.returncode)}")
+        raise PlaitError(f"{refusal}: {complaint_text(complaint, 'tar', process.returncode)}")

@@ -12,9 +12,9 @@ from pathlib import Path
 from plait.cluster.catalog import find_device_by_driver_name
 from plait.cluster.cluster import Cluster
 from plait.commands.submitting.machines import SERVER, NodeKind, cluster_of_node_kinds
+from plait.commands.submitting.over_ssh.files import EnvironmentFiles
+from plait.commands.submitting.over_ssh.transfer import SSH_WORDS, bring_folder, on_machine, send_files
 from plait.commands.submitting.records import Submitted, keep_record
-from plait.commands.submitting.ssh_files import EnvironmentFiles
-from plait.commands.submitting.ssh_transfer import SSH_WORDS, bring_folder, on_machine, send_files
 from plait.commands.submitting.tools import require_tool, tool_answer
 from plait.deploy.cluster_job import ClusterJob
 from plait.deploy.ssh_commands import (

@@ -1,0 +1,120 @@
+"""One thread for all of a process's connections to other hosts: it reads what arrives, and looks after each in time."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
+_LOOK_AT_LATEST_S = 1.0
+
+
+class Attended(Protocol):
+    """A connection in the loop's care; its methods are called by the loop's thread alone, and never block."""
+
+    @property
+    def descriptor(self) -> int:
+        """Of the socket that is readable when something has arrived."""
+        ...
+
+    @property
+    def lost(self) -> str | None: ...
+
+    def take(self) -> None:
+        """Take what has arrived."""
+        ...
+
+    def look(self, now_s: float) -> float:
+        """Do what is due by the monotonic clock; returns when the next of it is."""
+        ...
+
+
+class ConnectionLoop:
+    """Attends to connections from `add` to `remove`; its thread is there while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._changes: deque[tuple[Attended, threading.Event | None]] = deque()
+        """What is to be added, with no event, or removed, with the event that says that it was."""
+        self._attended: dict[Attended, int] = {}
+        self._wake: socket.socket | None = None
+        self._next_look_s = 0.0
+
+    def add(self, connection: Attended) -> None:
+        """Attend to a connection from now on; any thread."""
+        self._change(connection, None)
+
+    def remove(self, connection: Attended) -> None:
+        """Attend to it no more; when this returns, nothing of it is being called. Any thread."""
+        if threading.current_thread() is not self._thread:
+            removed = threading.Event()
+            self._change(connection, removed)
+            removed.wait()
+
+    def _change(self, connection: Attended, removed: threading.Event | None) -> None:
+        with self._lock:
+            self._changes.append((connection, removed))
+            if self._wake is None:
+                awake, self._wake = socket.socketpair()
+                for end in (awake, self._wake):
+                    end.setblocking(False)
+                name = "plait connections"
+                self._thread = threading.Thread(target=self._attend, args=(awake,), daemon=True, name=name)
+                self._thread.start()
+            with contextlib.suppress(BlockingIOError):  # full: it is awake already
+                self._wake.send(b"!")
+
+    def _attend(self, awake: socket.socket) -> None:
+        with selectors.DefaultSelector() as selector, awake:
+            selector.register(awake, selectors.EVENT_READ)
+            while self._carry_out_changes(selector):
+                ready = selector.select(max(0.0, self._next_look_s - time.monotonic()))
+                with contextlib.suppress(BlockingIOError):
+                    while awake.recv(4096):
+                        pass
+                for key, _ in ready:
+                    if key.data is not None:
+                        self._take(key.data, selector)
+                if time.monotonic() >= self._next_look_s:
+                    self._look(selector)
+
+    def _carry_out_changes(self, selector: selectors.BaseSelector) -> bool:
+        """Whether there is anything left to attend to."""
+        while True:
+            with self._lock:
+                if not self._changes:
+                    if not self._attended and self._wake is not None:
+                        self._wake.close()
+                        self._wake = None
+                    return self._wake is not None
+                connection, removed = self._changes.popleft()
+            if removed is not None:
+                self._forget(connection, selector)
+                removed.set()
+                continue
+            self._attended[connection] = connection.descriptor
+            selector.register(connection.descriptor, selectors.EVENT_READ, connection)
+            self._take(connection, selector)  # what came with the frames before it was added
+            self._next_look_s = 0.0
+
+    def _take(self, connection: Attended, selector: selectors.BaseSelector) -> None:
+        connection.take()
+        if connection.lost is not None:
+            self._forget(connection, selector)
+
+    def _look(self, selector: selectors.BaseSelector) -> None:
+        now_s = time.monotonic()
+        due = [connection.look(now_s) for connection in self._attended]
+        for connection in [one for one in self._attended if one.lost is not None]:
+            self._forget(connection, selector)
+        self._next_look_s = min([*due, now_s + _LOOK_AT_LATEST_S])
+
+    def _forget(self, connection: Attended, selector: selectors.BaseSelector) -> None:
+        descriptor = self._attended.pop(connection, None)
+        if descriptor is not None:
+            selector.unregister(descriptor)
