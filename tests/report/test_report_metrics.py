@@ -204,3 +204,13 @@ def test_several_sinks_get_everything_in_order_and_all_are_closed():
     with pytest.raises(RunFailed, match="no"):
         several.close()
     assert all(sink.seen == [step_report(1), eval_report(1), "hello", "closed"] for sink in sinks)
+
+
+def test_a_worker_of_an_earlier_start_writes_into_a_file_that_nobody_reads(tmp_path: Path) -> None:
+    """It was frozen, and comes back after the next start has begun at the very step that it had written last."""
+    path = tmp_path / "metrics.jsonl"
+    zombie = MetricsFile(path)
+    zombie.step(_report(1))
+    trim_metrics(path, 1)
+    zombie.step(_report(2))
+    assert [report.step for report in read_metrics(path)[0]] == [1]

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from plait.cluster.topology import usable_cores
 from plait.commands.hosts.host_info import failed_attempts_text, joined_host_text, own_host_info, why_host_cannot_join
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest, choose_address, choose_secret, invitation_text
+from plait.commands.hosts.members.invited import JOIN_TIMEOUT_S
 from plait.commands.programs.program_file import (
     COUNT_ENTRY,
     PROGRAM_ENTRIES,
@@ -27,8 +28,6 @@ from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message, Stop
 from plait.private_folder import make_private_folder
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
-
-JOIN_TIMEOUT_S = 3600.0
 
 
 def run_program(

@@ -15,7 +15,7 @@ from typing import Any
 from plait.errors import PlaitError
 from plait.launch.remote.handshake import Refused, greet_joiner
 from plait.launch.remote.interface import interface_of
-from plait.launch.remote.link import HostConnection, Pulse
+from plait.launch.remote.link import HostConnection, Pulse, bell
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Wire, WireEnded
 
@@ -67,6 +67,7 @@ class JoinListener:
         self._listener = listener_at(address, port)
         self.port: int = self._listener.getsockname()[1]
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._awake, self._wake = bell()
         self._strangers: deque[socket.socket] = deque()
         self._lock = threading.Lock()
         self._turned_away_because: str | None = None
@@ -75,8 +76,15 @@ class JoinListener:
         self._thread = threading.Thread(target=self._accept, daemon=True, name="plait gate")
         self._thread.start()
 
+    def fileno(self) -> int:
+        """Readable when a host has proven itself since `next` last found none."""
+        return self._awake.fileno()
+
     def next(self, within_s: float) -> Arrival | None:
         """The next host that has proven itself, or None when the time is up."""
+        with contextlib.suppress(BlockingIOError):
+            while self._awake.recv(64):
+                pass
         try:
             return self._arrivals.get(timeout=max(0.0, within_s))
         except queue.Empty:
@@ -139,6 +147,8 @@ class JoinListener:
             why = self._turned_away_because
             if why is None:
                 self._arrivals.put(arrival)
+                with contextlib.suppress(OSError):  # full: it rings already
+                    self._wake.send(b"!")
         if why is not None:
             refuse_host(arrival.link, why)
 
