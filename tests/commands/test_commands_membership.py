@@ -48,8 +48,8 @@ def plan(tmp_path: Path) -> Plan:
     [
         ((4, 3.0), (3, 4.0), (["c"], []), "hosts    c is gone: 3 copies in place of 4, 25% slower until it returns"),
         ((3, 4.0), (4, 3.0), ([], ["c"]), "hosts    c joined: 4 copies in place of 3, 33% faster"),
-        ((4, 3.0), (2, 6.0), (["c", "d"], []), "hosts    c and d are gone: 2 copies in place of 4, 50% slower until it"),
-        ((3, 4.0), (3, 4.01), (["a"], ["b"]), "hosts    a is gone and b joined: 3 copies, as before, as fast as before"),
+        ((4, 3.0), (2, 6.0), (["c", "d"], []), "hosts    c and d are gone: 2 copies in place of 4, 50% slower until"),
+        ((3, 4.0), (3, 4.01), (["a"], ["b"]), "hosts    a is gone and b joined: 3 copies, as before, as fast as bef"),
         ((2, 3.0), (1, 6.0), (["b"], []), "hosts    b is gone: 1 copy in place of 2, 50% slower until it returns"),
     ],
 )  # fmt: skip
@@ -199,8 +199,9 @@ def test_where_what_is_left_cannot_carry_the_run_it_stops_and_says_what_is_missi
     why = "left by SIGINT" if by else "was lost: nothing was heard from it for 10 s"
     assert caught.value.left_by == by and caught.value.exit_code == 1
     assert str(caught.value) == (
-        f"c {why}, and the hosts that are left cannot carry the run: the recipe's layout needs 3 workers, and the hosts "
-        "have 2; name degrees whose product is 2; or join c again: the run is saved, and the same command goes on with it"
+        f"c {why}, and the hosts that are left cannot carry the run: the recipe's layout needs 3 workers, and the "
+        "hosts have 2; name degrees whose product is 2; or join c again: the run is saved, and the same command goes "
+        "on with it"
     )
 
 
