@@ -25,7 +25,7 @@ from plait.launch.remote.secret import new_secret, read_secret
 from plait.launch.values.failed_job import FailureFacts
 from plait.layout import Layout
 from plait.planner.plan import Forecast, Plan
-from plait.screen.screen import Screen
+from plait.screen.screen import SilentScreen
 from tests.planner.machines import LAPTOP, PLAYS, SERVER, planned, recipe
 
 
@@ -129,7 +129,7 @@ def crew_of(
     """A crew, and what it prints."""
     said: list[str] = []
 
-    class Said(Screen):
+    class Said(SilentScreen):
         def print(self, text: str) -> None:
             said.append(text)
 
@@ -207,7 +207,7 @@ def test_where_what_is_left_cannot_carry_the_run_it_stops_and_says_what_is_missi
 
 def test_a_late_host_is_refused_at_once_where_the_recipe_names_the_workers(tmp_path: Path) -> None:
     def run(*more: str) -> RunOnHosts:
-        return RunOnHosts(config=recipe(tmp_path, *more), folder=RunFolder(tmp_path), screen=Screen())
+        return RunOnHosts(config=recipe(tmp_path, *more), folder=RunFolder(tmp_path), screen=SilentScreen())
 
     assert run().why_full(5) is None and run("layout.replicate=4").why_full(2) is None
     assert "layout needs 2 workers, and the run has 2 hosts" in (run("layout.replicate=2").why_full(1) or "")

@@ -94,15 +94,19 @@ def run_training(
             recovery.cannot_go_on(end, session, start)
             if end.left_by is None:
                 raise
-            screen.print(str(end))
-            return TrainingEnd(stopped_by=end.left_by, sentence=str(end))
+            screen.print(f"hosts    {end}")
+            return _stopped(end.left_by, point.manifest.step if point else 0, start, plan, screen)
         recovery.follow(plan)
     if step < plan.steps:
-        sentence = stopped_text(step, start.steps_done, plan)
-        screen.print(sentence)
-        return TrainingEnd(stopped_by=result.stopped_by, sentence=sentence)
+        return _stopped(result.stopped_by, step, start, plan, screen)
     receipt = finish_run(config, folder, plan, start.steps_done, screen, compared, details=details, working=working)
     return TrainingEnd(stopped_by="finished", receipt=receipt)
+
+
+def _stopped(by: StoppedBy, step: int, start: Start, plan: Plan, screen: Screen) -> TrainingEnd:
+    sentence = stopped_text(step, start.steps_done, plan)
+    screen.print(sentence)
+    return TrainingEnd(stopped_by=by, sentence=sentence)
 
 
 def _require_ours(require_present: Callable[[], None], folder: RunFolder, start: Start) -> None:
