@@ -11,10 +11,11 @@ import pytest
 
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.hosts.invitation import choose_secret
+from plait.commands.membership import run_hosts
 from plait.commands.membership.one_machine import OneMachine
 from plait.commands.membership.run_hosts import RunHosts
 from plait.commands.membership.run_on_hosts import RunOnHosts
-from plait.commands.monitoring.crew import CannotGoOn, Renewed, came_and_went, change_text, in_place_of, speed_text
+from plait.commands.monitoring.crew import CannotGoOn, Renewed, came_and_went, change_of_speed, change_text, in_place_of
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import HostWorkers
 from plait.commands.probing.survey import places_in
@@ -63,7 +64,7 @@ def test_a_change_is_told_with_what_was_done_and_what_it_costs(
 def test_other_layouts_are_named_and_unknown_times_left_out(plan: Plan) -> None:
     pipeline = replace(copies(plan, 2, 1.0), layout=Layout(pipeline=2, replicate=2), forecast=None)
     assert in_place_of(copies(plan, 3, 1.0), pipeline) == "2 groups of layers × 2 copies in place of 3 copies"
-    assert speed_text(copies(plan, 3, 1.0), pipeline) == ""
+    assert change_of_speed(copies(plan, 3, 1.0), pipeline) == ""
 
 
 # Who is there.
@@ -184,6 +185,20 @@ def test_new_hosts_of_no_use_are_sent_away_with_the_reason_and_the_others_go_on(
     assert [name for name, _ in membership.sent_home] == ["d", "e"]
     assert said[0] == "refused  d: a firewall is in between" and said[1].startswith("refused  e: e has GPUs and a has")
     assert [one.name for one in membership.members] == ["b"]
+
+
+def test_after_a_hang_the_run_goes_on_without_a_host_that_others_do_not_reach(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    membership = _Membership([member("b"), member("c")])
+    crew, _ = crew_of(tmp_path, membership, lambda names: copies(plan, 1 + len(names), 1.0))
+    monkeypatch.setattr(crew, "_own_listener", lambda: None)
+    cut = [membership.members[1], None]
+    monkeypatch.setattr(run_hosts, "host_cut_off", lambda first, others: cut.pop(0))
+    renewed = crew.renewed(plan, FailureFacts(cause="hung", rank=1, what="waiting"))
+    assert renewed and renewed.who == "c is gone" and renewed.plan.layout.replicate == 2
+    assert membership.sent_home[0][0] == "c" and "cut off from other hosts" in membership.sent_home[0][1]
+    assert crew.renewed(plan, FailureFacts(cause="killed", rank=1, what="SIGKILL")) is None, "not of a link"
 
 
 @pytest.mark.parametrize("by", [None, "SIGINT"])

@@ -14,12 +14,15 @@ from plait.commands.membership.run_on_hosts import PlanFor, RunOnHosts
 from plait.commands.monitoring.crew import CannotGoOn, Renewed, came_and_went
 from plait.commands.monitoring.finish import is_finished
 from plait.errors import PlaitError
-from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
+from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity, host_cut_off
 from plait.launch.remote.host_numbering import HostIdentity
 from plait.launch.remote.leader import Hosts
 from plait.launch.remote.membership import Departure, Member
 from plait.launch.values.failed_job import FailureFacts
 from plait.planner.plan import Plan
+
+_MAY_BE_OF_A_LINK = ("hung", "lost connection", "no answer")
+"""Causes of failures after which hosts look whether they still reach each other."""
 
 
 class RunHosts:
@@ -39,9 +42,12 @@ class RunHosts:
         on; one that is lost meanwhile is left out, too."""
         membership = self._hosts.membership
         change = membership.renew()
-        if not change:
+        cut = [*self._cut_off()] if failure and failure.cause in _MAY_BE_OF_A_LINK else []
+        if not change and not cut:
             return None
-        gone, came = [*change.gone], self._usable(change.came)
+        there, new_names = _links(membership.members), _names(change.came)
+        gone = [*change.gone, *(one for one in cut if one.name not in new_names)]
+        came = self._usable([one for one in change.came if one.link in there])
         while gone or came:
             self.workers = self._new_workers()
             try:
@@ -67,6 +73,18 @@ class RunHosts:
         until = f"until {'it returns' if len(gone) == 1 else 'they return'} (plait join {self._hosts.join_address})"
         return Renewed(plan=plan, subject="hosts", who=who, until=until)
 
+    def _cut_off(self) -> Iterator[Departure]:
+        """Send those home that host 0 hears, and other hosts do not reach: workers would wait for them for ever."""
+        with suppress(PlaitError):  # one is lost meanwhile: the next start notices
+            while one := host_cut_off(self._own_listener(), self._hosts.members):
+                (member,) = [member for member in self._hosts.members if member is one]
+                why = "was cut off from other hosts"
+                self._send_home([member], f"this host {why}; mend the network between them, and join again")
+                yield Departure(name=member.name, why=why, by=None)
+
+    def _own_listener(self) -> ConnectivityListener:
+        return ConnectivityListener(own_host_info()["name"], self._hosts.addresses[0])
+
     def _usable(self, came: Sequence[Member]) -> list[Member]:
         """Those who reach all others, and whose folder takes this run; the others are sent home."""
         usable: list[Member] = []
@@ -74,7 +92,7 @@ class RunHosts:
             links = _links([*came[came.index(one) + 1 :]])
             others = [member for member in self._hosts.members if member.link not in links]
             try:
-                check_connectivity(ConnectivityListener(own_host_info()["name"], self._hosts.addresses[0]), others)
+                check_connectivity(self._own_listener(), others)
                 FileStager((one,), self._run.folder.path, self._run.screen.print, self._run.working).open_run_folder()
             except PlaitError as error:
                 self._send_home([one], str(error))

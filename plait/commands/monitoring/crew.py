@@ -68,7 +68,7 @@ def came_and_went(gone: Sequence[str], came: Sequence[str]) -> str:
 
 def change_text(before: Plan, renewed: Renewed) -> str:
     """Who came and went, what the planner did about it, and what that costs."""
-    speed = speed_text(before, renewed.plan)
+    speed = change_of_speed(before, renewed.plan)
     if speed.endswith("slower") and renewed.until:
         speed += f" {renewed.until}"
     what = ", ".join(part for part in (in_place_of(before, renewed.plan), speed) if part)
@@ -87,7 +87,7 @@ def in_place_of(before: Plan, after: Plan) -> str:
     return f"{new} in place of {old}"
 
 
-def speed_text(before: Plan, after: Plan) -> str:
+def change_of_speed(before: Plan, after: Plan) -> str:
     """How much slower or faster the run is by its plans; empty where one of them does not know."""
     old_s, new_s = (plan.step_s or (plan.forecast.step_s if plan.forecast else None) for plan in (before, after))
     if not old_s or not new_s:

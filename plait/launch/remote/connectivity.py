@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -96,8 +96,32 @@ class ConnectivityListener:
         return Reply()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Knock:
+    """`neighbour` tried to reach `host`; `why` says why it failed, and is empty where it did not."""
+
+    host: Neighbour
+    neighbour: Neighbour
+    port: int
+    why: str
+
+
 def check_connectivity(first: ConnectivityListener, others: Sequence[Neighbour]) -> None:
     """Raise PlaitError with the mend where one host of the run cannot reach another; `first` is this host's own."""
+    with contextlib.closing(_knocks(first, others)) as knocks:
+        if failed := next((one for one in knocks if one.why), None):
+            raise PlaitError(_shut_out(failed.host, failed.neighbour, failed.port, failed.why))
+
+
+def host_cut_off(first: ConnectivityListener, others: Sequence[Neighbour]) -> Neighbour | None:
+    """The one of `others` in most of the pairs of hosts that do not reach each other; None where all do. Raises
+    PlaitError where one is lost meanwhile."""
+    ends = [end for one in _knocks(first, others) if one.why for end in (one.host, one.neighbour)]
+    return max(others, key=lambda other: sum(end is other for end in ends)) if ends else None
+
+
+def _knocks(first: ConnectivityListener, others: Sequence[Neighbour]) -> Generator[_Knock]:
+    """Each host's attempt to reach each other one."""
     hosts: list[Neighbour] = [first, *others]
     with contextlib.closing(first), ThreadPoolExecutor(len(hosts)) as pool:
         for host in hosts:
@@ -110,8 +134,8 @@ def check_connectivity(first: ConnectivityListener, others: Sequence[Neighbour])
                 pool.submit(neighbour.ask, "knock", {"address": host.address, "port": port}) for neighbour in guests
             ]
             for neighbour, one in zip(guests, requested, strict=True):
-                if why := parse_message(KnockResult, one.result().values).why:
-                    raise PlaitError(_shut_out(host, neighbour, port, why))
+                why = parse_message(KnockResult, one.result().values).why
+                yield _Knock(host=host, neighbour=neighbour, port=port, why=why)
             host.ask("shut", {})
 
 

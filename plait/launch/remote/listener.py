@@ -82,7 +82,7 @@ class JoinListener:
 
     def next(self, within_s: float) -> Arrival | None:
         """The next host that has proven itself, or None when the time is up."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nothing rings, or all is closed
             while self._awake.recv(64):
                 pass
         try:
@@ -108,6 +108,8 @@ class JoinListener:
             strangers = list(self._strangers)
         for connection in strangers:
             _hang_up(connection)
+        self._awake.close()
+        self._wake.close()
 
     def _accept(self) -> None:
         while not self._shut.is_set():
