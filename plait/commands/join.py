@@ -92,7 +92,7 @@ def ending_text(ended_by: ReleasedBy) -> str:
     if ended_by == "not needed":
         return "over     this host is not needed: the run leaves it out, because a step would take no less time with it"
     if ended_by.startswith("left by"):
-        return f"over     this host {ended_by}, saved; the run goes on without it. The same command joins it again"
+        return f"over     this host {ended_by}; all is saved, and the run goes on without it where it can"
     how = "it is finished" if ended_by == "finished" else f"it was stopped by {ended_by}"
     return f"over     the run has ended: {how}"
 

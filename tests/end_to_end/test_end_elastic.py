@@ -163,7 +163,7 @@ def test_a_host_that_is_stopped_leaves_and_nothing_is_done_twice(apart: Hosts) -
     wait_while_running(lambda: steps_done(place, name) > 6, lead, within_s=120)
     os.killpg(guests[0].pid, signal.SIGINT)
     left = ended(guests[0])
-    assert left.code == 130 and "left by SIGINT, saved; the run goes on without it" in left.out
+    assert left.code == 130 and "left by SIGINT; all is saved, and the run goes on without it" in left.out
     goes_on(apart, name, "ac", lead)
     first, other = ended(lead), ended(guests[1])
     assert (first.code, other.code) == (0, 0), (first, other)

@@ -120,7 +120,7 @@ def host_cut_off(first: ConnectivityListener, others: Sequence[Neighbour]) -> Ne
     return max(others, key=lambda other: sum(end is other for end in ends)) if ends else None
 
 
-def _knocks(first: ConnectivityListener, others: Sequence[Neighbour]) -> Generator[_Knock]:
+def _knocks(first: ConnectivityListener, others: Sequence[Neighbour]) -> Generator[_Knock, None, None]:
     """Each host's attempt to reach each other one."""
     hosts: list[Neighbour] = [first, *others]
     with contextlib.closing(first), ThreadPoolExecutor(len(hosts)) as pool:
