@@ -48,7 +48,7 @@ class _Crew:
         self.agents = agents
 
     def run(
-        self, whole: Job, record: Callable[[Message], None], parts: Sequence[int] = (1, 1), **bounds: float
+        self, whole: Job, record: Callable[[Message], None], parts: Sequence[int] = (1, 1), **bounds: Any
     ) -> JobResult:
         own = [HostPart(ranks=ranks, threads=1, argument=whole.argument, log_dir=whole.log_dir) for ranks in parts]
         return self.hosts.run(whole, on_message=record, parts=own, **bounds)
