@@ -22,8 +22,8 @@ from plait.launch.remote.secret import new_secret
 from plait.launch.remote.wire import Frame
 from plait.launch.values.job import HostRanks
 from tests.launch.host import PULSE
-from tests.launch.processes import ENTRIES, Record, job, wait_until
 from tests.launch.joined import HostProcess
+from tests.launch.processes import ENTRIES, Record, job, wait_until
 
 SECRET = new_secret()
 
