@@ -162,7 +162,7 @@ def _serve(number: int, port: int, secret: Secret, board: Board) -> None:
     wire = _connected(number, port, secret)
     door = ConnectivityListener(_name(number), wire.local_address)
 
-    def hear(sentence: str) -> None:
+    def hear(subject: str, sentence: str) -> None:
         if " was lost: " in sentence:
             board.note(number, time.monotonic())
 

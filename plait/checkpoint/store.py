@@ -22,7 +22,7 @@ from plait.regular_file import read_regular_file
 MAX_MANIFEST_BYTES = 2**28
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
-_LEFTOVER = re.compile(r"\.(step-(?:0|[1-9]\d*))\.(staging|replaced|pruned)")
+_LEFTOVER = re.compile(r"\.(step-(?:0|[1-9]\d*))(?:\.gen-\d+)?\.(staging|replaced|pruned)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,10 @@ class FoundCheckpoint:
     skipped: tuple[str, ...]
 
 
-def staging_for(folder: Path, step: int) -> Path:
-    """Where the ranks write the checkpoint of `step` before it is published; out of sight of every reader."""
-    return folder / f".step-{step}.staging"
+def staging_for(folder: Path, step: int, generation: int = 0) -> Path:
+    """Where the ranks write the checkpoint of `step` before it is published; out of sight of every reader, and of ranks
+    of any other start (`generation`) of the run."""
+    return folder / (f".step-{step}.gen-{generation}.staging" if generation else f".step-{step}.staging")
 
 
 def checkpoint_for(folder: Path, step: int) -> Path:

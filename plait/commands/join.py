@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
+from typing import cast
 
 from plait.commands.hosts.host_info import own_host_info
 from plait.commands.hosts.invitation import check_first_address, network_text
@@ -14,7 +16,7 @@ from plait.errors import PlaitError
 from plait.launch.remote.agent import connect, serve
 from plait.launch.remote.connectivity import ConnectivityListener
 from plait.launch.remote.secret import read_secret
-from plait.launch.values.job import Job, ReleasedBy, StoppedBy
+from plait.launch.values.job import SIGNAL_OF_LEAVING, Job, ReleasedBy, StoppedBy
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -59,7 +61,7 @@ def join(
                 handlers=handlers,
                 entries=ENTRIES if program is None else PROGRAM_ENTRIES,
                 while_running=files.running if program is None else _no_files,
-                say=lambda sentence: say(f"stop     {sentence}"),
+                say=lambda subject, sentence: say(f"{subject:8} {sentence}"),
                 working_folder=working.path,
             )
         except PlaitError as error:
@@ -67,7 +69,13 @@ def join(
                 raise files.local_error from error
             raise
     screen.print(ending_text(ended_by))
-    return "finished" if ended_by == "not needed" else ended_by
+    return signal_of(ended_by)
+
+
+def signal_of(ended_by: ReleasedBy) -> StoppedBy:
+    """What stopped this host's part, for the exit code; "finished" where nobody did."""
+    left = cast(Mapping[str, StoppedBy], SIGNAL_OF_LEAVING)
+    return cast(StoppedBy, left.get(ended_by, "finished" if ended_by == "not needed" else ended_by))
 
 
 def _no_files(job: Job) -> AbstractContextManager[None]:
@@ -84,6 +92,8 @@ def ending_text(ended_by: ReleasedBy) -> str:
     """What the end of a run means for a host that had joined it."""
     if ended_by == "not needed":
         return "over     this host is not needed: the run leaves it out, because a step would take no less time with it"
+    if ended_by.startswith("left by"):
+        return f"over     this host {ended_by}; all is saved, and the run goes on without it where it can"
     how = "it is finished" if ended_by == "finished" else f"it was stopped by {ended_by}"
     return f"over     the run has ended: {how}"
 

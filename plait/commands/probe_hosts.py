@@ -9,7 +9,7 @@ from pathlib import Path
 from plait.cluster.catalog import link_at_rate
 from plait.cluster.machine_cluster import cluster_of_hosts
 from plait.commands.hosts.invitation import HostsRequest
-from plait.commands.hosts.leader_workers import leader_workers
+from plait.commands.hosts.members.invited import leader_workers
 from plait.commands.planning.arithmetic import TIMING_PRODUCTS, new_with_arithmetic
 from plait.commands.planning.output_files import check_output_file
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual

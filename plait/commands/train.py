@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
 
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
 from plait.commands.hosts.joined_run import refuse_joined_folder
-from plait.commands.hosts.leader_workers import leader_workers
+from plait.commands.membership.crew_plans import CheckMode, CrewPlans, ReplanScope
+from plait.commands.membership.open_crew import open_crew
+from plait.commands.membership.run_on_hosts import RunOnHosts
 from plait.commands.monitoring.finish import is_finished, print_finished
 from plait.commands.monitoring.training import TrainingEnd, run_training
-from plait.commands.planning.begun_plan import (
-    refuse_impossible_layout,
-    refuse_lowered_budget,
-    refuse_other_text,
-    resumed_plan,
-)
+from plait.commands.planning.begun_plan import refuse_impossible_layout, refuse_lowered_budget, refuse_other_text
 from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.introduction import Details, run_start, running_runs_text
-from plait.commands.planning.make_plan import make_plan
-from plait.commands.planning.run_folder import NEW_PLAN_KEYS, RunFolder, check_changes, run_folder
-from plait.commands.planning.workers import (
-    HostWorkers,
-    dismiss_torchrun_ranks,
-    refuse_torchrun,
-    serve_under_torchrun,
-    worker_pool,
-)
-from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
-from plait.commands.probing.survey import survey_machines
-from plait.commands.verifying.gradient_check import check_new_layout
+from plait.commands.planning.run_folder import NEW_PLAN_KEYS, check_changes, run_folder
+from plait.commands.planning.workers import dismiss_torchrun_ranks, serve_under_torchrun
+from plait.commands.preparing.corpus import prepared_corpus
 from plait.errors import Interrupted, StopSignal
-from plait.planner.plan import Plan
 from plait.recipe.load import RecipeSource, load_recipe, run_name_of
-from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
-
-CheckMode = Literal["new layouts", "never"]
-ReplanScope = Literal["all", "plan", "nothing"]
-"""What is made again: the probe of several hosts and the plan, the plan alone, or nothing."""
 
 
 def train(
@@ -80,17 +60,18 @@ def train(
         plan_changed = any(key.startswith(NEW_PLAN_KEYS) for key in changed)
         renew: ReplanScope = "all" if fresh_plan else "plan" if plan_changed else "nothing"
         try:
-            with _open_workers(hosts, config, working, renew, screen) as workers:
-                plan = workers.with_hosts(_prepare_plan(config, folder, workers, renew=renew, screen=screen))
+            run = RunOnHosts(config=config, folder=folder, screen=screen, working=working)
+            plans, begun = CrewPlans(run, check), folder.saved_plan() if folder.has_begun and renew != "all" else None
+            with open_crew(hosts, run, plans.further, begun) as crew:
+                plan = plans.first(crew.workers, renew)
                 screen.print(run_start(plan, folder.path, details))
                 if sharing := running_runs_text(plan, folder):
                     screen.print(sharing)
-                if check == "new layouts":
-                    check_new_layout(config, plan, workers, screen)
+                plans.check(plan, crew.workers)
                 return run_training(
                     config,
                     folder,
-                    workers,
+                    crew,
                     plan,
                     screen,
                     details=details,
@@ -108,35 +89,3 @@ def stopped_early_text(signal: StopSignal, *, has_begun: bool) -> str:
     if has_begun:
         return f"stopped by {signal} while no worker trained; the same command goes on with the run as it was saved"
     return f"stopped by {signal} before training began; the same command starts it again"
-
-
-def _open_workers(
-    hosts: HostsRequest, config: RunConfig, working: WorkingFolder, renew: ReplanScope, screen: Screen
-) -> AbstractContextManager[HostWorkers]:
-    """The workers of this machine, or of all hosts once they have joined, numbered as before in this run."""
-    if hosts.n_hosts == 1:
-        return worker_pool(working)
-    refuse_torchrun()
-    prepared_corpus(config, working, screen)  # an error in it is shown before anybody is invited to join
-    folder = run_folder(config.run.name, working)
-    begun = folder.saved_plan() if folder.has_begun and renew != "all" else None
-    previous = [(share.mark, share.name) for share in (*begun.hosts, *begun.left_out)] if begun else []
-    return leader_workers(
-        hosts, config=config, folder=folder.path, log=screen.print, previous_hosts=previous, working=working
-    )
-
-
-def _prepare_plan(
-    config: RunConfig, folder: RunFolder, workers: HostWorkers, *, renew: ReplanScope, screen: Screen
-) -> Plan:
-    """Prepare the data, survey the machines, and make or load the plan."""
-    corpus = prepared_corpus(config, workers.working_folder, screen)
-    screen.print(str(corpus_facts(corpus)))
-    fresh, probe = renew != "nothing", "again" if renew == "all" else "kept"
-    with screen.progress() as show:
-        show(0, 0, "looking at the machine")
-        site = survey_machines(config, workers, screen.print, probe, show)
-        if folder.has_begun:
-            begun = folder.saved_plan()
-            return resumed_plan(config, begun, corpus, site, workers, fresh=fresh, log=screen.print, show=show)
-        return make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print, show=show)

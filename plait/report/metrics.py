@@ -120,14 +120,13 @@ def trim_metrics(path: Path, last_step: int) -> None:
     """Cut all lines written after `last_step`, and incomplete ones, before a run continues from a checkpoint of that
     step.
 
-    An evaluation made after `last_step` itself stays. A reader sees the old file or the new one. Raises RunFailed.
+    An evaluation made after `last_step` itself stays. A reader sees the old file or the new one, and always gets a new
+    one: what a worker of an earlier start still writes goes into the old. Raises RunFailed.
     """
     if not path.exists():
         return
     kept = [line for line in _whole_lines(path) if (report := _parse(line)) and report.step <= last_step]
-    text = b"".join(line + b"\n" for line in kept)
-    if text != _text(path):
-        replace_file(path, text)
+    replace_file(path, b"".join(line + b"\n" for line in kept))
 
 
 def _line(report: StepReport | EvalReport) -> str:

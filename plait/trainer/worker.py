@@ -78,7 +78,7 @@ def main(context: WorkerContext, argument: str) -> None:
             tell = partial(context.send, "times")
             balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage)
             saver = saver_of(assembly, folder, requested["parts"], requested["generation"], context.send)
-            prune = partial(prune_old, folder / "checkpoints", plan.checkpoint_keep, world, whole)
+            prune = partial(prune_old, folder / "checkpoints", plan.checkpoint_keep, world, whole, saver.fence)
             choices = load_choices(assembly, Path(plan.choices) if plan.choices else None, world)
             actions = _actions(context, assembly, saver, whole, prune, balance, memory, choices)
             shown = watched(actions, context.progress)

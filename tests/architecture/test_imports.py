@@ -34,7 +34,7 @@ INNER_FLOORS = {
                 "product_rates": 0, "gpus": 1, "requested_workers": 1, "short": 1, "measure": 2, "described": 2,
                 "measured": 3, "probe": 4, "pooled": 4, "cluster": 5, "machine_cluster": 6},
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2,
-                 "programs": 3,
+                 "programs": 3, "membership": 4,
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
                  "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4, "answering": 5,
                  "evaluating": 3, "drilling": 6, "submitting": 6},

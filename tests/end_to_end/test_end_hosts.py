@@ -87,7 +87,7 @@ def test_two_hosts_in_folders_of_their_own_give_the_bits_of_one(
     guest = pair.start_join()
     wait_while_running((pair.lead.path(name) / "plan.json").exists, lead)
     late = ended(pair.start_join(Place(tmp_path / "third")), within_s=30)
-    assert late.code == 2 and "nobody waits" in late.sentence()
+    assert late.code == 2 and "layout needs 2 workers, and the run has 2 hosts" in late.sentence()
     first, second = ended(lead), ended(guest)
     assert (first.code, second.code) == (0, 0) and not first.err + second.err, (first, second)
     assert second.out.count("\nreceived ") == 1 and "here already" not in second.out
@@ -107,7 +107,9 @@ def test_a_host_that_waits_for_others_ends_in_peace_when_it_is_told_to(pair: Pai
 
 
 @pytest.mark.slow
-def test_a_lost_host_ends_the_run_and_both_commands_go_on_with_it(pair: Pair, reference: Callable[[int], str]) -> None:
+def test_a_lost_host_that_the_layout_needs_ends_the_run_and_both_commands_go_on_with_it(
+    pair: Pair, reference: Callable[[int], str]
+) -> None:
     name, place = "two-hosts-lost", pair.lead
     lead, guest = pair.start(name, *EVEN)
     wait_while_running(lambda: bool(place.checkpoints(name)), lead)
@@ -115,7 +117,7 @@ def test_a_lost_host_ends_the_run_and_both_commands_go_on_with_it(pair: Pair, re
     guest.kill()
     lost = ended(lead, within_s=30)
     assert time.monotonic() - at < 15
-    assert lost.code == 1 and "was lost" in lost.sentence() and "same command again" in lost.sentence(), lost
+    assert lost.code == 1 and "was lost" in lost.sentence() and "the same command goes on" in lost.sentence(), lost
     ended(guest)
     for one in (place, pair.other):
         one.assert_nobody_left()

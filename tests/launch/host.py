@@ -39,8 +39,8 @@ def main(join_address: str, local_address: str, torch: str = "") -> None:
         sys.exit(error.exit_code)
 
 
-def _say(sentence: str) -> None:
-    print(json.dumps({"said": sentence}), flush=True)
+def _say(subject: str, sentence: str) -> None:
+    print(json.dumps({"said" if subject == "stop" else subject: sentence}), flush=True)
 
 
 def _read(question: Frame) -> Reply:

@@ -22,17 +22,17 @@ from plait.launch.remote.secret import new_secret
 from plait.launch.remote.wire import Frame
 from plait.launch.values.job import HostRanks
 from tests.launch.host import PULSE
+from tests.launch.joined import HostProcess
 from tests.launch.processes import ENTRIES, Record, job, wait_until
-from tests.launch.test_launch_hosts import _Process
 
 SECRET = new_secret()
 
 
 @pytest.fixture
-def victim() -> Iterator[tuple[HostConnection, _Process]]:
+def victim() -> Iterator[tuple[HostConnection, HostProcess]]:
     """A host that joined, and the link to it of a host 0 that does what this test likes."""
     listener = JoinListener(address="127.0.0.1", port=0, secret=SECRET, pulse=PULSE)
-    agent = _Process("host", f"127.0.0.1:{listener.port}", "127.0.0.2", secret=SECRET)
+    agent = HostProcess("host", f"127.0.0.1:{listener.port}", "127.0.0.2", secret=SECRET)
     arrival = listener.next(30)
     assert arrival is not None
     yield arrival.link, agent
@@ -65,7 +65,7 @@ def mail(link: HostConnection, kind: str) -> Frame:
     return found[0]
 
 
-def test_a_leader_cannot_choose_what_a_joined_host_runs(victim: tuple[HostConnection, _Process]) -> None:
+def test_a_leader_cannot_choose_what_a_joined_host_runs(victim: tuple[HostConnection, HostProcess]) -> None:
     link, _ = victim
     link.send("run", order(entry="no_such_job"))
     event = mail(link, "event").values["event"]
@@ -87,7 +87,7 @@ def test_a_leader_cannot_choose_what_a_joined_host_runs(victim: tuple[HostConnec
     ],
 )
 def test_a_joined_host_leaves_a_leader_that_sends_what_plait_does_not(
-    victim: tuple[HostConnection, _Process], tmp_path: Path, change: dict[str, Any], why: str
+    victim: tuple[HostConnection, HostProcess], tmp_path: Path, change: dict[str, Any], why: str
 ) -> None:
     link, agent = victim
     link.send("run", order(**{"argument": f"touch {tmp_path / 'harm'}", **change}))
@@ -101,7 +101,7 @@ def test_a_joined_host_leaves_a_leader_that_sends_what_plait_does_not(
     "rendezvous", ["/home/somebody/.profile", "relative", "env://", "file:///etc/x", "tcp://a:1/x"]
 )
 def test_a_leader_cannot_have_ranks_meet_in_a_file_of_its_choice(
-    victim: tuple[HostConnection, _Process], rendezvous: str
+    victim: tuple[HostConnection, HostProcess], rendezvous: str
 ) -> None:
     link, agent = victim
     link.send("run", {**order(), "rendezvous": rendezvous})
@@ -197,7 +197,7 @@ def test_what_another_host_says_cannot_speak_to_the_terminal() -> None:
 @pytest.mark.parametrize("kind", ["ask", "answer", "bye"])
 @pytest.mark.parametrize("values", [{}, {"number": [], "kind": 5, "values": 5}, {"why": 5}])
 def test_a_frame_for_the_connection_itself_must_be_one(
-    victim: tuple[HostConnection, _Process], kind: str, values: dict[str, Any]
+    victim: tuple[HostConnection, HostProcess], kind: str, values: dict[str, Any]
 ) -> None:
     link, agent = victim
     link.send(kind, values)
@@ -227,7 +227,7 @@ def test_attempts_in_vain_are_said_when_the_last_host_is_in() -> None:
     assert counts == [1, 2]
 
 
-def test_a_nul_in_a_name_is_refused_not_taken_out(victim: tuple[HostConnection, _Process]) -> None:
+def test_a_nul_in_a_name_is_refused_not_taken_out(victim: tuple[HostConnection, HostProcess]) -> None:
     link, agent = victim
     link.send("ask", {"number": 1, "kind": "read", "values": {"path": "/tmp/own\0/x"}})
     assert "NUL" in agent.ended(1)["error"]

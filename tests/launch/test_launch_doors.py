@@ -13,6 +13,7 @@ from plait.launch.remote.connectivity import (
     ALL_PAIRS_AT_MOST,
     ConnectivityListener,
     check_connectivity,
+    host_cut_off,
     neighbours_of,
 )
 from plait.launch.remote.link import Reply
@@ -67,6 +68,13 @@ def test_a_host_behind_a_firewall_is_named_with_who_does_not_reach_it() -> None:
         "let the firewall of 127.0.0.3 take what comes from 127.0.0.1 (for example: ufw allow from 127.0.0.1)" in told
     )
     assert caught.value.exit_code == 2
+
+
+def test_the_host_that_others_do_not_reach_is_the_one_to_go_on_without() -> None:
+    first, *others = three(Firewalled)
+    assert host_cut_off(first, others) is others[1]
+    assert first._listener is None
+    assert host_cut_off(first, others[:1]) is None
 
 
 def test_a_host_behind_an_address_translation_is_told_so() -> None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +22,7 @@ from plait.launch.remote.secret import Secret, new_secret
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import STOP_IN_WORDS, Job, JobResult, Message
 from tests.launch.host import PULSE
+from tests.launch.joined import HostProcess, start_agent
 from tests.launch.processes import (
     ENTRIES,
     WITH_TORCH,
@@ -42,51 +39,15 @@ ROOT = Path(__file__).parents[2]
 SOON_S = 6.0
 
 
-class _Process:
-    """A host in a process of its own, in its own group as if it had its own terminal."""
-
-    def __init__(self, module: str, *arguments: str, secret: Secret) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", f"tests.launch.{module}", *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PLAIT_SECRET": secret.text},
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.pid = self.process.pid
-
-    def next_line(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def said(self) -> str:
-        """Its next sentence for a person."""
-        while "said" not in (line := self.next_line()):
-            assert line == {"kind": "connected"}
-        return line["said"]
-
-    def ended(self, exit_code: int) -> dict[str, Any]:
-        """Its last words, when it has ended as it should."""
-        lines = self.process.communicate(timeout=30)[0].splitlines()
-        assert self.process.returncode == exit_code, lines
-        return json.loads(lines[-1])
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.process.communicate()
-
-
 class _Crew:
     """Host 0 in this process, and others that have joined it."""
 
-    def __init__(self, hosts: Hosts, agents: Sequence[_Process]) -> None:
+    def __init__(self, hosts: Hosts, agents: Sequence[HostProcess]) -> None:
         self.hosts = hosts
         self.agents = agents
 
     def run(
-        self, whole: Job, record: Callable[[Message], None], parts: Sequence[int] = (1, 1), **bounds: float
+        self, whole: Job, record: Callable[[Message], None], parts: Sequence[int] = (1, 1), **bounds: Any
     ) -> JobResult:
         own = [HostPart(ranks=ranks, threads=1, argument=whole.argument, log_dir=whole.log_dir) for ranks in parts]
         return self.hosts.run(whole, on_message=record, parts=own, **bounds)
@@ -107,7 +68,7 @@ def _crew(members: int, entries: EntryTable = ENTRIES) -> Iterator[_Crew]:
             def start_next(hello: Mapping[str, Any]) -> None:
                 """One after another, so that the addresses are in the order of the hosts' numbers."""
                 if len(agents) < members:
-                    agents.append(_agent(hosts.join_address, secret, 2 + len(agents), entries))
+                    agents.append(start_agent(hosts.join_address, secret, 2 + len(agents), entries))
 
             start_next({})
             hosts.admit(start_next, within_s=30)
@@ -115,12 +76,6 @@ def _crew(members: int, entries: EntryTable = ENTRIES) -> Iterator[_Crew]:
     finally:
         for agent in agents:
             agent.close()
-
-
-def _agent(join_address: str, secret: Secret, number: int = 2, entries: EntryTable = ENTRIES) -> _Process:
-    return _Process(
-        "host", join_address, f"127.0.0.{number}", "with torch" if entries is WITH_TORCH else "", secret=secret
-    )
 
 
 @pytest.fixture(scope="module")
@@ -405,7 +360,7 @@ def test_a_second_ctrl_c_leaves_and_the_others_are_told(two: _Crew):
 def test_the_end_is_told_to_the_others():
     secret = new_secret()
     with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts:
-        agent = _agent(hosts.join_address, secret)
+        agent = start_agent(hosts.join_address, secret)
         hosts.admit(lambda hello: None, within_s=30)
     assert agent.ended(0) == {"stopped_by": "finished"}
 
@@ -427,7 +382,7 @@ def test_a_signal_between_two_jobs_is_told_to_the_others():
         pytest.raises(Interrupted),
         Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts,
     ):
-        agent = _agent(hosts.join_address, secret)
+        agent = start_agent(hosts.join_address, secret)
         hosts.admit(lambda hello: None, within_s=30)
         raise Interrupted("SIGTERM")
     assert agent.ended(0) == {"stopped_by": "SIGTERM"}
@@ -439,7 +394,7 @@ def test_the_error_that_ends_host_0_is_told_to_the_others():
         pytest.raises(PlaitError, match="no such recipe"),
         Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts,
     ):
-        join_address, agent = hosts.join_address, _agent(hosts.join_address, secret)
+        join_address, agent = hosts.join_address, start_agent(hosts.join_address, secret)
         hosts.admit(lambda hello: None, within_s=30)
         raise PlaitError("there is no such recipe; write one")
     assert agent.ended(1)["error"] == f"host 0 ({join_address}) ended the run: there is no such recipe; write one"
@@ -447,8 +402,8 @@ def test_the_error_that_ends_host_0_is_told_to_the_others():
 
 def test_kill_9_of_host_0_leaves_no_process_anywhere():
     secret = new_secret()
-    leader = _Process("lead", "be_deaf", secret=secret)
-    agent = _agent(leader.next_line()["join"], secret)
+    leader = HostProcess("lead", "be_deaf", secret=secret)
+    agent = start_agent(leader.next_line()["join"], secret)
     try:
         told = [leader.next_line() for _ in range(2)]
         pids = [line[name] for line in told for name in ("pid", "server")]
@@ -476,9 +431,9 @@ def waiting() -> Iterator[tuple[Hosts, Secret]]:
 
 def test_a_host_that_does_not_fit_is_told_why_and_others_still_join(waiting: tuple[Hosts, Secret]):
     hosts, secret = waiting
-    wrong = _agent(hosts.join_address, new_secret(), 4)
+    wrong = start_agent(hosts.join_address, new_secret(), 4)
     assert "the secret is wrong for the run at 127.0.0.1:" in wrong.ended(2)["error"]
-    unfit, fit = _agent(hosts.join_address, secret, 2), _agent(hosts.join_address, secret, 3)
+    unfit, fit = start_agent(hosts.join_address, secret, 2), start_agent(hosts.join_address, secret, 3)
 
     def check(hello: Mapping[str, Any]) -> str | None:
         return None if hello["name"] == "host-127.0.0.3" else "this host has another plait; install 0.1.0"
@@ -490,7 +445,7 @@ def test_a_host_that_does_not_fit_is_told_why_and_others_still_join(waiting: tup
         error = unfit.ended(2)["error"]
         words = ("install 0.1.0", "has all its hosts", "nobody waits", "broke off the connection")
         assert any(word in error for word in words)
-        late = _agent(hosts.join_address, secret, 5)
+        late = start_agent(hosts.join_address, secret, 5)
         assert "nobody waits for hosts at 127.0.0.1:" in late.ended(2)["error"]
         assert listening_sockets(os.getpid()) == set()
     finally:
@@ -505,13 +460,12 @@ def test_a_host_that_goes_away_while_it_waits_leaves_its_place_and_others_take_t
             def check(hello: Mapping[str, Any]) -> None:
                 if len(agents) == 2:
                     agents[0].process.kill()
-                    wait_until(
-                        lambda: not any("listen 127.0.0.12" in one.name for one in threading.enumerate()), within_s=5
-                    )
+                    (first, *_) = hosts.membership._admitted  # pyright: ignore[reportPrivateUsage]
+                    wait_until(lambda: first.link.lost is not None, within_s=5)
                 if len(agents) < 3:
-                    agents.append(_agent(hosts.join_address, secret, 12 + len(agents)))
+                    agents.append(start_agent(hosts.join_address, secret, 12 + len(agents)))
 
-            agents.append(_agent(hosts.join_address, secret, 12))
+            agents.append(start_agent(hosts.join_address, secret, 12))
             order = [("", "elsewhere"), ("mark", "host-127.0.0.14")]
             members = hosts.admit(check, within_s=30, order=order, on_lost=lost.append)
             assert lost == ["host-127.0.0.12"]

@@ -57,7 +57,21 @@ def test_an_older_start_publishes_nothing(run_ranks, folder: Path, tmp_path: Pat
     with pytest.raises(RunFailed, match=r"this start of the run \(1\) was given up for a later one \(2\)"):
         run_ranks("save_meanwhile", asked(folder, tmp_path / "new", now=True), 2)
     assert published_checkpoints(tmp_path / "new" / "checkpoints") == ()
+    assert list((tmp_path / "new").glob("checkpoints/.*")) == [], "no rank wrote anything there"
     require_newest(tmp_path / "new", 2)
+
+
+def test_two_starts_at_once_have_numbers_of_their_own_and_the_larger_counts(tmp_path: Path) -> None:
+    """As two leaders on a disk whose locks they do not share: both have read the same number."""
+    assert raise_generation(tmp_path) == 1
+    (tmp_path / ".generation-2").touch()  # the other one, which has claimed it and written nothing yet
+    assert raise_generation(tmp_path) == 3 and read_generation(tmp_path) == 3
+    (tmp_path / ".generation").write_text("2\n")  # it writes last
+    assert read_generation(tmp_path) == 3
+    with pytest.raises(RunFailed, match=r"\(2\) was given up for a later one \(3\)"):
+        require_newest(tmp_path, 2)
+    require_newest(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".generation", ".generation-3"]
 
 
 def test_a_generation_that_cannot_be_read_is_none(tmp_path: Path) -> None:

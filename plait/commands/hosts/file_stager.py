@@ -92,6 +92,14 @@ class FileStager:
         self._job_folders = _run_on_all_hosts(self._members, lambda member: self._stage_on_host(member, folder, staged))
         return self._job_folders
 
+    def open_run_folder(self) -> None:
+        """Have every host that does not share the run's folder get its own ready; raises its PlaitError where it
+        cannot, because that folder holds another run for example."""
+        recipe = RunFolder(self._run_folder).recipe.read_text(encoding="utf-8")
+        for member in self._members:
+            if not self._is_shared_by_host[member.host]:
+                member.ask("open", {"kind": "run", "name": self._run_folder.name, "recipe": recipe})
+
     def collect_job_files(self, folder: Path) -> None:
         """Fetch what a job's ranks left in its folder on other hosts, and delete it there; call it after the job.
 
@@ -230,7 +238,7 @@ class FileStager:
 
 def _run_on_all_hosts(members: Sequence[JoinedHost], act: Callable[[JoinedHost], _T]) -> tuple[_T, ...]:
     """Do something with every host at once; raises the first error that comes without waiting for the others."""
-    pool = ThreadPoolExecutor(len(members), thread_name_prefix="freight")
+    pool = ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="freight")
     try:
         futures = [pool.submit(act, member) for member in members]
         for ended in as_completed(futures):

@@ -68,9 +68,9 @@ def check_first_address(address: str, advice: str) -> None:
         )
 
 
-def choose_secret(file: Path | None) -> tuple[Secret, str]:
+def choose_secret(file: Path | None, kept: Path | None = None) -> tuple[Secret, str]:
     """The run's secret, and the words that say how others get it; a new one is shown on a terminal or written to
-    `file`."""
+    `file`. One that is shown is that in the file `kept`, which an earlier start of the run left; it stays there."""
     if file is not None and not file.exists():
         secret = new_secret()
         _write_secret_file(file, secret.text)
@@ -82,7 +82,13 @@ def choose_secret(file: Path | None) -> tuple[Secret, str]:
         raise PlaitError(
             f"there is no terminal to show the secret on; name a file for it by --secret-file, or set {SECRET_VARIABLE}"
         )
-    secret = new_secret()
+    if kept is None:
+        secret = new_secret()
+    elif kept.exists():
+        secret = read_secret(str(kept))
+    else:
+        secret = new_secret()
+        _write_secret_file(kept, secret.text)
     return secret, f"and, when asked for it, the secret {secret.text}"
 
 

@@ -152,9 +152,10 @@ class JoinedHostFiles:
         """Whether the leader's working folder is this one: each nonce lies at its place below it."""
         nonces = parse_request(SharedQuestion, frame.values).nonces
         found = [has_nonce(self._working_folder / one.folder, one.name, one.content) for one in nonces]
-        self._shares_leader_folder = bool(found) and all(found)
+        before, self._shares_leader_folder = self._shares_leader_folder, bool(found) and all(found)
         place = "shared with it" if self._shares_leader_folder else "not shared: what this host needs is sent"
-        self._log(f"folder   {self._working_folder} is {place}")
+        if before != self._shares_leader_folder or self._folder is None:  # asked at each start, told once
+            self._log(f"folder   {self._working_folder} is {place}")
         return Reply(values={"shared": self._shares_leader_folder})
 
     def _open(self, frame: Frame) -> Reply:

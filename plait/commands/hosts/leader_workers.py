@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,20 +11,12 @@ from typing import Any, TypeVar
 from plait.cluster.topology import Machine, make_names_unique, usable_cores
 from plait.commands.hosts.collect_checkpoint import TRAVEL_GRACE_S, CheckpointCollector
 from plait.commands.hosts.file_stager import FileStager
-from plait.commands.hosts.host_info import (
-    failed_attempts_text,
-    joined_host_text,
-    machine_survey,
-    own_host_info,
-    why_host_cannot_join,
-)
+from plait.commands.hosts.host_info import machine_survey, own_host_info
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
-from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text, network_text
 from plait.commands.hosts.job_argument import joined_host_part, own_part, read_job_argument
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.measuring import MachineSurvey
 from plait.commands.planning.workers import (
-    ENTRIES,
     MACHINE_CHECK_ENTRY,
     MEASURE_ENTRY,
     PROBE_ENTRY,
@@ -33,9 +24,9 @@ from plait.commands.planning.workers import (
     TRAINING_ENTRY,
     OnMessage,
 )
-from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
-from plait.launch.remote.host_numbering import HostIdentity
-from plait.launch.remote.leader import HostPart, Hosts, Member
+from plait.launch.remote.leader import HostPart, Hosts
+from plait.launch.remote.link import HostConnection
+from plait.launch.remote.membership import DoorPolicy, Member
 from plait.launch.values.job import Job, JobResult, Message
 from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import HostShare, Plan, refreshed_hosts
@@ -44,21 +35,37 @@ from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
-JOIN_TIMEOUT_S, STOP_GRACE_S = 3600.0, 120.0
+STOP_GRACE_S = 120.0
 _T = TypeVar("_T")
 
 
-class LeaderWorkers:
-    """The workers of this host and of those that joined it, ranks numbered host by host.
+KnownMachines = dict[HostConnection | None, MachineSurvey]
+"""What was measured of hosts, by the connection to each; None for this one."""
 
-    `hosts` must have admitted its members; `folder` is the run's.
+
+class LeaderWorkers:
+    """The workers of this host and of the members that it has now, ranks numbered host by host.
+
+    `hosts` must have admitted its members; when they change another LeaderWorkers takes over, with the same `known`
+    machines. `folder` is the run's. With an "open" door a training job is paused, after a checkpoint, for hosts that
+    wait to be taken in.
     """
 
     def __init__(
-        self, hosts: Hosts, *, folder: Path, config: RunConfig, log: Log, working: WorkingFolder = CURRENT_FOLDER
+        self,
+        hosts: Hosts,
+        *,
+        folder: Path,
+        config: RunConfig,
+        log: Log,
+        working: WorkingFolder = CURRENT_FOLDER,
+        door: DoorPolicy = "shut",
+        known: KnownMachines | None = None,
     ) -> None:
         self._hosts, self._folder, self._config, self._log = hosts, folder, config, log
         self.working_folder = working
+        self._door: DoorPolicy = door
+        self._known: KnownMachines = {} if known is None else known
         self._host_order = tuple(range(1 + len(hosts.members)))
         """For each host number, the index of that host in the order of admission."""
         self._file_stager: FileStager | None = None
@@ -116,7 +123,7 @@ class LeaderWorkers:
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         """Run a job: a single rank on this host, or all workers on all hosts, each host in its own folder."""
-        if job.world_size == 1:
+        if job.world_size == 1 and job.entry != TRAINING_ENTRY:
             idle = [HostPart(ranks=0, threads=1, argument="") for _ in self._hosts.members]
             return self._hosts.run(job, on_message=on_message, parts=[own_part(job, 1, job.threads), *idle])
         if job.entry in (PROBE_ENTRY, PRODUCTS_ENTRY, MACHINE_CHECK_ENTRY):
@@ -137,11 +144,25 @@ class LeaderWorkers:
         parts += [joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
         # At the end parts of a checkpoint travel, too, unless all hosts share the folder.
         grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else TRAVEL_GRACE_S)
-        with CheckpointCollector(self._member_of, folder / "checkpoints", _of_rank_0(on_message)) as gathering:
-            result = self._hosts.run(job, on_message=gathering.handle_message, parts=parts, grace_s=grace_s)
+        visitors = self._hosts.membership if training and self._door == "open" else None
+        heard = _of_rank_0(self._noting_saves(folder, on_message) if visitors else on_message)
+        with CheckpointCollector(self._member_of, folder / "checkpoints", heard) as gathering:
+            handle = gathering.handle_message
+            result = self._hosts.run(job, on_message=handle, parts=parts, grace_s=grace_s, visitors=visitors)
         if not training:
             self._file_stager.collect_job_files(folder)
         return result
+
+    def _noting_saves(self, folder: Path, on_message: OnMessage) -> OnMessage:
+        """Lets hosts that wait be taken in after each checkpoint; after each step, where only the end is saved."""
+        due = "saved" if read_plan(folder / "plan.json").checkpoint_every.value else "step"
+
+        def heard(message: Message) -> None:
+            on_message(message)
+            if message.kind == due:
+                self._hosts.membership.may_take_in()
+
+        return heard
 
     def _probe_parts(self, job: Job) -> list[HostPart]:
         """The part of every host in a probe: all its workers, and no files."""
@@ -175,77 +196,38 @@ class LeaderWorkers:
 
     @cached_property
     def _surveys_as_admitted(self) -> tuple[MachineSurvey, ...]:
-        """Measure all hosts side by side, each in a worker that uses all its cores."""
+        """Measure all hosts that are not known side by side, each in a worker that uses all its cores."""
+        links = [None, *(member.link for member in self._hosts.members)]
         cores = [usable_cores(), *(member.host_info["cores"] for member in self._hosts.members)]
+        unknown = [link not in self._known for link in links]
+        if any(unknown):
+            unknown[0] = True  # rank 0 of a job over several hosts is on this one
+            found = self._measure(cores, unknown)
+            names = ["this host", *map(str, self._hosts.members)]
+            measured = [host for host, is_measured in enumerate(unknown) if is_measured]
+            for rank, host in enumerate(measured):
+                self._known[links[host]] = machine_survey(found.get(rank), names[host])
+        return tuple(self._known[link] for link in links)
+
+    def _measure(self, cores: Sequence[int], chosen: Sequence[bool]) -> dict[int, Mapping[str, Any]]:
+        """What the worker of each chosen host says of its machine, by rank."""
         argument = named_workers(self._config).to_json()
-        job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=len(cores), threads=1, at_stop="abandon")
+        job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=sum(chosen), threads=1, at_stop="abandon")
         found: dict[int, Mapping[str, Any]] = {}
 
         def collect(message: Message) -> None:
             if message.kind == "machine":
                 found[message.rank] = message.values
 
-        parts = [HostPart(ranks=1, threads=number, argument=argument) for number in cores]
-        result = self._hosts.run(job, on_message=collect, parts=parts)
-        result.require_finished()
-        names = ["this host", *map(str, self._hosts.members)]
-        return tuple(machine_survey(found.get(host), name) for host, name in enumerate(names))
+        pairs = zip(cores, chosen, strict=True)
+        parts = [HostPart(ranks=int(takes_part), threads=n, argument=argument) for n, takes_part in pairs]
+        self._hosts.run(job, on_message=collect, parts=parts).require_finished()
+        return found
 
     def _member_of(self, rank: int) -> Member:
         """The host of a rank that is not on this one."""
         owners = [host for host, share in enumerate(self.host_shares) for _ in range(share.workers)]
         return self._hosts.members[owners[rank] - 1]
-
-
-@contextmanager
-def leader_workers(
-    request: HostsRequest,
-    *,
-    config: RunConfig,
-    folder: Path,
-    log: Log,
-    previous_hosts: Sequence[HostIdentity] = (),
-    working: WorkingFolder = CURRENT_FOLDER,
-) -> Iterator[LeaderWorkers]:
-    """Invite other hosts, wait until all have joined, and lead them; the end of the block releases them.
-
-    Hosts in `previous_hosts`, matched by mark or name, keep their order; the others follow, sorted by address.
-    Raises PlaitError where the address, the port or the secret cannot be used, or nobody came for an hour.
-    """
-    address = choose_address(request.address)
-    secret, told = choose_secret(request.secret_file)
-    members = request.n_hosts - 1
-    with Hosts(
-        address=address,
-        port=request.port,
-        secret=secret,
-        members=members,
-        entries=ENTRIES,
-        working_folder=working.path,
-    ) as hosts:
-        log(network_text(address))
-        log(invitation_text(members, hosts.join_address, told))
-
-        def check(host_info: Mapping[str, Any]) -> str | None:
-            sentence, name = (
-                why_host_cannot_join(host_info, own_host_info()),
-                " ".join(str(host_info.get("name")).split())[:80],
-            )
-            if sentence is None:
-                log(f"joined   {joined_host_text(name, host_info)}")
-            else:
-                log(f"refused  {name}: {' '.join(sentence.split())}")
-            return sentence
-
-        arrived = hosts.admit(
-            check,
-            JOIN_TIMEOUT_S,
-            order=previous_hosts,
-            on_lost=lambda name: log(f"lost     {name}"),
-            on_failed=lambda count: log(f"refused  {failed_attempts_text(count)}"),
-        )
-        check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
-        yield LeaderWorkers(hosts, folder=folder, config=config, log=log, working=working)
 
 
 def _of_rank_0(on_message: OnMessage) -> OnMessage:

@@ -14,7 +14,7 @@ from plait.errors import PlaitError
 
 _T = TypeVar("_T")
 CHECKPOINT_NAME = re.compile(r"step-[0-9]{1,12}")
-STAGING_NAME = re.compile(r"\.step-[0-9]{1,12}\.staging")
+STAGING_NAME = re.compile(r"\.step-[0-9]{1,12}(\.gen-[0-9]{1,12})?\.staging")
 """The folder in which ranks write a checkpoint before it is published."""
 
 MEND_ODD_REQUEST = "the host that leads asks for it; install the same commit of plait on both"

@@ -11,6 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from plait.checkpoint.generation import require_newest
 from plait.checkpoint.store import published_checkpoints
 from plait.commands.monitoring.bad_numbers import after_bad_step, guard_argument
 from plait.commands.monitoring.session import Session, Start
@@ -31,12 +32,20 @@ _PASSING_TEXTS = ("CUDA error", "NCCL", "nccl", "Input/output error", "Stale fil
 
 
 class Recovery:
-    """Follows the failures of one command's starts of a run; `require_present` raises where its folder is gone."""
+    """Follows the failures of one command's starts of a run; `require_present` raises where its folder is gone.
+    `may_shrink` says whether the run may go on without a host that it lost."""
 
     def __init__(
-        self, asked: RecoverSection, folder: RunFolder, plan: Plan, require_present: Callable[[], None]
+        self,
+        asked: RecoverSection,
+        folder: RunFolder,
+        plan: Plan,
+        require_present: Callable[[], None],
+        *,
+        may_shrink: bool = False,
     ) -> None:
         self._asked, self._folder, self._plan, self._require_present = asked, folder, plan, require_present
+        self._may_shrink = may_shrink
         self._without_progress = 0
         self._newest_before: int | None = None
         self._failed_at_s: float | None = None
@@ -48,6 +57,10 @@ class Recovery:
         """A start of the workers begins."""
         self._generation = start.generation
         self._killed_for_memory = kernel_memory_kills()
+
+    def follow(self, plan: Plan) -> None:
+        """The next start follows this plan."""
+        self._plan = plan
 
     def first_step(self) -> None:
         """The first step of this start was reported: the run is back at work, if it had failed."""
@@ -66,7 +79,8 @@ class Recovery:
         self._without_progress = 1 if resumed_from != self._newest_before else self._without_progress + 1
         self._newest_before = resumed_from
         may_go_on = failure is not None and failure.stopped_by == "finished"
-        passes = may_go_on and may_pass(facts, did_steps=session.has_stepped)
+        shrinks = facts.cause == "host lost" and self._may_shrink
+        passes = may_go_on and (shrinks or may_pass(facts, did_steps=session.has_stepped))
         decision = decision_after(self._asked, self._without_progress, "may pass" if passes else "stays")
         incident = replace(
             self._incident(session, start, resumed_from),
@@ -86,6 +100,12 @@ class Recovery:
             time.sleep(min(LONGEST_PAUSE_S, self._without_progress - 1))
             return recovery_text(incident, self._plan)
         self._end(error, incident)
+
+    def cannot_go_on(self, error: PlaitError, session: Session, start: Start) -> None:
+        """Write down that the machines that are left cannot carry the run."""
+        incident = self._incident(session, start, newest_step(self._folder.checkpoints))
+        ended = replace(incident, cause="too few devices", lost_s=0.0, decision="ended", sentence=str(error))
+        self._write(ended)
 
     def after_bad_step(self, bad: BadStep, session: Session, start: Start) -> str:
         """Decide after the workers ended at a step with bad numbers: return the sentence about the new start that the
@@ -166,6 +186,7 @@ class Recovery:
         """Keep a line where the run's folder is still there and the disk takes it; the run does not end for it."""
         with suppress(OSError, PlaitError):
             self._require_present()
+            require_newest(self._folder.path, self._generation)
             append_incident(self._folder.incidents, line)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
-from plait.checkpoint.generation import raise_generation
+from plait.checkpoint.generation import raise_generation, require_newest
 from plait.checkpoint.store import FoundCheckpoint
+from plait.commands.monitoring.crew import CannotGoOn, Crew, change_text
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import monitor_of
 from plait.commands.monitoring.recovery import Recovery
@@ -16,9 +18,9 @@ from plait.commands.monitoring.session import Session, Start, run_session
 from plait.commands.planning.introduction import Details, time_left_text
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import listed_as_running, registry_folder, run_on_this_machine
-from plait.commands.planning.workers import WorkerPool
 from plait.commands.preparing.base import keep_base_files
 from plait.errors import PlaitError
+from plait.launch.values.failed_job import FailureFacts, WorkersFailed
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -42,7 +44,7 @@ class TrainingEnd:
 def run_training(
     config: RunConfig,
     folder: RunFolder,
-    workers: WorkerPool,
+    crew: Crew,
     plan: Plan,
     screen: Screen,
     *,
@@ -51,49 +53,84 @@ def run_training(
     require_present: Callable[[], None],
 ) -> TrainingEnd:
     """Start the workers where the run stands, wait for their end, and say how it ended. After a failure that may pass
-    they are started again, as the recipe's `recover` says.
+    they are started again, as the recipe's `recover` says; where machines came or went, by another plan.
 
     `require_present` raises RunFailed where the run's folder is no longer there.
     """
     require_present()
-    plan = replace(plan, corpus=workers.working_folder.relative(plan.corpus))
+    working = crew.workers.working_folder
+    plan = replace(plan, corpus=working.relative(plan.corpus))
     point = folder.prepare_resume()
     if point:
         check_fits(point.manifest, plan)
-    keep_base_files(plan.base and str(workers.working_folder.path / plan.base), folder.base)
+    keep_base_files(plan.base and str(working.path / plan.base), folder.base)
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
-    recovery = Recovery(config.recover, folder, plan, require_present)
-    with listed_as_running(run_on_this_machine(plan, folder.path), registry_folder()):
-        while True:
-            start = _next_start(folder, plan, point, screen, recovery.numbers())
-            bar = screen.steps(plan.steps, start.steps_done)
-            compared = monitor_of(plan, start.steps_done, bar.note, "always" if "receipt" in details else "when off")
-            session = Session(
-                folder,
-                bar,
-                compared,
-                plan.devices,
-                require_present=require_present,
-                on_first_step=recovery.first_step,
-            )
-            recovery.begins(start)
-            try:
-                result, step = run_session(plan, folder, workers, start, session)
-            except PlaitError as error:
-                sentence = recovery.after(error, session, start)
-            else:
-                if session.bad_step is None or result.stopped_by != "finished":
-                    break
-                sentence = recovery.after_bad_step(session.bad_step, session, start)
-            screen.print(sentence)
-            point = folder.prepare_resume()
+    recovery = Recovery(config.recover, folder, plan, require_present, may_shrink=crew.may_shrink)
+    while True:
+        start = _next_start(folder, plan, point, screen, recovery.numbers())
+        bar, failure = screen.steps(plan.steps, start.steps_done), None
+        compared = monitor_of(plan, start.steps_done, bar.note, "always" if "receipt" in details else "when off")
+        require_ours = partial(_require_ours, require_present, folder, start)
+        first = recovery.first_step
+        session = Session(folder, bar, compared, plan.devices, require_present=require_ours, on_first_step=first)
+        recovery.begins(start)
+        try:
+            with listed_as_running(run_on_this_machine(plan, folder.path), registry_folder()):
+                result, step = run_session(plan, folder, crew.workers, start, session)
+        except PlaitError as error:
+            screen.print(recovery.after(error, session, start))
+            failure = error.facts if isinstance(error, WorkersFailed) else None
+        else:
+            if result.stopped_by != "finished" or step >= plan.steps:
+                break
+            if session.bad_step is not None:
+                screen.print(recovery.after_bad_step(session.bad_step, session, start))
+            elif result.how == "over":
+                break
+        point = folder.prepare_resume()
+        try:
+            plan = _renewed_plan(config, folder, crew, plan, failure, screen)
+        except CannotGoOn as end:
+            recovery.cannot_go_on(end, session, start)
+            if end.left_by is None:
+                raise
+            screen.print(f"hosts    {end}")
+            return _stopped(end.left_by, point.manifest.step if point else 0, start, plan, screen)
+        recovery.follow(plan)
     if step < plan.steps:
-        sentence = stopped_text(step, start.steps_done, plan)
-        screen.print(sentence)
-        return TrainingEnd(stopped_by=result.stopped_by, sentence=sentence)
-    shown, working = details, workers.working_folder
-    receipt = finish_run(config, folder, plan, start.steps_done, screen, compared, details=shown, working=working)
+        return _stopped(result.stopped_by, step, start, plan, screen)
+    receipt = finish_run(config, folder, plan, start.steps_done, screen, compared, details=details, working=working)
     return TrainingEnd(stopped_by="finished", receipt=receipt)
+
+
+def _stopped(by: StoppedBy, step: int, start: Start, plan: Plan, screen: Screen) -> TrainingEnd:
+    sentence = stopped_text(step, start.steps_done, plan)
+    screen.print(sentence)
+    return TrainingEnd(stopped_by=by, sentence=sentence)
+
+
+def _require_ours(require_present: Callable[[], None], folder: RunFolder, start: Start) -> None:
+    """Raise RunFailed where the run's folder is gone, or another plait has begun a later start of the run in it."""
+    require_present()
+    require_newest(folder.path, start.generation)
+
+
+def _renewed_plan(
+    config: RunConfig,
+    folder: RunFolder,
+    crew: Crew,
+    plan: Plan,
+    failure: FailureFacts | None,
+    screen: Screen,
+) -> Plan:
+    """The plan for the machines that are there now: the same one where they are the same. Says what changed."""
+    renewed = crew.renewed(plan, failure)
+    if renewed is None:
+        return plan
+    new = replace(renewed.plan, corpus=crew.workers.working_folder.relative(renewed.plan.corpus))
+    folder.save_config_and_plan(config, new, is_replanned=True)
+    screen.print(change_text(plan, replace(renewed, plan=new)))
+    return new
 
 
 def _next_start(

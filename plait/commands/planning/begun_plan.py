@@ -38,7 +38,6 @@ def resumed_plan(
         log(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
     moved = survey.machine.fingerprint() != plan.fingerprint
     if moved or fresh or _has_other_workers(plan, workers):
-        plan = replace(plan, hosts=(), left_out=())
         requested = "as asked" if fresh else "the hosts are not those it was made for"
         why = "this machine is not the one it was made for" if moved else requested
         plan = replan(config, plan, corpus, survey, workers, log, show)

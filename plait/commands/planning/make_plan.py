@@ -182,7 +182,8 @@ def replan(
     On other machines the library of their processors' products is chosen anew, and `say` gets the reason.
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
-    moved = bool(site.others) or site.machine.fingerprint() != plan.fingerprint
+    moved = not _were_all_there(plan, site)
+    plan = replace(plan, hosts=(), left_out=())
     show(0, 0, TIMING_PRODUCTS)
     resources = begun_with_arithmetic(
         config, plan, resources_of(site, workers), workers, processors="other" if moved else "same"
@@ -197,6 +198,13 @@ def replan(
     return with_layout(
         plan, choose(measure(config, plan, workers, outline.layouts, show) if timing else outline.layouts)
     )
+
+
+def _were_all_there(plan: Plan, site: MachineSurvey) -> bool:
+    """Whether a plan was made for all of these machines, and chose one library for them."""
+    known = {share.machine for share in (*plan.hosts, *plan.left_out)}
+    others = all(other.digest() in known for other in site.others)
+    return site.machine.fingerprint() == plan.fingerprint and others and not plan.host_backends
 
 
 def _on_machine(plan: Plan, here: Plan) -> Plan:

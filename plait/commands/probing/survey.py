@@ -3,13 +3,14 @@ between them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.cluster.cluster import Cluster
 from plait.cluster.machine_cluster import cluster_of_hosts
 from plait.cluster.measured import Measurements
 from plait.cluster.pooled import pool_measurements
-from plait.cluster.probe.request import MAX_CPU_MICROBATCH_TOKENS, model_probe_request
+from plait.cluster.probe.request import MAX_CPU_MICROBATCH_TOKENS, ProbeRequest, model_probe_request
 from plait.cluster.probe.table import LEAST_UNDISTURBED_SHARE
 from plait.cluster.topology import Machine
 from plait.commands.planning.make_plan import Log
@@ -24,7 +25,8 @@ from plait.commands.probing.measurements import (
     was_checked_recently,
 )
 from plait.commands.probing.revalidate import measurements_still_hold
-from plait.planner.derive.resources import Probe, ProbeNeed
+from plait.planner.derive.resources import FixedWorkers, Probe, ProbeNeed
+from plait.planner.heterogeneous.host_permutations import cluster_of_nodes
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.step_time.measured_network import slowest_measured_link
 from plait.recipe.schema import RunConfig
@@ -41,12 +43,13 @@ def survey_machines(
     log: Log,
     fresh: ProbeFreshness,
     show: ShowProgress = ignore_progress,
+    before: Sequence[HostMachine] = (),
 ) -> MachineSurvey:
     """This machine; over several hosts host 0's, with a function that probes all of them once the model is known, and
     tells `show` how far that is.
 
     `fresh` "again" probes them in any case; "kept" takes the stored measurements of an earlier probe as long as a short
-    check confirms them.
+    check confirms them, or those of the hosts `before`, where these are some of them.
     """
     hosts = workers.host_machines()
     if not hosts:
@@ -57,14 +60,24 @@ def survey_machines(
         machine=machines[0],
         peak_flops=sum(rates) if len(rates) == len(hosts) else None,
         others=machines[1:],
-        probe=_make_probe(workers, hosts, log, fresh, show),
+        probe=_make_probe(workers, (hosts, before), log, fresh, show) if len(hosts) > 1 else None,
     )
 
 
 def _make_probe(
-    workers: HostWorkers, hosts: tuple[HostMachine, ...], log: Log, fresh: ProbeFreshness, show: ShowProgress
+    workers: HostWorkers,
+    hosts_and_before: tuple[Sequence[HostMachine], Sequence[HostMachine]],
+    log: Log,
+    fresh: ProbeFreshness,
+    show: ShowProgress,
 ) -> Probe:
+    hosts, before = hosts_and_before
+
     def look(need: ProbeNeed) -> Cluster:
+        cluster = _cluster_of_some(workers, hosts, before, need) if before and fresh == "kept" else None
+        if cluster is not None:
+            log("probe    measured before, together with the hosts that are gone")
+            return cluster
         cluster = probe_cluster(workers, hosts, need, fresh=fresh, show=show)
         assert cluster.measured is not None
         for sentence in cluster.measured.complaints:
@@ -85,9 +98,39 @@ def _make_probe(
     return look
 
 
+def _cluster_of_some(
+    workers: HostWorkers, hosts: Sequence[HostMachine], before: Sequence[HostMachine], need: ProbeNeed
+) -> Cluster | None:
+    """The hosts as they were measured together with others; None where they were not."""
+    places = places_in(hosts, before)
+    if not places:
+        return None
+    machines = [machine for machine, _, _ in before]
+    threads = _fixed(workers).threads
+    extent = ProbeWorkers(workers=sum(count for _, _, count in before), threads=threads)
+    known = load_measurements(machines, _request(machines, threads, need), extent, workers.working_folder)
+    if known is None:
+        return None
+    measured = pool_measurements(known)
+    whole = replace(cluster_of_hosts(before, slowest_measured_link(measured, "between")), measured=measured)
+    return cluster_of_nodes(whole, places)
+
+
+def places_in(hosts: Sequence[HostMachine], before: Sequence[HostMachine]) -> list[int]:
+    """Where each of `hosts` stands in `before`, the first one first there, too; empty where one does not."""
+    free, found = list(range(len(before))), list[int]()
+    for machine, _, workers in hosts:
+        alike = [at for at in free if (before[at][0], before[at][2]) == (machine, workers)]
+        if not alike:
+            return []
+        found.append(alike[0])
+        free.remove(alike[0])
+    return found if found[0] == 0 else []
+
+
 def probe_cluster(
     workers: HostWorkers,
-    hosts: tuple[HostMachine, ...],
+    hosts: Sequence[HostMachine],
     need: ProbeNeed,
     *,
     fresh: ProbeFreshness,
@@ -104,25 +147,8 @@ def probe_cluster(
 def _probe_or_load(
     workers: HostWorkers, machines: list[Machine], need: ProbeNeed, fresh: ProbeFreshness, show: ShowProgress
 ) -> Measurements:
-    given, sequence = workers.fixed_workers, need.shape.sequence
-    assert given is not None
-    device = machines[0].device
-    most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if device == "cpu" else need.batch_sequences
-    requested = model_probe_request(
-        need.shape,
-        sequence=sequence,
-        sequences=min(most, need.batch_sequences),
-        device=device,
-        precision="bf16" if need.precision == "bf16" else "float32",
-        threads=given.threads,
-    )
-    requested = replace(
-        requested,
-        matmul_backend=need.matmul_backend,
-        host_backends=need.host_backends,
-        compile=need.compile,
-        gpus=machines[0].gpus,
-    )
+    given = _fixed(workers)
+    requested = _request(machines, given.threads, need)
     extent, addresses = ProbeWorkers(workers=given.workers, threads=given.threads), workers.addresses()
     working = workers.working_folder
     known = load_measurements(machines, requested, extent, working) if fresh == "kept" else None
@@ -134,3 +160,29 @@ def _probe_or_load(
         known = measure_or_load(workers, machines, requested, extent, fresh="again", show=show)
     mark_checked(machines, requested, extent, addresses, working)
     return known
+
+
+def _fixed(workers: HostWorkers) -> FixedWorkers:
+    given = workers.fixed_workers
+    assert given is not None, "hosts that joined bring their workers"
+    return given
+
+
+def _request(machines: Sequence[Machine], threads: int, need: ProbeNeed) -> ProbeRequest:
+    device, sequence = machines[0].device, need.shape.sequence
+    most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if device == "cpu" else need.batch_sequences
+    requested = model_probe_request(
+        need.shape,
+        sequence=sequence,
+        sequences=min(most, need.batch_sequences),
+        device=device,
+        precision="bf16" if need.precision == "bf16" else "float32",
+        threads=threads,
+    )
+    return replace(
+        requested,
+        matmul_backend=need.matmul_backend,
+        host_backends=need.host_backends,
+        compile=need.compile,
+        gpus=machines[0].gpus,
+    )

@@ -19,6 +19,7 @@ from plait.commands.hosts.invitation import (
     invitation_text,
     network_text,
 )
+from plait.commands.hosts.members.invited import JOIN_TIMEOUT_S
 from plait.commands.programs.program_file import (
     COUNT_ENTRY,
     PROGRAM_ENTRIES,
@@ -34,8 +35,6 @@ from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message, Stop
 from plait.private_folder import make_private_folder
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
-
-JOIN_TIMEOUT_S = 3600.0
 
 
 def run_program(

@@ -8,8 +8,15 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 from plait.launch.local.site import WorkerHost
-from plait.launch.values.failed_job import error_for_caller
-from plait.launch.values.failure import Failure, HostLost, RankRaised, is_shown_traceback, root_cause
+from plait.launch.values.failed_job import FailureFacts, WorkersFailed, error_for_caller
+from plait.launch.values.failure import (
+    RESUME_ADVICE,
+    Failure,
+    HostLost,
+    RankRaised,
+    is_shown_traceback,
+    root_cause,
+)
 
 LINES_OF_ANOTHER_HOST = 100
 
@@ -54,12 +61,25 @@ class FailureCauses:
         return error_for_caller(cause, "above", host=site.host)
 
 
-def who_is_missing(unforked: Sequence[WorkerHost], not_started: Collection[int]) -> str:
-    """Who has not started in time: a fork server, else ranks."""
-    if unforked:
-        return f"the process that starts the workers{on_host(unforked[0])} was not ready"
+def not_started_in_time(unforked: Sequence[WorkerHost], not_started: Collection[int], within_s: float) -> WorkersFailed:
+    """A fork server, or else ranks, had not started in time."""
     missing = sorted(not_started)
-    return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not start"
+    who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not start"
+    if unforked:
+        who = f"the process that starts the workers{on_host(unforked[0])} was not ready"
+    return WorkersFailed(f"{who} within {within_s:g} s; {RESUME_ADVICE}", FailureFacts(cause="no answer"))
+
+
+def unsaved_text(grace_s: float, after: str) -> str:
+    """What it means that ranks had not ended in time after they were asked to save."""
+    how = f"they had not saved and ended {grace_s:.3g} s after {after}"
+    return f"the workers were killed because {how}; {RESUME_ADVICE}"
+
+
+def stuck_server(site: WorkerHost) -> WorkersFailed:
+    """The process that starts a site's ranks said nothing of one that has ended."""
+    who = f"the process that starts the workers{on_host(site)}"
+    return WorkersFailed(f"{who} does not answer; {RESUME_ADVICE}", FailureFacts(cause="no answer"))
 
 
 def on_host(site: WorkerHost) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from plait.launch.local.failure_causes import on_host
 from plait.launch.local.site import WorkerHost
@@ -45,6 +46,27 @@ class Lookout:
     def stop_grace_s(self) -> float:
         """How long ranks may take to finish their step and save, by what they took so far; 0 where nothing is known."""
         return 3 * self._watch.longest_phase_s(time.monotonic())
+
+
+class EndReports:
+    """Ranks whose wires are closed: their fork server must report their deaths soon, or it is stuck."""
+
+    def __init__(self, within_s: float) -> None:
+        self._within_s = within_s
+        self._due: dict[int, float] = {}
+
+    def expect(self, rank: int) -> float:
+        """Note that the wire of a rank has closed; returns the moment by which its death must be reported."""
+        self._due[rank] = time.monotonic() + self._within_s
+        return self._due[rank]
+
+    def first_due_s(self, alive: Collection[int]) -> float:
+        """The first moment at which one of these ranks is overdue; infinite where none will be."""
+        return min((self._due[rank] for rank in alive if rank in self._due), default=math.inf)
+
+    def most_overdue(self, alive: Collection[int]) -> int:
+        """The one of these ranks whose report was due first."""
+        return min(set(alive) & self._due.keys(), key=self._due.__getitem__)
 
 
 def _hung_rank(hang: Hang, stack: str) -> RankHung:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from plait.errors import RunFailed
+from plait.errors import RunFailed, StopSignal
 from plait.launch.local.channel import LineReader
 from plait.launch.local.server import ServerProcess
 from plait.launch.values.job import Job
@@ -20,7 +20,8 @@ from plait.launch.watching.board import ProgressBoard, process_state
 # rank of this host is left and nothing will follow, with the reason as "obituary" where the host did not say it itself.
 # A host other than ours can also ask for a {"stop": signal}.
 RankEvent = Mapping[str, Any]
-KillOrder = Literal["SIGTERM", "SIGKILL"]
+KillOrder = Literal["SIGTERM", "SIGKILL", "pause"]
+"""pause: SIGTERM because the hosts of the run change, after which it goes on."""
 _SILENCE_S = 1.0
 
 
@@ -64,6 +65,25 @@ class WorkerHost(Protocol):
         ...
 
 
+class Visitors(Protocol):
+    """Hosts that come to a run, and leave it, while its ranks work; a selector can wait for them."""
+
+    def fileno(self) -> int: ...
+
+    def look(self) -> None:
+        """See to those that came; never blocks."""
+        ...
+
+    @property
+    def wants_pause(self) -> bool:
+        """Whether the ranks are to save and return, so that hosts can come and go."""
+        ...
+
+    def lets_go(self, site: WorkerHost, by: StopSignal) -> bool:
+        """A host was stopped where it is: whether the run goes on without it, and so is paused."""
+        ...
+
+
 class LocalWorkerHost:
     """This machine's part: a fork server that has been sent the job, and a wire to each of its ranks."""
 
@@ -96,7 +116,7 @@ class LocalWorkerHost:
         return events
 
     def signal(self, order: KillOrder, why: str = "") -> None:
-        self._server.request({"signal": order})
+        self._server.request({"signal": "SIGTERM" if order == "pause" else order})
 
     def kill(self) -> None:
         self._server.kill()

@@ -11,18 +11,19 @@ from functools import partial
 from typing import Literal
 
 from plait.errors import PlaitError, RunFailed, StopSignal
-from plait.launch.local.failure_causes import FailureCauses, on_host, who_is_missing
-from plait.launch.local.lookout import Lookout
+from plait.launch.local.failure_causes import FailureCauses, not_started_in_time, stuck_server, unsaved_text
+from plait.launch.local.lookout import EndReports, Lookout
 from plait.launch.local.signals import SignalMailbox
-from plait.launch.local.site import KillOrder, RankEvent, WorkerHost
-from plait.launch.values.failed_job import FailureFacts, WorkersFailed
+from plait.launch.local.site import KillOrder, RankEvent, Visitors, WorkerHost
+from plait.launch.values.failed_job import WorkersFailed
 from plait.launch.values.failure import RESUME_ADVICE, Failure, HostLost, RankDied, rank_raised_from
-from plait.launch.values.job import STOPPING, Message, StoppedBy
+from plait.launch.values.job import STOPPING, JobEnd, Message, StoppedBy
 from plait.launch.values.phase import Bounds, Phase
 
 
 class Supervision:
-    """One job under watch; call `run` once. Each site must have been sent its part already."""
+    """One job under watch; call `run` once, and `how` says then whether its ranks were only paused. Each site must have
+    been sent its part already."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Supervision:
         signals: SignalMailbox,
         on_message: Callable[[Message], None],
         bounds: Bounds,
+        visitors: Visitors | None = None,
     ) -> None:
         self._site_of = {
             site.job.first_rank + local_rank: site for site in sites for local_rank in range(site.job.ranks)
@@ -45,7 +47,9 @@ class Supervision:
         self._alive = set(self._site_of)
         self._returned: set[int] = set()
         self._blame = FailureCauses()
-        self._report_due: dict[int, float] = {}
+        self._reports = EndReports(bounds.report_s)
+        self._visitors = visitors
+        self.how: JobEnd = "over"
         self._waits_for_hosts = bounds.host_s > 0
         self._lookout, self._grace_s = Lookout(bounds.patience), bounds.grace_s
         self._verdict: PlaitError | None = None
@@ -57,6 +61,8 @@ class Supervision:
         """Block until every rank has ended; raises the error that ended the job if it neither finished nor stopped."""
         with self._selector:
             self._selector.register(self._signals.wire, selectors.EVENT_READ, self._read_signals)
+            if self._visitors is not None:
+                self._selector.register(self._visitors, selectors.EVENT_READ, self._visitors.look)
             for site in self._sites:
                 self._selector.register(site, selectors.EVENT_READ, partial(self._read_site, site))
             try:
@@ -77,6 +83,8 @@ class Supervision:
             self._time_is_up()
         elif watches and time.monotonic() >= self._lookout.next_at_s:
             self._look()
+        if self._visitors is not None and self._visitors.wants_pause:
+            self._pause()
 
     def _look(self) -> None:
         if found := self._lookout.look(self._open):
@@ -88,8 +96,6 @@ class Supervision:
     def _enter(self, phase: Phase, for_at_most_s: float) -> None:
         self._phase: Phase = phase
         self._deadline = time.monotonic() + for_at_most_s
-
-    # What arrives.
 
     def _read_signals(self) -> None:
         for name in self._signals.read():
@@ -120,17 +126,20 @@ class Supervision:
             self._record_death(RankDied(rank=event["died"], code=event["code"], at_s=event["at_s"]), site)
         elif "over" in event:
             self._close(site, event.get("obituary"), "host lost" if event.get("lost") else "no answer")
-        elif "stop" in event and self._stopped_by == "finished":  # as in _read_signals
-            self._stop(event["stop"])
+        elif "stop" in event and self._stopped_by == "finished" and not self._lets_go(site, event):
+            self._stop(event["stop"])  # as in _read_signals
+
+    def _lets_go(self, site: WorkerHost, event: RankEvent) -> bool:
+        return self._visitors is not None and self._visitors.lets_go(site, event["stop"])
 
     def _note_start(self) -> None:
         if not self._unforked and not self._not_started and self._phase == "starting":
             self._enter("running", math.inf)
 
     def _expect_report(self, rank: int) -> None:
-        self._report_due[rank] = time.monotonic() + self._bounds.report_s  # else its server is stuck
+        due_s = self._reports.expect(rank)
         if self._phase == "running":
-            self._deadline = min(self._deadline, self._report_due[rank])
+            self._deadline = min(self._deadline, due_s)
 
     def _record_death(self, death: RankDied, site: WorkerHost) -> None:
         self._alive.discard(death.rank)
@@ -144,7 +153,7 @@ class Supervision:
             return
         self._open.remove(site)
         self._selector.unregister(site)
-        left = self._alive_at(site)
+        left = {rank for rank in self._alive if self._site_of[rank] is site}
         if obituary is not None and left:
             self._fail(HostLost(at_s=time.monotonic(), sentence=obituary, cause=cause), site)
         self._alive -= left
@@ -154,29 +163,32 @@ class Supervision:
         if not self._alive and self._phase not in ("ending", "killed"):
             self._enter("ending", self._bounds.end_s)
 
-    def _alive_at(self, site: WorkerHost) -> set[int]:
-        return {rank for rank in self._alive if self._site_of[rank] is site}
-
-    # What is decided.
-
     def _stop(self, name: StopSignal) -> None:
         saves = self._sites[0].job.at_stop == "save"
         if self._stopped_by != "finished":
-            if not saves:
-                return
-            self._verdict = RunFailed(f"stopped at once by a second {name}, without saving; {RESUME_ADVICE}")
-            self._kill()
+            if saves:
+                self._verdict = RunFailed(f"stopped at once by a second {name}, without saving; {RESUME_ADVICE}")
+                self._kill()
             return
-        self._stopped_by = name
+        self._stopped_by, self.how = name, "over"
         if self._unforked == self._sites and len(self._not_started) == len(self._site_of):  # nothing to save yet
             self._kill_servers()
         elif self._phase in ("starting", "running") and not saves:
             self._kill()
-        elif self._phase in ("starting", "running"):
-            self._order("SIGTERM")
-            self._grace_s = max(self._bounds.grace_s, self._lookout.stop_grace_s())
-            self._enter("stopping", self._grace_s)
+        elif self._phase in ("starting", "running", "stopping"):  # the last: in a pause, which becomes a stop
+            if self._phase != "stopping":
+                self._have_them_save("SIGTERM")
             self._on_message(Message(rank=0, kind=STOPPING, values={"signal": name}))
+
+    def _pause(self) -> None:
+        if self._phase == "running" and self._sites[0].job.at_stop == "save":
+            self.how = "paused"
+            self._have_them_save("pause")
+
+    def _have_them_save(self, order: KillOrder) -> None:
+        self._order(order)
+        self._grace_s = max(self._bounds.grace_s, self._lookout.stop_grace_s())
+        self._enter("stopping", self._grace_s)
 
     def _fail(self, failure: Failure, site: WorkerHost) -> None:
         if self._phase in ("ending", "killed"):  # by ourselves
@@ -201,12 +213,9 @@ class Supervision:
             self._give_up_waiting()
 
     def _look_for_unreported_deaths(self) -> None:
-        due = [self._report_due[rank] for rank in self._alive if rank in self._report_due]
-        self._enter("running", min(due, default=math.inf) - time.monotonic())
+        self._enter("running", self._reports.first_due_s(self._alive) - time.monotonic())
         if self._deadline <= time.monotonic():
-            stuck = min(self._alive & self._report_due.keys(), key=self._report_due.__getitem__)
-            who = f"the process that starts the workers{on_host(self._site_of[stuck])}"
-            self._verdict = WorkersFailed(f"{who} does not answer; {RESUME_ADVICE}", FailureFacts(cause="no answer"))
+            self._verdict = stuck_server(self._site_of[self._reports.most_overdue(self._alive)])
             self._kill_servers()
 
     def _a_lost_host_may_explain(self) -> bool:
@@ -215,14 +224,10 @@ class Supervision:
 
     def _give_up_waiting(self) -> None:
         if self._phase == "starting":
-            who = who_is_missing(self._unforked, self._not_started)
-            sentence = f"{who} within {self._bounds.start_s:g} s; {RESUME_ADVICE}"
-            self._verdict = WorkersFailed(sentence, FailureFacts(cause="no answer"))
+            self._verdict = not_started_in_time(self._unforked, self._not_started, self._bounds.start_s)
         if self._phase == "stopping":
-            self._verdict = RunFailed(
-                f"the workers were killed because they had not saved and ended {self._grace_s:.3g} s after "
-                f"{self._stopped_by}; {RESUME_ADVICE}"
-            )
+            after = "a pause" if self.how == "paused" else self._stopped_by
+            self._verdict = RunFailed(unsaved_text(self._grace_s, after))
         self._kill(why=self._blame.lost_host)
 
     def _kill(self, why: str = "") -> None:
@@ -245,8 +250,6 @@ class Supervision:
         self._kill()
         while self._open:
             self._turn()
-
-    # How it ended.
 
     def _conclusion(self) -> StoppedBy:
         error = self._verdict or (self._blame.error() if self._blame else None)

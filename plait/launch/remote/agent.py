@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.run import ForkServer, Rendezvous
@@ -23,6 +23,7 @@ from plait.launch.remote.link import DEFAULT_PULSE, Handler, HostConnection, Pul
 from plait.launch.remote.listener import joined_text
 from plait.launch.remote.messages import (
     KillServerOrder,
+    Notice,
     Refusal,
     RunEnd,
     SignalOrder,
@@ -37,6 +38,8 @@ from plait.launch.values.job import STOP_IN_WORDS, Job, ReleasedBy
 from plait.launch.values.phase import Patience
 from plait.launch.watching.hang_watch import LOOK_EVERY_S
 
+Say = Callable[[Literal["stop", "hosts"], str], None]
+"""Gets what a sentence for this host's user is about, and the sentence."""
 _JOIN_AGAIN = "see what host 0 printed, start the run there again and join it"
 
 
@@ -75,7 +78,7 @@ def serve(
     handlers: Mapping[str, Handler],
     entries: EntryTable,
     while_running: Callable[[Job], AbstractContextManager[None]] = lambda job: nullcontext(),
-    say: Callable[[str], None] = lambda sentence: None,
+    say: Say = lambda subject, sentence: None,
     pulse: Pulse = DEFAULT_PULSE,
     working_folder: Path | None = None,
 ) -> ReleasedBy:
@@ -85,9 +88,9 @@ def serve(
     Ranks run nothing but `entries`. `while_running` is the context of each job: it begins before the first rank starts,
     refuses the job by a PlaitError, and has ended when host 0 hears that the job is over. `handlers` answer host 0's
     requests, one after another in a thread of their own, also while ranks run. The first stop signal while ranks run
-    makes host 0 stop them all; any other one leaves. `say` gets a sentence when a stop begins. Raises PlaitError when
-    host 0 does not admit this host; RunFailed when the run failed, host 0 is lost, or this host leaves. No rank
-    outlives it.
+    makes host 0 stop them all; any other one leaves. `say` gets a sentence when a stop begins, or
+    hosts come and go. Raises PlaitError when host 0 does not admit this host; RunFailed when the run failed, host 0 is
+    lost, or this host leaves. No rank outlives it.
     """
     starts = "at once" if entries.preload else "with a job"
     with collected_signals() as signals, ForkServer(entries, working_folder=working_folder, starts=starts) as server:
@@ -105,7 +108,7 @@ class _Agent:
         signals: SignalMailbox,
         wire: Wire,
         while_running: Callable[[Job], AbstractContextManager[None]],
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self._link = link
         self._server = server
@@ -155,6 +158,8 @@ class _Agent:
             if end.failed is not None:
                 raise RunFailed(f"{self._leader} ended the run: {end.failed}")
             self._stopped_by = end.stopped_by
+        elif frame.kind == "notice":
+            self._say("hosts", parse_message(Notice, values).sentence)
         elif frame.kind == "signal":
             self._signal(parse_message(SignalOrder, values))
         elif frame.kind == "kill":
@@ -167,9 +172,11 @@ class _Agent:
             with contextlib.suppress(RunFailed):  # a dead server is told of by its own event
                 self._site.signal(order.order)
             if order.why:
-                self._say(f"{self._leader} ends the workers: {order.why}")
+                self._say("hosts", f"{self._leader} ends the workers: {order.why}")
             elif order.order == "SIGTERM" and not self._asked_to_stop:
-                self._say(f"{self._leader} stops the run: {STOP_IN_WORDS}")
+                self._say("stop", f"{self._leader} stops the run: {STOP_IN_WORDS}")
+            elif order.order == "pause" and not self._asked_to_stop:
+                self._say("hosts", f"{self._leader} pauses the run, because its hosts change: {STOP_IN_WORDS}")
 
     def _start(self, order: StartOrder) -> None:
         if self._site is not None:
@@ -225,5 +232,5 @@ class _Agent:
                 raise RunFailed(f"this host left the run by {name}; {_JOIN_AGAIN}")
             self._asked_to_stop = True
             how = STOP_IN_WORDS if self._site.job.at_stop == "save" else "what is being measured is given up"
-            self._say(f"by {name}: {how}; another {name} leaves the run at once")
+            self._say("stop", f"by {name}: {how}; another {name} leaves the run at once")
             self._send_event({"stop": name})

@@ -13,7 +13,7 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -134,12 +134,36 @@ class ConnectivityListener:
         return Reply()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Knock:
+    """`neighbour` tried to reach `host`; `why` says why it failed, and is empty where it did not."""
+
+    host: Neighbour
+    neighbour: Neighbour
+    door: OpenedDoor
+    why: str
+
+
 def check_connectivity(first: ConnectivityListener, others: Sequence[Neighbour]) -> None:
     """Raise PlaitError with the mend where one host of the run cannot reach another; `first` is this host's own.
 
     Up to `ALL_PAIRS_AT_MOST` hosts each knocks at all others; of more, each at those 1, 2, 4, … after it and at host 0:
     that finds a host that takes nothing, or that nothing leaves, though not each pair for which there is no way.
     """
+    with contextlib.closing(_knocks(first, others)) as knocks:
+        if failed := next((one for one in knocks if one.why), None):
+            raise PlaitError(_shut_out(failed.host, failed.neighbour, failed.door, failed.why))
+
+
+def host_cut_off(first: ConnectivityListener, others: Sequence[Neighbour]) -> Neighbour | None:
+    """The one of `others` in most of the pairs of hosts that do not reach each other; None where all do. Raises
+    PlaitError where one is lost meanwhile."""
+    ends = [end for one in _knocks(first, others) if one.why for end in (one.host, one.neighbour)]
+    return max(others, key=lambda other: sum(end is other for end in ends)) if ends else None
+
+
+def _knocks(first: ConnectivityListener, others: Sequence[Neighbour]) -> Generator[_Knock, None, None]:
+    """Each host's attempts to reach others, see `neighbours_of`."""
     hosts: list[Neighbour] = [first, *others]
     with contextlib.closing(first), ThreadPoolExecutor(min(len(hosts), AT_ONCE)) as pool:
         doors = list(pool.map(lambda host: parse_message(OpenedDoor, host.ask("door", {}).values), hosts))
@@ -154,8 +178,7 @@ def check_connectivity(first: ConnectivityListener, others: Sequence[Neighbour])
 
         for at, whys in enumerate(pool.map(knock, range(len(hosts)))):
             for to, why in zip(rounds[at], whys, strict=True):
-                if why:
-                    raise PlaitError(_shut_out(hosts[to], hosts[at], doors[to], why))
+                yield _Knock(host=hosts[to], neighbour=hosts[at], door=doors[to], why=why)
         list(pool.map(lambda host: host.ask("shut", {}), hosts))
 
 

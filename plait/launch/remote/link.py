@@ -19,8 +19,8 @@ from plait.errors import PlaitError, RunFailed
 from plait.launch.network.connection_loop import ConnectionLoop
 from plait.launch.remote.messages import Answer, Farewell, Question, UnexpectedMessage, parse_message
 from plait.launch.remote.wire import Frame, Wire, WireEnded
-from plait.launch.values.failed_job import error_for_caller
-from plait.launch.values.failure import RESUME_ADVICE, describe_exception
+from plait.launch.values.failed_job import error_for_caller, lost_host
+from plait.launch.values.failure import describe_exception
 
 _PART_S = 3.0
 
@@ -65,7 +65,7 @@ class HostConnection:
         self._lost: str | None = None
         self._ending = threading.Event()
         self._mail: deque[Frame] = deque()
-        self._awake, self._wake = _bell()
+        self._awake, self._wake = bell()
         self._numbers = itertools.count()
         self._waiting: dict[int, queue.SimpleQueue[tuple[Answer, bytes] | None]] = {}
         self._questions: queue.SimpleQueue[tuple[Question, bytes] | None] = queue.SimpleQueue()
@@ -114,7 +114,7 @@ class HostConnection:
                     return _opened(*answer, host)
         finally:
             del self._waiting[number]
-        raise RunFailed(f"{host} was lost: {self._lost}; {RESUME_ADVICE}")
+        raise lost_host(host, self._lost)
 
     def leave(self, why: str) -> None:
         """Tell the other end why this end leaves, as the end of a sentence, and close."""
@@ -246,7 +246,8 @@ def part_from_all(links: Sequence[HostConnection], kind: str, values: Mapping[st
         link.close()
 
 
-def _bell() -> tuple[socket.socket, socket.socket]:
+def bell() -> tuple[socket.socket, socket.socket]:
+    """A socket that is readable while it rings, and the one that rings it; neither blocks."""
     awake, wake = socket.socketpair()
     awake.setblocking(False)
     wake.setblocking(False)

@@ -17,7 +17,7 @@ from plait.errors import PlaitError
 from plait.launch.network.connection_loop import ConnectionLoop
 from plait.launch.remote.handshake import Refused, greet_joiner
 from plait.launch.remote.interface import interface_of
-from plait.launch.remote.link import HostConnection, Pulse
+from plait.launch.remote.link import HostConnection, Pulse, bell
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Wire, WireEnded
 
@@ -86,6 +86,7 @@ class JoinListener:
         self._listener = listener_at(address, port)
         self.port: int = self._listener.getsockname()[1]
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._awake, self._wake = bell()
         self._strangers: deque[socket.socket] = deque()
         self._lock = threading.Lock()
         self._turned_away_because: str | None = None
@@ -94,8 +95,15 @@ class JoinListener:
         self._thread = threading.Thread(target=self._accept, daemon=True, name="plait gate")
         self._thread.start()
 
+    def fileno(self) -> int:
+        """Readable when a host has proven itself since `next` last found none."""
+        return self._awake.fileno()
+
     def next(self, within_s: float) -> Arrival | None:
         """The next host that has proven itself, or None when the time is up."""
+        with contextlib.suppress(OSError):  # nothing rings, or all is closed
+            while self._awake.recv(64):
+                pass
         try:
             return self._arrivals.get(timeout=max(0.0, within_s))
         except queue.Empty:
@@ -119,6 +127,8 @@ class JoinListener:
             strangers = list(self._strangers)
         for connection in strangers:
             _hang_up(connection)
+        self._awake.close()
+        self._wake.close()
 
     def _accept(self) -> None:
         while not self._shut.is_set():
@@ -159,6 +169,8 @@ class JoinListener:
             why = self._turned_away_because
             if why is None:
                 self._arrivals.put(arrival)
+                with contextlib.suppress(OSError):  # full: it rings already
+                    self._wake.send(b"!")
         if why is not None:
             refuse_host(arrival.link, why)
 

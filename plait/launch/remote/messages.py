@@ -62,8 +62,15 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """Host 0: tell your user this."""
+
+    sentence: SingleLine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """Host 0: the run is over; `failed` says why, where it failed."""
+    """Host 0: your part in the run is over; `failed` says why, where the run failed."""
 
     stopped_by: ReleasedBy = "finished"
     failed: SingleLine | None = None

@@ -20,32 +20,32 @@ class RemoteWorkerHost:
     def __init__(self, job: Job, link: HostConnection, *, host: str, number: int) -> None:
         self.job = job
         self.host = host
-        self._link = link
+        self.link = link
         self._number = number
         self._forked = self._over = False
         self._progress: Sequence[RankProgress] = ()
 
     def start(self, rendezvous: str | None) -> None:
         """Have the host start its ranks; a host that is lost meanwhile is heard of through `read`."""
-        self._link.send("run", {"number": self._number, "job": asdict(self.job), "rendezvous": rendezvous})
+        self.link.send("run", {"number": self._number, "job": asdict(self.job), "rendezvous": rendezvous})
 
     def fileno(self) -> int:
-        return self._link.fileno()
+        return self.link.fileno()
 
     def read(self) -> list[RankEvent]:
         events: list[RankEvent] = []
-        for frame in self._link.read():
+        for frame in self.link.read():
             if frame.kind == "event" and not self._over:
                 events += self._events(frame)
-        if self._link.lost is not None and not self._over:
-            events.append(self._end(self._link.lost))
+        if self.link.lost is not None and not self._over:
+            events.append(self._end(self.link.lost))
         return events
 
     def signal(self, order: KillOrder, why: str = "") -> None:
-        self._link.send("signal", {"number": self._number, "order": order, "why": why})
+        self.link.send("signal", {"number": self._number, "order": order, "why": why})
 
     def kill(self) -> None:
-        self._link.send("kill", {"number": self._number})
+        self.link.send("kill", {"number": self._number})
 
     def observe(self) -> Sequence[RankProgress]:
         """As the host last said; it looks every half a second."""
@@ -71,7 +71,7 @@ class RemoteWorkerHost:
                     yield self._noted(event)
         except UnexpectedMessage as error:
             yield self._end(str(error))
-            self._link.leave(str(error))
+            self.link.leave(str(error))
 
     def _noted(self, event: RankEvent) -> RankEvent:
         if "forked" in event:

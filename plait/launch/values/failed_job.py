@@ -54,6 +54,11 @@ class WorkersFailed(RunFailed):
         return str(self).partition(";")[0].partition(", often ")[0]
 
 
+def lost_host(host: str, how: str | None) -> WorkersFailed:
+    """Another host was lost while no ranks ran; `how` is the end of a sentence."""
+    return WorkersFailed(f"{host} was lost: {how}; {RESUME_ADVICE}", FailureFacts(cause="host lost", host=host))
+
+
 def error_for_caller(failure: Failure, log: str, *, host: str | None = None) -> PlaitError:
     """The exception for the supervisor's caller; `log` says where more can be read ("in runs/x/rank-1.log").
 

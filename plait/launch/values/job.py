@@ -25,9 +25,19 @@ STOPPING = "stopping"
 StoppedBy = Literal["finished", StopSignal]
 STOP_IN_WORDS = "the workers finish their step and save"
 AtStop = Literal["save", "abandon"]
+JobEnd = Literal["over", "paused"]
+"""paused: its ranks saved and returned before they were done, because the hosts of the run change."""
 """What the first stop signal does to a job's ranks: they save and return, or are killed at once."""
-ReleasedBy = Literal[StoppedBy, "not needed"]
-"""What ended a joined host's part in a run: its end, or that the layout leaves the host out."""
+LeftBy = Literal["left by SIGINT", "left by SIGTERM", "left by SIGHUP"]
+"""A signal stopped one joined host, and the run goes on without it."""
+SIGNAL_OF_LEAVING: Mapping[LeftBy, StopSignal] = {
+    "left by SIGINT": "SIGINT",
+    "left by SIGTERM": "SIGTERM",
+    "left by SIGHUP": "SIGHUP",
+}
+"""What stops a host and not the run; SIGUSR1 is a scheduler's warning, which it gives to all."""
+ReleasedBy = Literal[StoppedBy, "not needed", LeftBy]
+"""What ended a joined host's part in a run: its end, that the layout leaves the host out, or that the host left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +136,7 @@ class JobResult:
 
     stopped_by: StoppedBy
     wall_s: float
+    how: JobEnd = "over"
 
     def require_finished(self) -> None:
         """Raise Interrupted where a signal stopped the job."""

@@ -63,14 +63,21 @@ class _Writing:
 class CheckpointSaver:
     """Saves the checkpoints of one rank in `folder`; every rank has one and makes the same calls in the same order.
 
-    `fence` raises RunFailed where rank 0 may no longer write. A rank whose `folder` is not on rank 0's host passes
-    `send`.
+    `fence` raises RunFailed where its start of the run, `generation`, may no longer write. A rank whose `folder` is not
+    on rank 0's host passes `send`.
     """
 
     def __init__(
-        self, assembly: Assembly, folder: Path, world: Sums, fence: Callable[[], None], send: Send | None
+        self,
+        assembly: Assembly,
+        folder: Path,
+        world: Sums,
+        fence: Callable[[], None],
+        send: Send | None,
+        generation: int = 0,
     ) -> None:
-        self._assembly, self._folder, self._world, self._fence, self._send = assembly, folder, world, fence, send
+        self._assembly, self._folder, self._world, self._send = assembly, folder, world, send
+        self.fence, self._generation = fence, generation
         self._now: _Writing | None = None
         self._agreed = NOTHING
 
@@ -138,7 +145,7 @@ class CheckpointSaver:
             slices.update(rank_slices(self._assembly, state, self._world))
 
         run_on_all_ranks(self._world, look, None)
-        now = _Writing(state=state, staging=staging_for(self._folder, state.step), began_s=began_s)
+        now = _Writing(state=state, staging=staging_for(self._folder, state.step, self._generation), began_s=began_s)
         self._now = now
         if how == "copies" and self._all_have_room(slices):
             copies = {key: [_copied(one) for one in some] for key, some in slices.items()}
@@ -157,12 +164,14 @@ class CheckpointSaver:
     def _write(self, now: _Writing, slices: Mapping[str, Sequence[TensorSlice]]) -> None:
         """Write this rank's part; rank 0 then publishes the parts of all."""
         try:
+            if self._send is None:  # what is sent is not asked for any more where a later start has begun
+                self.fence()
             write_rank(now.staging, self._world.index, slices)
             if self._send is not None:
                 self._send(now.staging)
             if self._world.index == 0:
                 final = checkpoint_for(self._folder, now.state.step)
-                publish_parts(self._assembly, now.state, (now.staging, final), self._world.size, self._fence)
+                publish_parts(self._assembly, now.state, (now.staging, final), self._world.size, self.fence)
             now.ended_s, now.status = time.monotonic(), NOTHING
         except (OSError, PlaitError) as error:
             now.error = error if isinstance(error, PlaitError) else _run_failed(error)
@@ -184,7 +193,7 @@ def saver_of(
 
     fence = partial(require_newest, folder, generation)
     world, checkpoints = assembly.sums, folder / "checkpoints"
-    return CheckpointSaver(assembly, checkpoints, world, fence, send if parts == "sent" else None)
+    return CheckpointSaver(assembly, checkpoints, world, fence, send if parts == "sent" else None, generation)
 
 
 def _copied(one: TensorSlice) -> TensorSlice:

@@ -94,12 +94,16 @@ def publish_parts(
     )
 
 
-def prune_old(folder: Path, keep: int, world: Sums, whole: Collection[int]) -> None:
+def prune_old(
+    folder: Path, keep: int, world: Sums, whole: Collection[int], fence: Callable[[], None] = lambda: None
+) -> None:
     """Delete all but the `keep` newest checkpoints, of which only those of the steps in `whole` count: this job wrote
-    or verified them. Every rank must call it; blocks while rank 0 deletes."""
+    or verified them. Every rank must call it; blocks while rank 0 deletes. `fence` raises RunFailed where it may no
+    longer."""
 
     def prune_here() -> None:
         if world.index == 0:
+            fence()
             prune(folder, keep, whole)
 
     run_on_all_ranks(world, prune_here, None)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from plait.checked_json import typed_value
 from plait.cluster.topology import Machine
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
-from plait.commands.hosts.leader_workers import leader_workers
+from plait.commands.hosts.members.invited import leader_workers
 from plait.commands.planning.measuring import ask_rank_0, survey_machine
 from plait.commands.planning.workers import MACHINE_CHECK_ENTRY, WorkerPool, refuse_torchrun, worker_pool
 from plait.commands.probing.checking.check_result import MachineCheck, check_faults, check_text, verdict_line

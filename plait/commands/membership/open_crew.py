@@ -1,0 +1,41 @@
+"""The machines of a run at its begin: this one, or all hosts that were asked for, once they have joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from plait.cluster.topology import Machine
+from plait.commands.hosts.invitation import HostsRequest
+from plait.commands.membership.one_machine import OneMachine
+from plait.commands.membership.run_hosts import RunHosts, run_hosts
+from plait.commands.membership.run_on_hosts import PlanFor, RunOnHosts
+from plait.commands.planning.measuring import survey_machine
+from plait.commands.planning.workers import refuse_torchrun, worker_pool
+from plait.commands.preparing.corpus import prepared_corpus
+from plait.planner.plan import Plan
+from plait.planner.resolve.named_workers import named_workers
+
+
+@contextmanager
+def open_crew(
+    hosts: HostsRequest, run: RunOnHosts, plan_for: PlanFor, begun: Plan | None
+) -> Iterator[RunHosts | OneMachine]:
+    """The workers of this machine, or of all hosts once they have joined, numbered as in the plan of a `begun` run.
+    `plan_for` makes the plans for those that are there later.
+
+    Raises PlaitError for an error in the recipe's text, before anybody is invited.
+    """
+    if hosts.n_hosts == 1:
+        with worker_pool(run.working) as workers:
+
+            def survey() -> Machine:
+                return survey_machine(workers, named_workers(run.config)).machine
+
+            yield OneMachine(workers, survey, plan_for)
+        return
+    refuse_torchrun()
+    prepared_corpus(run.config, run.working, run.screen)
+    previous = [(share.mark, share.name) for share in (*begun.hosts, *begun.left_out)] if begun else []
+    with run_hosts(hosts, run, plan_for, previous) as crew:
+        yield crew

@@ -1,0 +1,226 @@
+"""Who takes part in a run over several hosts beside host 0: those that were admitted, those that wait, those that
+leave. It may change whenever no ranks run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from plait.errors import PlaitError, StopSignal
+from plait.launch.local.site import WorkerHost
+from plait.launch.remote.host_numbering import HostIdentity, by_address, host_numbers
+from plait.launch.remote.link import HostConnection, part_from_all
+from plait.launch.remote.listener import FULL_SENTENCE, Arrival, JoinListener, refuse_host
+from plait.launch.remote.remote_site import RemoteWorkerHost
+from plait.launch.remote.wire import Frame
+from plait.launch.values.job import SIGNAL_OF_LEAVING
+
+_LOOK_S = 0.2
+GIVEN_UP_SENTENCE = "host 0 gave up the run before all hosts were in; see what it printed"
+OVER_SENTENCE = "the run ended before this host was taken in; see what host 0 printed"
+WAITS_SENTENCE = "the run is at work; this host is taken in at its next checkpoint"
+DoorPolicy = Literal["shut", "open"]
+"""Whether hosts may still join once all that were wanted are in."""
+_LEFT_BY = {signal: left for left, signal in SIGNAL_OF_LEAVING.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """An admitted host, numbered from 1; `host_info` is what it sent about itself, with its "name" if it has one."""
+
+    host: int
+    name: str
+    address: str
+    host_info: Mapping[str, Any]
+    link: HostConnection = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.name if self.name == self.address else f"{self.name} ({self.address})"
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Frame:
+        """What the host's handler of this kind replies; from any thread, at any time, also while a job runs.
+
+        Blocks for as long as the host lives. Raises RunFailed when it is lost, and the handler's PlaitError.
+        """
+        return self.link.ask(kind, values, blob, host=str(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """A member that is none any more; `by` is None where it was lost, and else what its user stopped it by."""
+
+    name: str
+    why: str
+    """The end of a sentence that begins with the name."""
+    by: StopSignal | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostChange:
+    """How the members of a run changed between two of its starts."""
+
+    gone: tuple[Departure, ...]
+    came: tuple[Member, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.gone or self.came)
+
+
+class Membership:
+    """The hosts that came to one door. As Visitors of a job it pauses the ranks: for those that wait once
+    `may_take_in` was called, for those that leave at once."""
+
+    def __init__(self, door: JoinListener, wanted: int) -> None:
+        self.members: tuple[Member, ...] = ()
+        self._door, self._wanted = door, wanted
+        self._policy: DoorPolicy = "shut"
+        self._arrived: tuple[Member, ...] = ()
+        self._admitted: list[Arrival] = []
+        self._waiting: list[Arrival] = []
+        self._leaving: dict[HostConnection, StopSignal] = {}
+        self.is_complete = False
+        """Whether all wanted hosts came, so that those who come now are late."""
+        self._wants_pause = False
+        self._check: Callable[[Mapping[str, Any]], str | None] = lambda host_info: None
+        self._on_failed: Callable[[int], None] = lambda count: None
+
+    def admit(
+        self,
+        check_host_info: Callable[[Mapping[str, Any]], str | None],
+        within_s: float,
+        *,
+        order: Sequence[HostIdentity],
+        on_lost: Callable[[str], None],
+        on_failed: Callable[[int], None],
+        door: DoorPolicy,
+    ) -> tuple[Member, ...] | None:
+        """Wait for all wanted hosts; see `Hosts.admit`. None when time is up."""
+        self._check, self._on_failed, self._policy = check_host_info, on_failed, door
+        deadline = time.monotonic() + within_s
+        while len(self._admitted) < self._wanted:
+            if time.monotonic() > deadline:
+                return None
+            arrival = self._door.next(min(_LOOK_S, deadline - time.monotonic()))
+            if arrival is not None and self._is_let_in(arrival):
+                self._admitted.append(arrival)
+            self._drop_the_lost(on_lost)
+            self._tell_failed(time.monotonic() if len(self._admitted) < self._wanted else float("inf"))
+        self.is_complete = True
+        if door == "shut":
+            self._door.shut(FULL_SENTENCE)
+        came = sorted(self._admitted, key=lambda one: by_address(one.link.address))
+        places = host_numbers([(one.host_info.get("mark", ""), one.name) for one in came], order)
+        arrived = sorted(zip(places, came, strict=True), key=lambda pair: pair[0])
+        self._arrived = self.members = tuple(_member(host, one) for host, (_, one) in enumerate(arrived, start=1))
+        return self.members
+
+    def renumber(self, order: Sequence[int]) -> None:
+        """Make host n the one that was admitted as order[n]; host 0 stays, those not in `order` are sent home."""
+        assert order[0] == 0 and len(set(order)) == len(order), order
+        stay = [self._arrived[host - 1] for host in order[1:]]
+        for left in [one for one in self.members if all(one.link is not other.link for other in stay)]:
+            left.link.part("end", {"stopped_by": "not needed"})
+        self.members = _numbered(stay)
+
+    def renew(self) -> HostChange:
+        """Make members of those that are there now, in the order that they had: without the lost and those that were
+        stopped, and with those that wait. Call it while no ranks run."""
+        self.look()
+        gone = [(one, departure) for one in self.members if (departure := self._departure_of(one)) is not None]
+        for one, departure in gone:
+            if departure.by is not None:
+                one.link.part("end", {"stopped_by": _LEFT_BY[departure.by]})
+            one.link.close()
+        left = [one for one, _ in gone]
+        came = [_member(0, arrival) for arrival in self._waiting if arrival.link.lost is None]
+        for arrival in self._waiting:
+            if arrival.link.lost is not None:
+                arrival.link.close()
+        self._waiting, self._wants_pause = [], False
+        self._arrived = self.members = _numbered([*(one for one in self.members if one not in left), *came])
+        newest = self.members[len(self.members) - len(came) :]
+        return HostChange(gone=tuple(departure for _, departure in gone), came=newest)
+
+    def send_home(self, members: Sequence[Member], sentence: str) -> None:
+        """Refuse hosts that were taken in and are of no use, with the reason for their users."""
+        links = [one.link for one in members]
+        for link in links:
+            refuse_host(link, sentence)
+        self._arrived = self.members = _numbered([one for one in self.members if one.link not in links])
+
+    def close(self, last: Mapping[str, Any]) -> None:
+        """Shut the door, send those that wait home, and the members the last message of the run."""
+        self._door.close(OVER_SENTENCE if self.is_complete else GIVEN_UP_SENTENCE)
+        for arrival in self._waiting:
+            refuse_host(arrival.link, OVER_SENTENCE)
+        part_from_all([one.link for one in (self.members if self.is_complete else self._admitted)], "end", last)
+
+    # As the Visitors of a job.
+
+    def fileno(self) -> int:
+        return self._door.fileno()
+
+    def look(self) -> None:
+        """Refuse those that may not join; the others wait, and are told so."""
+        while self._policy == "open" and (arrival := self._door.next(0)) is not None:
+            if self._is_let_in(arrival):
+                arrival.link.send("notice", {"sentence": WAITS_SENTENCE})
+                self._waiting.append(arrival)
+        self._tell_failed(time.monotonic())
+
+    def may_take_in(self) -> None:
+        """The ranks have a checkpoint behind them: if hosts wait, they may be paused for them now."""
+        self._wants_pause = self._wants_pause or any(one.link.lost is None for one in self._waiting)
+
+    @property
+    def wants_pause(self) -> bool:
+        return self._wants_pause
+
+    def lets_go(self, site: WorkerHost, by: StopSignal) -> bool:
+        if self._policy == "shut" or not isinstance(site, RemoteWorkerHost) or by not in _LEFT_BY:
+            return False
+        self._leaving[site.link] = by
+        self._wants_pause = True
+        return True
+
+    def _departure_of(self, member: Member) -> Departure | None:
+        if (by := self._leaving.pop(member.link, None)) is not None:
+            return Departure(name=member.name, why=f"left by {by}", by=by)
+        if member.link.lost is not None:
+            return Departure(name=member.name, why=f"was lost: {member.link.lost}", by=None)
+        return None
+
+    def _is_let_in(self, arrival: Arrival) -> bool:
+        sentence = self._check(arrival.host_info)
+        if sentence:
+            refuse_host(arrival.link, sentence)
+        return not sentence
+
+    def _tell_failed(self, now_s: float) -> None:
+        if failed := self._door.failed_attempts.due(now_s):
+            self._on_failed(failed)
+
+    def _drop_the_lost(self, on_lost: Callable[[str], None]) -> None:
+        """Remove hosts that left while they waited, so that others can take their places."""
+        for arrival in [one for one in self._admitted if one.link.lost is not None]:
+            arrival.link.close()
+            self._admitted.remove(arrival)
+            on_lost(arrival.name)
+
+    def who_is_missing(self, join_address: str, within_s: float) -> PlaitError:
+        """That not all wanted hosts came in time."""
+        return PlaitError(
+            f"{len(self._admitted)} of {self._wanted} other hosts joined {join_address} within {within_s:g} s; "
+            "start plait join on each, see that they reach this address, and run the same command again"
+        )
+
+
+def _numbered(members: Sequence[Member]) -> tuple[Member, ...]:
+    return tuple(replace(member, host=host) for host, member in enumerate(members, start=1))
+
+
+def _member(host: int, arrival: Arrival) -> Member:
+    host_info, link = arrival.host_info, arrival.link
+    return Member(host=host, name=arrival.name, address=link.address, host_info=host_info, link=link)

@@ -1,0 +1,235 @@
+"""Hosts leave a run and join it while it goes on: the same samples, the same losses, and one leader alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.command import Ended, Place, ended, wait_while_running
+from tests.end_to_end.namespaces import Net, has_namespaces, network
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_namespaces(), reason="network namespaces need root and `ip`"),
+]
+STEPS, PORT, LIKE = 260, 29555, 1e-5
+RECIPE = f"""
+[data]
+files = "play.txt"
+
+[model]
+layers = 4
+width = 128
+heads = 4
+vocabulary = 300
+
+[train]
+sequence = 128
+batch_tokens = 3584
+budget = "{STEPS} steps"
+matmul_backend = "default"
+
+[balance]
+every = "never"
+
+[checkpoint]
+every = "5 steps"
+
+[report]
+evaluate = "never"
+"""
+
+
+class Hosts:
+    """Commands on hosts of a network; host 0 leads."""
+
+    def __init__(self, net: Net, folder: Path, shared: bool) -> None:
+        self.net = net
+        first = Place(folder / "a", RECIPE)
+        self.places = [first, *(first if shared else Place(folder / name, RECIPE) for name in "bcd")]
+        self.secret = folder / "secret"
+
+    @property
+    def lead_place(self) -> Place:
+        return self.places[0]
+
+    def lead(self, name: str, hosts: int, *more: str) -> subprocess.Popen[str]:
+        process = self.lead_place.start(
+            *("train", "tiny.toml", f"run.name={name}", "--no-check", "--hosts", str(hosts), *more),
+            *("--port", str(PORT), "--secret-file", str(self.secret)),
+            preexec_fn=self.net.enter(0, 0),
+        )
+        wait_while_running(lambda: self.net.listens(0, PORT), process)
+        return process
+
+    def join(self, index: int) -> subprocess.Popen[str]:
+        return self.places[index].start(
+            *("join", f"{self.net.address(0)}:{PORT}", "--secret-file", str(self.secret)),
+            preexec_fn=self.net.enter(index, index % 2),
+        )
+
+    def hosts_of(self, name: str) -> list[str]:
+        """The hosts in the run's present plan."""
+        return [host["name"] for host in self.lead_place.plan(name)["hosts"]]
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[Hosts]:
+    yield from _hosts(tmp_path, shared=False)
+
+
+@pytest.fixture
+def together(tmp_path: Path) -> Iterator[Hosts]:
+    """Hosts that work in one folder."""
+    yield from _hosts(tmp_path, shared=True)
+
+
+def _hosts(folder: Path, *, shared: bool) -> Iterator[Hosts]:
+    with network(4) as net:
+        made = Hosts(net, folder, shared)
+        yield made
+        for place in made.places:
+            for pid in place.processes():
+                os.kill(pid, signal.SIGKILL)
+
+
+def steps_done(place: Place, name: str) -> int:
+    path = place.path(name) / "metrics.jsonl"
+    return path.read_bytes().count(b'"loss"') if path.exists() else 0
+
+
+def goes_on(hosts: Hosts, name: str, names: str, lead: subprocess.Popen[str]) -> None:
+    """Wait until the run works on these hosts, and has done three steps there."""
+    wait_while_running(lambda: hosts.hosts_of(name) == list(names), lead, within_s=120)
+    starts = hosts.lead_place.path(name) / "starts.jsonl"
+    begun = json.loads(starts.read_text().splitlines()[-1])["steps_done"]
+    wait_while_running(lambda: steps_done(hosts.lead_place, name) >= begun + 3, lead, within_s=120)
+
+
+def assert_like_the_fixed_run(place: Place, name: str) -> None:
+    """The ledger of one that was never disturbed, and its losses."""
+    whole = place.train("fixed", "--no-check", preexec_fn=lambda: os.sched_setaffinity(0, {0, 1}))
+    assert whole.code == 0, whole
+    found, fixed = (json.loads(place.run("status", one, "--json", "--ledger").out)["ledger"] for one in (name, "fixed"))
+    assert [{**line, "generation": 1} for line in found] == [{**line, "generation": 1} for line in fixed]
+    assert len(found) == STEPS
+    pairs = list(zip(place.lines(name), place.lines("fixed"), strict=True))
+    assert max(abs(one["loss"] - other["loss"]) / other["loss"] for one, other in pairs) <= LIKE
+    status = json.loads(place.run("status", name, "--json").out)
+    assert status["samples_lost"] == status["samples_repeated"] == 0
+
+
+def test_four_hosts_become_two_three_and_four_again(apart: Hosts) -> None:
+    name, place = "elastic", apart.lead_place
+    lead = apart.lead(name, 4)
+    guests = [apart.join(index) for index in (1, 2, 3)]
+    wait_while_running(lambda: steps_done(place, name) > 6, lead, within_s=120)
+    assert sorted(apart.hosts_of(name)) == list("abcd")
+    os.killpg(guests[1].pid, signal.SIGKILL)  # c
+    apart.net.pull(3)  # d
+    goes_on(apart, name, "ab", lead)
+    gone = ended(guests[2])
+    assert gone.code == 1 and "was lost" in gone.sentence()
+    apart.net.plug(3)
+    again = [apart.join(2)]
+    goes_on(apart, name, "abc", lead)
+    again.append(apart.join(3))
+    goes_on(apart, name, "abcd", lead)
+    first, *others = (ended(process) for process in (lead, guests[0], *again))
+    assert [one.code for one in (first, *others)] == [0, 0, 0, 0] and not first.err, (first, others)
+    told = _hosts_lines(first)
+    assert any("c is gone" in line or "d is gone" in line or "c and d are gone" in line for line in told), told
+    assert "2 copies in place of" in "".join(told) and "until" in "".join(told), told
+    assert any(line.startswith("hosts    c joined: 3 copies in place of 2, ") for line in told), told
+    assert any(line.startswith("hosts    d joined: 4 copies in place of 3, ") for line in told), told
+    assert "taken in at its next checkpoint" in others[1].out and "pauses the run" in others[0].out
+    assert_like_the_fixed_run(place, name)
+
+
+def _hosts_lines(one: Ended) -> list[str]:
+    return [line for line in one.out.splitlines() if line.startswith("hosts ")]
+
+
+def test_a_host_that_is_stopped_leaves_and_nothing_is_done_twice(apart: Hosts) -> None:
+    name, place = "leaves", apart.lead_place
+    lead, guests = apart.lead(name, 3), [apart.join(1), apart.join(2)]
+    wait_while_running(lambda: steps_done(place, name) > 6, lead, within_s=120)
+    os.killpg(guests[0].pid, signal.SIGINT)
+    left = ended(guests[0])
+    assert left.code == 130 and "left by SIGINT; all is saved, and the run goes on without it" in left.out
+    goes_on(apart, name, "ac", lead)
+    first, other = ended(lead), ended(guests[1])
+    assert (first.code, other.code) == (0, 0), (first, other)
+    assert "hosts    b is gone: 2 copies in place of 3, " in first.out and "failure  " not in first.out
+    assert not (place.path(name) / "incidents.jsonl").exists()
+    assert_like_the_fixed_run(place, name)
+
+
+def test_a_recipe_that_cannot_fit_on_what_is_left_stops_saved_and_says_what_is_missing(apart: Hosts) -> None:
+    name, place = "named", apart.lead_place
+    lead, guests = apart.lead(name, 2, "layout.replicate=2"), [apart.join(1)]
+    wait_while_running(lambda: bool(place.checkpoints(name)), lead, within_s=120)
+    late = ended(apart.join(2))
+    assert late.code == 2 and "the recipe's layout needs 2 workers, and the run has 2 hosts" in late.sentence()
+    guests[0].kill()
+    stopped = ended(lead)
+    assert stopped.code == 1, stopped
+    sentence = stopped.sentence()
+    assert sentence.startswith(
+        "b was lost: its connection was closed, and the hosts that are left cannot carry the run: "
+    )
+    assert "the recipe's layout needs 2 workers, and the hosts have 1" in sentence and "join b again" in sentence
+    lines = [json.loads(line) for line in (place.path(name) / "incidents.jsonl").read_text().splitlines()]
+    assert [line["decision"] for line in lines if "cause" in line][-2:] == ["started again", "ended"]
+    lead, guest = apart.lead(name, 2, "layout.replicate=2"), apart.join(1)
+    assert [ended(one).code for one in (lead, guest)] == [0, 0]
+
+
+def test_a_short_partition_heals_and_a_zombie_host_writes_nothing(together: Hosts) -> None:
+    """The hosts share a folder, so that a frozen one could write into it when it thaws."""
+    name, place = "partitioned", together.lead_place
+    lead, guests = together.lead(name, 3), [together.join(1), together.join(2)]
+    wait_while_running(lambda: steps_done(place, name) > 6, lead, within_s=120)
+    together.net.pull(2)
+    threading.Event().wait(3)  # how long a cable is out is what is tested
+    together.net.plug(2)
+    at = steps_done(place, name)
+    wait_while_running(lambda: steps_done(place, name) > at + 10, lead, within_s=60)
+    assert not (place.path(name) / "incidents.jsonl").exists(), "three seconds are no failure"
+    zombies = _processes_of(guests[1])
+    for pid in zombies:
+        os.kill(pid, signal.SIGSTOP)
+    goes_on(together, name, "ab", lead)
+    root = place.path(name) / "checkpoints"
+    for pid in zombies:
+        os.kill(pid, signal.SIGCONT)
+    assert ended(guests[1]).code == 1
+    first, other = ended(lead), ended(guests[0])
+    assert (first.code, other.code) == (0, 0), (first, other)
+    assert not [path.name for path in root.iterdir() if path.name.startswith(".")]
+    assert_like_the_fixed_run(place, name)
+
+
+def test_a_second_leader_of_one_run_is_refused(together: Hosts) -> None:
+    name, place = "led-twice", together.lead_place
+    lead, guest = together.lead(name, 2), together.join(1)
+    wait_while_running(lambda: steps_done(place, name) > 3, lead, within_s=120)
+    second = place.run(*("train", "tiny.toml", f"run.name={name}", "--no-check"), preexec_fn=together.net.enter(2, 0))
+    assert second.code == 2 and "another plait is training in" in second.sentence()
+    assert [ended(one).code for one in (lead, guest)] == [0, 0]
+
+
+def _processes_of(process: subprocess.Popen[str]) -> list[int]:
+    """A command's processes, its workers included."""
+    found = [process.pid]
+    for pid in found:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
