@@ -50,8 +50,8 @@ DEFAULT_PULSE = Pulse()
 class HostConnection:
     """One end of a living connection between two hosts; made on both ends once the wire stands.
 
-    The thread of a `loop` reads and beats, for all connections in it, and one of its own answers, where there is
-    anything to answer: so a busy caller is not taken for a dead one. Frames that are neither beat, question nor answer
+    The thread of a `loop` reads and beats, for all connections in it, and one of its own answers, from the first
+    question on: so a busy caller is not taken for a dead one. Frames that are neither beat, question nor answer
     wait in the mailbox: a selector can wait for the link, `read` takes them.
     """
 
@@ -72,10 +72,6 @@ class HostConnection:
         self.descriptor = wire.fileno()
         self._heard_s = self._beaten_s = self._took_s = time.monotonic()
         self._answering: threading.Thread | None = None
-        if handlers:
-            name = f"plait answer {wire.address}"
-            self._answering = threading.Thread(target=self._answer, daemon=True, name=name)
-            self._answering.start()
         self._loop = loop or ConnectionLoop()
         self._loop.add(self)
 
@@ -195,6 +191,7 @@ class HostConnection:
             self._end(parse_message(Farewell, frame.values).why)
         elif frame.kind == "ask":
             self._questions.put((parse_message(Question, frame.values), frame.blob))
+            self._start_answering()
         elif frame.kind == "answer":
             answer = parse_message(Answer, frame.values)
             waiting = self._waiting.get(answer.number)
@@ -203,6 +200,12 @@ class HostConnection:
         elif frame.kind != "beat":
             self._mail.append(frame)
             self._ring()
+
+    def _start_answering(self) -> None:
+        if self._answering is None and self._lost is None:
+            name = f"plait answer {self.address}"
+            self._answering = threading.Thread(target=self._answer, daemon=True, name=name)
+            self._answering.start()
 
     def _handled(self, question: Question, blob: bytes) -> tuple[dict[str, Any], bytes]:
         kind = question.kind
