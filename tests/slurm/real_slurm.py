@@ -212,7 +212,7 @@ def test_what_still_runs_on_a_lost_node_writes_no_checkpoint(cluster: Submitter)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
     cluster.ended(number)
-    wait_for(lambda: not any(is_alive(pid) for pid in own), "the end of what the lost node ran", 120)
+    wait_for(lambda: not any(map(is_alive, own)), "the end of what the lost node ran", 120)
     assert_same_end(cluster.place, fenced, cluster.named("two"))
     assert cluster.checkpoints_are_whole(fenced)
     cluster.slurm.start_node(node)
@@ -245,7 +245,20 @@ def test_four_nodes(cluster: Submitter) -> None:
     words = ("layout.replicate=4", "layout.shares=[2, 2, 2, 1]", f"run.name={four}", 'balance.every="never"')
     told = cluster.type("submit", "tiny.toml", *words, "--on", "slurm", "--nodes", "4")
     assert told.code == 0, told
+    wait_for(lambda: (cluster.place.path(four) / "metrics.jsonl").exists(), "a step", 240, cluster.slurm.explain)
+    assert_secret_is_in_its_file_alone(cluster)
     assert cluster.ended(told.out.split("job ")[1].split()[0])["NumNodes"] == "4"
+
+
+def assert_secret_is_in_its_file_alone(cluster: Submitter) -> None:
+    """While a run goes on: in no script, log, state of Slurm's, or program's arguments."""
+    [file] = (cluster.place.folder / ".plait").glob("*.secret")
+    secret = file.read_bytes().strip()
+    assert len(secret.replace(b"-", b"")) == 28 and file.stat().st_mode & 0o077 == 0
+    for path in (*cluster.place.folder.rglob("*"), *cluster.slurm.folder.rglob("*")):
+        assert path == file or not path.is_file() or secret not in _bytes(path), path
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        assert secret not in _bytes(entry), entry
 
 
 def test_slurms_own_account_has_them_all(cluster: Submitter) -> None:
