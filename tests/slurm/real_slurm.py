@@ -245,7 +245,7 @@ def test_four_nodes(cluster: Submitter) -> None:
     words = ("layout.replicate=4", "layout.shares=[2, 2, 2, 1]", f"run.name={four}", 'balance.every="never"')
     told = cluster.type("submit", "tiny.toml", *words, "--on", "slurm", "--nodes", "4")
     assert told.code == 0, told
-    wait_for(lambda: (cluster.place.path(four) / "metrics.jsonl").exists(), "a step", 240, cluster.slurm.explain)
+    wait_for((cluster.place.path(four) / "metrics.jsonl").exists, "a step", 240, cluster.slurm.explain)
     assert_secret_is_in_its_file_alone(cluster)
     assert cluster.ended(told.out.split("job ")[1].split()[0])["NumNodes"] == "4"
 
