@@ -17,10 +17,9 @@ import signal
 import struct
 import sys
 import time
-import traceback
 from dataclasses import asdict, dataclass
 
-from plait.errors import RunFailed
+from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.agent import LeaderNotReached, connect, serve
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
 from plait.launch.remote.leader import HostPart, Hosts
@@ -36,6 +35,8 @@ ROUNDS = 5
 START_AT_LATEST_S = 300.0
 _LEADER = "127.0.0.1"
 _TIME = struct.Struct("d")
+_NICER = 10
+"""Agents are machines of their own in life, and take no time from host 0: here they give way to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +149,12 @@ def _forked_agent(number: int, port: int, secret: Secret, board: Board) -> int:
         return pid
     code = 1
     try:
+        os.nice(_NICER)
         _serve(number, port, secret, board)
         code = 0
-    except BaseException:
-        traceback.print_exc()
+    except PlaitError as error:
+        print(f"{_name(number)}: {error}", file=sys.stderr, flush=True)
     finally:
-        sys.stderr.flush()
         os._exit(code)
 
 

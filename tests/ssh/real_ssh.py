@@ -1,6 +1,9 @@
-"""`plait submit --on ssh` to a real sshd that plays three machines, each with a home of its own. Run by hand, as root:
+"""`plait submit --on ssh` to three machines with an sshd, an address and a home of their own. Run by hand, as root:
 
 .venv/bin/python -m pytest tests/ssh/real_ssh.py
+
+PLAIT_WHEELHOUSE names a folder with the wheels of all that plait needs (python -m pip download --dest FOLDER plait's
+lock file); without it nothing can be installed on a machine that has no way to the internet, and that test is left out.
 """
 
 from __future__ import annotations
@@ -8,90 +11,32 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from plait.commands.submitting.over_ssh.files import environment_files
 from tests.end_to_end.command import RECIPE, Ended, Place, ended, wait_until
+from tests.ssh.machines import ADDRESSES, SSHD, Machines
 
 STEPS = 100
 LONGER = RECIPE.replace('budget = "60 steps"', f'budget = "{STEPS} steps"')
 EVEN = ("layout.shares=[4, 3]", 'balance.every="never"')
-MACHINES = {"ann": "127.37.0.1", "bob": "127.37.0.2", "cy": "127.37.0.3"}
-PORT = 2237
-SSHD = "/usr/sbin/sshd"
+ROOT = Path(__file__).parents[2]
+WHEELHOUSE = os.environ.get("PLAIT_WHEELHOUSE", "")
 
 pytestmark = pytest.mark.skipif(
     not Path(SSHD).exists() or shutil.which("ssh") is None or os.geteuid() != 0, reason="needs root and openssh-server"
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
-    """The homes of the three machines, and where the ssh that knows them is."""
-
-    folder: Path
-
-    def home(self, name: str) -> Path:
-        return self.folder / name
-
-    @property
-    def path(self) -> str:
-        return f"{self.folder}/bin:{os.environ['PATH']}"
-
-
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    made = Machines(folder=tmp_path_factory.mktemp("machines"))
-    folder = made.folder
-    for name in ("host_key", "client_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-    for name in MACHINES:
-        made.home(name).mkdir()
-    write_configuration(folder)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    daemon = subprocess.Popen([SSHD, "-D", "-e", "-f", str(folder / "sshd_config")], stderr=subprocess.DEVNULL)
-    try:
-        for address in MACHINES.values():
-            wait_until(lambda address=address: _listens(address), within_s=20)
+    with Machines(tmp_path_factory.mktemp("machines") / "all") as made:
         yield made
-    finally:
-        daemon.terminate()
-        daemon.wait()
-
-
-def write_configuration(folder: Path) -> None:
-    """Who reaches which address reaches that machine's home; its ssh knows the names."""
-    shutil.copy(folder / "client_key.pub", folder / "authorized")
-    lines = [f"HostKey {folder}/host_key", f"AuthorizedKeysFile {folder}/authorized", "StrictModes no", "UsePAM no"]
-    lines += [f"PidFile {folder}/sshd.pid", "PermitRootLogin yes", "PasswordAuthentication no"]
-    lines += [f"ListenAddress {address}:{PORT}" for address in MACHINES.values()]
-    for name, address in MACHINES.items():
-        shell = f'cd {folder}/{name}; export HOME={folder}/{name}; exec sh -c "$SSH_ORIGINAL_COMMAND"'
-        lines += [f"Match LocalAddress {address}", f"    ForceCommand {shell}"]
-    (folder / "sshd_config").write_text("\n".join(lines) + "\n")
-    key = (folder / "host_key.pub").read_text().split()[:2]
-    known = [f"[{address}]:{PORT} {' '.join(key)}" for address in MACHINES.values()]
-    (folder / "known_hosts").write_text("\n".join(known) + "\n")
-    client = [f"Host {name}\n    HostName {address}" for name, address in MACHINES.items()]
-    client += [
-        f"Host *\n    Port {PORT}\n    IdentityFile {folder}/client_key\n    UserKnownHostsFile {folder}/known_hosts"
-    ]
-    (folder / "ssh_config").write_text("\n".join(client) + "\n")
-    (folder / "bin").mkdir()
-    program = folder / "bin" / "ssh"
-    program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n')
-    program.chmod(0o755)
-
-
-def _listens(address: str) -> bool:
-    with socket.socket() as one:
-        return one.connect_ex((address, PORT)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -188,14 +133,53 @@ def test_what_a_machine_lacks_is_one_sentence(
     assert told.code == 2 and says in told.sentence(), told
 
 
-def test_a_host_key_that_changed_is_said(place: Place, machines: Machines) -> None:
-    known = machines.folder / "known_hosts"
-    before = known.read_text()
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(machines.folder / "other")], check=True)
-    other = (machines.folder / "other.pub").read_text().split()[1]
-    known.write_text("\n".join(f"{line.rsplit(' ', 1)[0]} {other}" for line in before.splitlines()) + "\n")
-    try:
-        told = ended(submit(place, machines, "changed"), within_s=60)
-        assert told.code == 2 and "ssh-keygen -R" in told.sentence()
-    finally:
-        known.write_text(before)
+def test_a_machine_that_loses_its_power_costs_no_bit_once_it_is_back(place: Place, machines: Machines) -> None:
+    """All that ran on it is gone; the others end with its name, and the same command goes on."""
+    following = submit(place, machines, "cut")
+    run = machines.home("ann") / "plait-runs" / "runs" / "cut"
+    wait_until(lambda: bool(list(run.glob("checkpoints/step-*"))), within_s=300)
+    machines.kill("bob")
+    told = ended(following, within_s=120)
+    assert told.code == 1 and f"({ADDRESSES['bob']}) was lost" in told.out and "submit again" in told.err, told
+    gone = ended(submit(place, machines, "cut"), within_s=100)
+    assert gone.code == 2 and "bob" in gone.sentence(), gone
+    machines.start("bob")
+    again = ended(submit(place, machines, "cut"), within_s=400)
+    assert again.code == 0 and "resume   from step-" in again.out, again
+    assert type_(place, machines, "fetch", "cut").code == 0
+    assert place.numbers("cut") == place.numbers("two")
+    assert place.manifest("cut", STEPS) == place.manifest("two", STEPS)
+
+
+@pytest.mark.skipif(not WHEELHOUSE, reason="PLAIT_WHEELHOUSE is not set")
+def test_a_machine_without_plait_gets_it_once_and_trains_to_the_end(
+    place: Place, machines: Machines, tmp_path: Path
+) -> None:
+    wheels = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run([sys.executable, *wheels], check=True)
+    [wheel] = tmp_path.glob("plait-*.whl")
+    pip = machines.home("cy") / ".config" / "pip" / "pip.conf"
+    pip.parent.mkdir(parents=True)
+    pip.write_text(f"[global]\nno-index = true\nfind-links = {WHEELHOUSE}\n")
+    words = ("submit", "tiny.toml", "run.name=fresh", "layout.replicate=1", "--on", "ssh", "--with", f"wheel={wheel}")
+    told = type_(place, machines, *words, "--machines", "cy")
+    assert told.code == 0 and "installing plait, once" in told.out, told
+    assert (machines.home("cy") / "plait-runs" / "runs" / "fresh" / "receipt.json").exists()
+    own = Path(".plait") / "environments" / environment_files(str(wheel)).name
+    assert (machines.home("cy") / own / "ready").exists()
+    for name in ("ann", "bob"):  # they have it already
+        (machines.home(name) / own.parent).mkdir(parents=True, exist_ok=True)
+        (machines.home(name) / own).symlink_to(machines.home("cy") / own)
+    three = ("run.name=three", "layout.replicate=3", "layout.shares=[3, 2, 2]", 'balance.every="never"')
+    told = type_(place, machines, *words[:2], *three, *words[4:], "--machines", "ann,bob,cy")
+    assert told.code == 0 and told.out.count("plait is there") == 3, told
+
+
+def test_a_machine_that_was_installed_anew_is_not_believed_until_a_person_says_so(
+    place: Place, machines: Machines
+) -> None:
+    machines.install_anew("bob")
+    told = ended(submit(place, machines, "changed"), within_s=60)
+    assert told.code == 2 and "ssh-keygen -R" in told.sentence()
+    machines.known(anew=True)
+    assert ended(submit(place, machines, "changed"), within_s=400).code == 0
