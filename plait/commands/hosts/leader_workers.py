@@ -144,7 +144,7 @@ class LeaderWorkers:
         parts += [joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
         # At the end parts of a checkpoint travel, too, unless all hosts share the folder.
         grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else TRAVEL_GRACE_S)
-        visitors = {"visitors": self._hosts.membership} if training and self._door == "open" else {}
+        visitors: dict[str, Any] = {"visitors": self._hosts.membership} if training and self._door == "open" else {}
         heard = _of_rank_0(self._noting_saves(folder, on_message) if visitors else on_message)
         with CheckpointCollector(self._member_of, folder / "checkpoints", heard) as gathering:
             handle = gathering.handle_message

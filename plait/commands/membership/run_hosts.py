@@ -13,7 +13,7 @@ from plait.commands.hosts.members.invited import invited_hosts
 from plait.commands.membership.run_on_hosts import PlanFor, RunOnHosts
 from plait.commands.monitoring.crew import CannotGoOn, Renewed, came_and_went
 from plait.commands.monitoring.finish import is_finished
-from plait.errors import PlaitError
+from plait.errors import PlaitError, StopSignal
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity, host_cut_off
 from plait.launch.remote.host_numbering import HostIdentity
 from plait.launch.remote.leader import Hosts
@@ -148,7 +148,7 @@ def run_hosts(
 def _cannot_go_on(gone: Sequence[Departure], error: PlaitError) -> CannotGoOn:
     who = " and ".join(f"{one.name} {one.why}" for one in gone)
     names = " and ".join(one.name for one in gone)
-    by = next((one.by for one in gone if one.by is not None), None)
+    by: StopSignal | None = next((one.by for one in gone if one.by is not None), None)
     return CannotGoOn(
         f"{who}, and the hosts that are left cannot carry the run: {error}; or join {names} again: the run is saved, "
         "and the same command goes on with it",
