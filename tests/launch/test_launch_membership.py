@@ -81,7 +81,7 @@ def test_a_host_that_joins_while_ranks_work_is_taken_in_when_they_have_saved(run
             heard.append(fit.next_line()["hosts"])
             door.may_take_in()
 
-        threading.Thread(target=save).start()
+        threading.Thread(target=save, daemon=True).start()
 
     record = Record(2, come)
     result = run.work("wait_for_stop", record)

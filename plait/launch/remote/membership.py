@@ -166,8 +166,8 @@ class Membership:
         """Refuse those that may not join; the others wait, and are told so."""
         while self._policy == "open" and (arrival := self._door.next(0)) is not None:
             if self._is_let_in(arrival):
-                arrival.link.send("notice", {"sentence": WAITS_SENTENCE})
                 self._waiting.append(arrival)
+                arrival.link.send("notice", {"sentence": WAITS_SENTENCE})
         self._tell_failed(time.monotonic())
 
     def may_take_in(self) -> None:
