@@ -34,6 +34,7 @@ from plait.commands.planning.workers import (
     OnMessage,
 )
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
+from plait.launch.remote.held_copies import copied_steps
 from plait.launch.remote.host_numbering import HostIdentity
 from plait.launch.remote.leader import HostPart, Hosts, Member
 from plait.launch.values.job import Job, JobResult, Message
@@ -142,6 +143,11 @@ class LeaderWorkers:
         if not training:
             self._file_stager.collect_job_files(folder)
         return result
+
+    def copied_steps(self, lineage: int) -> Sequence[int]:
+        """As of a WorkerPool: the steps that all ranks of all hosts have copies of."""
+        ranks = [share.workers for share in self.host_shares]
+        return copied_steps(self._hosts.server, self._hosts.members, ranks, lineage)
 
     def _probe_parts(self, job: Job) -> list[HostPart]:
         """The part of every host in a probe: all its workers, and no files."""
