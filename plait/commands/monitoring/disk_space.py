@@ -38,7 +38,7 @@ def space_warning(folder: RunFolder, plan: Plan, free: Callable[[Path], float] =
     if (left := free(folder.path)) >= needed:
         return ""
     return (
-        f"warning  {counted(most, 'checkpoint')} of {format_bytes(each)} (checkpoint.keep, and one that is written) need "
-        f"{format_bytes(needed)} more in {folder.path}, where {format_bytes(left)} are free: free some space, else "
-        "saving fails"
+        f"warning  {counted(most, 'checkpoint')} of {format_bytes(each)} (checkpoint.keep, and one that is written) "
+        f"need {format_bytes(needed)} more in {folder.path}, where {format_bytes(left)} are free: free some space, "
+        "else saving fails"
     )

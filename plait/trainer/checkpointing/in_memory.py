@@ -70,9 +70,13 @@ class MemoryCopies:
         """Seconds for which the last copy held up this rank; those of a save count as the save's."""
         self.failure = ""
         """Why this rank could make no copy; the others are to hear of it, and all to stop."""
-        for slot in range(SLOTS):
-            if newest is None or slot != newest.slot:
-                at.store.begin(slot)
+        self._is_usable = True
+        try:
+            for slot in range(SLOTS):
+                if newest is None or slot != newest.slot:
+                    at.store.begin(slot)
+        except OSError:  # as where a limit of the user's forbids large files
+            self._is_usable = False
 
     @property
     def newest_step(self) -> int | None:
@@ -94,7 +98,7 @@ class MemoryCopies:
         """
         self._beside = self._found_beside()
         nbytes = self._shape_of(self._all_slices(TrainState())).nbytes
-        lacks = SLOTS * nbytes * len(self._at.ranks) > free_bytes
+        lacks = not self._is_usable or SLOTS * nbytes * len(self._at.ranks) > free_bytes
         for slot in () if lacks else range(2):
             try:
                 self._at.store.reserve(slot, nbytes)
@@ -104,7 +108,8 @@ class MemoryCopies:
         if not lacking:
             return ""
         self.stop()
-        return f"{SLOTS} copies of {format_bytes(most)} for each worker do not fit the free memory"
+        many = f"{SLOTS} copies of {format_bytes(most)} for each worker"
+        return f"{many} do not fit the free memory, or a limit is in their way (ulimit -f)"
 
     @property
     def is_prepared(self) -> bool:
