@@ -20,7 +20,7 @@ from plait.checkpoint.durable import clean_stop, require_space, sync_folder, wri
 from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import ITEM_BYTES, Manifest, StoredPart, parts_text, safetensors_header, sort_parts
 from plait.errors import PlaitError, RunFailed
-from plait.file_space import reserve_space
+from plait.regular_file import reserve_space
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

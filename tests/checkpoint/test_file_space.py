@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.file_space import reserve_space
+from plait.regular_file import reserve_space
 
 
 def test_blocks_are_taken(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_blocks_are_taken(tmp_path: Path) -> None:
 
 def test_what_has_no_room_is_an_error(tmp_path: Path) -> None:
     code = (
-        "import sys; from plait.file_space import reserve_space\n"
+        "import sys; from plait.regular_file import reserve_space\n"
         f"file = open({str(tmp_path / 'file')!r}, 'wb')\n"
         "try: reserve_space(file.fileno(), 0, 1 << 20)\n"
         "except OSError as error: sys.exit(str(error))"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from plait.trainer.checkpointing.host_cover import Place, covers, kept_beside
+from plait.trainer.checkpointing.host_cover import PartPlace, covers, kept_beside
 
-WHOLE: Place = ("w", (0, 0), (4, 6))
-UPPER: Place = ("w", (0, 0), (2, 6))
-LOWER: Place = ("w", (2, 0), (2, 6))
-OTHER: Place = ("v", (0,), (10,))
+WHOLE: PartPlace = ("w", (0, 0), (4, 6))
+UPPER: PartPlace = ("w", (0, 0), (2, 6))
+LOWER: PartPlace = ("w", (2, 0), (2, 6))
+OTHER: PartPlace = ("v", (0,), (10,))
 
 
 def test_a_rectangle_is_there_as_a_part_of_one_or_as_several() -> None:

@@ -19,7 +19,12 @@ from plait.commands.hosts.host_info import (
     own_host_info,
     why_host_cannot_join,
 )
-from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
+from plait.commands.hosts.host_shares import (
+    check_worker_count,
+    default_host_shares,
+    host_shares_text,
+    steps_copied_by_all,
+)
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text
 from plait.commands.hosts.job_argument import joined_host_part, own_part, read_job_argument
 from plait.commands.planning.make_plan import Log
@@ -34,7 +39,6 @@ from plait.commands.planning.workers import (
     OnMessage,
 )
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
-from plait.launch.remote.held_copies import copied_steps
 from plait.launch.remote.host_numbering import HostIdentity
 from plait.launch.remote.leader import HostPart, Hosts, Member
 from plait.launch.values.job import Job, JobResult, Message
@@ -145,9 +149,7 @@ class LeaderWorkers:
         return result
 
     def copied_steps(self, lineage: int) -> Sequence[int]:
-        """As of a WorkerPool: the steps that all ranks of all hosts have copies of."""
-        ranks = [share.workers for share in self.host_shares]
-        return copied_steps(self._hosts.server, self._hosts.members, ranks, lineage)
+        return steps_copied_by_all(self._hosts, self.host_shares, lineage)
 
     def _probe_parts(self, job: Job) -> list[HostPart]:
         """The part of every host in a probe: all its workers, and no files."""

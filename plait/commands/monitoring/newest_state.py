@@ -25,13 +25,13 @@ def newest_state(folder: RunFolder, workers: WorkerPool, lineage: int) -> Newest
 
     Copies in memory count where they are of this lineage, and no older than the newest checkpoint.
     """
-    saved, copied = newest_saved(folder.checkpoints), workers.copied_steps(lineage)
+    saved, copied = newest_checkpoint(folder.checkpoints), workers.copied_steps(lineage)
     if copied and copied[0] >= max(saved.step, 1):
         return NewestState(step=copied[0], where="memory")
     return saved
 
 
-def newest_saved(checkpoints: Path) -> NewestState:
+def newest_checkpoint(checkpoints: Path) -> NewestState:
     """The newest checkpoint that was saved whole."""
     found = published_checkpoints(checkpoints)
     if not found:

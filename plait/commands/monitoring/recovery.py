@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from plait.commands.monitoring.bad_numbers import after_bad_step, guard_argument
-from plait.commands.monitoring.newest_state import NewestState, newest_saved
+from plait.commands.monitoring.newest_state import NewestState, newest_checkpoint
 from plait.commands.monitoring.session import Session, Start
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import GaveUp, PlaitError
@@ -90,7 +90,9 @@ class Recovery:
         """Decide after the workers ended at a step with bad numbers: return the sentence about the new start that the
         caller makes now. Raises RunFailed where samples are to be skipped and that cannot be written down."""
         self._failed_at_s = time.monotonic()
-        state = newest_saved(self._folder.checkpoints)  # copies are not looked at for bad numbers when they are made
+        state = newest_checkpoint(
+            self._folder.checkpoints
+        )  # copies are not looked at for bad numbers when they are made
         followed = after_bad_step(
             bad,
             self._incidents,

@@ -8,8 +8,8 @@ import struct
 from collections.abc import Sequence
 from zlib import crc32
 
-from plait.file_space import reserve_space
 from plait.launch.values.copies import SLOTS, KeptCopy
+from plait.regular_file import reserve_space
 
 # Addresses in a file that takes memory only where something was written: ranks need not know each other's sizes.
 _REGION_BYTES, _SLOT_BYTES, _RECORDS_BYTES = 1 << 40, 1 << 38, 1 << 16

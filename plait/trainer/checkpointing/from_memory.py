@@ -20,7 +20,7 @@ from plait.parallel.mesh import Sums
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.all_ranks import run_on_all_ranks
-from plait.trainer.checkpointing.host_cover import Place, covers
+from plait.trainer.checkpointing.host_cover import PartPlace, covers
 from plait.trainer.checkpointing.in_memory import BESIDE, HostCopies
 from plait.trainer.checkpointing.persist import load_state, state_boxes
 from plait.trainer.state import TrainState
@@ -93,7 +93,7 @@ class _OpenedCopies:
         """The copy of a local rank."""
         return self._copies[place]
 
-    def require(self, places: Iterable[Place], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def require(self, places: Iterable[PartPlace], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise RunFailed unless all these rectangles, of tensors of these shapes, are here."""
         for place in places:
             fits = [

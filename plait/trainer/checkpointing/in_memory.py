@@ -18,7 +18,7 @@ from plait.checkpoint.transfer import DTYPES, TensorSlice, rank_layout, stored_p
 from plait.launch.values.copies import SLOTS, CopyStore, KeptCopy
 from plait.parallel.mesh import Sums
 from plait.trainer.assemble import Assembly
-from plait.trainer.checkpointing.host_cover import Place, kept_beside
+from plait.trainer.checkpointing.host_cover import PartPlace, kept_beside
 from plait.trainer.checkpointing.persist import held_state, rank_slices, state_boxes
 from plait.trainer.optim import updates_counted
 from plait.trainer.state import TrainState
@@ -64,7 +64,7 @@ class MemoryCopies:
         self._assembly, self._at, self._world = assembly, at, world
         self._newest, self._saving = newest, None
         self._shape: _Shape | None = None
-        self._beside: Sequence[Place] | None = None
+        self._beside: Sequence[PartPlace] | None = None
         self.state: Literal["on", "off"] = "on"
         self.cost_s = 0.0
         """Seconds for which the last copy held up this rank; those of a save count as the save's."""
@@ -190,7 +190,8 @@ class MemoryCopies:
 
     def _all_slices(self, state: TrainState, own: Slices | None = None) -> Slices:
         """This rank's own slices and, under keys of their own, those that it copies for its host."""
-        found = dict(own if own is not None else rank_slices(self._assembly, state, self._world, check="nothing"))
+        whole = own if own is not None else rank_slices(self._assembly, state, self._world, check="nothing")
+        found = {key: list(some) for key, some in whole.items()}
         if self._world.index > 0:  # rank 0's host alone has these of its own
             found[BESIDE + "tokens"] = [whole_slice(torch.tensor([state.tokens]))]
             optimizer = self._assembly.optimizer
@@ -204,7 +205,7 @@ class MemoryCopies:
                     found.setdefault(BESIDE + key, []).append(one)
         return found
 
-    def _found_beside(self) -> Sequence[Place]:
+    def _found_beside(self) -> Sequence[PartPlace]:
         """What this rank copies besides its own; nothing where all ranks are on one host. Every rank must call it."""
         if not int(self._world.largest(torch.tensor([int(len(self._at.ranks) < self._world.size)]))[0]):
             return ()
