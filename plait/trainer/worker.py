@@ -32,7 +32,7 @@ from plait.trainer.loop import LoopIntervals
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
 from plait.trainer.watching.loop_actions import loop_actions
-from plait.trainer.watching.watched_actions import FirstStep, WorkerContext, run_guarded, watched
+from plait.trainer.watching.watched_actions import WorkerContext, run_guarded, watched
 
 PEER_TIMEOUT = timedelta(minutes=10)
 
@@ -60,12 +60,10 @@ def main(context: WorkerContext, argument: str) -> None:
         copying = _copying(context, requested["lineage"], world)
         state, whole = TrainState(), set[int]()
         if requested["from_copies"]:
-            try:
-                state = copying.restore(assembly, requested["from_copies"])
-            except RunFailed as error:
-                if context.rank == 0:
-                    context.send("copies lost", why=str(error))
+            found = _from_copies(context, copying, assembly, requested["from_copies"])
+            if found is None:
                 return
+            state = found
         elif requested["resume"]:
             path = folder / "checkpoints" / requested["resume"]
             state = restore(assembly, path, verify_together(path, world, context.local_rank), world)
@@ -73,7 +71,6 @@ def main(context: WorkerContext, argument: str) -> None:
         sink = sinks_of_rank(context.rank, context.send, folder, state.step)
         if plan.copy_every.value and (sentence := copying.begin(assembly)):
             sink.note(sentence)
-        memory = FirstStep(assembly, world, context)
         try:
             _verify_data(context, assembly)
 
@@ -95,7 +92,7 @@ def main(context: WorkerContext, argument: str) -> None:
                 prune_old, folder / "checkpoints", plan.checkpoint_keep, plan.checkpoint_keep_s, world, whole
             )
             choices = load_choices(assembly, Path(plan.choices) if plan.choices else None, world)
-            actions = loop_actions(context, assembly, saver, copying, whole, prune, balance, memory, choices)
+            actions = loop_actions(context, assembly, saver, copying, whole, prune, balance, choices)
             shown = watched(actions, context.progress)
             run_guarded(state, _pace(plan), shown, sink, requested, context, assembly)
         finally:
@@ -138,6 +135,16 @@ def select_deterministic_kernels(plan: Plan) -> None:
 def _copying(context: WorkerContext, lineage: int, world: Sums) -> CopyActions:
     first = context.rank - context.local_rank
     return CopyActions(context.memory, range(first, first + context.local_world_size), lineage, world)
+
+
+def _from_copies(context: WorkerContext, copying: CopyActions, assembly: Assembly, step: int) -> TrainState | None:
+    """The state of this step out of memory; None, and why told by rank 0, where the ranks cannot go on from it."""
+    try:
+        return copying.restore(assembly, step)
+    except RunFailed as error:
+        if context.rank == 0:
+            context.send("copies lost", why=str(error))
+        return None
 
 
 def _verify_data(context: WorkerContext, assembly: Assembly) -> None:

@@ -70,14 +70,8 @@ def run_training(
             state = NewestState(step=0, where="checkpoint")
             bar = screen.steps(plan.steps, start.steps_done)
             compared = monitor_of(plan, start.steps_done, bar.note, "always" if "receipt" in details else "when off")
-            session = Session(
-                folder,
-                bar,
-                compared,
-                plan.devices,
-                require_present=require_present,
-                on_first_step=recovery.first_step,
-            )
+            first = recovery.first_step
+            session = Session(folder, bar, compared, plan.devices, require_present=require_present, on_first_step=first)
             recovery.begins(start)
             try:
                 result, step = run_session(plan, folder, workers, start, session)

@@ -29,11 +29,11 @@ def loop_actions(
     whole: set[int],
     prune: Callable[[], None],
     balance: Rebalancer,
-    first_step: FirstStep,
     choices: ChoiceEvaluation | None,
 ) -> LoopActions:
     """What the loop calls on one rank; `whole` collects the steps of the checkpoints that were saved whole."""
     plan, world = assembly.plan, assembly.sums
+    first_step = FirstStep(assembly, world, context)
     flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
 
     def told(end: SaveEnd | None) -> SaveEnd | None:
