@@ -43,7 +43,7 @@ def with_copies(asked: RecoverSection, plan: Plan, hosts: int) -> tuple[Plan, st
     every = max(1, ceil(copy_s / (COPIES_SHARE * step_s))) if step_s else 1
     cost = f", {copy_s / (copy_s + every * step_s):.1%} of the time by forecast" if step_s else ""
     return replace(chosen, copy_every=Every(every, "steps", COST_SHARE)), (
-        f"each worker's state is copied into memory that outlives it, every {counted(every, 'step')} or as measured "
+        f"each worker's state is copied into memory that outlives it, every {counted(every, 'step', ',')} or as measured "
         f"({COPIES} copies of {format_bytes(nbytes)} a worker; {format_duration(copy_s)} each{cost}): at most that "
         "many steps are lost when one dies (recover.state_every)"
     )

@@ -66,6 +66,6 @@ class CopyPace:
         taken = cost_s / (cost_s + self._every_steps * step_s)
         return (
             f"a copy of the state in memory took {format_duration(cost_s)}, so one comes every "
-            f"{counted(self._every_steps, 'step')}: {taken:.1%} of the time, and at most that many steps are lost when "
+            f"{counted(self._every_steps, 'step', ',')}: {taken:.1%} of the time, and at most that many steps are lost when "
             "a worker dies (recover.state_every)"
         )
