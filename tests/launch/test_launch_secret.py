@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from plait.errors import PlaitError
-from plait.launch.remote.interface import interface_of, local_addresses
+from plait.launch.network.interface import interface_of, local_addresses
 from plait.launch.remote.secret import SECRET_VARIABLE, new_secret, parse_secret, read_secret
 
 

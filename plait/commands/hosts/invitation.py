@@ -11,8 +11,8 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 from plait.launch.network.facts import network_facts
+from plait.launch.network.interface import interface_of, local_addresses
 from plait.launch.network.variables import network_lines
-from plait.launch.remote.interface import interface_of, local_addresses
 from plait.launch.remote.link import DEFAULT_PULSE
 from plait.launch.remote.secret import SECRET_VARIABLE, Secret, new_secret, read_secret
 

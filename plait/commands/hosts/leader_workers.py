@@ -12,7 +12,12 @@ from plait.cluster.topology import Machine, make_names_unique, usable_cores
 from plait.commands.hosts.collect_checkpoint import TRAVEL_GRACE_S, CheckpointCollector
 from plait.commands.hosts.file_stager import FileStager
 from plait.commands.hosts.host_info import machine_survey, own_host_info
-from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
+from plait.commands.hosts.host_shares import (
+    check_worker_count,
+    default_host_shares,
+    host_shares_text,
+    steps_copied_by_all,
+)
 from plait.commands.hosts.job_argument import joined_host_part, own_part, read_job_argument
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.measuring import MachineSurvey
@@ -163,6 +168,9 @@ class LeaderWorkers:
                 self._hosts.membership.may_take_in()
 
         return heard
+
+    def copied_steps(self, lineage: int) -> Sequence[int]:
+        return steps_copied_by_all(self._hosts, self.host_shares, lineage)
 
     def _probe_parts(self, job: Job) -> list[HostPart]:
         """The part of every host in a probe: all its workers, and no files."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
-from plait.checkpoint.generation import raise_generation, require_newest
-from plait.checkpoint.store import FoundCheckpoint
 from plait.commands.monitoring.crew import CannotGoOn, Crew, change_text
+from plait.commands.monitoring.disk_space import space_warning
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import monitor_of
+from plait.commands.monitoring.newest_state import newest_checkpoint, newest_state
 from plait.commands.monitoring.recovery import Recovery
 from plait.commands.monitoring.session import Session, Start, run_session
-from plait.commands.planning.introduction import Details, time_left_text
+from plait.commands.monitoring.starting import (
+    ResumePoint,
+    next_start,
+    prepared_point,
+    require_newest_start,
+    saved_point,
+)
+from plait.commands.planning.introduction import Details
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import listed_as_running, registry_folder, run_on_this_machine
 from plait.commands.preparing.base import keep_base_files
@@ -24,7 +29,6 @@ from plait.launch.values.failed_job import FailureFacts, WorkersFailed
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
-from plait.report.incidents import StartLine, append_start
 from plait.report.receipt import Receipt
 from plait.screen.screen import Screen
 from plait.trainer.checkpointing.fits import check_fits
@@ -60,17 +64,15 @@ def run_training(
     require_present()
     working = crew.workers.working_folder
     plan = replace(plan, corpus=working.relative(plan.corpus))
-    point = folder.prepare_resume()
-    if point:
-        check_fits(point.manifest, plan)
+    point = _first_point(folder, plan, screen)
     keep_base_files(plan.base and str(working.path / plan.base), folder.base)
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     recovery = Recovery(config.recover, folder, plan, require_present, may_shrink=crew.may_shrink)
     while True:
-        start = _next_start(folder, plan, point, screen, recovery.numbers())
+        start = next_start(folder, plan, point, screen, recovery.numbers())
         bar, failure = screen.steps(plan.steps, start.steps_done), None
         compared = monitor_of(plan, start.steps_done, bar.note, "always" if "receipt" in details else "when off")
-        require_ours = partial(_require_ours, require_present, folder, start)
+        require_ours = partial(require_newest_start, require_present, folder, start)
         first = recovery.first_step
         session = Session(folder, bar, compared, plan.devices, require_present=require_ours, on_first_step=first)
         recovery.begins(start)
@@ -78,29 +80,43 @@ def run_training(
             with listed_as_running(run_on_this_machine(plan, folder.path), registry_folder()):
                 result, step = run_session(plan, folder, crew.workers, start, session)
         except PlaitError as error:
-            screen.print(recovery.after(error, session, start))
+            state = newest_state(folder, crew.workers, start.lineage)
+            screen.print(recovery.after(error, session, start, state))
             failure = error.facts if isinstance(error, WorkersFailed) else None
         else:
             if result.stopped_by != "finished" or step >= plan.steps:
                 break
-            if session.bad_step is not None:
-                screen.print(recovery.after_bad_step(session.bad_step, session, start))
+            state = newest_checkpoint(folder.checkpoints)
+            if session.copies_lost:
+                screen.print(f"memory   {session.copies_lost}; going on from the newest checkpoint")
+            elif session.bad_step is not None:
+                screen.print(recovery.after_bad_step(session.bad_step, session, start, state))
             elif result.how == "over":
                 break
-        point = folder.prepare_resume()
         try:
-            plan = _renewed_plan(config, folder, crew, plan, failure, screen)
+            renewed = _renewed_plan(config, folder, crew, plan, failure, screen)
         except CannotGoOn as end:
-            recovery.cannot_go_on(end, session, start)
-            if end.left_by is None:
-                raise
-            screen.print(f"hosts    {end}")
-            return _stopped(end.left_by, point.manifest.step if point else 0, start, plan, screen)
-        recovery.follow(plan)
+            state = newest_checkpoint(folder.checkpoints)
+            recovery.cannot_go_on(end, session, start, state)
+            return _left(end, state.step, start, plan, screen)
+        if renewed is not None:  # copies in memory are of the plan before
+            plan, state = renewed, newest_checkpoint(folder.checkpoints)
+            recovery.follow(plan)
+        point = prepared_point(folder, state, start.lineage)
     if step < plan.steps:
         return _stopped(result.stopped_by, step, start, plan, screen)
     receipt = finish_run(config, folder, plan, start.steps_done, screen, compared, details=details, working=working)
     return TrainingEnd(stopped_by="finished", receipt=receipt)
+
+
+def _first_point(folder: RunFolder, plan: Plan, screen: Screen) -> ResumePoint:
+    """Where the run stands before this command starts anything; warns where the disk is too small for what comes."""
+    found = folder.prepare_resume()
+    if found:
+        check_fits(found.manifest, plan)
+    if sentence := space_warning(folder, plan):
+        screen.print(sentence)
+    return saved_point(found)
 
 
 def _stopped(by: StoppedBy, step: int, start: Start, plan: Plan, screen: Screen) -> TrainingEnd:
@@ -109,10 +125,12 @@ def _stopped(by: StoppedBy, step: int, start: Start, plan: Plan, screen: Screen)
     return TrainingEnd(stopped_by=by, sentence=sentence)
 
 
-def _require_ours(require_present: Callable[[], None], folder: RunFolder, start: Start) -> None:
-    """Raise RunFailed where the run's folder is gone, or another plait has begun a later start of the run in it."""
-    require_present()
-    require_newest(folder.path, start.generation)
+def _left(end: CannotGoOn, step: int, start: Start, plan: Plan, screen: Screen) -> TrainingEnd:
+    """How a run ends whose machines are too few: stopped where one's user took it away, and else failed."""
+    if end.left_by is None:
+        raise end
+    screen.print(f"hosts    {end}")
+    return _stopped(end.left_by, step, start, plan, screen)
 
 
 def _renewed_plan(
@@ -122,36 +140,15 @@ def _renewed_plan(
     plan: Plan,
     failure: FailureFacts | None,
     screen: Screen,
-) -> Plan:
-    """The plan for the machines that are there now: the same one where they are the same. Says what changed."""
+) -> Plan | None:
+    """The plan for the machines that are there now, None where they are the same. Says what changed."""
     renewed = crew.renewed(plan, failure)
     if renewed is None:
-        return plan
+        return None
     new = replace(renewed.plan, corpus=crew.workers.working_folder.relative(renewed.plan.corpus))
     folder.save_config_and_plan(config, new, is_replanned=True)
     screen.print(change_text(plan, replace(renewed, plan=new)))
     return new
-
-
-def _next_start(
-    folder: RunFolder, plan: Plan, point: FoundCheckpoint | None, screen: Screen, numbers: Mapping[str, Any]
-) -> Start:
-    """One more start of the workers, from a checkpoint or from the beginning; says from which."""
-    for sentence in point.skipped if point else ():
-        screen.print(f"skipped  {sentence}")
-    generation = raise_generation(folder.path)
-    steps_done, at = point.manifest.step if point else 0, datetime.now(UTC).isoformat(timespec="milliseconds")
-    append_start(folder.starts, StartLine(generation=generation, steps_done=steps_done, at=at))
-    if point is None:
-        return Start(generation=generation, numbers=numbers)
-    screen.print(resumed_text(steps_done, plan))
-    return Start(generation=generation, steps_done=steps_done, resume_from=point.path.name, numbers=numbers)
-
-
-def resumed_text(step: int, plan: Plan) -> str:
-    """From which checkpoint a run goes on, and how long that takes."""
-    left = time_left_text(plan, step)
-    return f"resume   from step-{step} of {plan.steps}{left and f', {left} more'}"
 
 
 def stopped_text(saved_step: int, resumed_step: int, plan: Plan) -> str:

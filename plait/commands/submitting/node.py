@@ -23,8 +23,8 @@ from plait.commands.programs.run_program import run_program
 from plait.commands.train import train
 from plait.deploy.cluster_job import GPUS_VARIABLE, LEADER_VARIABLE, RANK_VARIABLE, USUAL_PORT
 from plait.errors import PlaitError, RunFailed
+from plait.launch.network.interface import local_addresses
 from plait.launch.remote.agent import LeaderNotReached
-from plait.launch.remote.interface import local_addresses
 from plait.launch.remote.secret import SECRET_VARIABLE, Secret, read_secret
 from plait.launch.values.job import StoppedBy
 from plait.private_folder import make_private_folder

@@ -60,9 +60,7 @@ class ConnectionLoop:
         with self._lock:
             self._changes.append((connection, removed))
             if self._wake is None:
-                awake, self._wake = socket.socketpair()
-                for end in (awake, self._wake):
-                    end.setblocking(False)
+                awake, self._wake = bell()
                 name = "plait connections"
                 self._thread = threading.Thread(target=self._attend, args=(awake,), daemon=True, name=name)
                 self._thread.start()
@@ -118,3 +116,11 @@ class ConnectionLoop:
         descriptor = self._attended.pop(connection, None)
         if descriptor is not None:
             selector.unregister(descriptor)
+
+
+def bell() -> tuple[socket.socket, socket.socket]:
+    """A socket that is readable while it rings, and the one that rings it; neither blocks."""
+    awake, wake = socket.socketpair()
+    awake.setblocking(False)
+    wake.setblocking(False)
+    return awake, wake

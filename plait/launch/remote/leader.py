@@ -17,8 +17,8 @@ from plait.launch.local.run import ForkServer, Rendezvous
 from plait.launch.local.signals import collected_signals
 from plait.launch.local.site import Visitors, WorkerHost
 from plait.launch.local.supervise import Supervision
+from plait.launch.network.interface import interface_of
 from plait.launch.remote.host_numbering import HostIdentity
-from plait.launch.remote.interface import interface_of
 from plait.launch.remote.link import DEFAULT_PULSE, Pulse
 from plait.launch.remote.listener import JoinListener, joined_text, listener_at
 from plait.launch.remote.membership import DoorPolicy, Member, Membership
@@ -64,7 +64,7 @@ class Hosts:
         self._port, self._secret = port, secret
         self._wanted, self._pulse = members, pulse
         starts = "at once" if entries.preload else "with a job"
-        self._server = ForkServer(entries, working_folder=working_folder, starts=starts)
+        self.server = ForkServer(entries, working_folder=working_folder, starts=starts)
         self._door: JoinListener | None = None
         self._membership: Membership | None = None
         self._jobs = 0
@@ -76,7 +76,7 @@ class Hosts:
             address=self._address, port=self._port, secret=self._secret, pulse=self._pulse, expected=self._wanted
         )
         self._membership = Membership(self._door, self._wanted)
-        self._server.__enter__()
+        self.server.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -85,7 +85,7 @@ class Hosts:
             self._stopped_by = error.signal
         last = {"stopped_by": self._stopped_by} if failed is None else {"failed": _as_sentence(failed)}
         self.membership.close(last)
-        self._server.__exit__(kind, error, at)
+        self.server.__exit__(kind, error, at)
 
     @property
     def membership(self) -> Membership:
@@ -172,7 +172,7 @@ class Hosts:
             _require_alive(member)
         with ExitStack() as stack:
             meeting = self._meeting(stack) if len(jobs) > 1 else None
-            sites: list[WorkerHost] = [stack.enter_context(self._server.start(jobs[0], meeting))] if 0 in jobs else []
+            sites: list[WorkerHost] = [stack.enter_context(self.server.start(jobs[0], meeting))] if 0 in jobs else []
             for member in members:
                 site = RemoteWorkerHost(jobs[member.host], member.link, host=str(member), number=self._jobs)
                 site.start(meeting.rendezvous if meeting else None)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
-import socket
 import threading
 import time
 import traceback
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.network.connection_loop import ConnectionLoop
+from plait.launch.network.connection_loop import ConnectionLoop, bell
 from plait.launch.remote.messages import Answer, Farewell, Question, UnexpectedMessage, parse_message
 from plait.launch.remote.wire import Frame, Wire, WireEnded
 from plait.launch.values.failed_job import error_for_caller, lost_host
@@ -247,14 +246,6 @@ def part_from_all(links: Sequence[HostConnection], kind: str, values: Mapping[st
         link.wait_for_end(max(0.0, deadline - time.monotonic()))
     for link in links:
         link.close()
-
-
-def bell() -> tuple[socket.socket, socket.socket]:
-    """A socket that is readable while it rings, and the one that rings it; neither blocks."""
-    awake, wake = socket.socketpair()
-    awake.setblocking(False)
-    wake.setblocking(False)
-    return awake, wake
 
 
 def _opened(answer: Answer, blob: bytes, host: str) -> Frame:

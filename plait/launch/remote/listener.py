@@ -14,10 +14,10 @@ from typing import Any
 
 from plait.checked_json import one_line
 from plait.errors import PlaitError
-from plait.launch.network.connection_loop import ConnectionLoop
+from plait.launch.network.connection_loop import ConnectionLoop, bell
+from plait.launch.network.interface import interface_of
 from plait.launch.remote.handshake import Refused, greet_joiner
-from plait.launch.remote.interface import interface_of
-from plait.launch.remote.link import HostConnection, Pulse, bell
+from plait.launch.remote.link import HostConnection, Pulse
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Wire, WireEnded
 
