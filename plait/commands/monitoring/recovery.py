@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from plait.checkpoint.store import published_checkpoints
+from plait.checkpoint.store import FoundCheckpoint
 from plait.commands.monitoring.bad_numbers import after_bad_step, guard_argument
 from plait.commands.monitoring.session import Session, Start
 from plait.commands.planning.run_folder import RunFolder
@@ -42,6 +42,9 @@ class Recovery:
         self._failed_at_s: float | None = None
         self._killed_for_memory = kernel_memory_kills()
         self._generation = 0
+        self.point: FoundCheckpoint | None = None
+        """The checkpoint that the run goes on from after the last failure, verified; None from the beginning."""
+        self._nothing_whole: PlaitError | None = None
         self._incidents = list(read_incidents(folder.incidents)[0])
 
     def begins(self, start: Start) -> None:
@@ -62,12 +65,13 @@ class Recovery:
         self._failed_at_s = time.monotonic()
         failure = error if isinstance(error, WorkersFailed) else None
         facts = self._true_facts(failure.facts) if failure else FailureFacts(cause="raised", what=str(error))
-        resumed_from = newest_step(self._folder.checkpoints)
+        resumed_from = self._find_point()
         self._without_progress = 1 if resumed_from != self._newest_before else self._without_progress + 1
         self._newest_before = resumed_from
         may_go_on = failure is not None and failure.stopped_by == "finished"
         passes = may_go_on and may_pass(facts, did_steps=session.has_stepped)
         decision = decision_after(self._asked, self._without_progress, "may pass" if passes else "stays")
+        no_way_on = self._nothing_whole if decision == "started again" else None
         incident = replace(
             self._incident(session, start, resumed_from),
             cause=facts.cause,
@@ -78,20 +82,22 @@ class Recovery:
             place=facts.place,
             stack=facts.stack,
             found_after_s=facts.silent_s,
-            decision=decision,
+            decision="ended" if no_way_on else decision,
             sentence=failure.summary if failure else str(error),
         )
         self._write(incident)
-        if decision == "started again":
+        if incident.decision == "started again":
             time.sleep(min(LONGEST_PAUSE_S, self._without_progress - 1))
             return recovery_text(incident, self._plan)
-        self._end(error, incident)
+        self._end(no_way_on or error, incident)
 
     def after_bad_step(self, bad: BadStep, session: Session, start: Start) -> str:
         """Decide after the workers ended at a step with bad numbers: return the sentence about the new start that the
         caller makes now. Raises RunFailed where samples are to be skipped and that cannot be written down."""
         self._failed_at_s = time.monotonic()
-        resumed_from = newest_step(self._folder.checkpoints)
+        resumed_from = self._find_point()
+        if self._nothing_whole is not None:
+            raise self._nothing_whole
         followed = after_bad_step(
             bad,
             self._incidents,
@@ -126,9 +132,24 @@ class Recovery:
         never = self._plan.steps if self._asked.mode == "never" else 0
         return guard_argument(self._incidents, read_metrics(self._folder.metrics)[0], never)
 
+    def _find_point(self) -> int:
+        """The step that the run stands at: that of the newest checkpoint that verifies, as a damaged one is no way on;
+        0 where there is none, or the run's folder is gone."""
+        self.point = self._nothing_whole = None
+        try:
+            self.point = self._folder.find_checkpoint()
+        except OSError:
+            return 0
+        except PlaitError as error:
+            self._nothing_whole = error
+        return self.point.manifest.step if self.point else 0
+
     def _incident(self, session: Session, start: Start, resumed_from: int) -> Incident:
         """What is the same in all incidents of a start that ends now; the rest is left open."""
-        lost = [step_s for step, step_s in session.step_times.items() if step > resumed_from and isfinite(step_s)]
+        times = session.step_times
+        if resumed_from < session.saved_step:  # a checkpoint was damaged: the steps before it are lost as well
+            times = {report.step: report.step_s for report in read_metrics(self._folder.metrics)[0]}
+        lost = [step_s for step, step_s in times.items() if step > resumed_from and isfinite(step_s)]
         return Incident(
             generation=start.generation,
             at=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -192,12 +213,6 @@ def recovery_text(incident: Incident, plan: Plan) -> str:
     where = f"step-{incident.resumed_from} of {plan.steps}" if incident.resumed_from else "the beginning"
     lost = f"; {counted(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
     return f"failure  {incident.sentence}; going on from {where}{lost}"
-
-
-def newest_step(checkpoints: Path) -> int:
-    """The step of the newest checkpoint that was saved whole; 0 where there is none."""
-    found = published_checkpoints(checkpoints)
-    return int(found[-1].name.rpartition("step-")[2].removesuffix(".replaced")) if found else 0
 
 
 def device_of(plan: Plan, rank: int | None) -> str | None:
