@@ -43,13 +43,13 @@ class Recovery:
         self._killed_for_memory = kernel_memory_kills()
         self._generation = 0
         self.point: FoundCheckpoint | None = None
-        """The checkpoint that the run goes on from after the last failure, verified; None from the beginning."""
+        """The checkpoint that the run goes on from after this start's failure, verified; None where there is none."""
         self._nothing_whole: PlaitError | None = None
         self._incidents = list(read_incidents(folder.incidents)[0])
 
     def begins(self, start: Start) -> None:
         """A start of the workers begins."""
-        self._generation = start.generation
+        self._generation, self.point = start.generation, None
         self._killed_for_memory = kernel_memory_kills()
 
     def first_step(self) -> None:

@@ -57,8 +57,7 @@ def run_training(
     """
     require_present()
     plan = replace(plan, corpus=workers.working_folder.relative(plan.corpus))
-    point = folder.find_checkpoint()
-    folder.prepare_resume(point)
+    point = folder.prepare_resume()
     if point:
         check_fits(point.manifest, plan)
     keep_base_files(plan.base and str(workers.working_folder.path / plan.base), folder.base)
@@ -87,8 +86,7 @@ def run_training(
                     break
                 sentence = recovery.after_bad_step(session.bad_step, session, start)
             screen.print(sentence)
-            point = recovery.point
-            folder.prepare_resume(point)
+            point = folder.prepare_resume(recovery.point)
     if step < plan.steps:
         sentence = stopped_text(step, start.steps_done, plan)
         screen.print(sentence)

@@ -142,9 +142,12 @@ class RunFolder:
         clean_staging(self.checkpoints)
         return newest_good(self.checkpoints)
 
-    def prepare_resume(self, found: FoundCheckpoint | None) -> None:
-        """Cut the metrics back to the checkpoint that the run goes on from, or to nothing."""
+    def prepare_resume(self, known: FoundCheckpoint | None = None) -> FoundCheckpoint | None:
+        """The newest checkpoint that verifies, with the metrics cut back to it; None for a run that has none yet. One
+        that was found just now is taken as `known`."""
+        found = known or self.find_checkpoint()
         trim_metrics(self.metrics, found.manifest.step if found else 0)
+        return found
 
     @property
     def totals(self) -> RunTotals:

@@ -174,10 +174,14 @@ class StackPlace:
 
 
 def innermost_place(stack: str, package: str = "plait") -> StackPlace | None:
-    """The innermost frame of `package` in what faulthandler wrote of the thread that got the signal, else the innermost
-    of all; None where there is none."""
-    own = stack.partition("Current thread")[2] or stack
-    frames = [place for line in own.split("\n\n")[0].splitlines() if (place := _frame(line, package))]
+    """The innermost frame of `package` in what faulthandler wrote of the main thread, else the innermost of all; None
+    where there is none.
+
+    The main thread is the last that faulthandler writes of. Which one got the signal says nothing: in a process that
+    was stopped it is the first to go on.
+    """
+    own = next((part for part in reversed(stack.split("\n\n")) if part.strip()), "")
+    frames = [place for line in own.splitlines() if (place := _frame(line, package))]
     inside = [place for place in frames if place.file.startswith(f"{package}/")]
     return (inside or frames or [None])[0]
 
