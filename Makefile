@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full test test-commands test-pieces test-all test-gpu test-cuda-build test-newest slurm check bench bench-strands bench-gpu lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full test test-commands test-pieces test-all test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -95,6 +95,14 @@ ROUNDS ?= 1
 slurm: env-dev  ## a real Slurm of four nodes on this machine, and runs on it; needs root, Debian, a quarter of an hour a round
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null || apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client munge
 	PLAIT_SLURM_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/slurm/real_slurm.py
+
+# 50 kills, 40 hangs, 40 signals and half an hour of mixed failures, an hour and a half on two cores; fewer of them, or the
+# same once more: make faults FAULTS="--seeds 12 --hangs 8 --signals 8 --minutes 3 --seed 7"
+FAULTS ?=
+FAULT_TESTS := tests/faults/faults_files.py tests/faults/faults_kills.py tests/faults/faults_leaders.py tests/faults/faults_hangs.py tests/faults/faults_soak.py
+
+faults: env-dev  ## failures on purpose, in numbers; the results are written to benchmarks/results
+	$(BIN)/python -m pytest -s $(FAULT_TESTS) $(FAULTS)
 
 check: env-dev  ## style and types
 	$(BIN)/ruff format --check .

@@ -36,6 +36,10 @@ def _recipe_files(incomplete: str) -> list[str]:
     return [f"{typed}{slash}{path}" for path in shown]
 
 
+def _recipes_and_runs(incomplete: str) -> list[str]:
+    return [*_recipe_files(incomplete), *_run_names()]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         OptionalOutput(sys.stdout).write(f"plait {__version__}\n")
@@ -56,6 +60,10 @@ def _finite_temperature(value: float) -> float:
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).", autocompletion=_recipe_files)]
 RecipeIfAny = Annotated[Path | None, typer.Argument(help="A recipe file (.toml).", autocompletion=_recipe_files)]
+RecipeOrRun = Annotated[
+    Path,
+    typer.Argument(metavar="RECIPE|RUN", help="A recipe file (.toml), or a run.", autocompletion=_recipes_and_runs),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(help='Settings to change: train.budget="60 steps" and so on.')]
 RunName = Annotated[
     str, typer.Argument(help="A run, by name or folder; or a model's folder or .gguf file.", autocompletion=_run_names)

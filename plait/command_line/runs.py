@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from plait.command_line.arguments import MoreTexts, Overrides, Recipe, RunName, Texts
+from plait.command_line.arguments import MoreTexts, Overrides, RecipeOrRun, RunName, Texts
 from plait.command_line.models import screen_on
+from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 
 Places = list[str] | None
@@ -45,26 +46,50 @@ def status_command(
 
 
 def drill_command(
-    recipe: Recipe,
+    source: RecipeOrRun,
     overrides: Overrides = None,
     kill: Annotated[Places, typer.Option("--kill", metavar=PLACE, help="Kill this worker after that step.")] = None,
     hang: Annotated[Places, typer.Option("--hang", metavar=PLACE, help="Stop this worker after that step.")] = None,
     nan: Annotated[Places, typer.Option("--nan", metavar=PLACE, help="Make a weight NaN before that step.")] = None,
     slow: Annotated[Places, typer.Option("--slow", metavar=PLACE, help="Slow this worker down for 2 s.")] = None,
-    drawn: Annotated[int, typer.Option("--random", help="So many more, drawn by the seed.", min=0, max=1000)] = 0,
+    fill_disk: Annotated[Places, typer.Option(metavar="STEP", help="Have a save fail for want of room.")] = None,
+    corrupt: Annotated[Places, typer.Option(metavar="STEP", help="Damage the newest checkpoint.")] = None,
+    lose_host: Annotated[
+        Places, typer.Option(metavar="HOST@STEP", help="Kill all of a host, which the drill makes on this machine.")
+    ] = None,
+    drawn: Annotated[
+        str, typer.Option("--random", metavar="N|TIME", help="So many more, or for 30min, drawn by the seed.")
+    ] = "0",
     seed: Annotated[int | None, typer.Option(help="The same seed draws the same failures.", min=0)] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Disturb a run that is at work without asking.")] = False,
 ) -> None:
     """Rehearse failures of workers. Trains twice, once left alone, and compares the ends."""
-    from plait.commands.drilling.drill import drill, drill_lines
+    from plait.commands.drilling.asked import AskedFaults, parse_random
+    from plait.commands.drilling.drill import drill
     from plait.commands.drilling.faults import FaultKind, parse_fault
+    from plait.commands.drilling.report import drill_lines
     from plait.report.atomic import replace_file
 
-    asked: dict[FaultKind, Places] = {"kill": kill, "hang": hang, "nan": nan, "slow": slow}
-    faults = [parse_fault(kind, text) for kind, texts in asked.items() for text in texts or []]
+    named: dict[FaultKind, Places] = {"kill": kill, "hang": hang, "nan": nan, "slow": slow}
+    named |= {"fill-disk": fill_disk, "corrupt": corrupt, "lose-host": lose_host}
+    faults = [parse_fault(kind, text) for kind, texts in named.items() for text in texts or []]
+    count, seconds = parse_random(drawn)
+    asked = AskedFaults(named=faults, drawn=count, seconds=seconds, seed=seed)
     screen = screen_on(sys.stdout)
-    report = drill(recipe, overrides or [], faults=faults, drawn=drawn, seed=seed, screen=screen)
+    report = drill(source, overrides or [], asked, may_disturb=_agrees if not yes else _agreed, screen=screen)
     if json is not None:
         replace_file(json, f"{report.to_json()}\n".encode())
     screen.print("\n".join(drill_lines(report)))
     raise typer.Exit(0 if report.ok else 1)
+
+
+def _agrees(sentence: str) -> bool:
+    """Ask on the terminal; raises PlaitError where there is none."""
+    if not sys.stdin.isatty():
+        raise PlaitError(f"{sentence}; wait for its end, or say --yes")
+    return typer.confirm(f"{sentence}. Go on?")
+
+
+def _agreed(sentence: str) -> bool:
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from plait.cluster import measure
 from plait.cluster.measure import MatmulRate, detect_machine, measure_matmul_flops
 from plait.cluster.topology import Machine, detect_cpu_machine
 from tests.cluster.described_gpus import DescribedHost, described_gpus
@@ -31,6 +32,12 @@ def test_the_fingerprint_of_like_devices_is_what_it_always_was() -> None:
     here = detect_cpu_machine()
     assert "unlike" not in here.fingerprint()
     assert Machine.from_fingerprint(here.fingerprint()).unlike == ()
+
+
+def test_a_try_during_which_others_had_the_processor_still_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "TRY_S", -1.0)
+    monkeypatch.setattr(measure, "DISTURBED_S", 0.0)
+    assert measure_matmul_flops(threads=1, size=8).flops > 0
 
 
 def test_a_peak_that_was_measured_under_load_says_so() -> None:

@@ -9,8 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from plait.commands.monitoring.newest_state import NewestState, newest_state
+from plait.commands.monitoring.newest_state import newest_state
 from plait.commands.planning.run_folder import RunFolder
+from tests.checkpoint.conftest import save_state
+from tests.end_to_end.command import flip_bit
 
 
 @dataclass
@@ -28,19 +30,32 @@ class Copies:
 @pytest.mark.parametrize(
     ("saved", "copied", "wanted"),
     [
-        ([], [], NewestState(step=0, where="nowhere")),
-        ([], [4, 2], NewestState(step=4, where="memory")),
-        ([10, 20], [24, 22], NewestState(step=24, where="memory")),
-        ([10, 20], [20], NewestState(step=20, where="memory")),
-        ([10, 30], [24, 22], NewestState(step=30, where="checkpoint")),
-        ([10, 30], [], NewestState(step=30, where="checkpoint")),
+        ([], [], (0, "nowhere")),
+        ([], [4, 2], (4, "memory")),
+        ([10, 20], [24, 22], (24, "memory")),
+        ([10, 20], [20], (20, "memory")),
+        ([10, 30], [24, 22], (30, "checkpoint")),
+        ([10, 30], [], (30, "checkpoint")),
     ],
 )
 def test_copies_count_where_they_are_no_older_than_the_newest_checkpoint(
-    tmp_path: Path, saved: list[int], copied: list[int], wanted: NewestState
+    tmp_path: Path, saved: list[int], copied: list[int], wanted: tuple[int, str]
 ) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
     for step in saved:
-        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        save_state(checkpoints, step)
     workers = Copies(copied)
-    assert newest_state(RunFolder(tmp_path), cast(Any, workers), 7) == wanted
+    state = newest_state(RunFolder(tmp_path), cast(Any, workers), 7)
+    assert (state.step, state.where) == wanted
     assert workers.asked == 7
+
+
+def test_copies_count_where_only_damaged_checkpoints_are_newer(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    for step in (10, 30):
+        save_state(checkpoints, step)
+    flip_bit(checkpoints / "step-30" / "rank-00000.safetensors")
+    state = newest_state(RunFolder(tmp_path), cast(Any, Copies([24, 22])), 7)
+    assert (state.step, state.where) == (24, "memory")

@@ -18,12 +18,12 @@ from pathlib import Path
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
-def run(on_progress):
+def run(on_progress, **more):
     path, tokenizer, cache = sys.argv[1:4]
     vocabulary = 700 if tokenizer == "bpe" else None
     request = DataRequest(sources=(Source(path),), tokenizer=tokenizer, vocabulary=vocabulary, holdout=0.05)
     try:
-        print(prepare_corpus(request, Path(cache), on_progress, shard_tokens=100_000), flush=True)
+        print(prepare_corpus(request, Path(cache), on_progress, shard_tokens=100_000, **more), flush=True)
     except PlaitError as error:
         sys.exit(str(error))
 """
@@ -104,6 +104,70 @@ def test_killed_at_any_stage_nothing_half_made_is_seen_and_the_next_run_is_the_s
         undisturbed[name] = other.name, contents(other)
     assert (folder.name, contents(folder)) == undisturbed[name]
     assert not list((tmp_path / "cache" / "data").glob(".*"))
+
+
+OFTEN = """
+def on_progress(done, total, stage):
+    print(f"{stage} {done}", flush=True)
+    if stage.startswith("tokenizing") and done >= int(sys.argv[4]):
+        os.kill(os.getpid(), signal.SIGKILL)
+run(on_progress, keep_every_bytes=1 << 19)
+"""
+
+
+def killed_and_finished(folder: Path, file: Path, tokenizer: str, kill_at: int) -> tuple[Path, int]:
+    """The corpus of a preparation that was killed after so many bytes and begun again, and where its tokenizing began
+    the second time."""
+    killed = child(OFTEN, file, tokenizer, folder / "cache", kill_at)
+    killed.communicate(timeout=150)
+    assert killed.returncode == -signal.SIGKILL
+    assert visible(folder / "cache") == []
+    begins: list[int] = []
+
+    def note(done: int, total: int, stage: str) -> None:
+        if stage == "tokenizing":
+            begins.append(done)
+
+    request = DataRequest(sources=(Source(str(file)),), tokenizer=tokenizer, vocabulary=700, holdout=0.05)
+    made = prepare_corpus(request, folder / "cache", note, shard_tokens=100_000, keep_every_bytes=1 << 19)
+    assert not list((folder / "cache" / "data").glob(".*"))
+    return made, begins[0]
+
+
+@pytest.mark.parametrize("tokenizer", ["plain", "bpe"])
+@pytest.mark.parametrize("part", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2, 3, 4, 6, 7, 8, 9))])
+def test_killed_at_ten_points_it_goes_on_from_there_with_the_same_shards(
+    tmp_path: Path, text: str, tokenizer_folder: Path, tokenizer: str, part: int
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(text * (60 if part == 5 else 180))  # it tells how far it is once in a MiB
+    size = file.stat().st_size
+    name = "bpe" if tokenizer == "bpe" else str(tokenizer_folder)
+    made, began_at = killed_and_finished(tmp_path, file, name, size * part // 10)
+    request = DataRequest(sources=(Source(str(file)),), tokenizer=name, vocabulary=700, holdout=0.05)
+    other = prepare_corpus(request, tmp_path / "undisturbed", silent, shard_tokens=100_000)
+    assert (made.name, contents(made)) == (other.name, contents(other))
+    assert began_at >= size * part // 10 - (2 << 20)  # a batch and what is kept, of text with long characters
+    assert began_at > 0 or part < 3
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "note"])
+def test_what_a_killed_one_left_is_made_anew_where_it_is_damaged(
+    tmp_path: Path, long_file: Path, tokenizer_folder: Path, damage: str
+) -> None:
+    name = str(tokenizer_folder)
+    killed = child(OFTEN, long_file, name, tmp_path / "cache", 1_000_000)
+    killed.communicate(timeout=150)
+    (left,) = (tmp_path / "cache" / "data").glob(".*.part")
+    shard = left / ("kept.json" if damage == "note" else "train-00000.bin")
+    data = shard.read_bytes()
+    shard.write_bytes(bytes([data[0] ^ 1]) + data[1:] if damage == "flipped" else data[: len(data) // 2])
+    if damage == "gone":
+        shard.unlink()
+    request = DataRequest(sources=(Source(str(long_file)),), tokenizer=name, vocabulary=700, holdout=0.05)
+    made = prepare_corpus(request, tmp_path / "cache", silent, shard_tokens=100_000)
+    other = prepare_corpus(request, tmp_path / "undisturbed", silent, shard_tokens=100_000)
+    assert (made.name, contents(made)) == (other.name, contents(other))
 
 
 FULL = """

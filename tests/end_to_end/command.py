@@ -114,9 +114,9 @@ class Place:
             **more,
         )
 
-    def run(self, *arguments: str, **more: Any) -> Ended:
+    def run(self, *arguments: str, within_s: float = 150, **more: Any) -> Ended:
         """Run `plait` to its end."""
-        return ended(self.start(*arguments, **more))
+        return ended(self.start(*arguments, **more), within_s)
 
     def train(self, name: str, *overrides: str, **more: Any) -> Ended:
         return self.run("train", "tiny.toml", f"run.name={name}", *overrides, **more)

@@ -224,21 +224,6 @@ def test_kills_at_random_steps_change_nothing_under_any_layout(place: Place, lay
 
 
 @pytest.mark.slow
-def test_a_drill_rehearses_a_kill_and_says_what_came_of_it(place: Place) -> None:
-    asked = ("drill", "tiny.toml", "run.name=rehearsal", "--slow", "0@10", "--kill", "1@25", "--json", "drill.json")
-    found = place.run(*asked)
-    assert found.code == 0, found
-    report = json.loads((place.folder / "drill.json").read_text())
-    assert report["ok"] and report["final_equal"] == "bits"
-    assert report["samples_lost"] == report["samples_repeated"] == 0 and 0 < report["useful_share"] < 1
-    slow, fault = report["faults"]
-    assert (slow["kind"], slow["found_after_s"], slow["steps_lost"]) == ("slow", None, 0) and slow["back_after_s"] >= 2
-    assert (fault["kind"], fault["rank"], fault["step"]) == ("kill", 1, 25)
-    assert 0 <= fault["found_after_s"] < 5 and fault["found_after_s"] < fault["back_after_s"] < 60
-    assert place.run(*asked).sentence().startswith('"runs/rehearsal-drill" is there from an earlier drill')
-
-
-@pytest.mark.slow
 def test_numbers_that_are_bad_once_are_done_again_and_twice_at_a_step_have_their_samples_skipped(place: Place) -> None:
     asked = ("drill", "tiny.toml", "--nan", "1@25", "--json", "drill.json")
     once = place.run(*asked, "run.name=once")

@@ -152,11 +152,16 @@ Current thread 0x00007f0 (most recent call first):
   File "/home/me/plait/plait/trainer/worker.py", line 90 in main
 """
 
+# A process that was stopped: the signal is taken by the thread that goes on first.
+BY_ANOTHER_THREAD = STACK.replace("Current thread", "Main").replace("Thread 0x", "Current thread 0x", 1)
+BY_ANOTHER_THREAD = BY_ANOTHER_THREAD.replace("Main 0x", "Thread 0x")
+
 
 @pytest.mark.parametrize(
     ("stack", "place"),
     [
         (STACK, "plait/trainer/step.py:88 in run_micros_in_turn"),
+        (BY_ANOTHER_THREAD, "plait/trainer/step.py:88 in run_micros_in_turn"),
         ('Current thread 0x1 (most recent call first):\n  File "/x/y.py", line 3 in f', "/x/y.py:3 in f"),
         ("", "None"),
         ("garbage", "None"),

@@ -1,158 +1,83 @@
-"""`plait drill`: trains a recipe twice, once left alone and once with failures on purpose, and compares the two."""
+"""`plait drill`: trains a recipe twice, once left alone and once with failures on purpose, and compares the two; or
+disturbs a run that is at work."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
-from plait.commands.drilling.faults import Fault, drawn_faults, require_possible
+from plait.commands.drilling.asked import AskedFaults, planned_faults
+from plait.commands.drilling.at_work import drill_at_work
 from plait.commands.drilling.injector import Injector
-from plait.commands.monitoring.account import account_of, ledger_of
-from plait.commands.planning.run_folder import RunFolder, run_folder
-from plait.commands.train import train
-from plait.errors import Interrupted, PlaitError
+from plait.commands.drilling.lent_hosts import LentHosts
+from plait.commands.drilling.rehearsal import Rehearsal, drill_settings, drilled_plan
+from plait.commands.drilling.report import DrillReport, report_of
+from plait.commands.planning.run_folder import RunFolder, find_run, run_folder
+from plait.commands.planning.running_runs import process_at_work, registry_folder
+from plait.errors import PlaitError, RunFailed
 from plait.recipe.load import RecipeSource, load_recipe
-from plait.report.incidents import read_incidents
 from plait.report.metrics import median_speed, read_metrics
 from plait.screen.screen import Screen
-from plait.units import counted, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
-FinalEqual = Literal["bits", "samples", "no"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrillReport:
-    """What came of a drill; times are seconds from the fault on."""
-
-    seed: int
-    faults: Sequence[Mapping[str, Any]]
-    """For each: kind, rank, step, found_after_s, back_after_s, steps_lost; null where it did not come to that. Nobody
-    looks for one that is only slow."""
-    samples_lost: int
-    samples_repeated: int
-    samples_skipped: int
-    """Left out on purpose, after bad numbers."""
-    final_equal: FinalEqual
-    useful_share: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether every fault was survived, and nothing was lost by it."""
-        back = all(fault["back_after_s"] is not None for fault in self.faults)
-        return back and self.final_equal == "bits" and self.samples_lost == self.samples_repeated == 0
-
-    def to_json(self) -> str:
-        """One JSON object."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps({"ok": self.ok, **values})
+MayDisturb = Callable[[str], bool]
+"""Asks a person whether a run that is at work may be disturbed, in the words that it is given."""
 
 
 def drill(
-    recipe: RecipeSource,
+    source: Path,
     overrides: Sequence[str],
+    asked: AskedFaults,
     *,
-    faults: Sequence[Fault],
-    drawn: int,
-    seed: int | None,
+    may_disturb: MayDisturb,
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> DrillReport:
-    """Train NAME-left-alone, then NAME-drill with these faults and so many that a seed draws; compare their ends.
+    """Train NAME-left-alone, then NAME-drill with these faults and those that a seed draws; compare their ends.
+    `source` is a recipe's file, or a run, which is rehearsed by its own recipe from the beginning, and stays as it is.
 
-    Raises PlaitError for faults that the run cannot have, and where a drill of that name has begun already.
+    A run that is at work is disturbed itself, where `may_disturb` allows it. Raises PlaitError for faults that the run
+    cannot have, and where a drill of that name has begun already.
     """
+    if asked.seed is None:
+        asked = replace(asked, seed=random.SystemRandom().randrange(1 << 31))
+    run = None if source.suffix == ".toml" or source.is_file() else find_run(str(source), working)
+    if run is None:
+        return _rehearse(source, overrides, asked, screen, working)
+    pid = process_at_work(run.path, registry_folder())
+    if pid is None:
+        screen.print(f"drill    {run.path} is not at work; its recipe is trained anew, and it stays as it is")
+        return _rehearse(run.recipe, overrides, asked, screen, working)
+    if overrides:
+        raise PlaitError(f'"{run.path}" is at work, and its settings cannot be changed; leave them out')
+    return drill_at_work(run, pid, asked, may_disturb, screen)
+
+
+def _rehearse(
+    recipe: RecipeSource, overrides: Sequence[str], asked: AskedFaults, screen: Screen, working: WorkingFolder
+) -> DrillReport:
     name = load_recipe(recipe, overrides).run.name
     alone, drilled = (run_folder(f"{name}-{end}", working) for end in ("left-alone", "drill"))
     if drilled.has_begun:
         raise PlaitError(f'"{drilled.path}" is there from an earlier drill; move it away, or delete it')
-    _train(recipe, overrides, alone, screen, working)
-    plan = alone.saved_plan()
-    seed = random.SystemRandom().randrange(1 << 31) if seed is None else seed
-    step_s = median_speed(read_metrics(alone.metrics)[0]).step_s_median
-    more = drawn_faults(drawn, ranks=plan.world_size, steps=plan.steps, step_s=step_s, seed=seed)
-    planned = sorted([*faults, *more], key=lambda fault: fault.step)
-    require_possible(planned, ranks=plan.world_size, steps=plan.steps)
-    screen.print(f"drill    {', '.join(map(str, planned))} (seed {seed})")
-    with Injector(planned, drilled.path) as injector:
-        _train(recipe, overrides, drilled, screen, working)
-    return _report(alone, drilled, planned, injector, seed)
+    settings, seed = drill_settings(recipe, overrides, asked, screen), asked.seed or 0
+    with LentHosts(asked.lost_hosts, working.cache / f"{name}-drill-hosts") as hosts:
+        rehearsal = Rehearsal(recipe, settings, hosts, screen, working)
+        if sentence := rehearsal.train(alone):
+            raise RunFailed(sentence)
+        plan, step_s = alone.saved_plan(), _step_s(alone)
+        faults = planned_faults(asked, drilled_plan(plan, alone, step_s), seed, step_s)
+        screen.print(f"drill    {', '.join(map(str, faults))} (seed {seed})")
+        if asked.lost_hosts:
+            rehearsal.give_plan(alone, drilled)
+        with Injector(faults, rehearsal.run(drilled, plan)) as injector:
+            sentence = rehearsal.train(drilled, injector.heard)
+    if not drilled.has_begun:  # nothing to report of
+        raise RunFailed(sentence)
+    return report_of(drilled, faults, injector.carried, seed=seed, alone=alone, ended_by=sentence)
 
 
-def drill_lines(report: DrillReport) -> list[str]:
-    """A report in a few lines for people."""
-    lines = []
-    for fault in report.faults:
-        what = f"{fault['kind']} {fault['rank']}@{fault['step']}"
-        if fault["back_after_s"] is None:
-            lines.append(f"fault    {what}: not carried out, or not survived")
-            continue
-        back = format_duration(fault["back_after_s"])
-        if fault["found_after_s"] is None:
-            lines.append(f"fault    {what}: waited for, the next step after {back}, nothing lost")
-            continue
-        found = format_duration(fault["found_after_s"])
-        lost = counted(fault["steps_lost"], "step")
-        lines.append(f"fault    {what}: found after {found}, back after {back}, {lost} lost")
-    end = {"bits": "the same bits", "samples": "the same samples, other bits", "no": "another end"}[report.final_equal]
-    skipped = f", {report.samples_skipped} skipped on purpose" if report.samples_skipped else ""
-    lines.append(f"samples  {report.samples_lost} lost, {report.samples_repeated} counted twice{skipped}")
-    lines.append(f"end      {end} as the run that was left alone; {report.useful_share:.1%} of the time was useful")
-    return lines
-
-
-def _train(
-    recipe: RecipeSource, overrides: Sequence[str], folder: RunFolder, screen: Screen, working: WorkingFolder
-) -> None:
-    named = [*overrides, f"run.name={folder.path.name}"]
-    end = train(recipe, named, screen=screen, working=working)
-    if end.stopped_by != "finished":
-        raise Interrupted(end.stopped_by)
-
-
-def _report(
-    alone: RunFolder, drilled: RunFolder, planned: Sequence[Fault], injector: Injector, seed: int
-) -> DrillReport:
-    incidents, back = read_incidents(drilled.incidents)
-    restarts, faults = iter(zip(incidents, back, strict=False)), []
-    for number, fault in enumerate(planned):
-        told: dict[str, Any] = {"kind": fault.kind, "rank": fault.rank, "step": fault.step}
-        told |= dict.fromkeys(("found_after_s", "back_after_s", "steps_lost"))
-        done_at, past_at = injector.done_at.get(number), injector.past_at.get(number)
-        followed = next(restarts, None) if fault.restarts else None
-        if done_at is not None and followed is not None:
-            found_s = max(0.0, datetime.fromisoformat(followed[0].at).timestamp() - done_at)
-            told["found_after_s"] = round(found_s, 3)
-            told["back_after_s"] = round(found_s + followed[1].back_after_s, 3)
-            told["steps_lost"] = followed[0].steps_lost
-        elif done_at is not None and past_at is not None:
-            told |= {"back_after_s": round(past_at - done_at, 3), "steps_lost": 0}
-        faults.append(told)
-    account = account_of(drilled)
-    return DrillReport(
-        seed=seed,
-        faults=faults,
-        samples_lost=account.samples_lost,
-        samples_repeated=account.samples_repeated,
-        samples_skipped=account.samples_skipped,
-        final_equal=_compared(alone, drilled),
-        useful_share=account.useful_share,
-    )
-
-
-def _compared(alone: RunFolder, drilled: RunFolder) -> FinalEqual:
-    last = f"step-{alone.saved_plan().steps}"
-    one, other = (_manifest(folder.checkpoints / last) for folder in (alone, drilled))
-    if one is not None and one == other:
-        return "bits"
-    return "samples" if ledger_of(alone) == ledger_of(drilled) else "no"
-
-
-def _manifest(checkpoint: Path) -> bytes | None:
-    path = checkpoint / "manifest.json"
-    return path.read_bytes() if path.exists() else None
+def _step_s(run: RunFolder) -> float:
+    return median_speed(read_metrics(run.metrics)[0]).step_s_median

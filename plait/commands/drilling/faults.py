@@ -1,75 +1,177 @@
-"""Failures that can be rehearsed, as values: a rank that is killed, stopped or given bad numbers at a step."""
+"""Failures that can be rehearsed, as values, and when each comes: named by a person, or drawn by a seed."""
 
 from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 from plait.errors import PlaitError
+from plait.units import format_duration
 
-FaultKind = Literal["kill", "hang", "nan", "slow"]
-_PLACE = re.compile(r"([0-9]{1,4})@([0-9]{1,9})")
+FaultKind = Literal["kill", "hang", "nan", "slow", "fill-disk", "corrupt", "lose-host"]
+_PLACE, _STEP = re.compile(r"([0-9]{1,4})@([0-9]{1,9})"), re.compile(r"@?([0-9]{1,9})")
+WITHOUT_RANK: Sequence[FaultKind] = ("fill-disk", "corrupt")
+WITHOUT_RESTART: Sequence[FaultKind] = ("slow", "fill-disk")
+DRAWN_KINDS: Sequence[FaultKind] = ("kill", "kill", "kill", "hang", "slow", "nan", "fill-disk", "corrupt")
+"""What is drawn, kills more often than the others: three of eight."""
+WRITING = "writing a checkpoint"
+"""No phase of a rank's own: its thread writes while it goes on with its steps."""
+STEP_PHASES = (
+    "the fetch of data",
+    "forward and backward",
+    "the sum of gradients",
+    "the update of weights",
+    "the agreement after the step",
+)
+SAVE_PHASES = ("saving", WRITING)
 LATEST_SHARE = 0.9
 """Faults are drawn from the first nine tenths of a run: after them it must have steps left to come back to."""
+EVERY_S = 20.0
+"""How often faults come that are drawn by time, on average."""
+_RESTARTS_BETWEEN_SAVES, _DRAWS = 2, 1000
+"""The third failure without a new checkpoint between them ends a run, as it should."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A rank that is killed (SIGKILL) or made to hang (SIGSTOP) once this step is reported, `after_s` later, or one of
-    whose weights becomes NaN right before this step."""
+    """One failure, which comes in the step after `step`, or `at_s` seconds after the run's first step.
+
+    `rank` is the worker; of "lose-host" the host; of "fill-disk" and "corrupt" nobody's. It comes in that `phase` of
+    the worker's step ("" as soon as the step begins), after that `fraction` of the time that the phase takes. `dice`
+    decides what is left open: which byte of a checkpoint, for instance.
+    """
 
     kind: FaultKind
-    rank: int
-    step: int
-    after_s: float = 0.0
+    rank: int = 0
+    step: int = 0
+    at_s: float | None = None
+    phase: str = ""
+    fraction: float = 0.0
+    dice: int = 0
 
     @property
     def restarts(self) -> bool:
-        """Whether the run has to start its workers again for it; one that is only slow it waits for."""
-        return self.kind != "slow"
+        """Whether the run has to start its workers again for it; others it waits for, or trains on."""
+        return self.kind not in WITHOUT_RESTART
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.rank}@{self.step}"
+        who = "" if self.kind in WITHOUT_RANK else f"{self.rank}"
+        when = f"@{self.step}" if self.at_s is None else f" after {format_duration(self.at_s)}"
+        return f"{self.kind} {who}{when}{self.phase and f' in {self.phase}'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrilledPlan:
+    """What of a run's plan a drill must know: `save_every` is the number of steps between its saves, 0 where it saves
+    at its end alone; `hosts` is 1 where it trains on this machine alone. `kinds` may be drawn."""
+
+    ranks: int
+    steps: int
+    save_every: int
+    hosts: int = 1
+    kinds: Sequence[FaultKind] = DRAWN_KINDS
+    steps_done: int = 0
+    """By the run before the drill begins."""
 
 
 def parse_fault(kind: FaultKind, text: str) -> Fault:
-    """A fault from "RANK@STEP"; raises PlaitError for anything else."""
-    found = _PLACE.fullmatch(text)
-    if found is None:
-        raise PlaitError(f'--{kind} {text} is not a rank and a step; write it as "1@20"')
+    """A fault from "RANK@STEP", or from "STEP" where it is nobody's; raises PlaitError for anything else."""
+    if kind in WITHOUT_RANK:
+        if (found := _STEP.fullmatch(text)) is None:
+            raise PlaitError(f'--{kind} {text} is not a step; write it as "20"')
+        return Fault(kind=kind, step=int(found[1]))
+    if (found := _PLACE.fullmatch(text)) is None:
+        what = "host" if kind == "lose-host" else "rank"
+        raise PlaitError(f'--{kind} {text} is not a {what} and a step; write it as "1@20"')
     return Fault(kind=kind, rank=int(found[1]), step=int(found[2]))
 
 
-def drawn_faults(count: int, *, ranks: int, steps: int, step_s: float, seed: int) -> list[Fault]:
-    """So many faults at steps, ranks and moments within a step that the seed draws, in the order of their steps."""
+def with_moments(faults: Sequence[Fault], plan: DrilledPlan, seed: int) -> list[Fault]:
+    """Faults that a person named, each with the moment within its step that the seed draws: the same for the same
+    faults in the same order."""
+    dice = random.Random(f"moments {seed}")
+    return [_with_moment(fault, plan, dice) for fault in faults]
+
+
+def drawn_faults(count: int, plan: DrilledPlan, seed: int) -> list[Fault]:
+    """So many faults, whose kinds, ranks, steps and phases the seed draws, in the order of their steps.
+
+    Of those after which workers start again at most two come between two saves, where there are saves enough.
+    """
     dice = random.Random(seed)
-    last = max(1, int(steps * LATEST_SHARE))
-    return sorted(
-        (
-            Fault(
-                kind=dice.choice(("kill", "kill", "hang")),
-                rank=dice.randrange(ranks),
-                step=dice.randint(1, last),
-                after_s=dice.uniform(0.0, step_s),
-            )
-            for _ in range(count)
-        ),
-        key=lambda fault: fault.step,
-    )
+    faults: list[Fault] = []
+    for _ in range(_DRAWS):
+        faults = sorted((_drawn(plan, dice) for _ in range(count)), key=lambda fault: fault.step)
+        between = Counter(fault.step // max(1, plan.save_every) for fault in faults if fault.restarts)
+        if plan.save_every and max(between.values(), default=0) <= _RESTARTS_BETWEEN_SAVES:
+            break
+    return faults
 
 
-def require_possible(faults: Sequence[Fault], *, ranks: int, steps: int) -> None:
-    """Raise PlaitError for a rank or a step that the run does not have, and where there is nothing to rehearse."""
+def faults_by_time(plan: DrilledPlan, seed: int, *, seconds: float = inf, count: float = inf) -> list[Fault]:
+    """Faults of mixed kinds, one about every 20 seconds, the first after 10 at the earliest: so many, or for a run of
+    so many seconds."""
+    dice, at_s, faults = random.Random(f"times {seed}"), 0.0, list[Fault]()
+    while len(faults) < count:
+        at_s += dice.uniform(0.5, 1.5) * EVERY_S
+        if at_s >= LATEST_SHARE * seconds:
+            break
+        faults.append(replace(_drawn(plan, dice), step=0, at_s=round(at_s, 3)))
+    return faults
+
+
+def require_possible(faults: Sequence[Fault], plan: DrilledPlan) -> None:
+    """Raise PlaitError for what the run does not have, and where there is nothing to rehearse."""
     if not faults:
         raise PlaitError(
-            "a drill needs a failure; name one with --kill, --hang, --nan or --slow RANK@STEP, or have some drawn "
-            "by --random 3"
+            "a drill needs a failure; name one with --kill, --hang, --nan or --slow RANK@STEP, --fill-disk or "
+            "--corrupt STEP, --lose-host HOST@STEP, or have some drawn by --random 3 or --random 30min"
         )
     for fault in faults:
-        if fault.rank >= ranks:
-            raise PlaitError(f"{fault}: the run has ranks 0 to {ranks - 1}; choose one of them")
-        if not 1 <= fault.step < steps:
-            raise PlaitError(f"{fault}: the run has {steps} steps; choose one from 1 to {steps - 1}")
+        if fault.kind == "lose-host":
+            if not 1 <= fault.rank < plan.hosts:
+                raise PlaitError(
+                    f"{fault}: host 0 is this command itself; choose another host, 1 for the first that joins"
+                )
+        elif fault.rank >= plan.ranks:
+            raise PlaitError(f"{fault}: the run has ranks 0 to {plan.ranks - 1}; choose one of them")
+        if fault.at_s is None and not plan.steps_done < fault.step < plan.steps:
+            first = plan.steps_done + 1
+            raise PlaitError(f"{fault}: the run has {plan.steps} steps; choose one from {first} to {plan.steps - 1}")
+        if fault.kind in WITHOUT_RANK:
+            _require_saves(fault, plan)
+
+
+def _require_saves(fault: Fault, plan: DrilledPlan) -> None:
+    if not plan.save_every:
+        raise PlaitError(f"{fault}: the run saves at its end alone; name a shorter checkpoint.every, such as 10 steps")
+    latest = plan.steps - 2 * plan.save_every
+    if fault.at_s is None and fault.step > latest:
+        raise PlaitError(
+            f"{fault}: it needs two saves after it, which come about every {plan.save_every} steps, and the run has "
+            f"{plan.steps}; choose a step up to {max(latest, 0)}, or a shorter checkpoint.every"
+        )
+
+
+def _drawn(plan: DrilledPlan, dice: random.Random) -> Fault:
+    last = max(1, int(plan.steps * LATEST_SHARE))
+    latest_save = last - 3 * plan.save_every
+    saves = plan.save_every > 0 and latest_save >= 1
+    kinds: list[FaultKind] = [kind for kind in plan.kinds if saves or kind not in WITHOUT_RANK]
+    kind = dice.choice(kinds)
+    step = dice.randint(1, latest_save if kind in WITHOUT_RANK else last)
+    rank = 0 if kind in WITHOUT_RANK else dice.randrange(plan.ranks)
+    return _with_moment(Fault(kind=kind, rank=rank, step=step), plan, dice)
+
+
+def _with_moment(fault: Fault, plan: DrilledPlan, dice: random.Random) -> Fault:
+    saves = plan.save_every > 0 and fault.step + plan.save_every <= LATEST_SHARE * plan.steps
+    phase, fraction = dice.choice((*STEP_PHASES, *(SAVE_PHASES if saves else ()))), dice.random()
+    if fault.kind in ("nan", *WITHOUT_RESTART):
+        phase, fraction = "", 0.0
+    return replace(fault, phase=phase, fraction=round(fraction, 3), dice=dice.randrange(1 << 31))

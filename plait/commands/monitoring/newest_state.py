@@ -3,38 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from plait.checkpoint.store import published_checkpoints
+from plait.checkpoint.store import FoundCheckpoint, published_checkpoints
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import WorkerPool
+from plait.errors import PlaitError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestState:
-    """The step that a run stands at, and where its state is; of a checkpoint nobody has looked yet whether it is
-    whole."""
+    """The step that a run stands at, and where its state is."""
 
     step: int
     where: Literal["memory", "checkpoint", "nowhere"]
+    checkpoint: FoundCheckpoint | None = None
+    """The one that it is in, verified."""
+    damage: PlaitError | None = None
+    """Why there is no way on: the run has checkpoints, and none is whole."""
 
 
 def newest_state(folder: RunFolder, workers: WorkerPool, lineage: int) -> NewestState:
     """The newest state that all workers can go on from; call it when none is running any more.
 
-    Copies in memory count where they are of this lineage, and no older than the newest checkpoint.
+    Copies in memory count where they are of this lineage, and no older than the newest checkpoint that is whole; no
+    checkpoint is read where they are no older than any.
     """
-    saved, copied = newest_checkpoint(folder.checkpoints), workers.copied_steps(lineage)
-    if copied and copied[0] >= max(saved.step, 1):
-        return NewestState(step=copied[0], where="memory")
-    return saved
+    copied = next(iter(workers.copied_steps(lineage)), 0)
+    if copied >= max(_published_step(folder), 1):
+        return NewestState(step=copied, where="memory")
+    saved = newest_checkpoint(folder)
+    return NewestState(step=copied, where="memory") if copied >= max(saved.step, 1) else saved
 
 
-def newest_checkpoint(checkpoints: Path) -> NewestState:
-    """The newest checkpoint that was saved whole."""
-    found = published_checkpoints(checkpoints)
-    if not found:
+def newest_checkpoint(folder: RunFolder) -> NewestState:
+    """The newest checkpoint that is whole, as a damaged one is no way on."""
+    try:
+        found = folder.find_checkpoint()
+    except OSError:  # the run's folder is gone
         return NewestState(step=0, where="nowhere")
-    step = int(found[-1].name.rpartition("step-")[2].removesuffix(".replaced"))
-    return NewestState(step=step, where="checkpoint")
+    except PlaitError as error:
+        return NewestState(step=0, where="nowhere", damage=error)
+    if found is None:
+        return NewestState(step=0, where="nowhere")
+    return NewestState(step=found.manifest.step, where="checkpoint", checkpoint=found)
+
+
+def _published_step(folder: RunFolder) -> int:
+    found = published_checkpoints(folder.checkpoints)
+    return int(found[-1].name.rpartition("step-")[2].removesuffix(".replaced")) if found else 0

@@ -81,6 +81,7 @@ class Recovery:
         shrinks = facts.cause == "host lost" and self._may_shrink
         passes = may_go_on and (shrinks or may_pass(facts, did_steps=session.has_stepped))
         decision = decision_after(self._asked, self._without_progress, "may pass" if passes else "stays")
+        no_way_on = state.damage if decision == "started again" else None
         incident = replace(
             self._incident(session, start, state),
             cause=facts.cause,
@@ -91,14 +92,14 @@ class Recovery:
             place=facts.place,
             stack=facts.stack,
             found_after_s=facts.silent_s,
-            decision=decision,
+            decision="ended" if no_way_on else decision,
             sentence=failure.summary if failure else str(error),
         )
         self._write(incident)
-        if decision == "started again":
+        if incident.decision == "started again":
             time.sleep(min(LONGEST_PAUSE_S, self._without_progress - 1))
             return recovery_text(incident, self._plan)
-        self._end(error, incident)
+        self._end(no_way_on or error, incident)
 
     def cannot_go_on(self, error: PlaitError, session: Session, start: Start, state: NewestState) -> None:
         """Write down that the machines that are left cannot carry the run, which stands at `state`."""
@@ -111,6 +112,8 @@ class Recovery:
         caller makes now from `state`, a checkpoint: nobody looks for bad numbers in copies. Raises RunFailed where
         samples are to be skipped and that cannot be written down."""
         self._failed_at_s = time.monotonic()
+        if state.damage is not None:
+            raise state.damage
         followed = after_bad_step(
             bad,
             self._incidents,
@@ -147,7 +150,10 @@ class Recovery:
 
     def _incident(self, session: Session, start: Start, state: NewestState) -> Incident:
         """What is the same in all incidents of a start that ends now; the rest is left open."""
-        lost = [step_s for step, step_s in session.step_times.items() if step > state.step and isfinite(step_s)]
+        times = session.step_times
+        if state.step < session.saved_step:  # a checkpoint was damaged: the steps before it are lost as well
+            times = {report.step: report.step_s for report in read_metrics(self._folder.metrics)[0]}
+        lost = [step_s for step, step_s in times.items() if step > state.step and isfinite(step_s)]
         return Incident(
             generation=start.generation,
             at=datetime.now(UTC).isoformat(timespec="milliseconds"),

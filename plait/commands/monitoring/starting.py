@@ -39,7 +39,7 @@ def saved_point(found: FoundCheckpoint | None) -> ResumePoint:
 def prepared_point(folder: RunFolder, state: NewestState, lineage: int) -> ResumePoint:
     """Make the run's files those of the state that it goes on from."""
     if state.where != "memory":
-        return saved_point(folder.prepare_resume())
+        return saved_point(folder.prepare_resume(state.checkpoint))
     folder.prepare_resume_at(state.step)
     return ResumePoint(steps_done=state.step, lineage=lineage)
 

@@ -86,7 +86,7 @@ def run_training(
         else:
             if result.stopped_by != "finished" or step >= plan.steps:
                 break
-            state = newest_checkpoint(folder.checkpoints)
+            state = newest_checkpoint(folder)
             if session.copies_lost:
                 screen.print(f"memory   {session.copies_lost}; going on from the newest checkpoint")
             elif session.bad_step is not None:
@@ -96,11 +96,11 @@ def run_training(
         try:
             renewed = _renewed_plan(config, folder, crew, plan, failure, screen)
         except CannotGoOn as end:
-            state = newest_checkpoint(folder.checkpoints)
+            state = newest_checkpoint(folder)
             recovery.cannot_go_on(end, session, start, state)
             return _left(end, state.step, start, plan, screen)
         if renewed is not None:  # copies in memory are of the plan before
-            plan, state = renewed, newest_checkpoint(folder.checkpoints)
+            plan, state = renewed, newest_checkpoint(folder) if state.where == "memory" else state
             recovery.follow(plan)
         point = prepared_point(folder, state, start.lineage)
     if step < plan.steps:

@@ -139,11 +139,17 @@ class RunFolder:
                 kept.rename(self.shares)
             raise
 
-    def prepare_resume(self) -> FoundCheckpoint | None:
-        """The newest checkpoint that verifies, with the metrics cut back to it; None for a run that has none yet."""
+    def find_checkpoint(self) -> FoundCheckpoint | None:
+        """The newest checkpoint that verifies; None for a run that has none yet. Raises PlaitError where there are some
+        and none is whole."""
         self.checkpoints.mkdir(exist_ok=True)
         clean_staging(self.checkpoints)
-        found = newest_good(self.checkpoints)
+        return newest_good(self.checkpoints)
+
+    def prepare_resume(self, known: FoundCheckpoint | None = None) -> FoundCheckpoint | None:
+        """The newest checkpoint that verifies, with the metrics cut back to it; None for a run that has none yet. One
+        that was found just now is taken as `known`."""
+        found = known or self.find_checkpoint()
         trim_metrics(self.metrics, found.manifest.step if found else 0)
         return found
 

@@ -86,6 +86,17 @@ def running_runs(registry: Path) -> list[RunningRun]:
     return [run for run in found if run is not None]
 
 
+def process_at_work(folder: Path, registry: Path) -> int | None:
+    """The process that leads the run in a folder on this machine just now; None where there is none."""
+    here = str(folder.resolve())
+    found = sorted(registry.glob("*.json")) if _is_own(registry) else []
+    for path in found:
+        run = _running_run(path) if path.stem.isdecimal() else None
+        if run is not None and run.folder == here:
+            return int(path.stem)
+    return None
+
+
 def _running_run(path: Path) -> RunningRun | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from plait.data.holdout import (
 from plait.data.index import SHARD_FORMAT, ShardEntry, index_row, token_dtype, write_index
 from plait.data.preparation.bpe_process import train_bpe_apart
 from plait.data.preparation.cuts import GPT2_CUT, cut_into_pieces
+from plait.data.preparation.kept_progress import KEEP_EVERY_BYTES, ProgressKeeper
 from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary
 from plait.data.preparation.writer import ShardWriter
 from plait.data.sources import OpenSource
@@ -59,6 +60,8 @@ class BuildRequest:
     """Of each source."""
     template: TemplateText | None = None
     """The tokenizer's own chat template; None where it has none."""
+    keep_every_bytes: int = KEEP_EVERY_BYTES
+    """Of text: how often the progress is kept, from which a preparation that was killed goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +77,13 @@ class _Piece:
 
 def build_corpus(work: BuildRequest, folder: Path) -> None:
     """Fill `folder` with the shards, the tokenizer and, last of all, the index; every file is on the disk when it
-    returns."""
+    returns. Goes on with what a killed one has left in the folder."""
+    keeper = ProgressKeeper(folder, work.keep_every_bytes)
     found = _survey(work)
     total = sum(look.text_bytes for look in found)
     rule = choose_holdout_rule(sum(found, DocumentSurvey()), work.holdout)
-    tokenizer = work.tokenizer or _trained(work, rule, total)
-    writers = _tokenize(work, rule, tokenizer, folder, total)
+    tokenizer = work.tokenizer or keeper.tokenizer() or _trained(work, rule, total)
+    writers = _tokenize(work, rule, tokenizer, (folder, keeper), total)
     sizes: dict[HoldoutSplit, int] = {split: writer.text_bytes for split, writer in writers.items()}
     if work.holdout and not sizes["heldout"]:
         raise PlaitError(
@@ -89,6 +93,7 @@ def build_corpus(work: BuildRequest, folder: Path) -> None:
     tokenizer.save(folder)
     entries = list(chain.from_iterable(writer.entries for writer in writers.values()))
     write_index(folder, {**_index(tokenizer, rule, sizes, entries), "sources": source_entries(work, found)})
+    keeper.finish()
 
 
 def _survey(work: BuildRequest) -> list[DocumentSurvey]:
@@ -147,8 +152,10 @@ def _pieces(work: BuildRequest, rule: HoldoutRule, cut: re.Pattern[str]) -> Iter
 
 
 def _tokenize(
-    work: BuildRequest, rule: HoldoutRule, tokenizer: Tokenizer, folder: Path, total: int
+    work: BuildRequest, rule: HoldoutRule, tokenizer: Tokenizer, place: tuple[Path, ProgressKeeper], total: int
 ) -> dict[HoldoutSplit, ShardWriter]:
+    folder, keeper = place
+
     def writer(split: HoldoutSplit) -> ShardWriter:
         dtype = token_dtype(tokenizer.vocabulary)
         return ShardWriter(folder, split, eot=tokenizer.eot, dtype=dtype, shard_tokens=work.shard_tokens)
@@ -156,10 +163,12 @@ def _tokenize(
     writers: dict[HoldoutSplit, ShardWriter] = {"train": writer("train"), "heldout": writer("heldout")}
     done = 0
     try:
-        for batch in _batches(_pieces(work, rule, tokenizer.cut)):
+        count, done = keeper.begin(tokenizer, writers)
+        for batch in _batches(islice(_pieces(work, rule, tokenizer.cut), count, None)):
             work.on_progress(done, total, "tokenizing")
             _write(batch, tokenizer, writers)
-            done = batch[-1].bytes_done
+            count, done = count + len(batch), batch[-1].bytes_done
+            keeper.written(count, done, writers)
         for each in writers.values():
             each.close_shard()
     except OSError as error:

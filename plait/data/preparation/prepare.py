@@ -18,6 +18,7 @@ from plait.data.conversations.formats import RequestedFormat, SourceFormat, hold
 from plait.data.index import SHARD_FORMAT
 from plait.data.preparation.build import BuildRequest, Progress, build_corpus
 from plait.data.preparation.fingerprint import FileStamp, cached_hashes, exclusive_lock, file_stamp, hash_files
+from plait.data.preparation.kept_progress import KEEP_EVERY_BYTES, has_kept_progress
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
 from plait.data.preparation.whole import build_examples
 from plait.data.shards import SHARD_TOKENS, open_corpus
@@ -40,13 +41,18 @@ class DataRequest:
 
 
 def prepare_corpus(
-    request: DataRequest, cache: Path, on_progress: Progress, *, shard_tokens: int = SHARD_TOKENS
+    request: DataRequest,
+    cache: Path,
+    on_progress: Progress,
+    *,
+    shard_tokens: int = SHARD_TOKENS,
+    keep_every_bytes: int = KEEP_EVERY_BYTES,
 ) -> Path:
     """Make the corpus folder under `cache`/data, or find an earlier one, and return its path; raises PlaitError that
     says what to do.
 
     Blocks while another process prepares the same data. If it is killed at any moment, no incomplete corpus folder
-    appears.
+    appears, and the next call goes on where it was, from the last `keep_every_bytes` of text on, with the same result.
     """
     _check(request)
     on_progress = _throttled(on_progress)
@@ -69,6 +75,7 @@ def prepare_corpus(
             on_progress=on_progress,
             formats=formats,
             template=_own_template(request, formats),
+            keep_every_bytes=keep_every_bytes,
         )
         folder = home / _key(work)
         with exclusive_lock(
@@ -193,9 +200,11 @@ def _is_usable(folder: Path) -> bool:
 
 def _make(work: BuildRequest, folder: Path, stamps: dict[Path, FileStamp]) -> None:
     aside = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a killed process: the lock is ours
+    goes_on = has_kept_progress(aside)  # left by a killed process: the lock is ours
     try:
-        aside.mkdir()
+        if not goes_on:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
         build = build_examples if holds_examples(work.formats) else build_corpus
         build(work, aside)
         changed = next((path for path, before in stamps.items() if file_stamp(path) != before), None)
@@ -204,8 +213,9 @@ def _make(work: BuildRequest, folder: Path, stamps: dict[Path, FileStamp]) -> No
         _sync_folder(aside)
         aside.rename(folder)
         _sync_folder(folder.parent)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+    except BaseException as error:
+        if isinstance(error, Exception) or not has_kept_progress(aside):  # a person who stops it may go on
+            shutil.rmtree(aside, ignore_errors=True)
         raise
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from plait.data.conversations.chat_template import (
@@ -29,6 +29,7 @@ from plait.data.preparation.build import (
     sample_of_text,
     source_entries,
 )
+from plait.data.preparation.kept_progress import ProgressKeeper
 from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary
 from plait.data.preparation.writer import ShardWriter
 from plait.errors import PlaitError
@@ -53,12 +54,14 @@ class _Placed:
 
 def build_examples(work: BuildRequest, folder: Path) -> None:
     """Fill `folder` with the shards, the tokenizer, the chat template and, last of all, the index; every file is on the
-    disk when it returns. Raises PlaitError naming the record that cannot be learnt."""
+    disk when it returns. Raises PlaitError naming the record that cannot be learnt. Goes on with what a killed one has
+    left in the folder."""
+    keeper = ProgressKeeper(folder, work.keep_every_bytes)
     found = _survey(work)
     total = sum(look.text_bytes for look in found)
-    tokenizer = work.tokenizer or _trained(work, total)
+    tokenizer = work.tokenizer or keeper.tokenizer() or _trained(work, total)
     template = template_for(tokenizer, work.template)
-    writers = _write_all(work, tokenizer, template, folder, total)
+    writers = _write_all(work, tokenizer, template, (folder, keeper), total)
     for split, writer in writers.items():
         if not writer.entries and (split == "train" or work.holdout):
             what = "holds nothing out" if split == "heldout" else "holds everything out"
@@ -83,6 +86,7 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
         "shards": [index_row(entry) for entry in chain.from_iterable(each.entries for each in writers.values())],
     }
     write_index(folder, {**index, "sources": source_entries(work, found)})
+    keeper.finish()
 
 
 def template_for(tokenizer: Tokenizer, own: TemplateText | None) -> TemplateText:
@@ -130,8 +134,10 @@ def _trained(work: BuildRequest, total: int) -> Tokenizer:
 
 
 def _write_all(
-    work: BuildRequest, tokenizer: Tokenizer, template: TemplateText, folder: Path, total: int
+    work: BuildRequest, tokenizer: Tokenizer, template: TemplateText, place: tuple[Path, ProgressKeeper], total: int
 ) -> dict[HoldoutSplit, ShardWriter]:
+    folder, keeper = place
+
     def writer(split: HoldoutSplit) -> ShardWriter:
         dtype = token_dtype(tokenizer.vocabulary)
         return ShardWriter(folder, split, eot=tokenizer.eot, dtype=dtype, shard_tokens=work.shard_tokens, marks="kept")
@@ -139,11 +145,13 @@ def _write_all(
     writers: dict[HoldoutSplit, ShardWriter] = {"train": writer("train"), "heldout": writer("heldout")}
     encoder, done = ExampleEncoder(tokenizer, ChatTemplate(template)), 0
     try:
-        for batch in _batches(work):
+        count, done = keeper.begin(tokenizer, writers)
+        for batch in _batches(work, count):
             work.on_progress(done, total, "tokenizing")
             for one, encoded in zip(batch, encoder.encode([one.example for one in batch]), strict=True):
                 _write(writers[one.split], one, encoded, work.shard_tokens)
-            done += sum(one.text_bytes for one in batch)
+            count, done = count + len(batch), done + sum(one.text_bytes for one in batch)
+            keeper.written(count, done, writers)
         for each in writers.values():
             each.close_shard()
     except OSError as error:
@@ -161,9 +169,11 @@ def _write(writer: ShardWriter, one: _Placed, encoded: EncodedExample, shard_tok
     writer.text_bytes += encoded.learned_bytes
 
 
-def _batches(work: BuildRequest) -> Iterator[list[_Placed]]:
+def _batches(work: BuildRequest, first: int) -> Iterator[list[_Placed]]:
+    """All examples from number `first` on."""
     batch, characters = list[_Placed](), 0
-    for one in chain.from_iterable(_examples(work, number) for number in range(len(work.sources))):
+    examples = chain.from_iterable(_examples(work, number) for number in range(len(work.sources)))
+    for one in islice(examples, first, None):
         batch.append(one)
         characters += sum(map(len, one.example.texts))
         if characters >= _BATCH_CHARACTERS:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 
@@ -12,6 +13,29 @@ from plait.data.holdout import HoldoutSplit
 from plait.data.index import ShardEntry, file_sha256, sync_and_close
 
 _COUNTED, _NEVER = np.zeros(1, dtype=np.uint8), np.ones(1, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenShard:
+    """How far a shard is: its tokens, where its documents begin, and the SHA-256 of what is in its files so far."""
+
+    source: int
+    tokens: int
+    starts: tuple[int, ...]
+    sha256: str
+    mask_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterState:
+    """How far a writer is: the shards that are whole, and the one that is open."""
+
+    entries: tuple[ShardEntry, ...]
+    open: OpenShard | None
+    whole: bool
+    """Whether it was given whole documents."""
+    text_bytes: int
+    bytes_written: int
 
 
 class ShardWriter:
@@ -99,11 +123,62 @@ class ShardWriter:
         self.entries.append(entry)
         self._tokens = 0
 
-    def _open(self, source: int) -> None:
+    def state(self) -> WriterState:
+        """How far it is; all of it is then in the kernel's hands, which keep it when this process is killed."""
+        shard = None
+        for file in (self._file, self._mask_file):
+            if file is not None:
+                file.flush()
+        if self._file is not None:
+            shard = OpenShard(
+                source=self._source,
+                tokens=self._tokens,
+                starts=tuple(self._starts),
+                sha256=self._hash.hexdigest(),
+                mask_sha256=self._mask_hash.hexdigest(),
+            )
+        return WriterState(
+            entries=tuple(self.entries),
+            open=shard,
+            whole=self._end is _NEVER,
+            text_bytes=self.text_bytes,
+            bytes_written=self.bytes_written,
+        )
+
+    def restore(self, state: WriterState) -> None:
+        """Go on where a writer of the same folder was; raises ValueError or OSError where a file is not as it was
+        then."""
+        for entry in state.entries:
+            if any(file_sha256(self._folder / name) != sha for name, sha in entry.files.items()):
+                raise ValueError(f"{entry.name} is not what was written")
+        self.entries, self.text_bytes, self.bytes_written = [*state.entries], state.text_bytes, state.bytes_written
+        self._end = _NEVER if state.whole else _COUNTED
+        if (shard := state.open) is None:
+            return
+        self._open(shard.source, "go on")
+        assert self._file is not None
+        self._starts, self._tokens = list(shard.starts), shard.tokens
+        _read_back(self._file, shard.tokens * self._dtype.itemsize, self._hash)
+        if self._mask_file is not None:
+            _read_back(self._mask_file, shard.tokens, self._mask_hash)
+        if (self._hash.hexdigest(), self._mask_hash.hexdigest()) != (shard.sha256, shard.mask_sha256):
+            raise ValueError(f"{self._name} is not what was written")
+
+    def begin_anew(self) -> None:
+        """Be as new, after a `restore` that failed; what is in the folder is the caller's to take away."""
+        for file in (self._file, self._mask_file):
+            if file is not None:
+                file.close()
+        self._file = self._mask_file = None
+        self._end = _COUNTED
+        self.entries, self.text_bytes, self.bytes_written, self._tokens, self._source = [], 0, 0, 0, 0
+
+    def _open(self, source: int, how: Literal["anew", "go on"] = "anew") -> None:
         self._name = f"{self._split}-{len(self.entries):05d}"
-        self._file = (self._folder / f"{self._name}.bin").open("wb", buffering=1 << 20)
+        mode = "wb" if how == "anew" else "r+b"
+        self._file = cast("BinaryIO", (self._folder / f"{self._name}.bin").open(mode, buffering=1 << 20))
         if self._marks == "kept":
-            self._mask_file = (self._folder / f"{self._name}.mask.bin").open("wb", buffering=1 << 20)
+            self._mask_file = cast("BinaryIO", (self._folder / f"{self._name}.mask.bin").open(mode, buffering=1 << 20))
         self._source, self._starts, self._hash, self._mask_hash = source, [], sha256(), sha256()
 
     def _write(self, ids: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
@@ -117,6 +192,20 @@ class ShardWriter:
             self._mask_hash.update(marks)
         self._tokens += len(ids)
         self.bytes_written += data.nbytes
+
+
+def _read_back(file: BinaryIO, nbytes: int, digest: Any) -> None:
+    """Hash the first so many bytes of a file that was opened to go on, and cut off what is behind them; raises
+    ValueError where there are fewer."""
+    left = nbytes
+    while left:
+        block = file.read(min(1 << 20, left))
+        if not block:
+            raise ValueError("it is shorter than what was written")
+        digest.update(block)
+        left -= len(block)
+    file.truncate(nbytes)
+    file.seek(nbytes)
 
 
 def _save_starts(path: Path, starts: list[int]) -> str:

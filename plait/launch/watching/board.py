@@ -22,6 +22,8 @@ STACK_SIGNAL = signal.SIGUSR2
 _STACK_S = 1.0
 _FADING = 0.99
 _STACK_BYTES_AT_MOST = 1 << 16
+BOARD_NAME = "plait-progress"
+"""What the kernel calls a board among the open files of a rank."""
 
 
 class ProgressBoard:
@@ -29,7 +31,7 @@ class ProgressBoard:
 
     def __init__(self, ranks: int) -> None:
         self._size = max(1, ranks) * _SLOT_BYTES
-        self.descriptor = os.memfd_create("plait-progress")
+        self.descriptor = os.memfd_create(BOARD_NAME)
         os.ftruncate(self.descriptor, self._size)
         self._memory = mmap.mmap(self.descriptor, self._size)
         self._changes: dict[int, int] = {}
@@ -113,6 +115,27 @@ class SlotWriter:
         _SLOT.pack_into(self._memory, self._at, self._changes, self._step, self._collective, longest_s, self._phase)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What a rank has written on its board last; `longest_s` is how long this phase took it at most before, 0 where it
+    is in it for the first time."""
+
+    step: int
+    phase: str
+    longest_s: float
+
+
+def published(board: int, slot: int) -> Published | None:
+    """What the rank of a slot has written, read through a descriptor of its board by whoever looks on from outside;
+    None before it has written anything."""
+    data = os.pread(board, _SLOT.size, slot * _SLOT_BYTES)
+    if len(data) < _SLOT.size:
+        return None
+    changes, step, _, longest_s, phase = _SLOT.unpack(data)
+    name = phase.rstrip(b"\0").decode(errors="replace")
+    return Published(step=step, phase=name, longest_s=max(0.0, longest_s)) if changes else None
+
+
 def stack_writer(descriptor: int) -> int:
     """A descriptor whose writes go to the end of the board, after the slots, whoever else writes there."""
     writer = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
@@ -151,10 +174,14 @@ class StackPlace:
 
 
 def innermost_place(stack: str, package: str = "plait") -> StackPlace | None:
-    """The innermost frame of `package` in what faulthandler wrote of the thread that got the signal, else the innermost
-    of all; None where there is none."""
-    own = stack.partition("Current thread")[2] or stack
-    frames = [place for line in own.split("\n\n")[0].splitlines() if (place := _frame(line, package))]
+    """The innermost frame of `package` in what faulthandler wrote of the main thread, else the innermost of all; None
+    where there is none.
+
+    The main thread is the last that faulthandler writes of. Which one got the signal says nothing: in a process that
+    was stopped it is the first to go on.
+    """
+    own = next((part for part in reversed(stack.split("\n\n")) if part.strip()), "")
+    frames = [place for line in own.splitlines() if (place := _frame(line, package))]
     inside = [place for place in frames if place.file.startswith(f"{package}/")]
     return (inside or frames or [None])[0]
 

@@ -15,20 +15,23 @@ from plait.trainer.loop import LoopActions
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 
-FOLDER = ".planted"
+FOLDER, CARRIED_OUT = ".planted", "done-"
 _NAME = re.compile(r"nan-([0-9]{1,4})@([0-9]{1,9})\.[0-9]{1,3}")
 
 
 def with_planted_faults(actions: LoopActions, assembly: Assembly, run: Path, rank: int) -> LoopActions:
     """The same actions; before a step for which a file "nan-RANK@STEP.N" was planted in the run's folder, the first
-    weight that this rank trains becomes NaN in its memory, and the file is deleted. One file a step and start."""
-    planted = planted_files(run, rank)
-    if not planted:
+    weight that this rank trains becomes NaN in its memory, and "done-" is put before the file's name. One file a step
+    and start. Where nobody planted anything before the start, nobody looks again."""
+    if not (run / FOLDER).is_dir():
         return actions
+    done = set[int]()
 
     def step(state: TrainState) -> tuple[TrainState, Scalars]:
-        if file := planted.get(state.step + 1):
-            file.unlink()
+        coming = state.step + 1
+        if coming not in done and (file := planted_files(run, rank).get(coming)):
+            done.add(coming)
+            file.rename(file.with_name(f"{CARRIED_OUT}{file.name}"))
             _spoil(next(held for held in assembly.model.weights if held.trained))
         return actions.step(state)
 
