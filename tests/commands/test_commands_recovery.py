@@ -47,14 +47,14 @@ def failed(folder: RunFolder) -> tuple[Recovery, Session]:
     session = Session(folder, SilentScreen().steps(100), None, 1, require_present=lambda: None)
     session.saved_step, session.last_step, session.has_stepped = 20, 25, True
     session.step_times = dict.fromkeys(range(21, 26), 0.5)
-    recovery.begins(Start(generation=1))
+    recovery.begins(Start(generation=1, lineage=1))
     return recovery, session
 
 
 def test_a_failure_costs_the_steps_since_the_newest_checkpoint(folder: RunFolder) -> None:
     recovery, session = failed(folder)
     state = newest_checkpoint(folder)
-    sentence = recovery.after(KILLED, session, Start(generation=1), state)
+    sentence = recovery.after(KILLED, session, Start(generation=1, lineage=1), state)
     assert "going on from step-20 of 100; 5 steps done again" in sentence
     (told,), _ = read_incidents(folder.incidents)
     assert (told.resumed_from, told.steps_lost, told.lost_s) == (20, 5, 2.5)
@@ -65,7 +65,7 @@ def test_where_the_newest_is_damaged_it_costs_those_since_the_one_before(folder:
     flip_bit(folder.checkpoints / "step-20" / "rank-00000.safetensors")
     recovery, session = failed(folder)
     state = newest_checkpoint(folder)
-    sentence = recovery.after(KILLED, session, Start(generation=1), state)
+    sentence = recovery.after(KILLED, session, Start(generation=1, lineage=1), state)
     assert "going on from step-10 of 100; 15 steps done again" in sentence
     (told,), _ = read_incidents(folder.incidents)
     assert (told.resumed_from, told.steps_lost, told.lost_s) == (10, 15, 7.5)
@@ -79,9 +79,9 @@ def test_where_none_is_whole_the_run_ends_with_that_sentence_and_the_failure_is_
         flip_bit(folder.checkpoints / f"step-{step}" / "rank-00000.safetensors")
     recovery, session = failed(folder)
     with pytest.raises(PlaitError, match="none of the 2 checkpoints"):
-        recovery.after(KILLED, session, Start(generation=1), newest_checkpoint(folder))
+        recovery.after(KILLED, session, Start(generation=1, lineage=1), newest_checkpoint(folder))
     (told,), _ = read_incidents(folder.incidents)
     assert (told.decision, told.cause) == ("ended", "killed")
     never = Recovery(RecoverSection(mode="never"), folder, folder.saved_plan(), lambda: None)
     with pytest.raises(WorkersFailed, match="killed by SIGKILL"):
-        never.after(KILLED, session, Start(generation=2), newest_checkpoint(folder))
+        never.after(KILLED, session, Start(generation=2, lineage=2), newest_checkpoint(folder))
