@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from plait.checkpoint.manifest import Manifest
+from plait.model.parts.objectives import NO_OBJECTIVES
 from plait.model.shape import parameter_count
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -19,6 +21,7 @@ def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequ
     base = config.model.from_
     name = None if base is None else base if base.startswith("hub:") else Path(base).name
     origin = f"the weights of {name}" if name else f"weights drawn from seed {config.run.seed}"
+    shape = replace(plan.shape, objectives=NO_OBJECTIVES)  # what an export has
     lines = [
         "---",
         "library_name: transformers",
@@ -26,7 +29,7 @@ def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequ
         "",
         f"# {config.run.name}",
         "",
-        f"A language model of {format_count(parameter_count(plan.shape))} parameters, trained by plait {__version__} "
+        f"A language model of {format_count(parameter_count(shape))} parameters, trained by plait {__version__} "
         f"from {origin}:",
         "",
         f"- {manifest.step:,} steps of {plan.batch_sequences} × {plan.sequence} tokens, {format_count(tokens)} in all",

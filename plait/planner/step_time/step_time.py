@@ -50,6 +50,8 @@ class StepTime:
     slowest_stage_message: Reals
     """The same over the slowest hop, which no micro-batch may take faster."""
     hidden: Reals
+    busiest_layers: Reals
+    """Layers on the busiest device, those for prediction ahead included."""
     step_s: Reals
 
 
@@ -74,18 +76,26 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
     held = rank_layers(workload, candidates)
     micros = micro_batches_per_step(workload, candidates)
     alone = candidates.pipeline == 1
-    busiest = np.where(
-        alone, held.fullest * per_layer + head, np.maximum(held.fullest * per_layer, held.last * per_layer + head)
+    full, end = held.fullest * per_layer, held.last * per_layer + held.last_heads * head
+    busiest = np.where(alone, end, np.maximum(full, end))
+    layers = np.where(busiest > full, held.last, held.fullest)
+    heads = np.where(busiest > full, held.last_heads * head, 0.0)
+    middle = held.middle * per_layer + held.middle_heads * head
+    layers, heads = (
+        np.where(middle > busiest, *pair) for pair in ((held.middle, layers), (held.middle_heads * head, heads))
     )
-    layers = np.where(busiest > held.fullest * per_layer, held.last, held.fullest)
-    heads = np.where(busiest > held.fullest * per_layer, head, 0.0)
+    busiest = np.maximum(busiest, middle)
     host = launch_overhead_s(inputs.device_time, candidates, held.fullest, busiest) + message_cpu_s(inputs)
     sends = stage_sends(inputs, busiest + host, per_layer, head)
     stage = busiest + host + sends.exposed
-    through = workload.layers * per_layer + head + candidates.pipeline * (host + sends.mean_exposed)
+    through = (
+        workload.layers_and_depths * per_layer
+        + workload.heads_in_all * head
+        + candidates.pipeline * (host + sends.mean_exposed)
+    )
     whole = np.where(alone, stage, through)
     # Fuller stages in front set the pace only while those behind them neither fill nor drain.
-    later = np.maximum(held.fullest_after * per_layer, held.last * per_layer + head)
+    later = np.maximum(held.fullest_after * per_layer, end)
     eased = np.maximum(busiest - later, 0.0) * np.minimum(held.ranks_after_fullest, micros - 1)
     bubble = np.maximum(_bubble_s(inputs, stage, whole) - np.where(alone, 0.0, eased), 0.0)
     # Until the first micro-batch comes through, and the last comes back.
@@ -116,6 +126,7 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
         stage_message=sends.mean_message,
         slowest_stage_message=sends.slowest_message,
         hidden=hidden + micros * layers * exposed.hidden,
+        busiest_layers=layers,
         step_s=np.add.reduce(list(items.values())),
     )
 
