@@ -94,20 +94,25 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length += rows.tokens
         if self.norm is None:
-            return hidden_nd
-        result_nd = self.norm(hidden_nd)
-        return result_nd if objectives is None else self._predict_ahead(result_nd, hidden_nd, rows, objectives)
+            # A head returns a view, and torch's sharding hooks onto a part's result, which must be none.
+            ends_in_head = objectives is not None and str(max(self.part.layers, default=-1) + 1) in self.auxiliary
+            return hidden_nd.clone() if ends_in_head else hidden_nd
+        if objectives is not None:
+            hidden_nd = self._predict_ahead(hidden_nd, rows, objectives)
+        return self.norm(hidden_nd)
 
-    def _predict_ahead(self, result_nd: Tensor, hidden_nd: Tensor, rows: Rows, objectives: MicroObjectives) -> Tensor:
-        """The result, whose backward hands over the losses of all depths, each of which reads the one before."""
+    def _predict_ahead(self, carrier_nd: Tensor, rows: Rows, objectives: MicroObjectives) -> Tensor:
+        """The last layer's stream, whose backward hands over the losses of all depths, each of which reads the one
+        before."""
+        hidden_nd = carrier_nd
         for depth, (name, own) in enumerate(self.ahead.items()):
             assert isinstance(own, AheadInput)
             hidden_nd = own(hidden_nd, objectives.following_bt[depth], self._look_up)
             counted_n = objectives.counted_n[depth] if objectives.counted_n else None
             hidden_nd = self.layers[str(self.layer_of_depth(depth + 1))](hidden_nd, replace(rows, counted_n=counted_n))
             loss = objectives.losses[f"ahead_{name}"]
-            result_nd = hand_over(result_nd, hidden_nd, self.head_weight(), own.norm, loss)
-        return result_nd
+            carrier_nd = hand_over(carrier_nd, hidden_nd, self.head_weight(), own.norm, loss)
+        return carrier_nd
 
     def layer_of_depth(self, depth: int) -> int:
         """The number of the layer that predicts `depth` tokens beyond the next."""

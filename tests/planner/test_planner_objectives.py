@@ -82,7 +82,7 @@ def test_they_take_time_and_memory_where_they_stand() -> None:
 def test_the_plan_prices_both_orders_and_says_which_is_needed() -> None:
     found = searched(SHAPE, "4xA100", pipeline=4)
     prices = order_prices(found)
-    assert prices["gpipe"].bytes_per_device > 1.2 * prices["1f1b"].bytes_per_device
+    assert prices["gpipe"].bytes_per_device > 1.1 * prices["1f1b"].bytes_per_device
     [first, second] = objective_lines(found)
     assert first.startswith("heads after 2 and 5 layers and 1 token predicted further add ")
     assert "1F1B carries all of them" in second and "needed only for a loss whose first gradient" in second

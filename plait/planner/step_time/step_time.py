@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Reals
+from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Counts, Reals
 from plait.planner.problem.stage_partition import (
+    RankLayers,
     micro_batches_per_step,
     rank_layers,
     ranks_of_an_expert,
@@ -76,15 +77,8 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
     held = rank_layers(workload, candidates)
     micros = micro_batches_per_step(workload, candidates)
     alone = candidates.pipeline == 1
-    full, end = held.fullest * per_layer, held.last * per_layer + held.last_heads * head
-    busiest = np.where(alone, end, np.maximum(full, end))
-    layers = np.where(busiest > full, held.last, held.fullest)
-    heads = np.where(busiest > full, held.last_heads * head, 0.0)
-    middle = held.middle * per_layer + held.middle_heads * head
-    layers, heads = (
-        np.where(middle > busiest, *pair) for pair in ((held.middle, layers), (held.middle_heads * head, heads))
-    )
-    busiest = np.maximum(busiest, middle)
+    busiest, layers, heads = _busiest_rank(held, per_layer, head, alone)
+    end = held.last * per_layer + held.last_heads * head
     host = launch_overhead_s(inputs.device_time, candidates, held.fullest, busiest) + message_cpu_s(inputs)
     sends = stage_sends(inputs, busiest + host, per_layer, head)
     stage = busiest + host + sends.exposed
@@ -129,6 +123,17 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
         busiest_layers=layers,
         step_s=np.add.reduce(list(items.values())),
     )
+
+
+def _busiest_rank(held: RankLayers, per_layer: Reals, head: Reals, alone: Counts) -> tuple[Reals, Reals, Reals]:
+    """Of the rank that takes longest for a micro-batch: its seconds, its layers and the seconds of its heads."""
+    full, end = held.fullest * per_layer, held.last * per_layer + held.last_heads * head
+    middle = held.middle * per_layer + held.middle_heads * head
+    busiest = np.where(alone, end, np.maximum(full, end))
+    layers, heads = np.where(busiest > full, held.last, held.fullest), np.where(busiest > full, held.last_heads, 0.0)
+    dearer = middle > busiest
+    layers, heads = np.where(dearer, held.middle, layers), np.where(dearer, held.middle_heads, heads)
+    return np.maximum(busiest, middle), layers, heads * head
 
 
 def _recompute_s(inputs: CostInputs, layer: LayerTime) -> Reals:
