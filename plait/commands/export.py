@@ -26,10 +26,9 @@ from plait.interop.config_out import config_of_shape
 from plait.interop.families import MODEL_FAMILIES
 from plait.interop.small_files import LICENCES, TOKENIZER, copy_small_files
 from plait.interop.write_weights import SHARD_BYTES, files_bytes, write_weights, written_tensors
-from plait.model.parts.objectives import NO_OBJECTIVES
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
-from plait.planner.problem.objective_words import left_out_text
+from plait.planner.problem.objective_words import left_out_text, without_objectives
 from plait.screen.screen import Screen
 from plait.units import format_bytes
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -100,7 +99,7 @@ def _write_model(
 ) -> str:
     """The whole model, an adapter added to the weights beside it; returns its family."""
     kept = read_config(source.folder.base) if source.folder.base.is_dir() else {}
-    shape = _exported_shape(replace(source.plan.shape, adapter=None, objectives=NO_OBJECTIVES), kept)
+    shape = _exported_shape(replace(without_objectives(source.plan.shape), adapter=None), kept)
     config = config_of_shape(shape, dtype, family_of(kept) if kept else "")
     tensors = written_tensors(shape, MODEL_FAMILIES[config["model_type"]])
     _require_room(target, files_bytes(tensors, _CODES[dtype]))

@@ -125,6 +125,8 @@ BESIDE = {
     "model.expert_groups": ("model.experts=8", "model.expert_groups_chosen=1"),
     "model.expert_groups_chosen": ("model.experts=8", "model.expert_groups=2"),
     "model.expert_balance_weight": ("model.experts=8", "model.expert_balance=sequence"),
+    "model.auxiliary_head_weight": ("model.auxiliary_heads=[2]",),
+    "model.predict_ahead_weight": ("model.predict_ahead=1",),
     "layout.expert": ("model.experts=8", "layout.replicate=2", "layout.shard=1"),
     "optimizer.kind": ("optimizer.lr=0.1",),
     "optimizer.momentum": ("optimizer.kind=sgd", "optimizer.lr=0.1"),

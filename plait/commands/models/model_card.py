@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from plait.checkpoint.manifest import Manifest
-from plait.model.parts.objectives import NO_OBJECTIVES
 from plait.model.shape import parameter_count
 from plait.planner.plan import Plan
+from plait.planner.problem.objective_words import without_objectives
 from plait.recipe.schema import RunConfig
 from plait.units import format_count
 from plait.version import __version__
@@ -21,7 +20,7 @@ def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequ
     base = config.model.from_
     name = None if base is None else base if base.startswith("hub:") else Path(base).name
     origin = f"the weights of {name}" if name else f"weights drawn from seed {config.run.seed}"
-    shape = replace(plan.shape, objectives=NO_OBJECTIVES)  # what an export has
+    shape = without_objectives(plan.shape)  # what an export has
     lines = [
         "---",
         "library_name: transformers",

@@ -23,7 +23,6 @@ from plait.model.kernels.norm import make_norm
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.shape import ModelShape
 
-Norm = Callable[[Tensor], Tensor]
 LookUp = Callable[[Tensor], Tensor]
 """Tokens [b, t] to their embeddings, the flat stream [n, d], without positions."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from plait.model.parts.objectives import NO_OBJECTIVES
 from plait.model.shape import ModelShape, parameter_count
 from plait.units import counted, format_count
 
@@ -34,6 +35,11 @@ def objectives_text(shape: ModelShape) -> str:
     parts = [f"heads after {_listed(heads)} layers"] if heads else []
     parts += [f"predicts {counted(ahead, 'token')} further"] if ahead else []
     return "".join(f"; {part}" for part in parts)
+
+
+def without_objectives(shape: ModelShape) -> ModelShape:
+    """The model itself, as it is sampled and exported."""
+    return replace(shape, objectives=NO_OBJECTIVES)
 
 
 def left_out_text(shape: ModelShape) -> str:
