@@ -28,7 +28,7 @@ from plait.interop.small_files import LICENCES, TOKENIZER, copy_small_files
 from plait.interop.write_weights import SHARD_BYTES, files_bytes, write_weights, written_tensors
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
-from plait.planner.problem.objective_words import left_out_text, without_objectives
+from plait.planner.problem.objective_words import objectives_left_out, without_objectives
 from plait.screen.screen import Screen
 from plait.units import format_bytes
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -106,7 +106,7 @@ def _write_model(
     _write_small_files(staging, source, tokenizer, {**config, **_token_ids(kept, tokenizer)})
     write_weights(staging, tensors, _CODES[dtype], merged_reader(source), shard_bytes)
     merged = ", the adapter merged" if source.base else ""
-    return f"{config['model_type']}{merged}{left_out_text(source.plan.shape)}"
+    return f"{config['model_type']}{merged}{objectives_left_out(source.plan.shape)}"
 
 
 def _write_adapter(staging: Path, source: ExportedRun, tokenizer: Tokenizer, dtype: str) -> str:

@@ -42,7 +42,7 @@ def without_objectives(shape: ModelShape) -> ModelShape:
     return replace(shape, objectives=NO_OBJECTIVES)
 
 
-def left_out_text(shape: ModelShape) -> str:
+def objectives_left_out(shape: ModelShape) -> str:
     """What an export of the model itself leaves out, as the end of a line; empty where that is nothing."""
     heads, ahead = shape.objectives.heads, shape.objectives.ahead
     parts = [f"the norms of the heads after {_listed(heads)} layers"] if heads else []
