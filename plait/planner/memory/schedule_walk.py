@@ -44,8 +44,8 @@ class PipelineStages:
     """Whether gradients of layers are summed over ranks, and so add up in flat buckets."""
     flat_tables: bool
     """Whether gradients of vocabulary tables are summed over ranks, and so add up in flat buckets."""
-    middle_heads: tuple[int, ...] = ()
-    """Heads in the middle on each stage; empty: there are none."""
+    middle_heads: tuple[tuple[int, ...], ...] = ()
+    """Of each stage the heads in the middle, each by the layers of the stage behind it; empty: there are none."""
     ahead: int = 0
     """Depths of prediction ahead, on the last stage."""
 
@@ -59,9 +59,10 @@ class PipelineStages:
         looks_up = stage == 0 or (stage == self.last and self.ahead > 0)
         return int(scores or looks_up) if self.tied else scores + looks_up
 
-    def handed_over(self, stage: int) -> int:
-        """Losses of a stage that its backward pass computes."""
-        return (self.middle_heads[stage] if self.middle_heads else 0) + (stage == self.last) * self.ahead
+    def handed_over(self, stage: int) -> list[int]:
+        """The losses that a stage's backward pass computes, in its order, each by the layers behind it."""
+        middle = sorted(self.middle_heads[stage]) if self.middle_heads else []
+        return [0] * (self.ahead if stage == self.last else 0) + middle
 
 
 def fullest_moments(own: Sequence[Action], stages: PipelineStages) -> NDArray[np.float64]:
@@ -160,13 +161,13 @@ class _Walk:
     def _heads(self, stage: int) -> None:
         """The losses that a stage's backward pass computes: beside the gradient of the output matrix that a head makes,
         there is the sum of those of the heads before it."""
-        if uses := self._stages.handed_over(stage):
-            tables = 1 if stage == self._stages.last else 1 + (uses > 1)
+        for number, behind in enumerate(self._stages.handed_over(stage)):
             logits: dict[tuple[WalkedItem, TensorSize], int] = {
-                ("logits", "scores"): 1, ("logits", "loss_copies"): 1, ("logits", "table"): tables,
-                ("logits", "product"): 1,
+                ("logits", "scores"): 1, ("logits", "loss_copies"): 1, ("logits", "product"): 1,
+                ("logits", "table"): 1 + (number > 0 and stage < self._stages.last),
             }  # fmt: skip
-            self._record_moment({**logits, ("buffers", "stream"): 3, ("buffers", "gathered"): 1})
+            left = {("activations", "layer"): -behind, ("buffers", "stream"): 3, ("buffers", "gathered"): 1}
+            self._record_moment({**logits, **left})
 
     def _start_of_backward(self, kind: Literal["whole", "split"]) -> None:
         """Backward pass of the stage's last layer, whose feedforward products are the widest tensors of all."""

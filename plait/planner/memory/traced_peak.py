@@ -29,7 +29,7 @@ from plait.planner.problem.candidates import (
     Reals,
     group_equal_columns,
 )
-from plait.planner.problem.head_places import head_places, heads_of_stages
+from plait.planner.problem.head_places import head_places, layers_behind_heads
 from plait.planner.problem.stage_partition import micro_batches_per_step, stages_of
 from plait.planner.problem.workload import Workload, expected_distinct_tokens
 
@@ -127,13 +127,12 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully and not w.is_frozen
     keeps_ends = keeps_ends and not w.heads_after
     each = stages_of(w, pipeline * virtual, c.layer_split)
-    heads, behind = heads_of_stages(w, each), 1 + w.predict_ahead
     stages = PipelineStages(
         layers=(*each[:-1], each[-1] + w.layers_and_depths - w.layers),
         tied=w.tied,
         flat_layers=flat,
         flat_tables=flat or (unreplicated_tied_ends and not keeps_ends),
-        middle_heads=(*heads[:-1], heads[-1] - behind) if w.heads_after else (),
+        middle_heads=layers_behind_heads(w, each) if w.heads_after else (),
         ahead=w.predict_ahead,
     )
     schedule, micros = SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])

@@ -28,6 +28,16 @@ def heads_of_stages(workload: Workload, stage_layers: Sequence[int]) -> tuple[in
     )
 
 
+def layers_behind_heads(workload: Workload, stage_layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """For each stage the heads in the middle on it, each by the layers of that stage behind it."""
+    ends = np.cumsum(stage_layers)
+    found: list[list[int]] = [[] for _ in stage_layers]
+    for after in workload.heads_after:
+        stage = int(np.searchsorted(ends, after))
+        found[stage].append(int(ends[stage]) - after)
+    return tuple(map(tuple, found))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPlaces:
     """What each rank of a pipeline has of the vocabulary."""
