@@ -28,6 +28,7 @@ from plait.interop.small_files import LICENCES, TOKENIZER, copy_small_files
 from plait.interop.write_weights import SHARD_BYTES, files_bytes, write_weights, written_tensors
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
+from plait.planner.problem.objective_words import objectives_left_out, without_objectives
 from plait.screen.screen import Screen
 from plait.units import format_bytes
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -98,13 +99,14 @@ def _write_model(
 ) -> str:
     """The whole model, an adapter added to the weights beside it; returns its family."""
     kept = read_config(source.folder.base) if source.folder.base.is_dir() else {}
-    shape = _exported_shape(replace(source.plan.shape, adapter=None), kept)
+    shape = _exported_shape(replace(without_objectives(source.plan.shape), adapter=None), kept)
     config = config_of_shape(shape, dtype, family_of(kept) if kept else "")
     tensors = written_tensors(shape, MODEL_FAMILIES[config["model_type"]])
     _require_room(target, files_bytes(tensors, _CODES[dtype]))
     _write_small_files(staging, source, tokenizer, {**config, **_token_ids(kept, tokenizer)})
     write_weights(staging, tensors, _CODES[dtype], merged_reader(source), shard_bytes)
-    return f"{config['model_type']}{', the adapter merged' if source.base else ''}"
+    merged = ", the adapter merged" if source.base else ""
+    return f"{config['model_type']}{merged}{objectives_left_out(source.plan.shape)}"
 
 
 def _write_adapter(staging: Path, source: ExportedRun, tokenizer: Tokenizer, dtype: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import torch
 from plait.data.balance import balance_samples, order_by_load
 from plait.data.integrity import BackgroundVerification
 from plait.data.micro_sizes import micro_sizes
-from plait.data.packing import Lengths, restarting_positions, zigzag_columns
+from plait.data.packing import Lengths, restarting_positions, rows_ahead, zigzag_columns
 from plait.data.rows import IGNORED_TARGET
 from plait.data.samples.opening import heldout_samples
 from plait.data.samples.reader import RowReader, SampleReader
@@ -23,6 +23,16 @@ from plait.data.samples.sizes import Overlong
 from plait.data.shards import Corpus
 
 DocumentMode = Literal["mask", "join"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ahead:
+    """What a micro-batch's tokens predict at one depth beyond the next token, int64 [B, T] each."""
+
+    tokens: torch.Tensor
+    """The token so many further on; any token where there is none."""
+    targets: torch.Tensor
+    """The token after that one; IGNORED_TARGET also where it is of another row or document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +49,8 @@ class Micro:
     targets: torch.Tensor
     positions: torch.Tensor | None
     lengths: tuple[int, ...] | None
+    ahead: tuple[Ahead, ...] = ()
+    """For each depth of prediction beyond the next token, from 1 on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +75,8 @@ class SampleSelection:
     """This rank's context-parallel rank: the part of each sequence that it holds."""
     context_degree: int = 1
     """Context-parallel degree: the number of parts of each sequence."""
+    predict_ahead: int = 0
+    """Depths of prediction beyond the next token."""
 
     @property
     def batch_sequences(self) -> int:
@@ -140,6 +154,7 @@ def heldout_micros(corpus: Corpus, samples: SampleSelection, overlong: Overlong 
     The data-parallel ranks take turns, each with the same share of the windows as of a training step. Raises
     PlaitError for examples that are too long where that is refused.
     """
+    samples = replace(samples, predict_ahead=0)
     reader = heldout_samples(corpus, samples.sequence, overlong)
     if not reader.samples:
         return
@@ -210,13 +225,21 @@ def make_micro(
     """Whole rows [B, T] as what this rank holds of them; `lengths` are the segments of the rows where documents are
     masked."""
     positions = None if lengths is None else restarting_positions(lengths).reshape(inputs.shape)
+    # Of whole rows: what is predicted may lie on another context rank.
+    depths = range(1, samples.predict_ahead + 1)
+    ahead = [rows_ahead(inputs, targets, lengths, depth, ignored=IGNORED_TARGET) for depth in depths]
     if samples.context_degree > 1:
         columns = zigzag_columns(samples.sequence, samples.context_degree, samples.context_rank)
         positions = columns[None] if positions is None else positions[:, columns]
         inputs, targets = inputs[:, columns], targets[:, columns]
+        ahead = [(tokens[:, columns], wanted[:, columns]) for tokens, wanted in ahead]
     return Micro(
         inputs=_tensor(inputs, samples.device),
         targets=_tensor(targets, samples.device),
+        ahead=tuple(
+            Ahead(tokens=_tensor(tokens, samples.device), targets=_tensor(wanted, samples.device))
+            for tokens, wanted in ahead
+        ),
         positions=None if positions is None else _tensor(positions, samples.device),
         lengths=None if lengths is None else tuple(lengths.tolist()),
     )

@@ -30,6 +30,27 @@ def restarting_positions(lengths: Lengths) -> Lengths:
     return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
 
 
+def rows_ahead(
+    inputs: np.ndarray[Any, Any],
+    targets: np.ndarray[Any, Any],
+    lengths: Lengths | None,
+    depth: int,
+    *,
+    ignored: int,
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Inputs and targets `depth` columns further on, [B, T] each, as position i sees them: `ignored` is the target
+    where that column is of another row or, where `lengths` are given, of another document.
+
+    The tokens of such positions do not matter: they stand at a document's end, where no later position sees them.
+    """
+    tokens, wanted = np.zeros_like(inputs), np.full(targets.shape, ignored, dtype=np.int64)
+    tokens[:, :-depth], wanted[:, :-depth] = inputs[:, depth:], targets[:, depth:]
+    if lengths is not None:
+        documents = np.repeat(np.arange(len(lengths)), lengths).reshape(inputs.shape)
+        wanted[:, :-depth][documents[:, depth:] != documents[:, :-depth]] = ignored
+    return tokens, wanted
+
+
 def zigzag_columns(sequence: int, context_degree: int, context_rank: int) -> Lengths:
     """Columns of a row that one of `context_degree` context ranks holds, in the rank's order: two of 2 ×
     `context_degree` equal chunks.

@@ -7,19 +7,22 @@ The residual stream is flat, [N, width]: code that splits tokens over ranks need
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.attention import Attention, Cache, Documents, Rows
+from plait.model.auxiliary.heads import AheadInput, AuxiliaryHead, MicroObjectives, hand_over
 from plait.model.experts.mixture import Mixture
 from plait.model.feedforward import FeedForward
 from plait.model.kernels.norm import make_norm
 from plait.model.kernels.rotary import Rotary
 from plait.model.linear import Linear
+from plait.model.names import EMBEDDING, HEAD
 from plait.model.shape import ModelPart, ModelShape, whole_model
-from plait.model.weights import is_trained
+from plait.model.weights import heads_in, holds_weight, is_trained
 
 
 class GPT(nn.Module):
@@ -27,7 +30,8 @@ class GPT(nn.Module):
     do not learn ask for no gradient.
 
     Layers are in a dict keyed by their global number, so that a part of the model keeps the weights' names. `embed` is
-    None in a part without the embedding, `norm` in a part without the head.
+    None in a part without the embedding, `norm` in a part without the end, `head` in a part without an output matrix.
+    Layers for prediction ahead follow the last one; they and heads in the middle run only where objectives are given.
     """
 
     def __init__(self, shape: ModelShape, part: ModelPart | None = None) -> None:
@@ -35,11 +39,17 @@ class GPT(nn.Module):
         part = part or whole_model(shape)
         self.shape = shape
         self.part = part
+        ahead = shape.objectives.depths if part.ends else ()
         # A tied head needs the embedding's weight, wherever it is.
-        self.embed = Embedding(shape, part) if part.embeds or (part.ends and shape.tied) else None
-        self.layers = nn.ModuleDict({str(layer): Layer(shape, layer) for layer in part.layers})
+        self.embed = Embedding(shape, part) if holds_weight(part, EMBEDDING, shape) else None
+        numbers = (*part.layers, *(self.layer_of_depth(depth) for depth in ahead))
+        self.layers = nn.ModuleDict({str(layer): Layer(shape, layer) for layer in numbers})
         self.norm = make_norm(shape) if part.ends else None
-        self.head = Linear(shape.width, shape.vocabulary, bias=False) if part.ends and not shape.tied else None
+        self.head = Linear(shape.width, shape.vocabulary, bias=False) if holds_weight(part, HEAD, shape) else None
+        self.auxiliary = nn.ModuleDict({str(after): AuxiliaryHead(shape) for after in heads_in(part, shape)})
+        self.ahead = nn.ModuleDict({str(depth): AheadInput(shape) for depth in ahead})
+        self.lenders: tuple[GPT, ...] = ()
+        """Parts on the same rank that hold the tables which this one borrows; no modules of this one."""
         self.rotary = (
             Rotary(sequence=shape.sequence, head_width=shape.head_width, theta=shape.rope_theta, scaling=shape.rope)
             if shape.positions == "rope"
@@ -56,12 +66,14 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         stream_nd: Tensor | None = None,
         counted_n: Tensor | None = None,
+        objectives: MicroObjectives | None = None,
     ) -> Tensor:
         """The stream [B × T, width] after this part: after the final norm, before the head, where the model ends here.
 
         A part that does not begin with the embedding takes the stream that the part before it gave. Positions count
         from 0 in each row (from the cache's length where there is one) unless given; documents need them given,
-        restarting with each document. `counted_n` says which tokens enter the loss, for experts' loads; None: all.
+        restarting with each document. `counted_n` says which tokens enter the loss, for experts' loads; None: all. With
+        `objectives` the backward pass of the result is that of their losses, too.
         """
         if positions_bt is None:
             positions_bt = row_positions(tokens_bt, first=cache.length if cache is not None else 0)
@@ -74,11 +86,42 @@ class GPT(nn.Module):
             cache=cache,
             counted_n=counted_n,
         )
-        for layer in self.layers.values():
-            hidden_nd = layer(hidden_nd, rows)
+        for number in self.part.layers:
+            hidden_nd = self.layers[str(number)](hidden_nd, rows)
+            if objectives is not None and str(number + 1) in self.auxiliary:
+                head, loss = self.auxiliary[str(number + 1)], objectives.losses[f"layer_{number + 1}"]
+                hidden_nd = head(hidden_nd, self.head_weight(), loss)
         if cache is not None:
             cache.length += rows.tokens
-        return hidden_nd if self.norm is None else self.norm(hidden_nd)
+        if self.norm is None:
+            # A head returns a view, and torch's sharding hooks onto a part's result, which must be none.
+            ends_in_head = objectives is not None and str(max(self.part.layers, default=-1) + 1) in self.auxiliary
+            return hidden_nd.clone() if ends_in_head else hidden_nd
+        if objectives is not None:
+            hidden_nd = self._predict_ahead(hidden_nd, rows, objectives)
+        return self.norm(hidden_nd)
+
+    def _predict_ahead(self, carrier_nd: Tensor, rows: Rows, objectives: MicroObjectives) -> Tensor:
+        """The last layer's stream, whose backward hands over the losses of all depths, each of which reads the one
+        before."""
+        hidden_nd = carrier_nd
+        for depth, (name, own) in enumerate(self.ahead.items()):
+            assert isinstance(own, AheadInput)
+            hidden_nd = own(hidden_nd, objectives.following_bt[depth], self._look_up)
+            counted_n = objectives.counted_n[depth] if objectives.counted_n else None
+            hidden_nd = self.layers[str(self.layer_of_depth(depth + 1))](hidden_nd, replace(rows, counted_n=counted_n))
+            loss = objectives.losses[f"ahead_{name}"]
+            carrier_nd = hand_over(carrier_nd, hidden_nd, self.head_weight(), own.norm, loss)
+        return carrier_nd
+
+    def layer_of_depth(self, depth: int) -> int:
+        """The number of the layer that predicts `depth` tokens beyond the next."""
+        return self.shape.layers + depth - 1
+
+    def _look_up(self, tokens_bt: Tensor) -> Tensor:
+        (embed,) = (one.embed for one in (self, *self.lenders) if one.embed is not None)
+        found_nd: Tensor = embed.look_up(tokens_bt)
+        return found_nd
 
     def _enter(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
         assert self.embed is not None, "this part of the model begins with the stream of the part before it"
@@ -90,10 +133,16 @@ class GPT(nn.Module):
 
     def head_weight(self) -> Tensor:
         """The head's matrix [vocabulary, width], for losses that work through it in pieces; the embedding when tied."""
-        if self.head is not None:
-            return self.head.weight
-        assert self.embed is not None and self.norm is not None, "this part of the model has no head"
-        return self.embed.tokens.weight
+        for one in (self, *self.lenders):
+            if one.head is not None:
+                return one.head.weight
+            if self.shape.tied and one.embed is not None:
+                return one.embed.tokens.weight
+        raise AssertionError("this part of the model has no head")
+
+    def tables(self) -> list[nn.Module]:
+        """The modules of the vocabulary tables that this part computes with, borrowed ones included."""
+        return [table for one in (self, *self.lenders) for table in (one.embed, one.head) if table is not None]
 
 
 class Embedding(nn.Module):
@@ -110,6 +159,11 @@ class Embedding(nn.Module):
         embedded_btd = self.tokens(tokens_bt)
         if self.positions is not None:
             embedded_btd = embedded_btd + self.positions(positions_bt)
+        return embedded_btd.flatten(0, 1)
+
+    def look_up(self, tokens_bt: Tensor) -> Tensor:
+        """The tokens' embeddings [B × T, width], without positions."""
+        embedded_btd: Tensor = self.tokens(tokens_bt)
         return embedded_btd.flatten(0, 1)
 
 

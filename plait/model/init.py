@@ -50,7 +50,9 @@ def first_std(name: str, shape: ModelShape) -> float:
     fan_in = shape.size_of(dims[1])
     if is_adapter(name):
         return 1 / sqrt(3 * fan_in)  # from -1 / sqrt(fan_in) to 1 / sqrt(fan_in), as PEFT draws
-    into_stream = 0.01 / sqrt(2 * shape.layers) if dims[0] == "width" else 1.0
+    # A projection before a layer for prediction ahead begins a stream, and adds to none.
+    adds = dims[0] == "width" and dims[1] != "joined"
+    into_stream = 0.01 / sqrt(2 * shape.layers) if adds else 1.0
     return into_stream / sqrt(fan_in)
 
 

@@ -11,8 +11,10 @@ from typing import Literal
 
 Dim = Literal[
     "width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "positions", "rank",
-    "experts", "expert_ffn", "shared_ffn",
+    "experts", "expert_ffn", "shared_ffn", "joined",
 ]  # fmt: skip
+EMBEDDING, HEAD = "embed.tokens.weight", "head.weight"
+"""The vocabulary's tables."""
 BALANCE = "feedforward.router.balance"
 """A router's bias: no weight, for no gradient changes it; see ModelShape.mixture."""
 
@@ -52,6 +54,12 @@ _BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "norm.weight": ("width",),
     "norm.bias": ("width",),
     "head.weight": ("vocabulary", "width"),
+    **{
+        f"{norm}.{kind}": ("width",)
+        for norm in ("auxiliary.*.norm", "ahead.*.hidden_norm", "ahead.*.embedding_norm", "ahead.*.norm")
+        for kind in ("weight", "bias")
+    },
+    "ahead.*.projection.weight": ("width", "joined"),
 }
 ADAPTER_A, ADAPTER_B = "lora_a", "lora_b"
 """Last names of an adapter's two weights: A [rank, in] reads what the layer reads, B [out, rank] adds to its result."""
@@ -68,19 +76,21 @@ DIMS: dict[str, tuple[Dim, ...]] = {
     **{f"{layer}.{ADAPTER_A}": ("rank", dims[1]) for layer, dims in _LINEAR_LAYERS.items()},
     **{f"{layer}.{ADAPTER_B}": (dims[0], "rank") for layer, dims in _LINEAR_LAYERS.items()},
 }
-"""Meaning of each dim, `*` standing for the number of a layer, or of an expert in it. `heads` and `kv_heads` run over
-heads × head_width rows."""
+"""Meaning of each dim, `*` standing for the number of a layer, of an expert in it, or of an objective. `heads` and
+`kv_heads` run over heads × head_width rows."""
 
 CUTTABLE: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocabulary"})
 """Dims that tensor parallelism may split; heads are split between heads, never inside one."""
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
+_OBJECTIVE = re.compile(r"^(auxiliary|ahead)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def pattern_of(name: str) -> str:
     """The row of `DIMS` for a weight: "layers.3.attention.q.weight" -> "layers.*.attention.q.weight"."""
-    return _EXPERT.sub(".experts.*.", _LAYER.sub("layers.*.", name))
+    numbered = _OBJECTIVE.sub(r"\1.*.", _LAYER.sub("layers.*.", name))
+    return _EXPERT.sub(".experts.*.", numbered)
 
 
 def layer_of(name: str) -> int | None:
@@ -93,6 +103,18 @@ def expert_of(name: str) -> int | None:
     """The number, within its layer, of the expert that holds a weight; None for all other weights."""
     match = _EXPERT.search(name)
     return int(match[1]) if match else None
+
+
+def auxiliary_head_of(name: str) -> int | None:
+    """After how many layers the head in the middle stands that has a weight to itself; None for all other weights."""
+    match = _OBJECTIVE.match(name)
+    return int(match[2]) if match and match[1] == "auxiliary" else None
+
+
+def depth_of(name: str) -> int | None:
+    """The depth of prediction ahead that has a weight to itself, its layer's aside; None for all other weights."""
+    match = _OBJECTIVE.match(name)
+    return int(match[2]) if match and match[1] == "ahead" else None
 
 
 def dims_of(name: str) -> tuple[Dim, ...]:

@@ -12,8 +12,22 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal
 
-from plait.model.names import BALANCE, Dim, cut_dim, decays, dims_of, expert_of, is_adapter, layer_of, pattern_of
-from plait.model.shape import ModelShape, weight_sizes
+from plait.model.names import (
+    BALANCE,
+    EMBEDDING,
+    HEAD,
+    Dim,
+    auxiliary_head_of,
+    cut_dim,
+    decays,
+    depth_of,
+    dims_of,
+    expert_of,
+    is_adapter,
+    layer_of,
+    pattern_of,
+)
+from plait.model.shape import ModelPart, ModelShape, weight_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +71,33 @@ def is_trained(name: str, shape: ModelShape) -> bool:
     return shape.adapter is None or is_adapter(name)
 
 
+def heads_in(part: ModelPart, shape: ModelShape) -> tuple[int, ...]:
+    """The heads in the middle that stand in a part of the model, by the numbers of layers before them."""
+    return tuple(after for after in shape.objectives.heads if after - 1 in part.layers)
+
+
+def tables_used(part: ModelPart, shape: ModelShape) -> frozenset[str]:
+    """The vocabulary tables that a part of the model computes with: the embedding where tokens are looked up, at the
+    beginning and for prediction ahead, and the output matrix, or the embedding in its place, where heads are."""
+    looks_up = part.embeds or (part.ends and shape.objectives.ahead > 0)
+    scores = part.ends or bool(heads_in(part, shape))
+    return frozenset(
+        ([EMBEDDING] if looks_up or (scores and shape.tied) else []) + [HEAD] * (scores and not shape.tied)
+    )
+
+
+def holds_weight(part: ModelPart, name: str, shape: ModelShape) -> bool:
+    """Whether a part of the model has a weight; layers for prediction ahead stand at its end."""
+    layer, after = layer_of(name), auxiliary_head_of(name)
+    if layer is not None:
+        return layer in part.layers or (part.ends and layer >= shape.layers)
+    if after is not None:
+        return after in heads_in(part, shape)
+    if name in (EMBEDDING, HEAD):
+        return name in tables_used(part, shape) and name not in part.borrows
+    return part.embeds if name.startswith("embed.") else part.ends
+
+
 def trained_weights(shape: ModelShape) -> tuple[str, ...]:
     """Names of the weights that learn, in the order of the forward pass."""
     return tuple(name for name in weight_sizes(shape) if is_trained(name, shape))
@@ -65,7 +106,7 @@ def trained_weights(shape: ModelShape) -> tuple[str, ...]:
 def kept_values(shape: ModelShape) -> tuple[str, ...]:
     """Names of the vectors that no gradient changes and that checkpoints keep all the same: the routers' biases, one
     number for each expert."""
-    layers = range(shape.layers) if shape.mixture and shape.mixture.has_bias else ()
+    layers = range(shape.all_layers) if shape.mixture and shape.mixture.has_bias else ()
     return tuple(f"layers.{layer}.{BALANCE}" for layer in layers if shape.mixture_of(layer))
 
 
@@ -97,23 +138,36 @@ def training_flops_per_token(shape: ModelShape, sequence: int, attention: Litera
 
     A product of m × k by k × n counts 2mnk; looking up an embedding counts nothing, the head counts. "full" counts each
     score of the T × T square, as torch's counter does; "causal" counts half of them. Of experts those count that a
-    token goes to.
+    token goes to. Heads in the middle and prediction ahead count with what they compute.
     """
     matrices = _layer_matrices(shape)
-    head = shape.vocabulary * shape.width * (6 if shape.adapter is None else 4)
-    square = 4 * shape.layers * shape.size_of("heads") * sequence
+    heads = 1 + len(shape.objectives.weights)
+    head = heads * shape.vocabulary * shape.width * (6 if shape.adapter is None else 4)
+    square = 4 * shape.all_layers * shape.size_of("heads") * sequence
     products = sum(_active(one, shape) * (6 if one.trained else 4) for one in matrices)
     return products + head + 3 * (square if attention == "full" else square // 2)
 
 
 @lru_cache(maxsize=64)
 def active_layer_products(shape: ModelShape) -> int:
-    """Numbers of the layers' matrices that one token is multiplied with, of all layers together."""
-    return sum(_active(one, shape) for one in _layer_matrices(shape))
+    """Numbers of the layers' matrices that one token is multiplied with, of all layers together but those for
+    prediction ahead."""
+    return sum(
+        _active(one, shape)
+        for one in _layer_matrices(shape)
+        if (layer_of(one.name) or 0) < shape.layers and depth_of(one.name) is None
+    )
+
+
+def active_ahead_products(shape: ModelShape) -> int:
+    """The same of all depths of prediction ahead: their layers and projections, without the output matrix."""
+    return sum(_active(one, shape) for one in _layer_matrices(shape)) - active_layer_products(shape)
 
 
 def _layer_matrices(shape: ModelShape) -> list[WeightDescription]:
-    return [one for name, one in describe_weights(shape).items() if layer_of(name) is not None and len(one.sizes) == 2]
+    """Those of all layers, and of the projections before layers for prediction ahead."""
+    matrices = [one for one in describe_weights(shape).values() if len(one.sizes) == 2]
+    return [one for one in matrices if layer_of(one.name) is not None or depth_of(one.name) is not None]
 
 
 def parameter_parts(shape: ModelShape) -> dict[str, int]:

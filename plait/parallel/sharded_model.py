@@ -180,6 +180,8 @@ class ShardedModel:
     """Weights that several ranks hold and one of them alone updates: their gradients are not summed over ranks."""
     reports: bool = True
     """Whether this rank's loss enters the global sum: true on one of the ranks that compute the same loss."""
+    reports_objectives: bool = True
+    """The same of the losses of heads that stand on this rank, on whichever stage of a pipeline."""
 
     def settle(self) -> None:
         """Block until every number of every weight on this rank is current. Every rank must call it."""

@@ -4,6 +4,11 @@ Note [same box, same sum]: ranks that hold the same rectangle of a weight always
 other tokens of a sequence, or another use of the weight (an embedding that is also the head). So the gradient of a
 rectangle is the sum over all ranks that hold it, whatever the mix of strands, and each rectangle is counted once in a
 norm and written once to a checkpoint by one of its holders.
+
+Note [one table a rank]: heads in the middle and prediction ahead need the vocabulary's tables on more than two stages,
+and a rank with several stages may need one on several of them. The first of its parts that needs it holds it, and the
+others compute with that very weight: its gradient is complete when that part's last backward pass is, for a
+micro-batch passes the later stages first.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from math import prod
 from plait.layout import AXES, Layout, equal_share
 from plait.model.names import expert_of, layer_of
 from plait.model.shape import ModelPart, ModelShape, weight_sizes, whole_model
-from plait.model.weights import describe_weight, is_trained
+from plait.model.weights import describe_weight, holds_weight, is_trained, tables_used
 
 Range = tuple[int, int]
 """(first index, length) of a range along one dim."""
@@ -46,14 +51,13 @@ def model_parts_of(shape: ModelShape, layout: Layout, pipeline: int) -> tuple[Mo
         return (whole_model(shape),)
     stages = len(layout.stage_layers)
     first = [sum(layout.stage_layers[:stage]) for stage in range(stages)]
-    return tuple(
-        ModelPart(
-            embeds=stage == 0,
-            layers=tuple(range(first[stage], first[stage] + layout.stage_layers[stage])),
-            ends=stage == stages - 1,
-        )
-        for stage in range(pipeline, stages, layout.pipeline)
-    )
+    parts: list[ModelPart] = []
+    for stage in range(pipeline, stages, layout.pipeline):
+        layers = tuple(range(first[stage], first[stage] + layout.stage_layers[stage]))
+        part = ModelPart(embeds=stage == 0, layers=layers, ends=stage == stages - 1)
+        held = frozenset[str]().union(*(tables_used(one, shape) for one in parts))
+        parts.append(replace(part, borrows=tuple(sorted(held & tables_used(part, shape)))))
+    return tuple(parts)
 
 
 def weight_boxes(shape: ModelShape, layout: Layout, coordinates: Mapping[str, int]) -> dict[str, Box]:
@@ -75,16 +79,6 @@ def holds_expert(name: str, shape: ModelShape, layout: Layout, index: int) -> bo
         return True
     first, count = equal_share(shape.size_of("experts"), layout.expert, index)
     return first <= expert < first + count
-
-
-def holds_weight(part: ModelPart, name: str, shape: ModelShape) -> bool:
-    """Whether a part of the model has a weight; the end of a model with a tied head has the embedding."""
-    layer = layer_of(name)
-    if layer is not None:
-        return layer in part.layers
-    if name == "embed.tokens.weight":
-        return part.embeds or (part.ends and shape.tied)
-    return part.embeds if name.startswith("embed.") else part.ends
 
 
 def cut_box(name: str, shape: ModelShape, tensor: int, index: int) -> Box:
@@ -160,6 +154,7 @@ def _layers_of_each_kind(shape: ModelShape, layout: Layout, pipeline: int) -> se
     found: set[int] = set()
     for part in model_parts_of(shape, layout, pipeline):
         found |= set(part.layers[:1]) | set([layer for layer in part.layers if shape.mixture_of(layer)][:1])
+        found |= set(range(shape.layers, shape.all_layers) if part.ends else ())
     return found
 
 

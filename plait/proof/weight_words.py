@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.model.names import expert_of, layer_of, pattern_of
+from plait.model.names import auxiliary_head_of, depth_of, expert_of, layer_of, pattern_of
 
 _PARTS = {
     "attention_norm": "attention norm",
@@ -36,12 +36,24 @@ _WHOLE = {
     "loss": "the loss and its tokens",
     "evaluation": "the held-out loss",
     "experts": "the tokens of each expert",
+    "auxiliary": "the auxiliary losses and their tokens",
+}
+_DEPTH_PARTS = {
+    "hidden_norm": "norm of the stream",
+    "embedding_norm": "norm of the embedding",
+    "projection": "projection",
+    "norm": "last norm",
 }
 
 
 def weight_text(name: str) -> str:
     """A weight's name in words: "layers.3.attention.o.weight" becomes "layer 3's attention output weight"."""
     layer = layer_of(name)
+    last, kind = name.rpartition(".")[0].rpartition(".")[2], name.rpartition(".")[2]
+    if (after := auxiliary_head_of(name)) is not None:
+        return f"the norm's {kind} of the head after {after} layers"
+    if (depth := depth_of(name)) is not None:
+        return f"the {_DEPTH_PARTS[last]}'s {kind} of depth {depth} of prediction ahead"
     if layer is None:
         return _WHOLE.get(name, name)
     part, _, kind = pattern_of(name).removeprefix("layers.*.").rpartition(".")

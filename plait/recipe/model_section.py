@@ -6,8 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from plait.model.parts.objectives import OBJECTIVE_KEYS
 from plait.recipe.section import RecipeSection
-from plait.recipe.values import Auto, BalanceChoice, CountFromZero, Factor, Layers, SizeText, Width
+from plait.recipe.values import Auto, BalanceChoice, CountFromZero, Factor, Layers, LossWeight, SizeText, Width
 
 
 class ModelSection(RecipeSection):
@@ -64,10 +65,23 @@ class ModelSection(RecipeSection):
     """Of the balance losses: one number, or one for each."""
     router_z_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Auto = "auto"
     """Of the loss that keeps the router's scores small."""
+    auxiliary_heads: tuple[Layers, ...] | Auto = "auto"
+    """Heads with losses of their own after so many layers: [4, 8]; "auto" is none."""
+    auxiliary_head_weight: LossWeight | tuple[LossWeight, ...] | Auto = "auto"
+    """Of each such loss, or one for each; "auto" is 0.3."""
+    predict_ahead: CountFromZero | Auto = "auto"
+    """How many tokens beyond the next are predicted, by DeepSeek-V3's modules; "auto" is none."""
+    predict_ahead_weight: LossWeight | Auto = "auto"
+    """Of the mean of their losses; "auto" is 0.3."""
 
     @model_validator(mode="after")
     def _check_from(self) -> Self:
         named = [key for key in type(self).model_fields if key != "from_" and getattr(self, key) != "auto"]
+        if self.from_ is not None and named and named[0] in OBJECTIVE_KEYS:
+            raise ValueError(
+                f"{named[0]} is of a model that begins anew, and the one in model.from has no weights for it; take "
+                f"{named[0]} out, or model.from"
+            )
         if self.from_ is not None and named:
             raise ValueError(f"{named[0]} comes from the model in model.from; take {named[0]} out, or model.from")
         return self

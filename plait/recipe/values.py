@@ -99,6 +99,7 @@ DeviceNumbers = Annotated[
 ]
 Steps = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LossWeight = Annotated[float, Field(ge=0, lt=1e6)]
 BalanceChoice = Literal["none", "bias", "sequence", "global", "switch"]
 """What keeps a mixture's experts equally busy."""
 Fraction = Annotated[float, Field(ge=0, le=0.5)]

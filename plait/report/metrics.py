@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite, nan
 from pathlib import Path
@@ -18,8 +18,8 @@ from plait.report.atomic import replace_file
 RECEIPT_WARM_UP_STEPS = 3
 MOST_METRICS_BYTES = 1 << 32
 """Twenty million steps."""
-LEFT_OUT_IF_NONE = ("choices_accuracy", "choices_accuracy_per_byte", "expert_load_max")
-"""Keys of runs that ask multiple-choice questions, and of models with experts."""
+LEFT_OUT_IF_NONE = ("choices_accuracy", "choices_accuracy_per_byte", "expert_load_max", "auxiliary_losses")
+"""Keys of runs that ask multiple-choice questions, and of models with experts or with auxiliary objectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,9 @@ class StepReport:
     data_wait_s: float
     expert_load_max: float | None = None
     """In a mixture of experts, the busiest expert's tokens over the mean, of the layer where that is most."""
+    auxiliary_losses: Mapping[str, float | None] | None = None
+    """The mean loss of each head in the middle ("layer_4") and depth of prediction ahead ("ahead_1"), without its
+    weight; `loss` is that of the next token alone. None as a value is what was not finite."""
 
     @property
     def is_finite(self) -> bool:
@@ -131,11 +134,17 @@ def trim_metrics(path: Path, last_step: int) -> None:
 
 def _line(report: StepReport | EvalReport) -> str:
     values = {
-        field.name: _finite(getattr(report, field.name))
+        field.name: _finite_numbers(getattr(report, field.name))
         for field in fields(report)
         if field.name not in LEFT_OUT_IF_NONE or getattr(report, field.name) is not None
     }
     return json.dumps(values, allow_nan=False) + "\n"
+
+
+def _finite_numbers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    return _finite(value)
 
 
 def _finite(value: float | None) -> float | None:

@@ -145,6 +145,7 @@ class TensorBoard:
 
     def _scalars(self, report: StepReport | EvalReport) -> None:
         values = {field.name: getattr(report, field.name) for field in fields(report)}
+        values |= values.pop("auxiliary_losses", None) or {}
         shown = [
             {"tag": tag, "simple_value": value}
             for tag, value in values.items()

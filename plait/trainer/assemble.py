@@ -24,6 +24,7 @@ from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
+from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, KeptBias
 from plait.trainer.first_weights import fill_first_weights
 from plait.trainer.optim import learning_rate, make_optimizer, set_learning_rate
@@ -60,6 +61,8 @@ class Assembly:
     evaluate_micros: EvaluateMicros
     loads: ExpertLoads
     """The experts' loads; of a model without experts it counts nothing."""
+    auxiliary: AuxiliaryLosses
+    """The losses beside that of the next token."""
 
     def step(self, state: TrainState) -> tuple[TrainState, Scalars]:
         """Take the update that follows `state`, and return the new state and the step's scalars.
@@ -68,9 +71,11 @@ class Assembly:
         """
         plan = self.plan
         micros = self.loader.micros(state.position)
+        self.auxiliary.begin(micros, self.sums)
         if self.loads.counts_first:
             like = torch.zeros(1, dtype=torch.float64, device=self.device)
-            self.loads.count_first(lambda: self.evaluate_micros(micros), self.sums, like)
+            with self.auxiliary.also_without_gradients():
+                self.loads.count_first(lambda: self.evaluate_micros(micros), self.sums, like)
         set_learning_rate(self.optimizer, learning_rate(plan.optimizer, state.step, plan.steps))
         scalars = take_step(
             micros,
@@ -80,6 +85,7 @@ class Assembly:
             optimizer=self.optimizer,
             clip=plan.optimizer.clip,
             loads=self.loads,
+            auxiliary=self.auxiliary,
         )
         return replace(state, step=state.step + 1, position=state.position + plan.batch_sequences), scalars
 
@@ -146,9 +152,10 @@ def assemble(
         corpus, config.run.seed, plan.sequence, overlong=config.data.overlong, epochs=plan.budget.epochs
     )
     loader = Loader(corpus, reader, samples)
-    autocast = make_autocast(plan.precision, device)
+    autocast, compile = make_autocast(plan.precision, device), plan.compile if stages else "off"
+    auxiliary = AuxiliaryLosses(sharded, plan.shape, autocast, score_passes(compile))
     run_micros, evaluate_micros = make_runners(
-        sharded, autocast, casts=weight_casts(plan), compile=plan.compile if stages else "off"
+        sharded, autocast, casts=weight_casts(plan), compile=compile, auxiliary=auxiliary
     )
     return Assembly(
         plan=plan,
@@ -162,6 +169,7 @@ def assemble(
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
         loads=ExpertLoads(sharded, plan.shape),
+        auxiliary=auxiliary,
     )
 
 
@@ -183,15 +191,21 @@ def select_samples(plan: Plan, layout: Layout, rank: int, device: torch.device) 
         device=device,
         context_rank=place["context"],
         context_degree=layout.context,
+        predict_ahead=plan.shape.objectives.ahead,
     )
 
 
 def make_runners(
-    sharded: ShardedModel, autocast: Autocast, *, casts: WeightCasts = "each micro-batch", compile: Compile = "off"
+    sharded: ShardedModel,
+    autocast: Autocast,
+    *,
+    casts: WeightCasts = "each micro-batch",
+    compile: Compile = "off",
+    auxiliary: AuxiliaryLosses | None = None,
 ) -> tuple[RunMicros, EvaluateMicros]:
     """Functions that run micro-batches through the sharded model in training and in evaluation: one micro-batch
     after another, or through a pipeline, which casts weights for each micro-batch."""
-    forward, loss_of = make_forward(autocast), make_loss(autocast, sharded.vocabulary, score_passes(compile))
+    forward, loss_of = make_forward(autocast, auxiliary), make_loss(autocast, sharded.vocabulary, score_passes(compile))
     pipe = sharded.pipe
     if pipe is None:
         return (

@@ -39,7 +39,7 @@ def choice_micro(row: ChoiceRow, samples: SampleSelection, eot: int, divisor: in
     inputs[0, :last] = tokens[:-1]
     targets[0, row.first - 1 : last] = tokens[row.first :]
     lengths = np.array([length]) if samples.documents == "mask" else None
-    return make_micro(inputs, targets, lengths, replace(samples, sequence=length))
+    return make_micro(inputs, targets, lengths, replace(samples, sequence=length, predict_ahead=0))
 
 
 class ChoiceEvaluation:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import isnan
+from math import isfinite, isnan
 from typing import Literal
 
 import torch
@@ -201,7 +201,7 @@ def _flush(
     rows = torch.stack([_row(one.scalars) for one in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
     tokens, bad = state.tokens, None
-    for one, (loss_sum, counted, norm, load, idle_count) in zip(pending, rows, strict=True):
+    for one, (loss_sum, counted, norm, load, idle_count, *auxiliary) in zip(pending, rows, strict=True):
         tokens += int(counted)
         report = StepReport(
             step=one.state.step,
@@ -214,6 +214,7 @@ def _flush(
             mfu=actions.mfu(counted / step_s),
             data_wait_s=one.data_wait_s,
             expert_load_max=None if isnan(load) else load,
+            auxiliary_losses=_auxiliary_losses(one.scalars.objective_names, auxiliary),
         )
         sink.step(report)
         watches.divergence.add(report)
@@ -227,7 +228,16 @@ def _flush(
 
 
 def _row(scalars: Scalars) -> Tensor:
-    """What is fetched of a step: [sum of losses, counted tokens, norm, the busiest expert's load, idle experts]."""
+    """What is fetched of a step: [sum of losses, counted tokens, norm, the busiest expert's load, idle experts], and
+    [sum of losses, counted tokens] of each auxiliary objective."""
     of_experts = (scalars.expert_load_max, scalars.idle_experts)
     others = torch.stack([value.to(scalars.totals) for value in (scalars.norm, *of_experts)])
-    return torch.cat([scalars.totals, others]).double()
+    return torch.cat([scalars.totals, others, scalars.auxiliary.to(others).flatten()]).double()
+
+
+def _auxiliary_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float | None] | None:
+    """Each objective's mean loss, from its sum and its tokens one after the other; None where there are none, and as a
+    value where it is not finite."""
+    means = [total / max(counted, 1) for total, counted in zip(sums[::2], sums[1::2], strict=True)]
+    finite = [mean if isfinite(mean) else None for mean in means]
+    return dict(zip(names, finite, strict=True)) if names else None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from plait.data.loader import Micro
 from plait.model.attention import Documents
+from plait.model.auxiliary.heads import MicroObjectives
 from plait.model.gpt import GPT
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
@@ -45,6 +46,9 @@ class Scalars:
     """Norm of the gradient before clipping."""
     expert_counts: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
     """Tokens of the step by expert, [layers with experts, experts]."""
+    auxiliary: Tensor = field(default_factory=lambda: torch.zeros(0, 2))
+    """[sum of losses, counted tokens] of each auxiliary objective, over all ranks."""
+    objective_names: tuple[str, ...] = ()
 
     @property
     def expert_load_max(self) -> Tensor:
@@ -57,6 +61,27 @@ class Scalars:
         return (self.expert_counts == 0).sum()
 
 
+class AuxiliarySums(Protocol):
+    """A rank's auxiliary losses, as a step needs them."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the objectives, in order."""
+        ...
+
+    def of(self, micro: Micro) -> MicroObjectives | None:
+        """What a micro-batch's forward pass needs; None where there is nothing."""
+        ...
+
+    def take(self, like: Tensor) -> Tensor:
+        """The step's sums of losses on this rank, one for each objective."""
+        ...
+
+    def table(self, sums: Tensor) -> Tensor:
+        """Sums over all ranks as [objectives, 2]: each with the number of its tokens."""
+        ...
+
+
 def take_step(
     micros: Sequence[Micro],
     *,
@@ -66,6 +91,7 @@ def take_step(
     optimizer: torch.optim.Optimizer,
     clip: float | None,
     loads: ExpertLoads | None = None,
+    auxiliary: AuxiliarySums | None = None,
 ) -> Scalars:
     """One update from one step's micro-batches; every rank must call it. Never waits for the device.
 
@@ -74,7 +100,9 @@ def take_step(
     """
     local = run_micros(micros)
     counts = [] if loads is None else [loads.take(like=local)]
-    found = sums(torch.cat([local, owned_squares(sharded.units, like=local), *counts]))
+    more = local[:0] if auxiliary is None else auxiliary.take(like=local)
+    whole = sums(torch.cat([local, owned_squares(sharded.units, like=local), *counts, more]))
+    found, more = whole.split([len(whole) - len(more), len(more)])
     loss_sum, tokens, squares = found[:3].unbind()
     count = tokens.clamp(min=1)
     norm = squares.sqrt() / count
@@ -83,7 +111,13 @@ def take_step(
     table = found.new_zeros(0, 0) if loads is None else loads.table(found[3:])
     if loads is not None:
         loads.move_biases(table, norm)
-    return Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm, expert_counts=table)
+    return Scalars(
+        totals=torch.stack([loss_sum, tokens]),
+        norm=norm,
+        expert_counts=table,
+        auxiliary=found.new_zeros(0, 2) if auxiliary is None else auxiliary.table(more),
+        objective_names=() if auxiliary is None else auxiliary.names,
+    )
 
 
 def run_micros_in_turn(
@@ -133,14 +167,18 @@ def evaluate_in_turn(micros: Iterable[Micro], *, sharded: ShardedModel, forward:
     return totals * sharded.reports
 
 
-def make_forward(autocast: Autocast) -> Forward:
-    """A function that runs a micro-batch through one chunk of the model in the given precision."""
+def make_forward(autocast: Autocast, auxiliary: AuxiliarySums | None = None) -> Forward:
+    """A function that runs a micro-batch through one chunk of the model in the given precision; its backward pass is
+    that of the auxiliary losses, too."""
 
     def forward(chunk: GPT, micro: Micro, stream_nd: Tensor | None) -> Tensor:
         documents = None if micro.lengths is None else Documents(lengths=micro.lengths)
         counted_n = None if chunk.shape.mixture is None else (micro.targets != IGNORED).flatten()
+        more = None if auxiliary is None else auxiliary.of(micro)
         with autocast():
-            return chunk(micro.inputs, micro.positions, documents, stream_nd=stream_nd, counted_n=counted_n)
+            return chunk(
+                micro.inputs, micro.positions, documents, stream_nd=stream_nd, counted_n=counted_n, objectives=more
+            )
 
     return forward
 

@@ -50,7 +50,7 @@ INNER_FLOORS = {
     "launch": {"values": 0, "network": 0, "watching": 1, "in_memory": 1, "local": 2, "remote": 3},
     "model": {"names": 0, "adapter_shape": 0, "rope_scaling": 0, "matmul": 0, "parts": 0, "shape": 1, "weights": 2,
               "sizes": 2, "requested_size": 3, "kernels": 2, "linear": 3, "attention": 4, "feedforward": 4,
-              "experts": 5, "gpt": 6, "init": 7, "adapters": 7},
+              "experts": 5, "auxiliary": 5, "gpt": 6, "init": 7, "adapters": 7},
     "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "frozen": 1, "materialize": 1,
                  "recompute": 1, "gradients": 1, "tensor": 1, "expert": 1, "pipeline": 2, "sharding": 2,
                  "replicate": 3, "apply": 4},
@@ -59,7 +59,7 @@ INNER_FLOORS = {
                 "diagnosis": 7, "page": 7, "resolve": 7},
     "trainer": {"choices": 4, "first_weights": 1, "state": 0, "optim": 0, "score_passes": 0, "experts": 0, "loss": 1,
                 "divergence": 0, "step": 2, "assemble": 3, "rank_sinks": 3, "checkpointing": 4, "loop": 5, "balance": 5,
-                "watching": 6, "worker": 7, "time_steps": 8},
+                "auxiliary": 2, "watching": 6, "worker": 7, "time_steps": 8},
 }  # fmt: skip
 MODULES_OF_A_FOLDER = 14
 FAN_OUT = 20

@@ -53,6 +53,9 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
         "model.expert_balance=sequence",
     ),
     "expert-gradients-doubled": ("layout.replicate=2", "layout.expert=2", "model.experts=6"),
+    "objective-counts-of-one-rank": ("layout.replicate=2", "model.predict_ahead=1"),
+    "tables-summed-at-one-end": ("layout.pipeline=2", "model.auxiliary_heads=[1]"),
+    "ahead-within-a-part": ("layout.context=2", "model.predict_ahead=1"),
     "part-of-a-row-balanced": ("layout.context=2", "model.experts=6", "model.expert_balance=sequence"),
 }
 """Each mutant, and a layout in which its bug matters."""

@@ -16,6 +16,7 @@ from plait.planner.memory.rank_loads import LOADS, rank_loads
 from plait.planner.memory.schedule_walk import TENSOR_SIZES, WALKED_ITEMS, PipelineStages, fullest_moments
 from plait.planner.memory.traced_peak import tensor_bytes, traced_peak
 from plait.planner.problem.candidates import Candidates
+from plait.planner.problem.head_places import HeadPlaces
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload
 
@@ -56,7 +57,9 @@ def uneven_pipelines(schedule: str, virtual: int) -> list[tuple[tuple[int, ...],
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 def test_what_every_rank_keeps_is_what_the_walk_through_its_actions_finds(schedule: Schedule, virtual: int) -> None:
     for layers, micros in uneven_pipelines(schedule, virtual):
-        loads = rank_loads(schedule, virtual, micros, layers, tied=False)
+        ranks = len(layers) // virtual
+        places = HeadPlaces(tables=(1,) * ranks, heads=(0,) * (ranks - 1) + (1,))
+        loads = rank_loads(schedule, virtual, micros, layers, places)
         stages = PipelineStages(layers=layers, tied=False, flat_layers=False, flat_tables=False)
         lists = schedule_actions(schedule, ranks=len(layers) // virtual, virtual=virtual, micros=micros)
         for rank, own in enumerate(lists):

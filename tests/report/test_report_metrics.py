@@ -51,6 +51,13 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+def test_auxiliary_losses_are_kept_by_name_and_apart_from_the_loss(tmp_path: Path) -> None:
+    told = replace(step_report(1), auxiliary_losses={"layer_4": 2.5, "ahead_1": None})
+    assert told.to_line().endswith('"auxiliary_losses": {"layer_4": 2.5, "ahead_1": null}}\n')
+    (tmp_path / "metrics.jsonl").write_text(told.to_line())
+    assert read_metrics(tmp_path / "metrics.jsonl")[0] == [told]
+
+
 def test_the_lines_have_these_keys_in_this_order():
     assert step_report(1).to_line() == (
         '{"step": 1, "tokens": 1024, "loss": 4.5, "grad_norm": 1.25, "lr": 0.001, "step_s": 0.05, '

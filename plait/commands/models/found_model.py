@@ -18,6 +18,7 @@ from plait.errors import PlaitError
 from plait.interop.base_model import read_base_model
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
+from plait.planner.problem.objective_words import without_objectives
 from plait.report.metrics import read_metrics
 from plait.trainer.checkpointing.fits import check_fits
 from plait.working_folder import WorkingFolder
@@ -136,7 +137,9 @@ def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | Non
     if found is None:
         raise PlaitError(f'"{folder.path}" {_why_no_checkpoint(folder)}')
     check_fits(found.manifest, plan)
-    shape = plan.shape if sequence is None else _for_sequence(plan.shape, sequence)
+    # Heads in the middle and prediction ahead are there to learn from.
+    shape = without_objectives(plan.shape)
+    shape = shape if sequence is None else _for_sequence(shape, sequence)
     stored = StoredModel(kind="checkpoint", path=str(found.path), shape=shape)
     if shape.adapter is not None:
         own = StoredAdapter(kind="checkpoint", path=str(found.path), shape=shape.adapter)

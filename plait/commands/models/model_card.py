@@ -8,6 +8,7 @@ from pathlib import Path
 from plait.checkpoint.manifest import Manifest
 from plait.model.shape import parameter_count
 from plait.planner.plan import Plan
+from plait.planner.problem.objective_words import without_objectives
 from plait.recipe.schema import RunConfig
 from plait.units import format_count
 from plait.version import __version__
@@ -19,6 +20,7 @@ def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequ
     base = config.model.from_
     name = None if base is None else base if base.startswith("hub:") else Path(base).name
     origin = f"the weights of {name}" if name else f"weights drawn from seed {config.run.seed}"
+    shape = without_objectives(plan.shape)  # what an export has
     lines = [
         "---",
         "library_name: transformers",
@@ -26,7 +28,7 @@ def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequ
         "",
         f"# {config.run.name}",
         "",
-        f"A language model of {format_count(parameter_count(plan.shape))} parameters, trained by plait {__version__} "
+        f"A language model of {format_count(parameter_count(shape))} parameters, trained by plait {__version__} "
         f"from {origin}:",
         "",
         f"- {manifest.step:,} steps of {plan.batch_sequences} × {plan.sequence} tokens, {format_count(tokens)} in all",

@@ -15,6 +15,7 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.weights import active_parameter_count, trained_parameter_count
 from plait.planner.calibration.factors import calibration_text
 from plait.planner.plan import Plan
+from plait.planner.problem.objective_words import objectives_text
 from plait.planner.rebalancing.batch_rebalance import why_rebalancing_cannot_help
 from plait.planner.resolve.resolve import plan_summary
 from plait.units import counted, format_bytes, format_count, format_duration
@@ -38,7 +39,8 @@ def run_start(plan: Plan, folder: Path, details: Details = ()) -> str:
     shape = plan.shape
     size = f"{format_count(parameter_count(shape))} parameters in {counted(shape.layers, 'layer')}"
     lines = [
-        f"model    {folder.name}: {size}, width {shape.width}{_adapter_text(shape)}{mixture_text(shape)}",
+        f"model    {folder.name}: {size}, width {shape.width}{_adapter_text(shape)}{mixture_text(shape)}"
+        f"{objectives_text(shape)}",
         f"devices  {_devices_text(plan)}: {layout_in_words(plan.layout)}, {_workers_text(plan)}",
         f"time     {_time_text(plan)}",
         f"run      {folder}, {_saved_text(plan)}; --why gives the reasons",

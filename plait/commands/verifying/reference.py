@@ -77,6 +77,8 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope) -> dict[str, Tens
         found = {"sums/norm": scalars.norm.reshape(1), "sums/loss": scalars.totals, **dict(_gradients(assembly))}
         if scalars.expert_counts.numel():
             found["sums/experts"] = scalars.expert_counts.flatten()
+        if scalars.auxiliary.numel():
+            found["sums/auxiliary"] = scalars.auxiliary.flatten()
         if scope == "all":
             for _ in range(STEPS_PER_OPTIMIZER - 1):
                 state, _ = plain.step(state)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from plait.layout import Layout
 from plait.model.parts.mixture import MixtureShape
+from plait.model.parts.objectives import OBJECTIVE_KEYS, ObjectivesShape, objectives_of_keys
 from plait.model.requested_size import shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import MODEL_SIZES, explicit_shape
@@ -32,6 +33,8 @@ SHRUNK_RANK = 3
 """Of a small model's adapters: fewer rows than many layouts have ranks."""
 SHRUNK_EXPERTS, SHRUNK_EXPERT_GROUPS = 5, 3
 SHRUNK_BIAS_RATE, SHRUNK_Z_WEIGHT = 0.05, 0.1
+SHRUNK_DEPTHS = 2
+"""Of prediction ahead: the second reads the first one's stream."""
 CHECK_LR = 0.01
 CHECK_CLIP = 0.25
 """Below the norms of a small model's first gradients, so that clipping acts."""
@@ -62,7 +65,8 @@ def requested_shares(config: RunConfig) -> tuple[int, ...]:
 def requested_shape(config: RunConfig, degrees: Layout) -> ModelShape:
     """The shape that the recipe spells out; where it leaves the size to the budget, the smallest that can be cut so."""
     model, train = config.model, config.train
-    explicit = {k: v for k, v in model.model_dump(exclude={"from_", "size", "vocabulary"}).items() if v != "auto"}
+    named = model.model_dump(exclude={"from_", "size", "vocabulary"})
+    explicit = {key: value for key, value in named.items() if value != "auto" and key not in OBJECTIVE_KEYS}
     vocabulary = 2048 if model.vocabulary == "auto" else model.vocabulary
     sequence = 1024 if train.sequence == "auto" else train.sequence
     if model.size == "auto" and {"layers", "width"} <= explicit.keys():
@@ -72,7 +76,7 @@ def requested_shape(config: RunConfig, degrees: Layout) -> ModelShape:
         shape = shape_of_size(size, vocabulary=vocabulary, sequence=sequence, **explicit)
     if train.sequence == "auto":
         shape = replace(shape, sequence=scaling_rules.usual_sequence_length(parameter_count(shape)))
-    return shape
+    return replace(shape, objectives=objectives_of_keys(named))
 
 
 def _base_shape(config: RunConfig, base: ModelShape) -> ModelShape:
@@ -112,6 +116,7 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
         shape,
         layers=layers,
         mixture=shrunk_mixture(shape.mixture, layers, ffn, layout.expert) if shape.mixture else None,
+        objectives=shrunk_objectives(shape.objectives, shape.layers, layers),
         windows=_shrunk_windows(shape, layers),
         learned_positions=sequence + 3 if shape.learned_positions else 0,
         width=width,
@@ -147,6 +152,18 @@ def shrunk_mixture(mixture: MixtureShape, layers: int, ffn: int, parts: int) -> 
         balance_rate=SHRUNK_BIAS_RATE,
         balance_weights=tuple(float(weight > 0) for weight in mixture.balance_weights),
         z_weight=SHRUNK_Z_WEIGHT if mixture.z_weight else 0.0,
+    )
+
+
+def shrunk_objectives(objectives: ObjectivesShape, layers: int, small: int) -> ObjectivesShape:
+    """Heads at about the same places of a model of `small` layers in place of `layers`, and at most two depths."""
+    places = {min(small - 1, max(1, round(after * small / layers))): after for after in objectives.heads if small > 1}
+    weights = dict(zip(objectives.heads, objectives.head_weights, strict=True))
+    return replace(
+        objectives,
+        heads=tuple(sorted(places)),
+        head_weights=tuple(weights[places[place]] for place in sorted(places)),
+        ahead=min(objectives.ahead, SHRUNK_DEPTHS),
     )
 
 

@@ -146,8 +146,8 @@ def _waiting(chunk: GPT) -> list[tuple[nn.Module, list[nn.Module]]]:
     found: list[tuple[nn.Module, list[nn.Module]]] = [(layer, [layer]) for layer in chunk.layers.values()]
     if chunk.embed is not None and chunk.part.embeds:
         found.append((chunk.embed, [chunk.embed]))
+    # Losses use the output matrix after a norm, without a forward of the matrix's own.
+    found += [(one, [one, *chunk.tables()]) for one in (*chunk.auxiliary.values(), *chunk.ahead.values())]
     if chunk.norm is not None:
-        # The loss uses the head after the final norm, without a forward of the head's own.
-        head = chunk.embed if chunk.head is None else chunk.head
-        found.append((chunk.norm, [chunk.norm, *([head] if head is not None else [])]))
+        found.append((chunk.norm, [chunk.norm, *chunk.tables()]))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from plait.model.names import EMBEDDING, HEAD
 from plait.model.weights import describe_weight
 from plait.parallel.gradients.buckets import SharedWeight
 from plait.parallel.sharded_model import ShardedModel
@@ -28,4 +29,11 @@ def shared_weights(sharded: ShardedModel, execution: Execution) -> list[SharedWe
             weights.append(
                 SharedWeight(name=name, parameter=parameter, box=box, chunk=number, ranks=ranks, decays=decays)
             )
-    return weights
+    # Stages that share both tables have them in chunks of unlike order, and their buckets must be alike.
+    return (
+        sorted(weights, key=lambda one: TABLE_ORDER.get(one.name, 1)) if execution.shape.objectives.weights else weights
+    )
+
+
+TABLE_ORDER = {EMBEDDING: 0, HEAD: 2}
+"""The embedding before all other weights, and the output matrix behind them."""

@@ -36,9 +36,9 @@ def keep_at_one_end(sharded: ShardedModel, mesh: DeviceMesh, execution: Executio
 def is_kept_at_one_end(execution: Execution) -> bool:
     """Whether there is a tied weight at both ends of a pipeline that learns, on processors, and nobody else holds it.
 
-    A GPU's links are fast, and where there are more copies one sum for all of them is simpler.
+    A GPU's links are fast, and where there are more copies, or heads in the middle, one sum for all of them is simpler.
     """
     layout = execution.layout
     at_both_ends = execution.shape.tied and layout.pipeline > 1 and is_trained(TIED_WEIGHT, execution.shape)
-    nobody_else = layout.data_parallel_degree * layout.context == 1
+    nobody_else = layout.data_parallel_degree * layout.context == 1 and not execution.shape.objectives.heads
     return at_both_ends and nobody_else and execution.device == "cpu" and execution.gradient_transfer == "float32"

@@ -37,6 +37,7 @@ def pipeline(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> S
     dtype = next(sharded.chunks[0].parameters()).dtype
     with torch.device("meta"):
         chunks = tuple(GPT(shape, part).to(dtype) for part in parts)
+    lend_tables(chunks)
     own = whole_weights(chunks)
     return replace(
         sharded,
@@ -47,6 +48,13 @@ def pipeline(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> S
         pipe=StagePipe(chunks, execution, group),
         reports=sharded.reports and chunks[-1].part.ends,
     )
+
+
+def lend_tables(chunks: Sequence[GPT]) -> None:
+    """Let parts on one rank use one table together: Note [one table a rank] in partition/boxes.py."""
+    for place, chunk in enumerate(chunks):
+        holders = (one for one in chunks[:place] if one.embed is not None or one.head is not None)
+        chunk.lenders = tuple(holders) if chunk.part.borrows else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,11 +65,17 @@ def _policy(execution: Execution) -> MixedPrecisionPolicy:
 
 
 def _gather_ahead(chunk: GPT) -> None:
-    """Let the next layer's weights travel under a layer's arithmetic, as streams of a GPU do by themselves."""
-    root, *layers = _sharded_modules(chunk)
+    """Let the next layer's weights travel under a layer's arithmetic, as streams of a GPU do by themselves. Layers for
+    prediction ahead are left out: an evaluation ends before them."""
+    ahead = {id(module) for own in _ahead_layers(chunk) for module in own.modules()}
+    root, *layers = (module for module in _sharded_modules(chunk) if id(module) not in ahead)
     root._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
     for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
+
+
+def _ahead_layers(chunk: GPT) -> list[nn.Module]:
+    return [layer for number, layer in chunk.layers.items() if int(number) >= chunk.shape.layers]
 
 
 def fully_sharded(

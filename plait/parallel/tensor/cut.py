@@ -50,8 +50,13 @@ def tensor(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sha
     for chunk in sharded.chunks:
         cut_weights(chunk, stream.parts, stream.index)
         split_layers(chunk, stream)
-    vocabulary = SharedVocabulary(execution.shape, stream)
-    return replace(sharded, vocabulary=vocabulary, reports=sharded.reports and stream.index == 0)
+    first = stream.index == 0
+    return replace(
+        sharded,
+        vocabulary=SharedVocabulary(execution.shape, stream),
+        reports=sharded.reports and first,
+        reports_objectives=first,
+    )
 
 
 def cut_weights(chunk: GPT, parts: int, index: int) -> None:
@@ -174,14 +179,18 @@ class SharedEmbedding(nn.Module):
 
     def forward(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
         """This rank's rows of the stream, [m, d]."""
+        own_md = self.look_up(tokens_bt)
+        if self.positions is None:
+            return own_md
+        return own_md + self.positions(self._own(positions_bt.expand(tokens_bt.shape).flatten()))
+
+    def look_up(self, tokens_bt: Tensor) -> Tensor:
+        """The same without positions."""
         weight_vd = self.tokens.weight
         entries_n = tokens_bt.flatten() - self.first
         missing_n = (entries_n < 0) | (entries_n >= len(weight_vd))
         found_nd = F.embedding(entries_n.masked_fill(missing_n, 0), weight_vd)
-        own_md = self.stream.scatter(found_nd.masked_fill_(missing_n.unsqueeze(1), 0))
-        if self.positions is None:
-            return own_md
-        return own_md + self.positions(self._own(positions_bt.expand(tokens_bt.shape).flatten()))
+        return self.stream.scatter(found_nd.masked_fill_(missing_n.unsqueeze(1), 0))
 
     def _own(self, values_n: Tensor) -> Tensor:
         rows = stream_rows(len(values_n), self.stream.parts)

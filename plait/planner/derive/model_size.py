@@ -9,6 +9,7 @@ from plait.cluster.topology import Machine
 from plait.data.index import SampleLayout
 from plait.data.samples.sizes import CorpusSizes, Overlong
 from plait.errors import PlaitError
+from plait.model.parts.objectives import OBJECTIVE_KEYS, objectives_of_keys
 from plait.model.requested_size import named_size, parameters_of_size, shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
@@ -18,6 +19,7 @@ from plait.planner.derive.finetuning_rules import EPOCHS, examples_batch_tokens
 from plait.planner.derive.sequence_length import example_sequence, stream_sequence
 from plait.planner.derive.vocabulary import fitting_vocabulary, grown_shape
 from plait.planner.problem.mixture_words import mixture_reasons
+from plait.planner.problem.objective_words import objective_reasons
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
 
@@ -200,7 +202,8 @@ def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, seq
 
 def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts, why: list[str]) -> ModelShape:
     requested = config.model.model_dump(exclude={"from_", "size", "vocabulary"})
-    explicit: dict[str, Any] = {key: value for key, value in requested.items() if value != "auto"}
+    # A size is that of the model alone, whatever it learns from beside its next token.
+    explicit: dict[str, Any] = {k: v for k, v in requested.items() if v != "auto" and k not in OBJECTIVE_KEYS}
     if size == "auto":
         provisional = explicit_shape(vocabulary=vocabulary, sequence=1024, **explicit)
     else:
@@ -211,8 +214,9 @@ def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFa
                 f"{provisional.width}: as wide for its depth as published models of its size (GPT-3, Llama)"
             )
     sequence = _sequence(config, parameter_count(provisional), corpus, why)
-    why.extend(mixture_reasons(provisional))
-    return replace(provisional, sequence=sequence)
+    shape = replace(provisional, sequence=sequence, objectives=objectives_of_keys(requested))
+    why.extend([*mixture_reasons(shape), *objective_reasons(shape)])
+    return shape
 
 
 def _sequence(

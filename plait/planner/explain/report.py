@@ -10,6 +10,7 @@ import numpy as np
 from plait.planner.explain.confidence import certainty_lines, idle_machine_lines, layout_changes
 from plait.planner.explain.island_traffic import island_traffic_lines
 from plait.planner.explain.left_out import left_out_lines, left_out_text
+from plait.planner.explain.objective_lines import objective_lines
 from plait.planner.explain.recipe_layout import recipe_layout_changes, recipe_layout_reason
 from plait.planner.explain.totals import run_totals
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons
@@ -110,7 +111,13 @@ def choice_reasons(found: Search) -> list[str]:
         reasons.append(
             f"{kind_text(found.candidates.row(int(index)))}: simpler, but it takes {why_not(found, int(index))}"
         )
-    return reasons + island_traffic_lines(found) + unequal_reasons(found) + idle_machine_lines(found)
+    return (
+        reasons
+        + objective_lines(found)
+        + island_traffic_lines(found)
+        + unequal_reasons(found)
+        + idle_machine_lines(found)
+    )
 
 
 def runners_up_lines(found: Search, top: int) -> list[str]:

@@ -58,7 +58,7 @@ class _MicroBatchTimes:
     messages: Reals
     """Messages of one layer."""
     head: Reals
-    """The head and the loss."""
+    """The head and the loss, and what else stands behind the last layer."""
     sent: Reals
     """One message to the next stage that travels while ranks compute, on average over the pipeline's hops."""
     slowest_sent: Reals
@@ -108,8 +108,7 @@ def bottleneck(
 
 def _micro_batch_times(inputs: CostInputs, t: StepTime) -> _MicroBatchTimes:
     w, c, profile = inputs.workload, inputs.candidates, inputs.profile
-    held = rank_layers(w, c)
-    layers = np.where(t.head > 0, held.last, held.fullest)  # as step_time.py found the busiest rank
+    layers = t.busiest_layers
     count = np.ceil(w.batch_sequences / (c.data_parallel_degree * c.micro_sequences))
     computed, messages = (
         np.add.reduce([getattr(t, item) for item in items]) / count / layers
@@ -122,7 +121,9 @@ def _micro_batch_times(inputs: CostInputs, t: StepTime) -> _MicroBatchTimes:
         layers=layers,
         computed=computed,
         messages=messages,
-        head=inputs.device_time.head_s(c) / profile.speed,
+        # With prediction ahead behind it; of heads in the middle of a pipeline these prices know nothing.
+        head=rank_layers(w, c).last_heads * inputs.device_time.head_s(c) / profile.speed
+        + (w.layers_and_depths - w.layers) * computed,
         sent=t.stage_message / profile.speed,
         slowest_sent=t.slowest_stage_message / profile.speed,
         hop_shares=hop_shares(inputs),

@@ -14,12 +14,13 @@ import numpy as np
 from plait.layout import Schedule
 from plait.partition.pipeline_schedule import forwards_ahead, micro_rounds
 from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, Reals, group_equal_columns
-from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of_stages, micro_batches_per_step
+from plait.planner.problem.head_places import HeadPlaces, head_places
+from plait.planner.problem.stage_partition import micro_batches_per_step, stages_of
 from plait.planner.problem.workload import Workload
 
 LOADS = ("layers", "kept", "split", "tables", "head", "once")
 """What is counted: the model's layers on the rank; layers times the micro-batches of which they keep what backward
-needs, and the same between the two halves of a split backward pass; vocabulary tables; 1 where the head and the loss
+needs, and the same between the two halves of a split backward pass; vocabulary tables; 1 where heads and losses
 stand; and 1."""
 ROUNDS_COUNTED = 3
 """Rounds of micro-batches through all stages that show all that a schedule other than gpipe ever holds."""
@@ -63,29 +64,29 @@ def grouped_loads(workload: Workload, candidates: Candidates) -> list[tuple[Coun
     for rows in group_equal_columns(np.stack([c.pipeline, c.virtual, c.schedule, micros])):
         one = int(rows[0])
         stages = int(c.pipeline[one] * c.virtual[one])
-        layers = layers_of_stages(workload.layers, stages, head_cost_in_layers(workload), c.layer_split)
-        schedule = SCHEDULES[int(c.schedule[one])]
-        found.append((rows, rank_loads(schedule, int(c.virtual[one]), int(micros[one]), layers, tied=workload.tied)))
+        layers = stages_of(workload, stages, c.layer_split)
+        schedule, places = SCHEDULES[int(c.schedule[one])], head_places(workload, layers, int(c.pipeline[one]))
+        held = (*layers[:-1], layers[-1] + workload.layers_and_depths - workload.layers)
+        found.append((rows, rank_loads(schedule, int(c.virtual[one]), int(micros[one]), held, places)))
     return found
 
 
 @lru_cache(maxsize=4096)
 def rank_loads(
-    schedule: Schedule, virtual: int, micros: int, stage_layers: tuple[int, ...], *, tied: bool
+    schedule: Schedule, virtual: int, micros: int, stage_layers: tuple[float, ...], places: HeadPlaces
 ) -> RankLoads:
     """The loads of every rank of a pipeline with so many layers on each stage and `virtual` stages on each rank."""
     layers = np.array(stage_layers, dtype=np.float64).reshape(virtual, -1).T
     ranks, held = len(layers), _kept_and_split(schedule, micros, layers)
     rank = np.repeat(np.arange(ranks), [len(moments) for moments in held])
-    tables = np.zeros(ranks)
-    tables[0], tables[-1] = 1, 1 if ranks > 1 or tied else 2
+    tables, heads = np.array(places.tables, dtype=np.float64), np.array(places.heads) > 0
     kept, split = np.concatenate(held).T
     columns = {
         "layers": layers.sum(axis=1)[rank],
         "kept": kept,
         "split": split,
         "tables": tables[rank],
-        "head": rank == ranks - 1,
+        "head": heads[rank],
         "once": np.ones(len(rank)),
     }
     return RankLoads(rank=rank, amounts=np.stack([columns[load] for load in LOADS], axis=1).astype(np.float64))

@@ -37,13 +37,17 @@ HeldTensors = Counter[tuple[WalkedItem, TensorSize]]
 class PipelineStages:
     """What a walk needs besides a rank's list of actions; a model without a pipeline is one stage."""
 
-    layers: tuple[int, ...]
-    """Layers of each stage, over all ranks."""
+    layers: tuple[float, ...]
+    """Layers of each stage, over all ranks; on the last with those for prediction ahead."""
     tied: bool
     flat_layers: bool
     """Whether gradients of layers are summed over ranks, and so add up in flat buckets."""
     flat_tables: bool
     """Whether gradients of vocabulary tables are summed over ranks, and so add up in flat buckets."""
+    middle_heads: tuple[tuple[int, ...], ...] = ()
+    """Of each stage the heads in the middle, each by the layers of the stage behind it; empty: there are none."""
+    ahead: int = 0
+    """Depths of prediction ahead, on the last stage."""
 
     @property
     def last(self) -> int:
@@ -51,7 +55,14 @@ class PipelineStages:
 
     def tables(self, stage: int) -> int:
         """Vocabulary tables that a stage holds."""
-        return 1 if self.tied and not self.last else (stage == 0) + (stage == self.last)
+        scores = stage == self.last or bool(self.middle_heads and self.middle_heads[stage])
+        looks_up = stage == 0 or (stage == self.last and self.ahead > 0)
+        return int(scores or looks_up) if self.tied else scores + looks_up
+
+    def handed_over(self, stage: int) -> list[int]:
+        """The losses that a stage's backward pass computes, in its order, each by the layers behind it."""
+        middle = sorted(self.middle_heads[stage]) if self.middle_heads else []
+        return [0] * (self.ahead if stage == self.last else 0) + middle
 
 
 def fullest_moments(own: Sequence[Action], stages: PipelineStages) -> NDArray[np.float64]:
@@ -99,8 +110,9 @@ class _Walk:
         self._record_moment({("buffers", "forward"): 1, ("buffers", "stream"): 1, ("buffers", "rounded_once"): layers})
         if action.stage < self._stages.last:
             return self._send()
-        # The final norm keeps its input; its output is freed as soon as the loss has computed its gradient.
-        self._now["activations", "stream"] += 1
+        # The final norm keeps its input; its output is freed as soon as the loss has computed its gradient. Heads of
+        # prediction ahead keep theirs.
+        self._now["activations", "stream"] += 1 + self._stages.ahead
         self._now["logits", "product"] += 1
         self._now["logits", "table"] += 1
         return self._record_moment(
@@ -119,8 +131,9 @@ class _Walk:
         self._to_come -= self._is_received(action)
         if stage == stages.last:
             self._record_moment({("buffers", "stream"): 3})
-            now["activations", "stream"] -= 1
+            now["activations", "stream"] -= 1 + stages.ahead
             now["logits", "product"] -= 1
+        self._heads(stage)
         self._start_of_backward("split" if split else "whole")
         now["activations", "layer"] -= layers
         now["activations", "turned"] += layers * split
@@ -144,6 +157,17 @@ class _Walk:
         self._grow("layer_gradients", action.stage, layers)
         self._now["activations", "turned"] -= layers
         self._record_moment({("activations", "turned"): 1})
+
+    def _heads(self, stage: int) -> None:
+        """The losses that a stage's backward pass computes: beside the gradient of the output matrix that a head makes,
+        there is the sum of those of the heads before it."""
+        for number, behind in enumerate(self._stages.handed_over(stage)):
+            logits: dict[tuple[WalkedItem, TensorSize], int] = {
+                ("logits", "scores"): 1, ("logits", "loss_copies"): 1, ("logits", "product"): 1,
+                ("logits", "table"): 1 + (number > 0 and stage < self._stages.last),
+            }  # fmt: skip
+            left = {("activations", "layer"): -behind, ("buffers", "stream"): 3, ("buffers", "gathered"): 1}
+            self._record_moment({**logits, **left})
 
     def _start_of_backward(self, kind: Literal["whole", "split"]) -> None:
         """Backward pass of the stage's last layer, whose feedforward products are the widest tensors of all."""

@@ -29,7 +29,8 @@ from plait.planner.problem.candidates import (
     Reals,
     group_equal_columns,
 )
-from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of_stages, micro_batches_per_step
+from plait.planner.problem.head_places import head_places, layers_behind_heads
+from plait.planner.problem.stage_partition import micro_batches_per_step, stages_of
 from plait.planner.problem.workload import Workload, expected_distinct_tokens
 
 ROUNDS_WALKED = 3
@@ -124,17 +125,21 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(_is_fully_sharded(c)[0])
     flat = int(_copies(c)[0]) > 1 and not fully
     unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully and not w.is_frozen
+    keeps_ends = keeps_ends and not w.heads_after
+    each = stages_of(w, pipeline * virtual, c.layer_split)
     stages = PipelineStages(
-        layers=layers_of_stages(w.layers, pipeline * virtual, head_cost_in_layers(w), c.layer_split),
+        layers=(*each[:-1], each[-1] + w.layers_and_depths - w.layers),
         tied=w.tied,
         flat_layers=flat,
         flat_tables=flat or (unreplicated_tied_ends and not keeps_ends),
+        middle_heads=layers_behind_heads(w, each) if w.heads_after else (),
+        ahead=w.predict_ahead,
     )
     schedule, micros = SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
     held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
     layers = sum(stages.layers[rank::pipeline])
     own_stages = range(rank, pipeline * virtual, pipeline)
-    n_tables = sum(stages.tables(stage) for stage in own_stages)
+    n_tables = head_places(w, each, pipeline).tables[rank]
     has_head = stages.last in own_stages and not (w.tied and 0 in own_stages)
     tables = (n_tables - has_head) * p.table_weights + has_head * p.head_weights
     learning_tables = n_tables * p.table

@@ -10,12 +10,14 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 
 from plait.planner.problem.candidates import Candidates, Counts, LayerSplit, Reals
+from plait.planner.problem.head_places import balanced_with_heads, heads_of_stages, one_head_in_layers
 from plait.planner.problem.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayers:
-    """Layers on a pipeline's first, last and fullest rank; arrays over candidates."""
+    """Layers on a pipeline's first, last and fullest rank, those for prediction ahead included; arrays over
+    candidates."""
 
     first: Reals
     last: Reals
@@ -24,19 +26,30 @@ class RankLayers:
     """Number of ranks after the last rank that has `fullest` layers."""
     fullest_after: Reals
     """Layers on the fullest of these ranks, the last rank excluded; 0 where there is none."""
+    last_heads: Reals
+    """Uses of the output matrix on the last rank."""
+    middle: Reals
+    """Layers on the rank with heads in the middle that costs most, the last rank excluded; 0 where there is none."""
+    middle_heads: Reals
+    """Heads on that rank."""
 
 
 def rank_layers(workload: Workload, candidates: Candidates) -> RankLayers:
     """Layers by pipeline rank, from what `layers_of_stages` gives to each of its stages."""
     shapes, place = np.unique(candidates.pipeline * STAGE_KEY_RADIX + candidates.virtual, return_inverse=True)
-    sums = [
-        _rank_layer_counts(
-            workload.layers, *divmod(int(s), STAGE_KEY_RADIX), head_cost_in_layers(workload), candidates.layer_split
-        )
-        for s in shapes
-    ]
-    first, last, most, behind, later = np.array(sums, dtype=np.float64).reshape(-1, 5)[place].T
-    return RankLayers(first=first, last=last, fullest=most, ranks_after_fullest=behind, fullest_after=later)
+    sums = [_rank_counts(workload, *divmod(int(s), STAGE_KEY_RADIX), candidates.layer_split) for s in shapes]
+    columns = np.array(sums, dtype=np.float64).reshape(-1, 8)[place].T
+    first, last, most, behind, later, last_heads, middle, middle_heads = columns
+    return RankLayers(
+        first=first,
+        last=last,
+        fullest=most,
+        ranks_after_fullest=behind,
+        fullest_after=later,
+        last_heads=last_heads,
+        middle=middle,
+        middle_heads=middle_heads,
+    )
 
 
 STAGE_KEY_RADIX = 1 << 20
@@ -44,14 +57,27 @@ STAGE_KEY_RADIX = 1 << 20
 
 
 @lru_cache(maxsize=4096)
-def _rank_layer_counts(
-    layers: int, pipeline: int, virtual: int, head_cost: float, layer_split: LayerSplit
-) -> tuple[int, ...]:
+def _rank_counts(workload: Workload, pipeline: int, virtual: int, layer_split: LayerSplit) -> tuple[float, ...]:
     """The fields of RankLayers for one pipeline."""
-    each = layers_of_stages(layers, pipeline * virtual, head_cost, layer_split)
-    ranks = [sum(each[rank::pipeline]) for rank in range(pipeline)]
+    each = stages_of(workload, pipeline * virtual, layer_split)
+    ranks = [float(sum(each[rank::pipeline])) for rank in range(pipeline)]
+    ranks[-1] += workload.layers_and_depths - workload.layers
+    heads = heads_of_stages(workload, each)
+    on_ranks = [sum(heads[rank::pipeline]) for rank in range(pipeline)]
+    cost = one_head_in_layers(workload)
+    some = [(ranks[rank] + on_ranks[rank] * cost, rank) for rank in range(pipeline - 1) if on_ranks[rank]]
+    middle = (ranks[max(some)[1]], on_ranks[max(some)[1]]) if some else (0, 0)
     behind = ranks[::-1].index(max(ranks))
-    return ranks[0], ranks[-1], max(ranks), behind, max(ranks[pipeline - behind : -1], default=0)
+    later = max(ranks[pipeline - behind : -1], default=0)
+    return ranks[0], ranks[-1], max(ranks), behind, later, on_ranks[-1], *middle
+
+
+def stages_of(workload: Workload, stages: int, layer_split: LayerSplit) -> tuple[int, ...]:
+    """Layers of each stage of a workload, in the model's order."""
+    if layer_split != "balanced" or not workload.heads_after:
+        return layers_of_stages(workload.layers, stages, head_cost_in_layers(workload), layer_split)
+    costs = (workload.layers, one_head_in_layers(workload), head_cost_in_layers(workload))
+    return balanced_with_heads(costs, stages, workload.heads_after)
 
 
 def layers_of_stages(layers: int, stages: int, head_cost: float, layer_split: LayerSplit) -> tuple[int, ...]:
@@ -115,9 +141,9 @@ def published_stages(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def head_cost_in_layers(workload: Workload) -> float:
-    """Cost of the head in average layers, by the weights that a token is multiplied with."""
-    w = workload
-    return w.embedding_parameters * w.layers / (w.active_parameters - w.embedding_parameters)
+    """Cost of the head in average layers, by the weights that a token is multiplied with; with prediction ahead, which
+    stands behind it, that of all of it."""
+    return one_head_in_layers(workload) * (1 + workload.predict_ahead) + workload.layers_and_depths - workload.layers
 
 
 def micro_batches_per_step(workload: Workload, candidates: Candidates) -> Reals:

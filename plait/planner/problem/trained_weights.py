@@ -77,9 +77,11 @@ def fullest_rank_parameters(
     common, experts = layer
     held = rank_layers(w, c)
     table = table_parameters / c.tensor
-    tables = np.where(c.pipeline == 1, 1 if w.tied else 2, 1) * table
+    both = not w.tied and w.predict_ahead > 0  # the last stage looks tokens up, too
+    tables = np.where(c.pipeline == 1, 1 if w.tied else 2, 2 if both else 1) * table
     ends = np.maximum(held.first, held.last) * common + tables
-    return np.maximum(ends, held.fullest * common), held.fullest * experts
+    middle = held.middle * common + (held.middle_heads > 0) * table
+    return np.maximum(np.maximum(ends, middle), held.fullest * common), held.fullest * experts
 
 
 def fullest_trained_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals]:

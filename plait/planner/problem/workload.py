@@ -66,6 +66,10 @@ class Workload:
     """Rank of low-rank adapters (LoRA), which alone learn; 0: there are none, and all weights learn."""
     adapter_targets: tuple[AdapterTarget, ...] = ()
     """The linear layers of each layer that have one."""
+    heads_after: tuple[int, ...] = ()
+    """Heads in the middle, each after so many layers, with the model's own output matrix."""
+    predict_ahead: int = 0
+    """Depths of prediction ahead behind the last layer: a projection, a layer and the output matrix each."""
 
     @property
     def is_frozen(self) -> bool:
@@ -128,7 +132,15 @@ class Workload:
             + plain * self.dense_feedforward_parameters
             + sparse * (self.experts * self.expert_parameters + self.shared_expert_parameters)
             + self.embedding_parameters * (1 if self.tied else 2)
+            + self.predict_ahead * (self.last_layer_parameters + 2 * self.width**2)
         )
+
+    @property
+    def last_layer_parameters(self) -> int:
+        """Weights of the last layer, and so of each layer for prediction ahead."""
+        if not self.experts:
+            return self.attention_parameters + self.dense_feedforward_parameters
+        return self.attention_parameters + self.experts * self.expert_parameters + self.shared_expert_parameters
 
     @property
     def active_parameters(self) -> int:
@@ -140,6 +152,17 @@ class Workload:
             + sparse * (self.experts_per_token * self.expert_parameters + self.shared_expert_parameters)
             + self.embedding_parameters
         )
+
+    @property
+    def layers_and_depths(self) -> float:
+        """Layers, and depths of prediction ahead counted in average ones, with their projections."""
+        average = (self.active_parameters - self.embedding_parameters) / self.layers
+        return self.layers + self.predict_ahead * (1 + 2 * self.width**2 / average)
+
+    @property
+    def heads_in_all(self) -> int:
+        """Times that the output matrix is used: by the model's own head, by others, and by prediction ahead."""
+        return 1 + len(self.heads_after) + self.predict_ahead
 
     @property
     def batch_tokens(self) -> int:
@@ -156,8 +179,9 @@ class Workload:
     def flops_per_token(self, counting: Literal["full", "causal"]) -> float:
         """Arithmetic of training one token, nothing recomputed: "full" counts every score, "causal" half of them. A
         frozen weight is multiplied twice in place of three times; its adapters, below a hundredth, are left out."""
-        scores = 4 * self.layers * self.mean_keys_per_query * self.heads * self.head_width
-        products = (2 if self.is_frozen else 3) * 2 * self.active_parameters
+        scores = 4 * (self.layers + self.predict_ahead) * self.mean_keys_per_query * self.heads * self.head_width
+        layers = (self.active_parameters - self.embedding_parameters) * self.layers_and_depths / self.layers
+        products = (2 if self.is_frozen else 3) * 2 * (layers + self.heads_in_all * self.embedding_parameters)
         return products + 3 * (scores if counting == "full" else scores / 2)
 
 
@@ -190,6 +214,8 @@ def workload_of(
         **_mixture_numbers(shape),
         adapter_rank=shape.adapter.rank if shape.adapter else 0,
         adapter_targets=shape.adapter.targets if shape.adapter else (),
+        heads_after=shape.objectives.heads,
+        predict_ahead=shape.objectives.ahead,
     )
 
 

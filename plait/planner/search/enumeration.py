@@ -149,9 +149,15 @@ def _options(
 
 
 def _shares_out_possibly(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Mask of layouts whose experts lie on copies that hold nothing else in parts, where only these may share them."""
+    """Mask of layouts whose experts lie on copies that hold nothing else in parts, where only these may share them, and
+    whose stages share no output matrix that each gathers (validity.py)."""
     degree = columns["expert"]
-    return (degree == 1) | (w.expert_ranks == "any") | ((columns["shard"] == 1) & (columns["replicate"] % degree == 0))
+    apart = (columns["virtual"] > 1) & (columns["shard"] > 1)
+    apart &= columns["shard_what"] == SHARDED_STATES.index("parameters")
+    experts = (
+        (degree == 1) | (w.expert_ranks == "any") | ((columns["shard"] == 1) & (columns["replicate"] % degree == 0))
+    )
+    return experts & ~(apart & (w.heads_in_all > 1))
 
 
 def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: SoftwareProfile) -> np.ndarray:
@@ -241,17 +247,8 @@ def divisors(number: int) -> list[int]:
 
 def _nothing_left(w: Workload, devices: int, constraints: Constraints, refused: Counter[str]) -> str:
     if constraints.degrees:
-        reason = next(
-            reason
-            for reason in (
-                TOO_FEW_LAYERS,
-                HEADS_INDIVISIBLE,
-                SEQUENCE_INDIVISIBLE,
-                BATCH_TOO_SMALL,
-                INCOMPATIBLE_SPLITS,
-            )
-            if refused[reason]
-        )
+        order = (TOO_FEW_LAYERS, HEADS_INDIVISIBLE, SEQUENCE_INDIVISIBLE, BATCH_TOO_SMALL, INCOMPATIBLE_SPLITS)
+        reason = next(reason for reason in order if refused[reason])
         return f"the layout named under [layout] cannot carry this model and batch ({reason}); change it"
     return (
         f"no layout of {counted(devices, 'device')} carries {counted(w.batch_sequences, 'sequence')} a step, "

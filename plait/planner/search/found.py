@@ -15,7 +15,7 @@ from plait.planner.heterogeneous.replica_memory import MemoryBudget, ReplicaMemo
 from plait.planner.memory.estimate import MemoryEstimate, estimate_memory
 from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of_stages
+from plait.planner.problem.stage_partition import stages_of
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.feasibility import sparing_budget
@@ -134,7 +134,7 @@ class Search:
         """Layers of each stage of one layout's pipeline."""
         one = self.assigner.group_of(self.candidates, index).candidates
         stages = int(one.pipeline[0]) * int(one.virtual[0])
-        return layers_of_stages(self.workload.layers, stages, head_cost_in_layers(self.workload), one.layer_split)
+        return stages_of(self.workload, stages, one.layer_split)
 
     def step_time(self, index: int) -> StepTime:
         """The items of one layout's step time, in seconds."""

@@ -9,8 +9,9 @@ from plait.errors import PlaitError
 from plait.layout import Layout, conflict_sentence
 from plait.model.names import Dim
 from plait.model.shape import ModelShape
-from plait.model.weights import active_layer_products
+from plait.model.weights import active_ahead_products, active_layer_products
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
+from plait.planner.problem.head_places import balanced_with_heads
 from plait.planner.problem.stage_partition import balanced_stages_by_cost
 from plait.units import counted
 
@@ -21,7 +22,8 @@ STAGES_WITHOUT_PIPELINE = (
 
 
 def balanced_stages(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Layers of each stage that minimize the cost of the most expensive stage; the head counts with the last stage.
+    """Layers of each stage that minimize the cost of the most expensive stage; the head counts with the last stage,
+    heads in the middle and prediction ahead where they stand.
 
     Costs are those of the matrix products: looking up the embedding is all but free, the head is a product with the
     whole vocabulary.
@@ -31,8 +33,12 @@ def balanced_stages(shape: ModelShape, stages: int) -> tuple[int, ...]:
             f"a pipeline of {stages} stages needs as many layers, and the model has {shape.layers}; lower "
             "layout.pipeline or layout.virtual_stages, or raise model.layers"
         )
-    layer = active_layer_products(shape) / shape.layers
-    return balanced_stages_by_cost(shape.layers, stages, shape.vocabulary * shape.width / layer)
+    layer, objectives = active_layer_products(shape) / shape.layers, shape.objectives
+    head = shape.vocabulary * shape.width / layer
+    end = head * (1 + objectives.ahead) + active_ahead_products(shape) / layer
+    if objectives.heads:
+        return balanced_with_heads((shape.layers, head, end), stages, objectives.heads)
+    return balanced_stages_by_cost(shape.layers, stages, end)
 
 
 def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequences: int) -> None:
@@ -147,6 +153,16 @@ def _check_stages(layout: Layout, shape: ModelShape) -> None:
         raise PlaitError(
             f'{layout.virtual_stages} stages on a worker need layout.schedule = "interleaved", '
             f'not "{layout.schedule}"; change it, or give each worker one stage'
+        )
+    if (
+        layout.virtual_stages > 1
+        and shape.objectives.weights
+        and layout.shard_what == "parameters"
+        and layout.shard > 1
+    ):
+        raise PlaitError(
+            'several stages on a worker use one output matrix for their heads, which layout.shard_what = "parameters" '
+            'gathers for each stage apart; choose layout.shard_what = "optimizer", or layout.schedule = "1f1b"'
         )
     if layout.virtual_stages == 1 and layout.schedule == "interleaved":
         raise PlaitError(

@@ -73,7 +73,8 @@ def data_parallel_sync_s(
 
 
 def tied_embedding_sync_s(inputs: CostInputs, forward_s: Reals, n_microbatches: Reals) -> Reals:
-    """Seconds per step of keeping a tied head and its embedding, on two stages, the same.
+    """Seconds per step of keeping a tied head and its embedding, on two stages, the same, and whatever other tables
+    stand on several stages.
 
     The embedding's gradient is the very last of all, so nothing hides a sum of both. Where one end keeps the table
     (parallel/pipeline/tied_embedding.py), the exposed messages are the rows of the first micro-batch and the gradients
@@ -86,6 +87,13 @@ def tied_embedding_sync_s(inputs: CostInputs, forward_s: Reals, n_microbatches: 
     summed = collective_s(inputs.network, "reduce", table, np.where(c.pipeline > 1, 2, 1), apart)
     if w.is_frozen:
         return 0.0 * summed
+    if w.heads_after or w.predict_ahead:
+        # Tied, all that look up or score share one table; else the output matrix has its ranks, and the embedding.
+        middle, both = len(w.heads_after), 2 if w.predict_ahead else 1
+        sharing = [2 + middle] if w.tied else [1 + middle, both]
+        return np.add.reduce(
+            [collective_s(inputs.network, "reduce", table, np.minimum(some, c.pipeline), apart) for some in sharing]
+        )
     if not (profile.keeps_tied_table_once and w.tied):
         return summed * (w.tied and c.pipeline > 1)
     once, every = (

@@ -10,12 +10,8 @@ import numpy as np
 from plait.partition.pipeline_schedule import ActionKind
 from plait.partition.pipeline_simulation import StageTimes, durations_s
 from plait.planner.problem.candidates import SCHEDULES, Counts, Reals
-from plait.planner.problem.stage_partition import (
-    head_cost_in_layers,
-    layers_of_stages,
-    messages_each_way,
-    micro_batches_per_step,
-)
+from plait.planner.problem.head_places import heads_of_stages
+from plait.planner.problem.stage_partition import messages_each_way, micro_batches_per_step, stages_of
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.stage_messages import hop_shares
 from plait.planner.step_time.step_time import StepTime, estimate_step_time
@@ -49,11 +45,11 @@ def simulated_step_s(inputs: CostInputs, times: StepTime) -> Reals:
     )
     short = np.minimum(micros, rounds)
     keys = np.stack([candidates.schedule, candidates.pipeline, candidates.virtual, short])
-    piped, head = candidates.pipeline > 1, head_cost_in_layers(workload)
+    piped = candidates.pipeline > 1
     for key in np.unique(keys[:, piped], axis=1).T:
         rows = np.flatnonzero((keys == key[:, None]).all(axis=0) & piped)
         schedule, ranks, virtual, simulated = (int(value) for value in key)
-        layers = layers_of_stages(workload.layers, ranks * virtual, head, candidates.layer_split)
+        layers = stages_of(workload, ranks * virtual, candidates.layer_split)
         spent = _stage_action_times(inputs, busy, rows, layers)
         slowest = np.add.reduce(list(spent.values())).reshape(virtual, ranks, -1).sum(axis=0).max(axis=0)
         sent = busy.stage_message_s[rows]
@@ -74,9 +70,7 @@ def stage_times_of(inputs: CostInputs) -> StageTimes:
     w, candidate, profile = inputs.workload, inputs.candidates, inputs.profile
     busy = _micro_batch_times(inputs, estimate_step_time(inputs))
     virtual = int(candidate.virtual[0])
-    layers = layers_of_stages(
-        w.layers, int(candidate.pipeline[0]) * virtual, head_cost_in_layers(w), candidate.layer_split
-    )
+    layers = stages_of(w, int(candidate.pipeline[0]) * virtual, candidate.layer_split)
     spent = _stage_action_times(inputs, busy, np.array([0]), layers)
     seconds = {kind: tuple(float(s) for s in values[:, 0] / profile.speed) for kind, values in spent.items()}
     return StageTimes(
@@ -136,11 +130,16 @@ def _micro_batch_times(inputs: CostInputs, times: StepTime) -> _MicroBatchTimes:
 def _stage_action_times(
     inputs: CostInputs, times: _MicroBatchTimes, rows: Counts, layers: Sequence[int]
 ) -> dict[ActionKind, Reals]:
-    """Seconds of each kind of action, shape [stages, rows]; `layers` are those of each stage."""
+    """Seconds of each kind of action, shape [stages, rows]; `layers` are those of each stage. A head in the middle is
+    computed in the backward pass alone, that of a stage's input (model/auxiliary)."""
+    w = inputs.workload
     shares = hop_shares(inputs.with_candidates(inputs.candidates.select(rows)))
     held, rank = np.array(layers)[:, None], np.arange(len(layers)) % len(shares)
     beside = times.overhead_s[rows] + shares[rank] * times.exposed_s[rows]
     whole = held * times.layer_s[rows] + beside * len(shares) / len(layers)
-    whole[-1] += times.head_s[rows]
+    behind = 1 + w.predict_ahead  # the model's own head, and prediction ahead
+    whole[-1] += behind * times.head_s[rows] + (w.layers_and_depths - w.layers) * times.layer_s[rows]
     forward, weight = whole * times.forward_share[rows], whole * times.weight_gradient_share[rows]
-    return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}
+    middle = np.array(heads_of_stages(w, layers))[:, None] * times.head_s[rows]
+    middle[-1] -= behind * times.head_s[rows]
+    return {"forward": forward, "backward-input": whole - forward - weight + middle, "backward-weight": weight}

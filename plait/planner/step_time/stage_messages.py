@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.planner.problem.candidates import Reals
-from plait.planner.problem.stage_partition import head_cost_in_layers, layers_of_stages, messages_each_way
+from plait.planner.problem.head_places import heads_of_stages
+from plait.planner.problem.stage_partition import messages_each_way, stages_of
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.network_model import cpu_overhead_s, hop_message_s, stage_message_s
 from plait.planner.step_time.roofline import local_tokens
@@ -31,8 +32,8 @@ class StageSends:
 
 
 def stage_sends(inputs: CostInputs, busy_s: Reals, layer_s: Reals, head_s: Reals) -> StageSends:
-    """The messages of one micro-batch: its busiest rank computes for `busy_s`, a layer takes `layer_s`, and the head,
-    on the last rank, `head_s`."""
+    """The messages of one micro-batch: its busiest rank computes for `busy_s`, a layer takes `layer_s`, and a head,
+    on whichever rank, `head_s`."""
     c, piped = inputs.candidates, inputs.candidates.pipeline > 1
     once = stage_message_s(inputs.network, _message_bytes(inputs), c.pipeline, c.devices // c.pipeline)
     mean = _mean_hop_shares(inputs)
@@ -92,9 +93,11 @@ def _added_to_pace(inputs: CostInputs, exposed: Reals, layer_s: Reals, head_s: R
     unequal = _has_unequal_hops(inputs) & (exposed > 0)
     for ranks, virtual in np.unique(np.stack([c.pipeline, c.virtual])[:, unequal], axis=1).T:
         rows = np.flatnonzero(unequal & (c.pipeline == ranks) & (c.virtual == virtual))
-        layers = layers_of_stages(w.layers, int(ranks * virtual), head_cost_in_layers(w), c.layer_split)
+        layers = stages_of(w, int(ranks * virtual), c.layer_split)
+        heads = heads_of_stages(w, layers)
         busy = np.array([sum(layers[rank::ranks]) for rank in range(ranks)])[:, None] * layer_s[rows]
-        busy[-1] += head_s[rows]
+        busy = busy + np.array([sum(heads[rank::ranks]) for rank in range(ranks)])[:, None] * head_s[rows]
+        busy[-1] += (w.layers_and_depths - w.layers) * layer_s[rows]
         waits = hop_shares(inputs.with_candidates(c.select(rows))) * exposed[rows]
         added[rows] = (busy + waits).max(axis=0) - busy.max(axis=0)
     return added

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Reals
+from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Counts, Reals
 from plait.planner.problem.stage_partition import (
+    RankLayers,
     micro_batches_per_step,
     rank_layers,
     ranks_of_an_expert,
@@ -50,6 +51,8 @@ class StepTime:
     slowest_stage_message: Reals
     """The same over the slowest hop, which no micro-batch may take faster."""
     hidden: Reals
+    busiest_layers: Reals
+    """Layers on the busiest device, those for prediction ahead included."""
     step_s: Reals
 
 
@@ -74,18 +77,19 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
     held = rank_layers(workload, candidates)
     micros = micro_batches_per_step(workload, candidates)
     alone = candidates.pipeline == 1
-    busiest = np.where(
-        alone, held.fullest * per_layer + head, np.maximum(held.fullest * per_layer, held.last * per_layer + head)
-    )
-    layers = np.where(busiest > held.fullest * per_layer, held.last, held.fullest)
-    heads = np.where(busiest > held.fullest * per_layer, head, 0.0)
+    busiest, layers, heads = _busiest_rank(held, per_layer, head, alone)
+    end = held.last * per_layer + held.last_heads * head
     host = launch_overhead_s(inputs.device_time, candidates, held.fullest, busiest) + message_cpu_s(inputs)
     sends = stage_sends(inputs, busiest + host, per_layer, head)
     stage = busiest + host + sends.exposed
-    through = workload.layers * per_layer + head + candidates.pipeline * (host + sends.mean_exposed)
+    through = (
+        workload.layers_and_depths * per_layer
+        + workload.heads_in_all * head
+        + candidates.pipeline * (host + sends.mean_exposed)
+    )
     whole = np.where(alone, stage, through)
     # Fuller stages in front set the pace only while those behind them neither fill nor drain.
-    later = np.maximum(held.fullest_after * per_layer, held.last * per_layer + head)
+    later = np.maximum(held.fullest_after * per_layer, end)
     eased = np.maximum(busiest - later, 0.0) * np.minimum(held.ranks_after_fullest, micros - 1)
     bubble = np.maximum(_bubble_s(inputs, stage, whole) - np.where(alone, 0.0, eased), 0.0)
     # Until the first micro-batch comes through, and the last comes back.
@@ -116,8 +120,20 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
         stage_message=sends.mean_message,
         slowest_stage_message=sends.slowest_message,
         hidden=hidden + micros * layers * exposed.hidden,
+        busiest_layers=layers,
         step_s=np.add.reduce(list(items.values())),
     )
+
+
+def _busiest_rank(held: RankLayers, per_layer: Reals, head: Reals, alone: Counts) -> tuple[Reals, Reals, Reals]:
+    """Of the rank that takes longest for a micro-batch: its seconds, its layers and the seconds of its heads."""
+    full, end = held.fullest * per_layer, held.last * per_layer + held.last_heads * head
+    middle = held.middle * per_layer + held.middle_heads * head
+    busiest = np.where(alone, end, np.maximum(full, end))
+    layers, heads = np.where(busiest > full, held.last, held.fullest), np.where(busiest > full, held.last_heads, 0.0)
+    dearer = middle > busiest
+    layers, heads = np.where(dearer, held.middle, layers), np.where(dearer, held.middle_heads, heads)
+    return np.maximum(busiest, middle), layers, heads * head
 
 
 def _recompute_s(inputs: CostInputs, layer: LayerTime) -> Reals:

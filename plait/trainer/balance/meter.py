@@ -230,7 +230,9 @@ def attach_meter(assembly: Assembly, clock: StepClock, progress: ProgressReport 
         sharded.pipe.wait = meter.wait
     sharded = replace(sharded, gradients=MeteredGradients(sharded.gradients, meter))
     autocast = make_autocast(plan.precision, assembly.device)
-    run_micros, evaluate_micros = make_runners(sharded, autocast, casts=weight_casts(plan), compile=plan.compile)
+    run_micros, evaluate_micros = make_runners(
+        sharded, autocast, casts=weight_casts(plan), compile=plan.compile, auxiliary=assembly.auxiliary
+    )
     return replace(assembly, model=sharded, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
 
 
@@ -244,7 +246,8 @@ def _watch_forwards(sharded: ShardedModel, meter: Meter) -> None:
 def _watch_waits(sharded: ShardedModel, meter: Meter) -> None:
     """Time the hooks that wait for updated weights before a module runs."""
     for chunk in sharded.chunks:
-        for module in (*chunk.layers.values(), chunk.embed, chunk.norm):
+        inner = (*chunk.layers.values(), *chunk.auxiliary.values(), *chunk.ahead.values())
+        for module in (*inner, chunk.embed, chunk.norm):
             if module is not None:
                 meter.time_between_hooks(module, _first_of_all, nn.Module.register_forward_pre_hook)
 

@@ -36,7 +36,7 @@ class ExpertLoads:
     """A rank's mixtures, among those of the whole model; of a model without experts it does nothing."""
 
     def __init__(self, sharded: ShardedModel, shape: ModelShape) -> None:
-        self.layers = tuple(layer for layer in range(shape.layers) if shape.mixture_of(layer))
+        self.layers = tuple(layer for layer in range(shape.all_layers) if shape.mixture_of(layer))
         self.shape = shape
         self.own: dict[int, Mixture] = {
             layer: one for chunk in sharded.chunks for layer, one in mixtures_of(chunk).items()

@@ -1,0 +1,54 @@
+"""What a model learns beside its next token, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from plait.model.parts.objectives import NO_OBJECTIVES
+from plait.model.shape import ModelShape, parameter_count
+from plait.units import counted, format_count
+
+
+def objective_reasons(shape: ModelShape) -> list[str]:
+    """The choices about auxiliary objectives, each with its reason; empty where there are none."""
+    objectives, reasons = shape.objectives, list[str]()
+    if objectives.heads:
+        weights = " and ".join(f"{weight:g}" for weight in dict.fromkeys(objectives.head_weights))
+        reasons.append(
+            f"heads after {_listed(objectives.heads)} layers, their losses × {weights}: each has a norm of its own and "
+            "the model's output matrix (LayerSkip, Elhoushi 2024), so that the middle learns what the end will say"
+        )
+    if objectives.ahead:
+        more = parameter_count(shape) - parameter_count(replace(shape, objectives=replace(objectives, ahead=0)))
+        reasons.append(
+            f"{counted(objectives.ahead, 'token')} predicted beyond the next, the mean of their losses × "
+            f"{objectives.ahead_weight:g}: DeepSeek-V3's modules, {format_count(more)} parameters that sampling and "
+            "exports leave out"
+        )
+    return reasons
+
+
+def objectives_text(shape: ModelShape) -> str:
+    """The auxiliary objectives in a line about the model, empty where there are none."""
+    heads, ahead = shape.objectives.heads, shape.objectives.ahead
+    parts = [f"heads after {_listed(heads)} layers"] if heads else []
+    parts += [f"predicts {counted(ahead, 'token')} further"] if ahead else []
+    return "".join(f"; {part}" for part in parts)
+
+
+def without_objectives(shape: ModelShape) -> ModelShape:
+    """The model itself, as it is sampled and exported."""
+    return replace(shape, objectives=NO_OBJECTIVES)
+
+
+def objectives_left_out(shape: ModelShape) -> str:
+    """What an export of the model itself leaves out, as the end of a line; empty where that is nothing."""
+    heads, ahead = shape.objectives.heads, shape.objectives.ahead
+    parts = [f"the norms of the heads after {_listed(heads)} layers"] if heads else []
+    parts += [f"the {counted(ahead, 'module')} for prediction ahead"] if ahead else []
+    return f" (left out, for no family has them: {' and '.join(parts)})" if parts else ""
+
+
+def _listed(heads: Sequence[int]) -> str:
+    return " and ".join(map(str, heads))
