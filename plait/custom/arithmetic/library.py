@@ -48,6 +48,7 @@ class ProductLibrary:
         possible = requested == "measured" and workers.device.type == "cpu" and has_onednn() and _is_plain(program)
         self._choice: Literal["open", "made"] = "open" if possible else "made"
         self.library: MatmulLibrary = "default"
+        self._everybody: list[list[str]] = []
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -71,9 +72,8 @@ class ProductLibrary:
             yield
 
     def saved(self) -> list[list[str]]:
-        """For each worker its machine and library, as JSON. Every worker must call it; blocks."""
-        own = [] if self._choice == "open" else [detect_cpu_machine().digest(), self.library]
-        return gather_json(own, self._workers)
+        """For each worker its machine and library, as JSON; nothing while undecided, and where nothing is chosen."""
+        return self._everybody
 
     def resume(self, saved: Sequence[Sequence[str]]) -> None:
         """Go on with the libraries of a saved run, where as many workers are on the same machines: the bits depend on
@@ -85,6 +85,7 @@ class ProductLibrary:
         if not all(gather_json(same, self._workers)):
             return
         self._choice, self.library = "made", "onednn" if own[1] == "onednn" else "default"
+        self._everybody = [list(one) for one in saved]
         if self.library == "onednn":
             self._workers.say("matrix products by oneDNN, as in the saved run")
 
@@ -98,9 +99,11 @@ class ProductLibrary:
         path = rates_path(CURRENT_FOLDER, here, ["program", describe_work(counts), self._workers.size, threads])
         kept = kept_rates(path)
         own = {
-            "flops": total_flops(counts), "set": precision_is_set(), "rates": [one.to_values() for one in kept[:1]],
+            "machine": here.digest(), "flops": total_flops(counts), "set": precision_is_set(),
+            "rates": [one.to_values() for one in kept[:1]],
         }  # fmt: skip
         told = gather_json(own, self._workers)
+        self._everybody = [[one["machine"], "default"] for one in told]
         if any(one["set"] for one in told) or sum(one["flops"] for one in told) < LEAST_FLOPS * len(told):
             return
         if not all(one["rates"] for one in told):
@@ -108,6 +111,7 @@ class ProductLibrary:
             keep_rates(path, [measured])
             told = gather_json({"rates": [measured.to_values()]}, self._workers)
         found = choose_backends("auto", "float32", [_rates_of(one) for one in told])
+        self._everybody = [[one, found.host_backends.get(one, found.backend)] for one, _ in self._everybody]
         self.library = found.host_backends.get(here.digest(), found.backend)
         for reason in found.reasons:
             self._workers.say(reason)

@@ -24,8 +24,8 @@ from plait.cluster.topology import detect_cpu_machine, usable_cores
 from plait.custom.arithmetic.recorded import MemoryOrder, RecordedAttention, RecordedProduct, WorkCounts, total_flops
 from plait.model.matmul import default_library_name
 
-MEASURED_S = 0.3
-MOST_FLOPS = 3e8
+RECORDED_WORK_S = 0.3
+MOST_PIECE_FLOPS = 3e8
 """FLOPs of a piece of work that is measured, a few milliseconds: of a larger one a part, whose rate is about the
 same."""
 MOST_PIECES, ENOUGH = 10, 0.95
@@ -39,8 +39,8 @@ def measure_recorded(counts: WorkCounts, units: Units | None = None, bench: Timi
 
     Processor time counts where a worker has one thread, so that what other programs take does not.
     """
-    found = {name: unit for name, unit in (units or arithmetic_units()).items() if name != "bf16"}
-    rates = measure_work(timed_work(counts), found, bench or _bench(), seconds=MEASURED_S)
+    found: Units = {name: unit for name, unit in (units or arithmetic_units()).items() if name != "bf16"}
+    rates = measure_work(timed_work(counts), found, bench or _bench(), seconds=RECORDED_WORK_S)
     return ProductRates(
         machine=detect_cpu_machine().digest(),
         workers=max(1, usable_cores() // torch.get_num_threads()),
@@ -72,13 +72,13 @@ def _product(one: RecordedProduct, times: float, numbers: torch.Generator) -> Ma
     """Of a product that is too large: fewer matrices, then fewer of its most numerous rows, columns or inner numbers,
     an odd number of which stays odd."""
     part = one
-    if part.flops > MOST_FLOPS and one.matrices > 1:
-        part = replace(one, matrices=max(1, int(one.matrices * MOST_FLOPS / one.flops)))
-    if part.flops > MOST_FLOPS:
+    if part.flops > MOST_PIECE_FLOPS and one.matrices > 1:
+        part = replace(one, matrices=max(1, int(one.matrices * MOST_PIECE_FLOPS / one.flops)))
+    if part.flops > MOST_PIECE_FLOPS:
         sizes = {"rows": part.rows, "inner": part.inner, "columns": part.columns}
         longest = max(sizes, key=lambda name: sizes[name])
         size = sizes[longest]
-        fewer = min(size, max(LEAST_ROWS, int(size * MOST_FLOPS / part.flops)))
+        fewer = min(size, max(LEAST_ROWS, int(size * MOST_PIECE_FLOPS / part.flops)))
         part = replace(part, **{longest: fewer - (size - fewer) % 2})  # pyright: ignore[reportArgumentType]
     left = _matrix(part.matrices, part.rows, part.inner, part.left, numbers)
     right = _matrix(part.matrices, part.inner, part.columns, part.right, numbers)
@@ -93,7 +93,7 @@ def _matrix(matrices: int, rows: int, columns: int, order: MemoryOrder, numbers:
 
 
 def _attention(one: RecordedAttention, times: float, numbers: torch.Generator) -> AttentionPass:
-    part = replace(one, batch=max(1, min(one.batch, int(one.batch * MOST_FLOPS / one.flops))))
+    part = replace(one, batch=max(1, min(one.batch, int(one.batch * MOST_PIECE_FLOPS / one.flops))))
     return AttentionPass(shape=part, times=times * one.flops / part.flops, numbers=numbers)
 
 

@@ -20,7 +20,7 @@ from plait.errors import PlaitError
 EXACT_DIVISORS = (torch.float32, torch.float64)
 """Losses whose gradients can be divided where they begin: in 16 bits the factor would be rounded, for all alike."""
 
-StepClock = Literal["timed", "untimed"]
+TimedOrNot = Literal["timed", "untimed"]
 """Whether the time of forward and backward is wanted, for which a GPU is waited for."""
 
 
@@ -30,7 +30,7 @@ class StepPlace:
 
     step: int
     batch: int
-    clock: StepClock = "untimed"
+    clock: TimedOrNot = "untimed"
     gradients_of: Literal["sum", "mean"] = "sum"
     """Whether gradients are divided by the global count, as far as it is known, where they begin, at the loss: then
     none need be multiplied afterwards."""

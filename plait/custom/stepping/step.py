@@ -15,7 +15,7 @@ from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.stepping.additive import check_additive, examples_to_check
-from plait.custom.stepping.gradients import StepClock, StepPlace, divisor_of, sum_gradients
+from plait.custom.stepping.gradients import TimedOrNot, StepPlace, divisor_of, sum_gradients
 from plait.custom.stepping.parts import ShareParts
 from plait.custom.stepping.timeline import SpanLog
 from plait.custom.stepping.unchanged import ModelWatch
@@ -44,7 +44,7 @@ class StepTaker:
         self.spans = SpanLog()
 
     def take(
-        self, batch: Any, *, step: int, number: int, clock: StepClock, rate_factor: float
+        self, batch: Any, *, step: int, number: int, clock: TimedOrNot, rate_factor: float
     ) -> tuple[list[Tensor], float]:
         """A step, of this number, with this worker's share of a batch, the `number`th that it was given: the global
         mean of each loss (0-dim, float64), and the seconds that this worker computed for their gradients, without
