@@ -15,7 +15,7 @@ from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.stepping.additive import check_additive, examples_to_check
-from plait.custom.stepping.gradients import TimedOrNot, StepPlace, divisor_of, sum_gradients
+from plait.custom.stepping.gradients import StepPlace, TimedOrNot, divisor_of, sum_gradients
 from plait.custom.stepping.parts import ShareParts
 from plait.custom.stepping.timeline import SpanLog
 from plait.custom.stepping.unchanged import ModelWatch
