@@ -64,7 +64,12 @@ def _plait(program: BenchProgram, model: nn.Module, batches: list[Batch], kind: 
     layout = kind.split()[1].replace("_", " ")
     with redirect_stdout(sys.stderr):  # answers alone are read there
         run = plait.spread(model, _optimizer(model), loss_sum=loss_sum, layout=layout)  # type: ignore[arg-type]
-    return lambda step: float(run.step(batches[step % BATCHES]))
+
+    def take(step: int) -> float:
+        with redirect_stdout(sys.stderr):  # a library of products is chosen in a step
+            return float(run.step(batches[step % BATCHES]))
+
+    return take
 
 
 def _ddp(program: BenchProgram, model: nn.Module, batches: list[Batch], kind: str) -> TakeStep:

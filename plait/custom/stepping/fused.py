@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from plait.custom.program import Program, parameters_of
@@ -20,10 +22,13 @@ def fuse_updates(program: Program) -> str:
     for optimizer in fused:
         for group in optimizer.param_groups:
             group["fused"] = True
-    if not fused:
-        return ""
-    names = " and ".join(dict.fromkeys(type(one).__name__ for one in fused))
-    return f"updates by torch's fused {names}, one pass over weights and state; fused=False keeps its usual one"
+    return fused_text([type(one).__name__ for one in fused]) if fused else ""
+
+
+def fused_text(optimizers: Sequence[str]) -> str:
+    """What is said of these optimizers."""
+    names = " and ".join(dict.fromkeys(optimizers))
+    return f"updates by torch's fused {names}, one pass over weights and state; fused=False keeps the usual ones"
 
 
 def _leaves_it_open(optimizer: Optimizer) -> bool:
