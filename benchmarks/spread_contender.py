@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import plait
 from benchmarks.spread_work import PROGRAMS, Batch, BenchProgram, loss_sum
 from benchmarks.strands_work import serve
+from plait.model.matmul import select_matmul_library
 
 BATCHES = 4
 TakeStep = Callable[[int], float]
@@ -30,6 +31,8 @@ def main() -> None:
     # Accelerate asks for these even where the group is there already.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=f"file://{flags.rendezvous}", rank=rank, world_size=ranks)
+    if flags.products == "onednn":  # as somebody's own choice, which plait.spread leaves alone
+        select_matmul_library("onednn")
     program = PROGRAMS[flags.work]
     torch.manual_seed(7)
     model = program.make_model()
@@ -42,6 +45,7 @@ def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind")
     parser.add_argument("--work", required=True)
+    parser.add_argument("--products", choices=("chosen", "onednn"), default="chosen")
     parser.add_argument("--rendezvous", required=True)
     return parser.parse_args()
 
@@ -60,7 +64,12 @@ def _plait(program: BenchProgram, model: nn.Module, batches: list[Batch], kind: 
     layout = kind.split()[1].replace("_", " ")
     with redirect_stdout(sys.stderr):  # answers alone are read there
         run = plait.spread(model, _optimizer(model), loss_sum=loss_sum, layout=layout)  # type: ignore[arg-type]
-    return lambda step: float(run.step(batches[step % BATCHES]))
+
+    def take(step: int) -> float:
+        with redirect_stdout(sys.stderr):  # a library of products is chosen in a step
+            return float(run.step(batches[step % BATCHES]))
+
+    return take
 
 
 def _ddp(program: BenchProgram, model: nn.Module, batches: list[Batch], kind: str) -> TakeStep:

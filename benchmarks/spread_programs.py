@@ -2,7 +2,8 @@
 
 Two ranks of one thread each, the same weights and batches; first losses that differ end the benchmark. Contenders take
 turns, and ratios are taken within rounds (pairing.py): of steps, and of the processor seconds of all ranks, which a
-busy machine disturbs less.
+busy machine disturbs less. Products are by the library that plait.spread chooses for itself, and by torch's own for its
+peers; `--products onednn` selects oneDNN for all of them.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--only", choices=PROGRAMS, action="append")
+    parser.add_argument("--products", choices=("chosen", "onednn"), default="chosen")
     flags = parser.parse_args()
-    results: dict[str, object] = {}
+    results: dict[str, object] = {"products": flags.products}
     for program in flags.only or PROGRAMS:
-        turns = take_turns(program, flags.rounds, flags.steps)
+        turns = take_turns(program, flags.rounds, flags.steps, flags.products)
         others = max(turn.others for each in turns.values() for turn in each)
         for ours, peers in PAIRS.items():
             for what in ("step_s", "processor_s"):
@@ -47,13 +49,13 @@ def main() -> None:
     print(f"\nwritten to {save('spread', {'machine': describe(), 'load': load, 'results': results})}")
 
 
-def take_turns(program: str, rounds: int, steps: int) -> dict[str, list[Turn]]:
+def take_turns(program: str, rounds: int, steps: int, products: str) -> dict[str, list[Turn]]:
     """Every contender's turns, once all of them have shown that they do the same mathematics."""
     parties: dict[str, Party] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name in CONTENDERS:
-                command = f"benchmarks.spread_contender '{name}'"
+                command = f"benchmarks.spread_contender '{name}' --products {products}"
                 parties[name] = Party(name, command, ranks=RANKS, work=program, folder=Path(folder))
             losses = {name: party.first_losses() for name, party in parties.items()}
             for name, values in losses.items():

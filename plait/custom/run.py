@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
 from plait.custom.data.batches import (
     BatchPlace,
@@ -29,7 +30,6 @@ from plait.custom.likeness import WorkerKinds
 from plait.custom.program import Program
 from plait.custom.saving.program_state import resume_program, save_program
 from plait.custom.stepping.evaluate import evaluate_mean
-from plait.custom.stepping.gradients import StepPlace
 from plait.custom.stepping.rate import RateRule, goyal_rule
 from plait.custom.stepping.step import StepTaker
 from plait.custom.stepping.timeline import write_timeline
@@ -54,6 +54,7 @@ class SpreadRun:
         choices: StrandChoices,
         cut: BatchCut | None,
         kinds: WorkerKinds,
+        library: ProductLibrary,
     ) -> None:
         self._program, self._strands, self._workers, self._cut = program, strands, workers, cut
         self._layout: CustomLayout = layout
@@ -62,7 +63,8 @@ class SpreadRun:
         self._calls = 0
         self._active: list[OwnBatches] = []
         self._meter = ShareMeter(workers, "alike" if kinds.kinds == "alike" else "unlike", kinds.names)
-        self._taker = StepTaker(program, strands, workers, layout, cut)
+        self._library = library
+        self._taker = StepTaker(program, strands, workers, layout, cut, library)
         self._rate = RateRule()
         self._wait_s, self._names = 0.0, kinds.names
         self._choices = choices
@@ -149,8 +151,9 @@ class SpreadRun:
         it for every batch.
         """
         began, clock = time.perf_counter(), self._meter.clock()
-        place = StepPlace(step=self._steps, batch=sum(place.given for place in self._places), clock=clock)
-        means, own_s = self._taker.take(batch, place, self._rate.factor(self._steps))
+        given = sum(place.given for place in self._places)
+        factor = self._rate.factor(self._steps)
+        means, own_s = self._taker.take(batch, step=self._steps, number=given, clock=clock, rate_factor=factor)
         self._steps += 1
         for done in self._places:
             done.used = done.given
@@ -161,6 +164,7 @@ class SpreadRun:
     def gradients(self, *, loss: int = 0) -> dict[str, Tensor]:
         """The last step's whole gradient of a loss's mean, by parameter, after clipping; parameters that nobody's
         backward reached are not in it. Every worker must call it; blocks where weights are cut."""
+        self._strands.settle()  # a run that is dropped now would take messages with it that others still wait for
         return self._strands.full_gradients(loss)
 
     def weights(self) -> dict[str, Tensor]:
@@ -171,7 +175,8 @@ class SpreadRun:
     def evaluate(self, data: Any, *, batch: int = 256, loss: int = 0) -> Tensor:
         """The exact mean of a loss over all of the data, in the models' evaluation mode: 0-dim, float64, the same on
         all workers. Every worker must call it; blocks."""
-        return evaluate_mean(self._program, self._strands, self._workers, data, batch, loss, self._cut)
+        with self._library.selected():
+            return evaluate_mean(self._program, self._strands, self._workers, data, batch, loss, self._cut)
 
     def verify(self, batch: Any) -> Verdict:
         """Whether all workers compute what one process computes on this batch, of which each gives its own share: in
@@ -192,7 +197,8 @@ class SpreadRun:
         if not self._last:
             raise PlaitError("run.plan measures steps on a batch; call it in the loop over run.batches")
         self._workers.announce("run.plan")()
-        return plan_program(self._program, self._workers, self._last[0], weights=self.weights())
+        with self._library.selected():
+            return plan_program(self._program, self._workers, self._last[0], weights=self.weights())
 
     def timeline(self, path: str | Path) -> None:
         """Write where the time of the last thousand steps went on each worker, as a trace for Perfetto or
@@ -203,6 +209,8 @@ class SpreadRun:
         """Save all that a resume needs to `folder`, whole or not at all. Every worker must call it; blocks."""
         places = [place.plain() for place in self._places]
         progress = {"places": places, "shares": list(self._meter.shares), "decided": self._meter.decided}
+        progress["divisors"] = [float(divisor) for divisor in self._taker.divisors]
+        progress["products"] = self._library.saved()
         save_program(Path(folder), self._program, self._strands, self._workers, self._steps, progress)
 
     def resume(self, folder: str | Path) -> None:
@@ -214,6 +222,8 @@ class SpreadRun:
             raise PlaitError("run.resume comes too late: call it before run.batches, whose batches go on from there")
         found = resume_program(Path(folder), self._program, self._strands, self._workers)
         self._steps, progress = int(found["steps"]), found["progress"]
+        self._taker.foresee(progress.get("divisors", []))
+        self._library.resume(progress.get("products", []))
         same = "same workers" if found["workers"] == self.workers else "other workers"
         self._places = [BatchPlace.from_plain(saved, same) for saved in progress["places"]]
         if same == "same workers":

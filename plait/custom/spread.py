@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
+from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers, find_workers
 from plait.custom.layouts import RequestedLayout, choose_layout
@@ -16,6 +17,7 @@ from plait.custom.likeness import compare_workers
 from plait.custom.program import LossSum, Program, ProgramPrecision, check_program
 from plait.custom.run import SpreadRun
 from plait.custom.seeds import seed_everything, seed_from
+from plait.custom.stepping.fused import fuse_updates
 from plait.custom.strands.choose import make_strands
 from plait.custom.strands.copies import skeletons_of
 from plait.custom.strands.description import StrandChoices
@@ -60,9 +62,10 @@ def spread(
 
     `loss_sum(model, batch)` returns the sum of the losses of what it counts, and their count. Of several models give
     tuples, with one loss for each optimizer. `clip` is the largest length of the whole gradient, `accumulate` the parts
-    in which a worker computes its share. "auto" precision is the modules' own numbers, "bf16" torch's autocast. `seed`
-    gives the order of data and what is random in steps, and seeds torch, numpy and random here. Every worker must call
-    it; blocks until all are here. Raises PlaitError in one sentence.
+    in which a worker computes its share. Precision "auto" is the modules' own numbers, and float32 products by oneDNN
+    where that is measured to be faster on this processor and as exact; "float32" is the same by torch's own library,
+    "bf16" torch's autocast. `seed` gives the order of data and what is random in steps, and seeds torch, numpy and
+    random here. Every worker must call it; blocks until all are here. Raises PlaitError in one sentence.
     """
     if unknown := sorted(set(options) - set(SpreadOptions.__annotations__)):
         raise PlaitError(f"plait.spread has no option {unknown[0]}; it has {', '.join(SpreadOptions.__annotations__)}")
@@ -91,9 +94,14 @@ def spread(
         program = replace(program, skeletons=skeletons_of(program))
     choices = _choices(options, program, workers)
     strands = make_strands(program, workers, chosen, choices)
+    if fused := fuse_updates(program):
+        workers.say(fused)
     seed_everything(seed_from("program", seed))
     kinds = compare_workers(workers)
-    return SpreadRun(program, strands, workers, chosen, choices=choices, cut=options.get("cut"), kinds=kinds)
+    library = ProductLibrary(program, workers, "measured" if precision == "auto" else "default")
+    return SpreadRun(
+        program, strands, workers, chosen, choices=choices, cut=options.get("cut"), kinds=kinds, library=library
+    )
 
 
 def _tuple(given: Any) -> tuple[Any, ...]:

@@ -39,6 +39,11 @@ def _switch() -> Any:
     return torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # set by the module's own class
 
 
+def precision_is_set() -> bool:
+    """Whether this process has been told how processors multiply float32 matrices, by any of torch's switches."""
+    return _switch().fp32_precision != "none"
+
+
 @contextmanager
 def matmul_library(library: MatmulLibrary) -> Iterator[None]:
     """Multiply by this library within the block."""

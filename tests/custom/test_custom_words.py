@@ -13,6 +13,7 @@ from plait.commands.programs.run_program import invitation_of, workers_text
 from plait.custom.data.share_words import measuring_text, shares_stay_text, worker_shares_text
 from plait.custom.group import check_backends, first_host, started_worker
 from plait.custom.program import Program
+from plait.custom.stepping.fused import fused_text
 from plait.custom.stepping.rate import goyal_rule
 from plait.custom.strands.bucket_size import LEAST, MOST, chosen_bucket_bytes
 from plait.custom.strands.units import find_units, units_text
@@ -36,6 +37,7 @@ def lines() -> list[str]:
         worker_shares_text(many, [8] * 9, [9] * 8 + [1], [100.0] * 8 + [10.0]),
         units_text(find_units(layers, "auto")),
         units_text({}),
+        fused_text(["Adam", "SGD", "Adam"]),
         invitation_text(1, "10.0.0.1:29500", "with the secret", invitation_of(Path("folder/my.py"))),
     ]
 

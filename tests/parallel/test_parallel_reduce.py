@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.model.gpt import GPT
 from plait.model.init import initialize
@@ -18,6 +20,7 @@ from plait.model.names import decays
 from plait.model.shape import ModelShape
 from plait.parallel.gradients.buckets import LAST_BYTES, RankSet, SharedWeight, fill_buckets
 from plait.parallel.gradients.reduce import GradientReducer
+from plait.parallel.gradients.summed_bucket import GradientRoom
 from plait.partition.boxes import whole_box
 from plait.planner.step_time import gradient_sync
 from tests.parallel.reduce_entries import NAMES, SMALL_BUCKET_BYTES, Branches, shared
@@ -112,9 +115,52 @@ def test_buckets_follow_from_names_and_sizes_alone(group_of_one: dist.ProcessGro
     assert len({size for _, size, _ in seen[0]}) > 1
 
 
-def as_if_two(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = SMALL_BUCKET_BYTES) -> GradientReducer:
+def as_if_two(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    bucket_bytes: int = SMALL_BUCKET_BYTES,
+    room: GradientRoom = "added",
+) -> GradientReducer:
     """A reducer whose weights are shared by two, where a group of one stands for them."""
-    return GradientReducer(shared(model, TWO), {TWO: group}, bucket_bytes=bucket_bytes)
+    return GradientReducer(shared(model, TWO), {TWO: group}, bucket_bytes=bucket_bytes, room=room)
+
+
+class WrittenNumbers(TorchDispatchMode):
+    """Counts the numbers that are set to zero, added to or copied in place, as passes over buckets are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.zero_, torch.ops.aten.add_, torch.ops.aten.copy_):
+            self.counts[func.overloadpacket.__name__] += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gradient_that_is_moved_passes_memory_once_and_one_that_nobody_reached_is_zero(
+    group_of_one: dist.ProcessGroup,
+) -> None:
+    model = Branches()
+    reducer, numbers = as_if_two(model, group_of_one, room="moved"), sum(p.numel() for p in model.parameters())
+    for names in ("abcde", "ca"):
+        reducer.open()
+        reducer.arm(0)
+        with WrittenNumbers() as written:
+            model(3.0, names).backward()
+            reducer.close()
+        reached = sum(model.get_parameter(name).numel() for name in names)
+        assert dict(written.counts) == {"copy_": reached} | ({"zero_": numbers - reached} if reached < numbers else {})
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None and parameter.grad._base is not None
+            assert torch.equal(parameter.grad, 6 * parameter.detach() * (name in names))
+    reducer.open()
+    for last in (False, True):
+        if last:
+            reducer.arm(0)
+        model(1.0, "abcde").backward()
+    reducer.close()
+    assert all(p.grad is not None and torch.equal(p.grad, 4 * p.detach()) for p in model.parameters())
 
 
 def weights(

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ MOST_FLOPS = 1e9
 """FLOPs of the largest product that is measured, a few milliseconds: of larger ones as many rows as these are, but
 LEAST_ROWS; further rows cost about the same each."""
 LEAST_ROWS = 128
-COMPARED_ROWS = 64
-"""Rows of a product that are compared with float64's, which takes longer than all else."""
+COMPARED_ROWS, COMPARED_MATRICES = 64, 4
+"""Rows of a product, or products of a batch of them, that are compared with float64's, which takes longer than all
+else."""
 HOPELESS = 4.0
 """An arithmetic that is so many times slower on one product is slower on all."""
 LEAST_ERROR = 1e-8
@@ -60,9 +62,32 @@ def computes(unit: ArithmeticUnit) -> bool:
         return False
 
 
+class TimedWork(Protocol):
+    """A piece of a step that is timed in each unit."""
+
+    @property
+    def times(self) -> float:
+        """How often it occurs."""
+        ...
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all its occurrences."""
+        ...
+
+    def run(self, unit: ArithmeticUnit) -> Callable[[], object]:
+        """A function that computes it once in a unit."""
+        ...
+
+    def errors(self, units: Mapping[Arithmetic, ArithmeticUnit]) -> dict[Arithmetic, float]:
+        """Relative error in each unit against float64's, in the Frobenius norm."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Product:
-    """One product of a step, its factors in float32, and how often it occurs."""
+class MatrixProduct:
+    """One product of a step, its factors in float32 ([rows, inner] and [inner, columns], or a batch of them [matrices,
+    …]), and how often it occurs."""
 
     left: Tensor
     right: Tensor
@@ -70,7 +95,7 @@ class _Product:
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.times * prod(self.left.shape) * self.right.shape[1]
+        return 2.0 * self.times * prod(self.left.shape) * self.right.shape[-1]
 
     def run(self, unit: ArithmeticUnit) -> Callable[[], Tensor]:
         """A function that computes the product in a unit."""
@@ -78,18 +103,24 @@ class _Product:
 
         def multiply() -> Tensor:
             with unit.select():
-                return torch.mm(left, right)
+                return self._multiply(left, right)
 
         return multiply
 
     def errors(self, units: Mapping[Arithmetic, ArithmeticUnit]) -> dict[Arithmetic, float]:
-        """Relative error of the product's first rows in each unit against float64's, in the Frobenius norm."""
-        exact = torch.mm(self.left[:COMPARED_ROWS].double(), self.right.double())
-        found = {
-            name: float((self.run(unit)()[:COMPARED_ROWS] - exact).norm() / exact.norm())
-            for name, unit in units.items()
-        }
-        return {name: max(LEAST_ERROR, found[name]) for name in units}
+        """Those of the product's first rows, or of a batch's first products."""
+        batched = self.left.dim() == 3
+        few = COMPARED_MATRICES if batched else COMPARED_ROWS
+        exact = self._multiply(self.left[:few].double(), (self.right[:few] if batched else self.right).double())
+        return {name: relative_error(self.run(unit)()[:few], exact) for name, unit in units.items()}
+
+    def _multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        return torch.bmm(left, right) if left.dim() == 3 else torch.mm(left, right)
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """The Frobenius norm of the difference over that of the exact tensor, LEAST_ERROR at least."""
+    return max(LEAST_ERROR, float((found - exact).norm() / exact.norm()))
 
 
 def measure_product_rates(
@@ -97,10 +128,19 @@ def measure_product_rates(
 ) -> dict[Arithmetic, ProductRate]:
     """Time a model's products in all units, in rounds, and compare their results with float64's.
 
-    `model` has the sequences of one micro-batch. A unit that is far slower than the default on one product, as where a
-    processor only emulates bf16, is not measured on the others: its rate is the default's in that proportion.
+    `model` has the sequences of one micro-batch.
     """
-    products = list(_products_of(model))
+    return measure_work(list(_products_of(model)), units, bench, seconds=seconds)
+
+
+def measure_work(
+    products: Sequence[TimedWork], units: Mapping[Arithmetic, ArithmeticUnit], bench: TimingSetup, *, seconds: float
+) -> dict[Arithmetic, ProductRate]:
+    """Time pieces of work in all units, in rounds, and compare their results with float64's.
+
+    A unit that is far slower than the default on one product, as where a processor only emulates bf16, is not measured
+    on the others: its rate is the default's in that proportion.
+    """
     first = min(products, key=lambda product: product.flops / product.times)
     trial = _rates([first], units, bench, seconds=0.0)
     usual: dict[Arithmetic, ArithmeticUnit] = {
@@ -115,7 +155,7 @@ def measure_product_rates(
 
 
 def _rates(
-    products: Sequence[_Product], units: Mapping[Arithmetic, ArithmeticUnit], bench: TimingSetup, *, seconds: float
+    products: Sequence[TimedWork], units: Mapping[Arithmetic, ArithmeticUnit], bench: TimingSetup, *, seconds: float
 ) -> dict[Arithmetic, ProductRate]:
     timed = {(name, index): product.run(unit) for index, product in enumerate(products) for name, unit in units.items()}
     timings = time_in_rounds(timed, bench, seconds=seconds)
@@ -131,7 +171,7 @@ def _rates(
     }
 
 
-def _products_of(model: ProbedModel) -> Iterator[_Product]:
+def _products_of(model: ProbedModel) -> Iterator[MatrixProduct]:
     """Those of a training micro-batch forward and backward, and the head's. Of the widest layer also the product of a
     single sequence forward, as in an evaluation, and both ways that of an odd number of tokens, as the ends of
     documents and of shares leave it."""
@@ -145,7 +185,7 @@ def _products_of(model: ProbedModel) -> Iterator[_Product]:
     yield from _linear((model.tokens, model.shape.width, model.shape.vocabulary), 1)
 
 
-def _linear(sizes: tuple[int, int, int], times: float) -> Sequence[_Product]:
+def _linear(sizes: tuple[int, int, int], times: float) -> Sequence[MatrixProduct]:
     """A linear layer's product and the gradients of its input and of its weight, as autograd multiplies them."""
     rows, inner, columns = sizes
     most = max(LEAST_ROWS, int(MOST_FLOPS / (2 * inner * columns)))
@@ -154,4 +194,4 @@ def _linear(sizes: tuple[int, int, int], times: float) -> Sequence[_Product]:
         rows, times = kept, times * rows / kept
     x, weight, grad = (torch.randn(two) for two in ((rows, inner), (columns, inner), (rows, columns)))
     factors = ((x, weight.t()), (grad, weight), (grad.t(), x))
-    return [_Product(left=left, right=right, times=times) for left, right in factors]
+    return [MatrixProduct(left=left, right=right, times=times) for left, right in factors]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
-from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from plait.checked_json import parse_object, sealed_text
 from plait.cluster.probe.request import ProbedModel
 from plait.cluster.product_rates import ProductRates
 from plait.commands.planning.measuring import ARITHMETIC_S, ask_rank_0, time_plan
@@ -19,6 +16,7 @@ from plait.commands.planning.workers import PRODUCTS_ENTRY, WorkerPool
 from plait.errors import RunFailed
 from plait.launch.values.job import Job
 from plait.partition.execution import Precision
+from plait.planner.calibration.kept_rates import keep_rates, kept_rates, rates_path
 from plait.planner.derive.arithmetic import (
     BackendName,
     ProcessorArithmetic,
@@ -33,9 +31,7 @@ from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job
 from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import Draft, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
-from plait.private_folder import make_private_folder
 from plait.recipe.schema import RunConfig
-from plait.report.atomic import replace_file
 from plait.working_folder import WorkingFolder
 
 LEAST_RUN_S = 60.0
@@ -47,8 +43,6 @@ MOST_TOKENS = 512
 """Rows of the largest products that are measured: more change a processor's rate by little, and take longer."""
 TIMING_PRODUCTS = "timing matrix products"
 """What a person reads while this goes on."""
-RATES_FORMAT = 1
-"""Raised when other products are measured, so that earlier rates are not used."""
 RatesFreshness = Literal["kept", "again"]
 """Whether rates that were measured before on such a processor, with this software, are used again."""
 RunProcessors = Literal["same", "other"]
@@ -145,27 +139,17 @@ def _measured_products(
     if resources.fixed_workers or resources.probe:
         return _rates_from(ask_rank_0(workers, measuring, "products"))
     path = _rates_path(resources, measuring, workers.working_folder)
-    if rates == "kept" and (known := _kept_rates(path)):
+    if rates == "kept" and (known := kept_rates(path)):
         return known
     found = _rates_from(ask_rank_0(workers, measuring, "products"))
-    with suppress(OSError, RunFailed):  # without room they are measured again, and the plan's own file says so
-        make_private_folder(path.parent)
-        replace_file(path, sealed_text({"ranks": [one.to_values() for one in found]}).encode())
+    keep_rates(path, found)
     return found
 
 
 def _rates_path(resources: Resources, measuring: Job, working: WorkingFolder) -> Path:
     """Where the rates of a machine's processor are kept, for its software and these products."""
-    given = [RATES_FORMAT, resources.machine.fingerprint(), measuring.argument, measuring.world_size, measuring.threads]
-    return working.cache / "products" / f"{sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]}.json"
-
-
-def _kept_rates(path: Path) -> Sequence[ProductRates]:
-    """The rates of a file, nothing where it is missing or no longer what was written."""
-    try:
-        return [ProductRates.from_values(values) for values in parse_object(path.read_bytes())["ranks"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    given = [measuring.argument, measuring.world_size, measuring.threads]
+    return rates_path(working, resources.machine, given)
 
 
 def _rates_from(answer: Mapping[str, Any]) -> Sequence[ProductRates]:

@@ -19,7 +19,7 @@ from plait.cluster.topology import free_memory_bytes, usable_cores
 from plait.custom.group import Workers, alone
 from plait.custom.planning.plan import CustomPlan, MeasuredLayout, choose_measured
 from plait.custom.program import Program
-from plait.custom.stepping.gradients import StepPlace, sum_gradients
+from plait.custom.stepping.gradients import StepPlace, divisor_of, sum_gradients
 from plait.custom.stepping.update import update_weights
 from plait.custom.strands.choose import make_strands
 from plait.custom.strands.copies import copy_program
@@ -91,17 +91,19 @@ def _time_steps(program: Program, workers: Workers, layout: CustomLayout, micros
     set_statistics(program, "all workers" if workers.size > 1 else "this worker")
     strands = make_strands(program, workers, layout)
     times, kept = [], 0.0
+    divisors: dict[int, Tensor] = {}
     for step in range(STEPS):
         workers.sums(torch.zeros(1))  # all begin together
         begin = perf_counter()
         for index in range(len(program.losses)):
-            place = StepPlace(step=step, batch=step)
+            place = StepPlace(step=step, batch=step, gradients_of="mean", divisor=divisors.get(index))
             if step:
                 sums = sum_gradients(program, strands, workers, index, micros, place)
             else:
                 with _kept_bytes(program, micros) as held:
                     sums = sum_gradients(program, strands, workers, index, micros, place)
                 kept = max(kept, held[0])
+            divisors[index] = divisor_of(sums.total[1])
             update_weights(program, strands, index, sums, 1.0)
         strands.settle()
         if workers.device.type == "cuda":

@@ -16,7 +16,7 @@ from plait.custom.data.sources import ExamplePositions, Stream, source_of
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.seeds import seed_everything, seed_from
-from plait.custom.stepping.update import divisor_of
+from plait.custom.stepping.gradients import divisor_of
 from plait.custom.strands.description import Strands
 from plait.custom.strands.first_weights import broadcast_all
 

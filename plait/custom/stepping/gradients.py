@@ -17,6 +17,12 @@ from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.strands.description import Strands
 from plait.errors import PlaitError
 
+EXACT_DIVISORS = (torch.float32, torch.float64)
+"""Losses whose gradients can be divided where they begin: in 16 bits the factor would be rounded, for all alike."""
+
+TimedOrNot = Literal["timed", "untimed"]
+"""Whether the time of forward and backward is wanted, for which a GPU is waited for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlace:
@@ -24,8 +30,12 @@ class StepPlace:
 
     step: int
     batch: int
-    clock: Literal["timed", "untimed"] = "untimed"
-    """Whether the time of forward and backward is wanted, for which a GPU is waited for."""
+    clock: TimedOrNot = "untimed"
+    gradients_of: Literal["sum", "mean"] = "sum"
+    """Whether gradients are divided by the global count, as far as it is known, where they begin, at the loss: then
+    none need be multiplied afterwards."""
+    divisor: Tensor | None = None
+    """The last step's global count (0-dim, float64, the same on all workers), which this step's may be."""
     agree: Callable[[], None] = lambda: None
     """Called before the first sum; raises PlaitError where workers are not at the same place."""
 
@@ -38,6 +48,8 @@ class GlobalSums:
     total: Tensor
     reached: tuple[bool, ...]
     own_s: float
+    divisor: Tensor
+    """What the gradients have been divided by, 0-dim, float64."""
     moments: tuple[float, float, float]
     """By time.perf_counter: the beginning, the end of the backward pass, and when the sums were there."""
 
@@ -45,14 +57,14 @@ class GlobalSums:
 def sum_gradients(
     program: Program, strands: Strands, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
 ) -> GlobalSums:
-    """Run all parts of a batch through one loss; then the gradients are global sums, not yet divided by the count.
+    """Run all parts of a batch through one loss; then the gradients are global sums, divided by `GlobalSums.divisor`.
 
     Every worker must call it; blocks. Raises PlaitError where the loss depends on no weight that is trained.
     """
     strands.settle()
     strands.open(index)
     began, waited_s = time.perf_counter(), _waits_s(program, place)
-    own = run_backward(program, strands, workers, index, micros, place)
+    own, divisor = run_backward(program, strands, workers, index, micros, place)
     if place.clock == "timed" and own.device.type == "cuda":
         torch.cuda.synchronize(own.device)
     computed = time.perf_counter()
@@ -67,14 +79,16 @@ def sum_gradients(
     # Behind the buckets, whose order on a GPU must be the same on all ranks.
     total = told[-2:] if on_processor else workers.sums(own)
     moments = (began, computed, time.perf_counter())
-    return GlobalSums(total=total, reached=by_anybody, own_s=own_s, moments=moments)
+    return GlobalSums(total=total, reached=by_anybody, own_s=own_s, divisor=divisor, moments=moments)
 
 
 def run_backward(
     program: Program, strands: Strands, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
-) -> Tensor:
-    """Forward and backward of this worker's parts; returns its own [sum of losses, count] in float64."""
+) -> tuple[Tensor, Tensor]:
+    """Forward and backward of this worker's parts; returns its own [sum of losses, count] and what gradients were
+    divided by, in float64."""
     own = torch.zeros(2, dtype=torch.float64, device=workers.device)
+    divisor = torch.ones((), dtype=torch.float64, device=workers.device)
     # Of several losses each gives gradients to the weights of its own optimizer alone.
     inputs = list(program.trained_by(index).values()) if len(program.optimizers) > 1 else None
     for number, micro in enumerate(micros):
@@ -89,8 +103,16 @@ def run_backward(
         own += torch.stack([total.detach().to(torch.float64), count])
         if number == len(micros) - 1:
             strands.arm(index)
-        torch.autograd.backward(total, inputs=inputs)
-    return own
+        if place.gradients_of == "mean" and total.dtype in EXACT_DIVISORS:
+            foreseen = divisor if place.divisor is None else place.divisor
+            divisor = divisor_of(count) if workers.size == 1 == len(micros) else foreseen
+        torch.autograd.backward(total, divisor.reciprocal().to(total.dtype), inputs=inputs)
+    return own, divisor
+
+
+def divisor_of(count: Tensor) -> Tensor:
+    """A global count (0-dim) as a divisor: 1 where nothing was counted; counts may be weights far below 1."""
+    return torch.where(count > 0, count, torch.ones_like(count))
 
 
 def _waits_s(program: Program, place: StepPlace) -> float:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.stepping.additive import check_additive, examples_to_check
-from plait.custom.stepping.gradients import StepPlace, sum_gradients
+from plait.custom.stepping.gradients import StepPlace, TimedOrNot, divisor_of, sum_gradients
 from plait.custom.stepping.parts import ShareParts
 from plait.custom.stepping.timeline import SpanLog
 from plait.custom.stepping.unchanged import ModelWatch
@@ -25,16 +27,32 @@ class StepTaker:
     """Takes the steps of a program; every worker's takes the same."""
 
     def __init__(
-        self, program: Program, strands: Strands, workers: Workers, layout: CustomLayout, cut: BatchCut | None
+        self,
+        program: Program,
+        strands: Strands,
+        workers: Workers,
+        layout: CustomLayout,
+        cut: BatchCut | None,
+        library: ProductLibrary,
     ) -> None:
         self._program, self._strands, self._workers, self._cut = program, strands, workers, cut
+        self._library = library
         self._parts, self._watch = ShareParts(program, workers, layout, cut), ModelWatch(program)
         self._taken = 0
+        self.divisors: list[Tensor] = []
+        """Of each loss the last global count (0-dim, float64), by which the next step's gradients are divided first."""
         self.spans = SpanLog()
 
-    def take(self, batch: Any, place: StepPlace, rate_factor: float) -> tuple[list[Tensor], float]:
-        """A step with this worker's share of a batch: the global mean of each loss (0-dim, float64), and the seconds
-        that this worker computed for their gradients, without waiting for others."""
+    def take(
+        self, batch: Any, *, step: int, number: int, clock: TimedOrNot, rate_factor: float
+    ) -> tuple[list[Tensor], float]:
+        """A step, of this number, with this worker's share of a batch, the `number`th that it was given: the global
+        mean of each loss (0-dim, float64), and the seconds that this worker computed for their gradients, without
+        waiting for others."""
+        with self._library.step(step):
+            return self._take(batch, StepPlace(step=step, batch=number, clock=clock), rate_factor)
+
+    def _take(self, batch: Any, place: StepPlace, rate_factor: float) -> tuple[list[Tensor], float]:
         agree = self._workers.announce("run.step", place.batch)
         place = replace(place, agree=agree)
         if self._taken == 0 or self._parts.waits_within:
@@ -43,9 +61,11 @@ class StepTaker:
             self._check_losses(batch)
         self._watch.look(self._strands, self._taken)
         micros = self._parts.of_share(batch)
-        means, own_s = list[Tensor](), 0.0
+        means, own_s, divisors = list[Tensor](), 0.0, list[Tensor]()
         for index in range(len(self._program.losses)):
+            place = replace(place, gradients_of="mean", divisor=self.divisors[index] if self.divisors else None)
             sums = sum_gradients(self._program, self._strands, self._workers, index, micros, place)
+            divisors.append(divisor_of(sums.total[1]))
             own_s += sums.own_s
             means.append(update_weights(self._program, self._strands, index, sums, rate_factor))
             began, computed, summed = sums.moments
@@ -54,8 +74,13 @@ class StepTaker:
             self.spans.add("update", place.step, summed, time.perf_counter())
         for scheduler in self._program.schedulers:
             scheduler.step()
+        self.divisors = divisors
         self._taken += 1
         return means, own_s
+
+    def foresee(self, divisors: Sequence[float]) -> None:
+        """Go on from a saved run's last global counts, so that the next step rounds as it would have there."""
+        self.divisors = [torch.tensor(one, dtype=torch.float64, device=self._workers.device) for one in divisors]
 
     def _check_losses(self, batch: Any) -> None:
         """Before the first step: whether losses are sums. All workers look, or none, as models may wait for each

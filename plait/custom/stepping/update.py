@@ -10,31 +10,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.custom.program import Program, parameters_of
-from plait.custom.stepping.gradients import GlobalSums
+from plait.custom.stepping.gradients import GlobalSums, divisor_of
 from plait.custom.strands.description import Strands
 
 
 def update_weights(program: Program, strands: Strands, index: int, sums: GlobalSums, rate_factor: float) -> Tensor:
     """Divide the gradients by the global count, clip them, and let the optimizer update; returns the mean loss (0-dim).
 
-    Every worker must call it. A count of 0 divides by 1: then all losses, and gradients, are 0.
+    Every worker must call it. A count of 0 divides by 1: then all losses, and gradients, are 0. Gradients that have
+    been divided by this count already are not passed over again, unless they are clipped.
     """
     count = divisor_of(sums.total[1])
-    scale = 1.0 / count
+    scale = sums.divisor / count
     if program.clip is not None:
         length = strands.squares(index).to(scale.device).sqrt() * scale
         scale = scale * (program.clip / (length + 1e-6)).clamp(max=1.0)
     optimizer = program.optimizers[index]
-    _multiply([p.grad for p in parameters_of(optimizer) if p.grad is not None], scale)
+    if scale.device.type != "cpu" or float(scale) != 1.0:  # a GPU is not waited for
+        _multiply([p.grad for p in parameters_of(optimizer) if p.grad is not None], scale)
     with _rate(optimizer, rate_factor):
         optimizer.step()
     strands.publish(index)
     return sums.total[0] / count
-
-
-def divisor_of(count: Tensor) -> Tensor:
-    """A global count (0-dim) as a divisor: 1 where nothing was counted; counts may be weights far below 1."""
-    return torch.where(count > 0, count, torch.ones_like(count))
 
 
 def _multiply(gradients: list[Tensor], scale: Tensor) -> None:

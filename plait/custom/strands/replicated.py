@@ -79,7 +79,7 @@ def _reducer(trained: dict[str, nn.Parameter], everybody: tuple[int, ...], choic
     weights = [shared_weight(name, parameter, everybody) for name, parameter in trained.items()]
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
-    return GradientReducer(weights, {everybody: world}, None, choices.bucket_bytes, choices.transfer)
+    return GradientReducer(weights, {everybody: world}, None, choices.bucket_bytes, choices.transfer, room="moved")
 
 
 def shared_weight(name: str, parameter: nn.Parameter, ranks: tuple[int, ...]) -> SharedWeight:

@@ -112,7 +112,7 @@ def _split_reducer(trained: dict[str, nn.Parameter], workers: Workers, choices: 
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     weights = [shared_weight(name, parameter, (workers.rank,)) for name, parameter in trained.items()]
-    return GradientReducer(weights, {}, world, choices.bucket_bytes, choices.transfer)
+    return GradientReducer(weights, {}, world, choices.bucket_bytes, choices.transfer, room="moved")
 
 
 def _own_pieces(units: Sequence[OptimizerUnit]) -> list[_OwnPiece]:

@@ -14,7 +14,7 @@ from plait.model.gpt import GPT
 from plait.parallel.comm.reduction import BucketTransfer, Transfer
 from plait.parallel.comm.transfer_stream import TransferStream, transfer_stream
 from plait.parallel.gradients.buckets import BUCKET_BYTES, RankSet, SharedWeight, fill_buckets
-from plait.parallel.gradients.summed_bucket import SummedBucket
+from plait.parallel.gradients.summed_bucket import GradientRoom, SummedBucket
 from plait.parallel.sharded_model import OptimizerUnit
 
 ProcessGroups = Mapping[RankSet, dist.ProcessGroup]
@@ -32,6 +32,7 @@ class GradientReducer:
     equal part of every bucket and updates that alone (the units of `split_units`); `publish` then gathers the weights,
     and the forward of each layer waits for its own. Every rank must do the same in the same order.
 
+    With `room` "moved" a step begins without `.grad`, and what backward makes is moved: Note [passes over gradients].
     `stream` is where transfers wait for each other; the weights' device has one if none is given.
     """
 
@@ -43,6 +44,7 @@ class GradientReducer:
         bucket_bytes: int = BUCKET_BYTES,
         transfer: Transfer = "float32",
         stream: TransferStream | None = None,
+        room: GradientRoom = "added",
     ) -> None:
         devices = [weight.parameter.device for weight in weights]
         self._stream = stream or transfer_stream(devices[0] if devices else torch.device("cpu"))
@@ -55,7 +57,7 @@ class GradientReducer:
             # See Note [one number].
             tag = sum(one.group is group for one in self._buckets)
             carried = BucketTransfer(group=group, tag=tag, split=split, number=number, transfer=transfer)
-            self._buckets.append(SummedBucket([self._weights[i] for i in some], carried, self._stream))
+            self._buckets.append(SummedBucket([self._weights[i] for i in some], carried, self._stream, room))
         self._place = {
             id(self._weights[index].parameter): (b, k) for b, some in enumerate(members) for k, index in enumerate(some)
         }
@@ -108,9 +110,12 @@ class GradientReducer:
     def arrived(self, weight: SharedWeight) -> None:
         """A backward has added to this weight's gradient, on the current stream. Autograd says so by itself; whoever
         adds gradients in its place calls this."""
-        if weight.chunk not in self._armed or id(weight.parameter) not in self._place:
+        if id(weight.parameter) not in self._place:
             return
         bucket, k = self._place[id(weight.parameter)]
+        self._buckets[bucket].take(k)
+        if weight.chunk not in self._armed:
+            return
         self._buckets[bucket].arrive(k)
         self._begin_what_can()
 

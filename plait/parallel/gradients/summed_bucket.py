@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,12 +22,21 @@ from plait.parallel.comm.transfer_stream import TransferStream
 from plait.parallel.gradients.buckets import SharedWeight, flat_buffer_for, unit_of_range, views_of
 from plait.parallel.sharded_model import OptimizerUnit
 
+# Note [passes over gradients]: per byte of gradients, where backward adds to the zeros of a bucket: 1 to write zeros, 3
+# to add. Where it makes a tensor, which is then moved to the bucket: 2, for autograd keeps what it has just computed;
+# only the gradient under way is there twice. Several backward passes of a step add to the bucket either way.
+
+GradientRoom = Literal["added", "moved"]
+"""How gradients come to a bucket: Note [passes over gradients]."""
+
 
 class SummedBucket:
     """Gradients that travel together, and where they are split the weights that come back."""
 
-    def __init__(self, weights: list[SharedWeight], carried: BucketTransfer, stream: TransferStream) -> None:
-        self.weights, self.group, self._stream = weights, carried.group, stream
+    def __init__(
+        self, weights: list[SharedWeight], carried: BucketTransfer, stream: TransferStream, room: GradientRoom
+    ) -> None:
+        self.weights, self.group, self._stream, self._room = weights, carried.group, stream, room
         self.flat = flat_buffer_for(weights, carried.pieces)
         self.missing: set[int] = set()
         self.begun = 0
@@ -60,18 +70,27 @@ class SummedBucket:
         return unit
 
     def open(self) -> None:
-        """Begin a step: every gradient is zero and missing."""
+        """Begin a step: every gradient is missing; zero where backward is to add to it."""
         for way in self._ways:
             way.expect()
-        # Autograd adds to a `.grad` that is there, so that no gradient exists a second time beside the buckets.
-        self.flat.zero_()
-        for weight, view in zip(self.weights, self._views, strict=True):
-            weight.parameter.grad = view
+        if self._room == "added":  # no gradient exists a second time beside the buckets
+            self.flat.zero_()
+            for weight, view in zip(self.weights, self._views, strict=True):
+                weight.parameter.grad = view
         self.missing = set(range(len(self.weights)))
         self.begun, self._course = 0, chain.from_iterable(way.course() for way in self._ways)
 
+    def take(self, k: int) -> None:
+        """A backward pass has added to the gradient of weight `k`, or has made it beside the bucket: then move it."""
+        parameter, view = self.weights[k].parameter, self._views[k]
+        if self._room == "moved" and parameter.grad is not None and parameter.grad is not view:
+            view.copy_(parameter.grad.detach())
+            parameter.grad = view
+
     def arrive(self, k: int) -> None:
         """This rank's gradient of weight `k` is complete; it is zero where backward never reached it."""
+        if self._room == "moved" and self.weights[k].parameter.grad is None:
+            self.weights[k].parameter.grad = self._views[k].zero_()
         assert self.weights[k].parameter.grad is self._views[k], "a gradient was put outside of its bucket"
         self.missing.discard(k)
 

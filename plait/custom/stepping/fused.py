@@ -1,0 +1,44 @@
+"""torch's fused updates on processors: one pass over weights, gradients and state, where its default takes several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from plait.custom.program import Program, parameters_of
+
+FUSED = (SGD, Adam, AdamW)
+"""Optimizers of torch that update in one pass on processors, too; a subclass may compute something else."""
+OPEN = ("foreach", "fused")
+"""Options of theirs by which a person says how updates are computed; None leaves it to torch, which on processors takes
+one tensor and one operation at a time."""
+
+
+def fuse_updates(program: Program) -> str:
+    """Let optimizers that leave it open update in one pass: the same mathematics. Returns what was done in words; empty
+    where nothing was."""
+    fused = [one for one in program.optimizers if _leaves_it_open(one) and _on_processors(one)]
+    for optimizer in fused:
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    return fused_text([type(one).__name__ for one in fused]) if fused else ""
+
+
+def fused_text(optimizers: Sequence[str]) -> str:
+    """What is said of these optimizers."""
+    names = " and ".join(dict.fromkeys(optimizers))
+    return f"updates by torch's fused {names}, one pass over weights and state; fused=False keeps the usual ones"
+
+
+def _leaves_it_open(optimizer: Optimizer) -> bool:
+    """Whether nobody has chosen an implementation, by an option or by steps taken already."""
+    if type(optimizer) not in FUSED or optimizer.state:
+        return False
+    groups = optimizer.param_groups
+    chosen = any(group.get(name) is not None for group in groups for name in OPEN)
+    return not chosen and not any(group.get("differentiable") or group.get("capturable") for group in groups)
+
+
+def _on_processors(optimizer: Optimizer) -> bool:
+    return all(p.device.type == "cpu" and p.is_floating_point() for p in parameters_of(optimizer))
