@@ -64,6 +64,8 @@ class ModelSection(RecipeSection):
     """Of the balance losses: one number, or one for each."""
     router_z_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Auto = "auto"
     """Of the loss that keeps the router's scores small."""
+    expert_capacity: Factor | Auto = "auto"
+    """How much more than its even share of a sequence an expert takes, the rest of which is dropped; "auto": all."""
 
     @model_validator(mode="after")
     def _check_from(self) -> Self:

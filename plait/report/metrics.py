@@ -18,8 +18,9 @@ from plait.report.atomic import replace_file
 RECEIPT_WARM_UP_STEPS = 3
 MOST_METRICS_BYTES = 1 << 32
 """Twenty million steps."""
-LEFT_OUT_IF_NONE = ("choices_accuracy", "choices_accuracy_per_byte", "expert_load_max")
+LEFT_OUT_IF_NONE = ("choices_accuracy", "choices_accuracy_per_byte", "expert_load_max", "expert_dropped")
 """Keys of runs that ask multiple-choice questions, and of models with experts."""
+MAY_BE_NULL = frozenset({"mfu", "step", "tokens", "expert_load_max", "expert_dropped"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class StepReport:
     data_wait_s: float
     expert_load_max: float | None = None
     """In a mixture of experts, the busiest expert's tokens over the mean, of the layer where that is most."""
+    expert_dropped: float | None = None
+    """Where experts have a capacity, the share of the tokens' choices that found no room, over all layers."""
 
     @property
     def is_finite(self) -> bool:
@@ -160,7 +163,7 @@ def _parse(line: bytes) -> StepReport | EvalReport | None:
         values: Any = parse_json(line)
         kind = StepReport if "loss" in values else EvalReport
         # What was not finite when it was written is null; for `mfu` null says that there is none.
-        lost = {name for name, value in values.items() if value is None} - {"mfu", "step", "tokens", "expert_load_max"}
+        lost = {name for name, value in values.items() if value is None} - MAY_BE_NULL
         report = typed_value(kind, values | dict.fromkeys(lost, 0.0))
     except (ValueError, TypeError, AttributeError):
         return None

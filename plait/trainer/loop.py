@@ -19,7 +19,7 @@ from plait.report.sinks import Sink
 from plait.trainer.checkpointing.background import SaveEnd
 from plait.trainer.checkpointing.pace import CheckpointPace
 from plait.trainer.divergence import BadStep, DivergenceWatch, NumberGuard, NumberWatch
-from plait.trainer.experts.watch import IdleWatch
+from plait.trainer.experts.watch import DropWatch, IdleWatch
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 from plait.units import Every
@@ -84,6 +84,7 @@ class _Watches:
     divergence: DivergenceWatch
     numbers: NumberWatch
     idle: IdleWatch
+    drops: DropWatch
 
 
 def run_loop(
@@ -102,7 +103,7 @@ def run_loop(
     began = time.perf_counter()
     stop, divergence = False, DivergenceWatch(state.step)
     numbers = NumberWatch(guard or NumberGuard(judged_after=intervals.steps))
-    watches = _Watches(divergence, numbers, IdleWatch())
+    watches = _Watches(divergence, numbers, IdleWatch(), DropWatch())
     while state.step < intervals.steps and not stop:
         lr = actions.learning_rate(state.step)
         state, scalars = actions.step(state)
@@ -173,7 +174,7 @@ def _flush(
     rows = torch.stack([_row(one.scalars) for one in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
     tokens, bad = state.tokens, None
-    for one, (loss_sum, counted, norm, load, idle_count) in zip(pending, rows, strict=True):
+    for one, (loss_sum, counted, norm, load, idle_count, dropped, choices) in zip(pending, rows, strict=True):
         tokens += int(counted)
         report = StepReport(
             step=one.state.step,
@@ -186,10 +187,13 @@ def _flush(
             mfu=actions.mfu(counted / step_s),
             data_wait_s=one.data_wait_s,
             expert_load_max=None if isnan(load) else load,
+            expert_dropped=None if isnan(dropped) else dropped / max(choices, 1),
         )
         sink.step(report)
         watches.divergence.add(report)
         if sentence := watches.idle.add(one.state.step, int(idle_count), one.scalars.expert_counts.numel()):
+            sink.note(sentence)
+        if not isnan(dropped) and (sentence := watches.drops.add(one.state.step, int(dropped), int(choices))):
             sink.note(sentence)
         found = watches.numbers.judge(report)
         bad = bad or found
@@ -198,7 +202,8 @@ def _flush(
 
 
 def _row(scalars: Scalars) -> Tensor:
-    """What is fetched of a step: [sum of losses, counted tokens, norm, the busiest expert's load, idle experts]."""
-    of_experts = (scalars.expert_load_max, scalars.idle_experts)
+    """What is fetched of a step: [sum of losses, counted tokens, norm, the busiest expert's load, idle experts, choices
+    that were dropped, all choices of experts]."""
+    of_experts = (scalars.expert_load_max, scalars.idle_experts, scalars.dropped, scalars.expert_counts.sum())
     others = torch.stack([value.to(scalars.totals) for value in (scalars.norm, *of_experts)])
     return torch.cat([scalars.totals, others]).double()

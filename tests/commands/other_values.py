@@ -64,6 +64,7 @@ OTHER_VALUES = {
     "model.expert_balance_rate": "0.5",
     "model.expert_balance_weight": "0.5",
     "model.router_z_weight": "0.001",
+    "model.expert_capacity": "1.25",
     "data.files": '[{path = "text.txt", weight = 1.0}, {path = "more.jsonl", weight = 2.0, field = "body"}]',
     "data.tokenizer": "gpt2",
     "data.holdout": "0.1",
