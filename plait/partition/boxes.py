@@ -176,7 +176,7 @@ def all_sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]
     copies = -(-layout.expert // (layout.shard * layout.context))
     parts = layout.context if layout.expert > 1 else 1
     for place in product(*(range(n) for n in (layout.pipeline, copies, layout.shard, parts, layout.tensor))):
-        here = dict(zip(AXES, place, strict=True))
+        here: dict[str, int] = dict(zip(AXES, place, strict=True))
         pipeline, shard = here["pipeline"], here["shard"]
         firsts = _layers_of_each_kind(shape, layout, pipeline)
         for name, box in weight_boxes(shape, layout, here).items():
