@@ -30,7 +30,7 @@ from benchmarks.strands_work import Work, work_as_text
 from plait.model.names import expert_of
 from plait.model.shape import weight_sizes
 
-WORK = Work(layers=4, width=384, heads=6, ffn=1024, vocabulary=2048, sequences=8)
+WORK = Work(layers=4, width=384, heads=6, ffn=1024, vocabulary=2048, sequences=16)
 SMOKE = Work(layers=2, width=64, heads=2, ffn=128, vocabulary=256, sequences=4, sequence=64)
 SIZES = ("8 2", "32 4")
 """Experts, and those of a token: the recipe's, which the bars are for, and more and narrower ones."""
