@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -32,7 +32,8 @@ class Layout:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    """Ranks of `replicate` that hold a mixture's experts together, each some of them; no axis of its own."""
+    """Ranks of `replicate`, `shard` and `context` that hold a mixture's experts together, each some of them; no axis of
+    its own: groups of so many neighbours, `context` innermost."""
     shard_what: ShardWhat = "optimizer"
     """What `shard` splits: optimizer state (ZeRO-1), or the parameters as well (FSDP)."""
     schedule: Schedule = "1f1b"
@@ -60,9 +61,29 @@ class Layout:
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
+    @property
+    def ranks_with_other_tokens(self) -> int:
+        """How many ranks see different tokens: those along `replicate`, `shard` and `context`; `expert` groups them."""
+        return self.data_parallel_degree * self.context
+
+    def place_among_tokens(self, rank: int) -> int:
+        """Which of the ranks that see different tokens a rank is."""
+        return self.data_parallel_rank(rank) * self.context + self.coordinates(rank)["context"]
+
     def expert_index(self, rank: int) -> int:
         """Which part of a mixture's experts a rank holds."""
-        return self.data_parallel_rank(rank) % self.expert
+        return self.place_among_tokens(rank) % self.expert
+
+    @property
+    def expert_replicas(self) -> int:
+        """How many neighbouring data-parallel ranks the smallest set of whole expert groups takes."""
+        return self.expert // gcd(self.expert, self.context)
+
+    @property
+    def expert_shards(self) -> int:
+        """In how many parts `shard` splits a rank's experts, which fewer of its ranks hold: those of the axis that are
+        as many as `expert_replicas` apart."""
+        return max(1, self.shard // self.expert_replicas)
 
     def replicas_in_lockstep(self, part: int) -> range:
         """The data-parallel ranks that communicate with this one in each micro-batch: those that share its sharded
@@ -70,7 +91,8 @@ class Layout:
 
         All others communicate once a step, where gradients are summed, after however many micro-batches each has.
         """
-        together = self.expert if self.shard == 1 or self.shard_what == "optimizer" else self.shard
+        gathered = 1 if self.shard_what == "optimizer" else self.shard
+        together = max(gathered, self.expert_replicas)  # of which one divides the other: INCOMPATIBLE
         first = part - part % together
         return range(first, first + together)
 
@@ -134,6 +156,7 @@ class Conflict:
 
     applies: Callable[[Layout], bool]
     reason: str
+    """A sentence, with fields of the layout in braces."""
 
 
 INCOMPATIBLE: tuple[Conflict, ...] = (
@@ -145,9 +168,19 @@ INCOMPATIBLE: tuple[Conflict, ...] = (
         'run; choose layout.shard_what = "optimizer" or layout.schedule = "1f1b"',
     ),
     Conflict(
-        applies=lambda layout: layout.expert > 1 and layout.shard > 1,
-        reason="ranks of layout.shard split what all of them hold, and layout.expert gives each rank other experts; "
-        "choose layout.replicate in place of layout.shard, or layout.expert = 1",
+        applies=lambda layout: layout.ranks_with_other_tokens % layout.expert > 0,
+        reason="layout.expert = {layout.expert} does not divide the {layout.ranks_with_other_tokens} workers of "
+        "layout.replicate × layout.shard × layout.context, which see different tokens; choose one of {divisors}",
+    ),
+    Conflict(
+        applies=lambda layout: (
+            layout.shard > 1
+            and (layout.shard * layout.context) % layout.expert > 0
+            and layout.expert % (layout.shard * layout.context) > 0
+        ),
+        reason="with layout.expert = {layout.expert} the {layout.shard} workers of layout.shard would hold unlike "
+        "numbers of the same experts, and could not split them; choose a divisor or a multiple of layout.shard × "
+        "layout.context",
     ),
 )
 """All combinations that no layout may have; enumeration and checks of layouts both read this list."""
@@ -155,4 +188,9 @@ INCOMPATIBLE: tuple[Conflict, ...] = (
 
 def conflict_sentence(layout: Layout) -> str | None:
     """Why this combination of options cannot run and what to change, as a sentence; None for a valid layout."""
-    return next((row.reason for row in INCOMPATIBLE if row.applies(layout)), None)
+    reason = next((row.reason for row in INCOMPATIBLE if row.applies(layout)), None)
+    if reason is None:
+        return None
+    number = layout.ranks_with_other_tokens
+    divisors = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0) if "{divisors}" in reason else ""
+    return reason.format(layout=layout, divisors=divisors)

@@ -25,14 +25,13 @@ from plait.data.shards import Corpus
 DocumentMode = Literal["mask", "join"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ahead:
-    """What a micro-batch's tokens predict at one depth beyond the next token, int64 [B, T] each."""
+    """What tokens predict at one depth beyond the next, int64 [B, T] each: `tokens` are those so many further on (any,
+    where there is none), `targets` the ones after them, IGNORED_TARGET also if of another row or document."""
 
     tokens: torch.Tensor
-    """The token so many further on; any token where there is none."""
     targets: torch.Tensor
-    """The token after that one; IGNORED_TARGET also where it is of another row or document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,14 +42,16 @@ class Micro:
     masked, `positions` [B, T] restart at each document and `lengths` are the segments of the flattened rows. Where this
     rank holds only a part of each sequence (context parallelism), `positions` are those in the whole sequence ([1, T]
     if equal in all rows), and `lengths`, if documents are masked, are those of the whole rows. Else they are None.
+    `numbers` [B, T] are those of the tokens in the run (T0 × sample + place in it, of T0 tokens; negative in a row that
+    is no sample), if known. `ahead` is for each depth of prediction beyond the next token, from 1 on.
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor | None
     lengths: tuple[int, ...] | None
+    numbers: torch.Tensor | None = None
     ahead: tuple[Ahead, ...] = ()
-    """For each depth of prediction beyond the next token, from 1 on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +143,12 @@ class Loader:
 
     def _fetch(self, position: int, samples: SampleSelection) -> list[Micro]:
         places = self._reader.places(position + np.arange(samples.batch_sequences))
-        mine = places[_own_samples(self._reader, places, samples)]
+        mine = _own_samples(self._reader, places, samples)
         sizes = _sizes(samples.sequences_per_replica, samples)
-        return [_read_micro(self._corpus, self._reader, mine[rows], samples) for rows in _row_slices(sizes)]
+        return [
+            _read_micro(self._corpus, self._reader, places[mine[rows]], position + mine[rows], samples)
+            for rows in _row_slices(sizes)
+        ]
 
 
 def heldout_micros(corpus: Corpus, samples: SampleSelection, overlong: Overlong = "refuse") -> Iterator[Micro]:
@@ -159,18 +163,22 @@ def heldout_micros(corpus: Corpus, samples: SampleSelection, overlong: Overlong 
     if not reader.samples:
         return
     takers = np.resize(interleaved_replicas(samples.sequences_per_replica), reader.samples)
-    mine = reader.places(np.flatnonzero(takers == samples.data_parallel_rank))
+    mine = np.flatnonzero(takers == samples.data_parallel_rank)
+    places = reader.places(mine)
     counts = np.bincount(takers, minlength=len(samples.sequences_per_replica)).tolist()
     for rows in _row_slices(_sizes(counts, samples)):
-        yield _read_micro(corpus, reader, mine[rows], samples)
+        yield _read_micro(corpus, reader, places[rows], mine[rows], samples)
 
 
-def _read_micro(corpus: Corpus, reader: RowReader, places: Lengths, samples: SampleSelection) -> Micro:
-    """The samples at these places; one without counted tokens where there are none."""
+def _read_micro(
+    corpus: Corpus, reader: RowReader, places: Lengths, numbers: Lengths, samples: SampleSelection
+) -> Micro:
+    """The samples of these numbers, at these places; one without counted tokens where there are none."""
     if not len(places):
         return _uncounted_micro(corpus, samples)
     rows = reader.read(places)
-    return make_micro(rows.inputs, rows.targets, rows.lengths if samples.documents == "mask" else None, samples)
+    lengths = rows.lengths if samples.documents == "mask" else None
+    return make_micro(rows.inputs, rows.targets, lengths, samples, numbers)
 
 
 def _own_samples(reader: SampleReader, places: Lengths, samples: SampleSelection) -> Lengths:
@@ -221,27 +229,28 @@ def make_micro(
     targets: np.ndarray[Any, Any],
     lengths: np.ndarray[Any, Any] | None,
     samples: SampleSelection,
+    numbers: Lengths | None = None,
 ) -> Micro:
     """Whole rows [B, T] as what this rank holds of them; `lengths` are the segments of the rows where documents are
-    masked."""
+    masked, `numbers` those of the samples, if they are any."""
     positions = None if lengths is None else restarting_positions(lengths).reshape(inputs.shape)
+    first = np.full(len(inputs), -samples.sequence) if numbers is None else numbers * samples.sequence
+    of_tokens = first[:, None] + np.arange(samples.sequence)
     # Of whole rows: what is predicted may lie on another context rank.
     depths = range(1, samples.predict_ahead + 1)
     ahead = [rows_ahead(inputs, targets, lengths, depth, ignored=IGNORED_TARGET) for depth in depths]
     if samples.context_degree > 1:
         columns = zigzag_columns(samples.sequence, samples.context_degree, samples.context_rank)
         positions = columns[None] if positions is None else positions[:, columns]
-        inputs, targets = inputs[:, columns], targets[:, columns]
+        inputs, targets, of_tokens = inputs[:, columns], targets[:, columns], of_tokens[:, columns]
         ahead = [(tokens[:, columns], wanted[:, columns]) for tokens, wanted in ahead]
     return Micro(
         inputs=_tensor(inputs, samples.device),
         targets=_tensor(targets, samples.device),
-        ahead=tuple(
-            Ahead(tokens=_tensor(tokens, samples.device), targets=_tensor(wanted, samples.device))
-            for tokens, wanted in ahead
-        ),
+        ahead=tuple(Ahead(*(_tensor(one, samples.device) for one in pair)) for pair in ahead),
         positions=None if positions is None else _tensor(positions, samples.device),
         lengths=None if lengths is None else tuple(lengths.tolist()),
+        numbers=_tensor(of_tokens, samples.device),
     )
 
 

@@ -56,7 +56,7 @@ def _comparable(shape: ModelShape) -> dict[str, Any]:
 def _routed(mixture: MixtureShape) -> MixtureShape:
     """A mixture without what only training reads."""
     kept = tuple(rule for rule in mixture.balance if rule == "bias")
-    return replace(mixture, balance=kept, balance_rate=USUAL_BIAS_RATE, balance_weights=(), z_weight=0.0)
+    return replace(mixture, balance=kept, balance_rate=USUAL_BIAS_RATE, balance_weights=(), z_weight=0.0, capacity=None)
 
 
 def _unread(shape: ModelShape) -> dict[str, Any]:

@@ -92,6 +92,8 @@ class Rows:
     cache: Cache | None
     counted_n: Tensor | None = None
     """Which tokens of the flat stream enter the loss, where a mixture of experts counts; None: all."""
+    numbers_n: Tensor | None = None
+    """The tokens' numbers in the run, by which a mixture of experts may look up where they went; None: unknown."""
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, int], Tensor]

@@ -25,8 +25,12 @@ class FeedForward(nn.Module):
 
     def forward(self, x_nd: Tensor) -> Tensor:
         x_nd = to_compute_precision(x_nd)  # once: autocast would keep a copy for each product
-        if self.activation == "swiglu":
-            return self.down(F.silu(self.gate(x_nd)) * self.up(x_nd))
-        if self.activation == "relu2":
-            return self.down(F.relu(self.up(x_nd)).square())
-        return self.down(F.gelu(self.up(x_nd), approximate="tanh"))
+        gate_nf = self.gate(x_nd) if self.activation == "swiglu" else None
+        return self.down(activated(self.activation, gate_nf, self.up(x_nd)))
+
+
+def activated(activation: str, gate_nf: Tensor | None, up_nf: Tensor) -> Tensor:
+    """What lies between a feed-forward part's products, of f inner numbers; the gate is SwiGLU's."""
+    if gate_nf is not None:
+        return F.silu(gate_nf) * up_nf
+    return F.relu(up_nf).square() if activation == "relu2" else F.gelu(up_nf, approximate="tanh")

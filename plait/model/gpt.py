@@ -66,14 +66,16 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         stream_nd: Tensor | None = None,
         counted_n: Tensor | None = None,
+        numbers_n: Tensor | None = None,
         objectives: MicroObjectives | None = None,
     ) -> Tensor:
         """The stream [B × T, width] after this part: after the final norm, before the head, where the model ends here.
 
         A part that does not begin with the embedding takes the stream that the part before it gave. Positions count
         from 0 in each row (from the cache's length where there is one) unless given; documents need them given,
-        restarting with each document. `counted_n` says which tokens enter the loss, for experts' loads; None: all. With
-        `objectives` the backward pass of the result is that of their losses, too.
+        restarting with each document. `counted_n` says which tokens enter the loss, for experts' loads; None: all;
+        `numbers_n` which tokens of the run they are, for experts that were chosen before. With `objectives` the
+        backward pass of the result is that of their losses, too.
         """
         if positions_bt is None:
             positions_bt = row_positions(tokens_bt, first=cache.length if cache is not None else 0)
@@ -85,6 +87,7 @@ class GPT(nn.Module):
             documents=documents.on(hidden_nd.device, longest=self.shape.sequence) if documents is not None else None,
             cache=cache,
             counted_n=counted_n,
+            numbers_n=numbers_n,
         )
         for number in self.part.layers:
             hidden_nd = self.layers[str(number)](hidden_nd, rows)

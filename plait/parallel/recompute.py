@@ -26,7 +26,12 @@ from plait.partition.execution import Execution
 
 _aten: Any = torch.ops.aten
 
-PRODUCT_OPERATIONS = (_aten.mm.default, _aten.addmm.default)
+PRODUCT_OPERATIONS = (
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._grouped_mm.default,
+    torch.ops.plait.grouped_product.default,
+)
 ATTENTION_OPERATIONS = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,

@@ -18,7 +18,7 @@ from plait.parallel.gradients.reduce import GradientReducer
 from plait.parallel.gradients.shared_weights import shared_weights
 from plait.parallel.mesh import make_groups
 from plait.parallel.sharded_model import ShardedModel, held_weight
-from plait.partition.boxes import all_sharing_sets
+from plait.partition.boxes import all_expert_splits, all_sharing_sets
 from plait.partition.execution import Execution
 
 
@@ -30,18 +30,22 @@ def replicate(
     Every rank must call it.
     """
     layout = execution.layout
-    weights, groups = shared_weights(sharded, execution), make_groups(all_sharing_sets(execution.shape, layout))
+    splits = all_expert_splits(layout) if layout.shard_what == "optimizer" else []
+    weights = shared_weights(sharded, execution)
+    groups = make_groups([*all_sharing_sets(execution.shape, layout), *splits])
     if layout.shard > 1 and layout.shard_what == "parameters":
         from plait.parallel.sharding.fully_sharded import fully_sharded  # most of a second of imports
 
         return fully_sharded(sharded, weights, groups, bucket_bytes=bucket_bytes, transfer=execution.gradient_transfer)
     split = mesh.get_group("shard") if layout.shard > 1 else None
     learning = [one for one in weights if one.trained]
-    summed = [replace(one, ranks=(dist.get_rank(),)) if one.name in sharded.single_owner else one for one in learning]
+    alone = (dist.get_rank(),)
+    summed = [replace(one, ranks=alone) if one.name in sharded.single_owner else one for one in learning]
     reducer = GradientReducer(summed, groups, split, bucket_bytes, execution.gradient_transfer)
     if split:
         reducer.wait_in_forward(sharded.chunks)
     updated = [one for one in summed if sharded.single_owner.get(one.name) != "another rank"]
-    units = reducer.split_units() if split else whole_units(updated)
+    whole = [one for one in updated if split is None or one.split == alone]
+    units = [*reducer.split_units(), *whole_units(whole)]
     held = tuple(held_weight(one.name, one.parameter, one.box) for one in weights)
     return replace(sharded, weights=held, units=tuple(units), gradients=reducer)

@@ -23,6 +23,9 @@ from plait.model.names import expert_of, layer_of
 from plait.model.shape import ModelPart, ModelShape, weight_sizes, whole_model
 from plait.model.weights import describe_weight, holds_weight, is_trained, tables_used
 
+AN_EXPERT = "layers.0.feedforward.experts.0.up.weight"
+"""Any expert's weight: all are held alike."""
+
 Range = tuple[int, int]
 """(first index, length) of a range along one dim."""
 
@@ -75,10 +78,15 @@ def weight_boxes(shape: ModelShape, layout: Layout, coordinates: Mapping[str, in
 def holds_expert(name: str, shape: ModelShape, layout: Layout, index: int) -> bool:
     """Whether a rank with this part of the experts has a weight, if its stage does; all have what is no expert's."""
     expert = expert_of(name)
-    if expert is None or layout.expert == 1:
+    if expert is None or not is_shared_out(name, layout):
         return True
     first, count = equal_share(shape.size_of("experts"), layout.expert, index)
     return first <= expert < first + count
+
+
+def is_shared_out(name: str, layout: Layout) -> bool:
+    """Whether ranks that see different tokens hold a weight apart: an expert's where `expert` groups them."""
+    return layout.expert > 1 and expert_of(name) is not None
 
 
 def cut_box(name: str, shape: ModelShape, tensor: int, index: int) -> Box:
@@ -131,17 +139,39 @@ def ranks_holding(shape: ModelShape, layout: Layout, name: str, box: Box) -> tup
 
 
 def ranks_sharing(shape: ModelShape, layout: Layout, name: str, box: Box, shard: int) -> tuple[int, ...]:
-    """The holders that update the same elements: those at coordinate `shard` of the shard axis."""
-    return tuple(rank for rank in ranks_holding(shape, layout, name, box) if layout.coordinates(rank)["shard"] == shard)
+    """The holders that update the same elements as the one at coordinate `shard` of the shard axis: those there, too,
+    and of an expert those that keep the same part of it."""
+    apart = layout.expert_replicas if is_shared_out(name, layout) else 1
+    holders = ranks_holding(shape, layout, name, box)
+    return tuple(rank for rank in holders if layout.coordinates(rank)["shard"] // apart == shard // apart)
+
+
+def ranks_splitting(layout: Layout, name: str, rank: int) -> tuple[int, ...]:
+    """The ranks, `rank` among them, over which `shard` splits a weight that this rank holds, or its gradients and
+    moments: those of the axis that hold it."""
+    here = layout.coordinates(rank)
+    apart = layout.expert_replicas if is_shared_out(name, layout) else 1
+    return tuple(layout.rank({**here, "shard": at}) for at in range(here["shard"] % apart, layout.shard, apart))
+
+
+def all_expert_splits(layout: Layout) -> list[tuple[int, ...]]:
+    """Every set of several ranks over which `shard` splits experts, in the order in which all ranks create process
+    groups; none where these are those of all other weights."""
+    if layout.expert == 1 or layout.expert_shards == 1:
+        return []
+    return sorted({ranks_splitting(layout, AN_EXPERT, rank) for rank in range(layout.world_size)})
 
 
 def all_sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]:
     """Every set of ranks in the job that shares a weight that learns, in the order in which all ranks create process
     groups."""
     found: set[tuple[int, ...]] = set()
-    splits = (layout.pipeline, layout.expert, layout.shard, layout.tensor)
-    for pipeline, replica, shard, tensor in product(*(range(degree) for degree in splits)):
-        here = {"pipeline": pipeline, "replicate": replica, "shard": shard, "context": 0, "tensor": tensor}
+    # Copies, and parts of sequences, hold the same, but for their experts.
+    copies = -(-layout.expert // (layout.shard * layout.context))
+    parts = layout.context if layout.expert > 1 else 1
+    for place in product(*(range(n) for n in (layout.pipeline, copies, layout.shard, parts, layout.tensor))):
+        here: dict[str, int] = dict(zip(AXES, place, strict=True))
+        pipeline, shard = here["pipeline"], here["shard"]
         firsts = _layers_of_each_kind(shape, layout, pipeline)
         for name, box in weight_boxes(shape, layout, here).items():
             if is_trained(name, shape) and (layer_of(name) is None or layer_of(name) in firsts):  # layers are alike

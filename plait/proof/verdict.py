@@ -27,6 +27,8 @@ _KINDS = {
     "adamw": "after AdamW steps",
     "momentum": "after SGD steps",
     "sums": "sum over ranks",
+    "counts": "counted exactly over all steps",
+    "routing": "experts chosen freely, against those of one process",
     "buffer": "after a forward pass",
 }
 
@@ -69,6 +71,13 @@ class Finding:
     def passes(self) -> bool:
         return self.error <= self.tolerance
 
+    @property
+    def excess(self) -> float:
+        """The error in tolerances; infinite where there is one and none is allowed."""
+        if self.tolerance:
+            return self.error / self.tolerance
+        return math.inf if self.error else 0.0
+
     def __str__(self) -> str:
         text = f"{self.label or weight_text(self.name)}, {_KINDS[self.kind]}"
         return f"{text} ({self.remark})" if self.remark else text
@@ -94,8 +103,8 @@ class Verdict:
 
     @property
     def max_grad_rel_err(self) -> float:
-        """The largest relative error of a gradient, or of a sum over ranks."""
-        return self.largest("gradient", "sums")
+        """The largest relative error of a gradient, of a sum over ranks, or of what a router chose by."""
+        return self.largest("gradient", "sums", "routing")
 
     @property
     def max_param_rel_err(self) -> float:
@@ -161,9 +170,7 @@ def compare_runs(
     """Compare the tensor files that a layout's ranks saved with the reference's file; `lr` is the least scale of
     parameter errors."""
     found = list(_findings(load_file(reference), [load_file(rank) for rank in ranks], lr, tolerances))
-    return Verdict(
-        layout=layout, findings=tuple(sorted(found, key=lambda one: one.error / one.tolerance, reverse=True))
-    )
+    return Verdict(layout=layout, findings=tuple(sorted(found, key=lambda one: one.excess, reverse=True)))
 
 
 def _findings(
@@ -175,8 +182,12 @@ def _findings(
     pieces = _pieces(ranks)
     for key, values in wanted.items():
         kind, name = key.split("/")[:2]
-        bar = bars.gradient if kind in ("gradient", "sums") else bars.parameter
-        least = {"gradient": bars.min_gradient_share * largest, "sums": 1e-30}.get(kind, lr)
+        bar = {"gradient": bars.gradient, "sums": bars.gradient, "routing": bars.gradient, "counts": 0.0}.get(
+            kind, bars.parameter
+        )
+        least = {"gradient": bars.min_gradient_share * largest, "sums": 1e-30, "routing": 1.0, "counts": 1.0}.get(
+            kind, lr
+        )
         scale = max(np.abs(values).max(), least)
         apart = [_distance(values, *piece) for piece in pieces.get((kind, name), [])]
         error = float(np.max(apart) / scale) if apart else math.inf

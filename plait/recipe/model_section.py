@@ -65,6 +65,8 @@ class ModelSection(RecipeSection):
     """Of the balance losses: one number, or one for each."""
     router_z_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Auto = "auto"
     """Of the loss that keeps the router's scores small."""
+    expert_capacity: Factor | Auto = "auto"
+    """How much more than its even share of a sequence an expert takes, the rest of which is dropped; "auto": all."""
     auxiliary_heads: tuple[Layers, ...] | Auto = "auto"
     """Heads with losses of their own after so many layers: [4, 8]; "auto" is none."""
     auxiliary_head_weight: LossWeight | tuple[LossWeight, ...] | Auto = "auto"

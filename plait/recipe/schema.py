@@ -142,7 +142,7 @@ class LayoutSection(RecipeSection):
     tensor: Degree | Auto = "auto"
     """Parts of every matrix (TP)."""
     expert: Degree | Auto = "auto"
-    """Copies among `replicate` that hold a mixture's experts together, each some of them (EP)."""
+    """Workers of `replicate`, `shard` and `context` that hold a mixture's experts together, each some (EP)."""
     shard_what: Literal["optimizer", "parameters"] | Auto = "auto"
     """Split gradients and optimizer state, or the parameters as well (FSDP2)."""
     stage_layers: tuple[Layers, ...] | Auto = "auto"

@@ -18,8 +18,15 @@ from plait.report.atomic import replace_file
 RECEIPT_WARM_UP_STEPS = 3
 MOST_METRICS_BYTES = 1 << 32
 """Twenty million steps."""
-LEFT_OUT_IF_NONE = ("choices_accuracy", "choices_accuracy_per_byte", "expert_load_max", "auxiliary_losses")
+LEFT_OUT_IF_NONE = (
+    "choices_accuracy",
+    "choices_accuracy_per_byte",
+    "expert_load_max",
+    "expert_dropped",
+    "auxiliary_losses",
+)
 """Keys of runs that ask multiple-choice questions, and of models with experts or with auxiliary objectives."""
+MAY_BE_NULL = frozenset({"mfu", "step", "tokens", "expert_load_max", "expert_dropped", "auxiliary_losses"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +47,8 @@ class StepReport:
     data_wait_s: float
     expert_load_max: float | None = None
     """In a mixture of experts, the busiest expert's tokens over the mean, of the layer where that is most."""
+    expert_dropped: float | None = None
+    """Where experts have a capacity, the share of the tokens' choices that found no room, over all layers."""
     auxiliary_losses: Mapping[str, float | None] | None = None
     """The mean loss of each head in the middle ("layer_4") and depth of prediction ahead ("ahead_1"), without its
     weight; `loss` is that of the next token alone. None as a value is what was not finite."""
@@ -168,7 +177,7 @@ def _parse(line: bytes) -> StepReport | EvalReport | None:
         values: Any = parse_json(line)
         kind = StepReport if "loss" in values else EvalReport
         # What was not finite when it was written is null; for `mfu` null says that there is none.
-        lost = {name for name, value in values.items() if value is None} - {"mfu", "step", "tokens", "expert_load_max"}
+        lost = {name for name, value in values.items() if value is None} - MAY_BE_NULL
         report = typed_value(kind, values | dict.fromkeys(lost, 0.0))
     except (ValueError, TypeError, AttributeError):
         return None

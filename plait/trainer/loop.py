@@ -20,7 +20,7 @@ from plait.trainer.checkpointing.background import SaveEnd
 from plait.trainer.checkpointing.copy_pace import CopyPace
 from plait.trainer.checkpointing.pace import CheckpointPace
 from plait.trainer.divergence import BadStep, DivergenceWatch, NumberGuard, NumberWatch
-from plait.trainer.experts.watch import IdleWatch
+from plait.trainer.experts.watch import DropWatch, IdleWatch
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 from plait.units import NEVER, Every
@@ -103,6 +103,7 @@ class _Watches:
     numbers: NumberWatch
     idle: IdleWatch
     copies: CopyPace
+    drops: DropWatch
 
 
 def run_loop(
@@ -122,7 +123,7 @@ def run_loop(
     stop, divergence = False, DivergenceWatch(state.step)
     numbers = NumberWatch(guard or NumberGuard(judged_after=intervals.steps))
     copies = CopyPace(intervals.copy_every, step=state.step)
-    watches = _Watches(divergence, numbers, IdleWatch(), copies)
+    watches = _Watches(divergence, numbers, IdleWatch(), copies, DropWatch())
     while state.step < intervals.steps and not stop:
         lr = actions.learning_rate(state.step)
         state, scalars = actions.step(state)
@@ -201,7 +202,9 @@ def _flush(
     rows = torch.stack([_row(one.scalars) for one in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
     tokens, bad = state.tokens, None
-    for one, (loss_sum, counted, norm, load, idle_count, *auxiliary) in zip(pending, rows, strict=True):
+    for one, (loss_sum, counted, norm, load, idle_count, dropped, choices, *auxiliary) in zip(
+        pending, rows, strict=True
+    ):
         tokens += int(counted)
         report = StepReport(
             step=one.state.step,
@@ -214,12 +217,15 @@ def _flush(
             mfu=actions.mfu(counted / step_s),
             data_wait_s=one.data_wait_s,
             expert_load_max=None if isnan(load) else load,
+            expert_dropped=None if isnan(dropped) else dropped / max(choices, 1),
             auxiliary_losses=_auxiliary_losses(one.scalars.objective_names, auxiliary),
         )
         sink.step(report)
         watches.divergence.add(report)
         watches.copies.stepped(step_s)
         if sentence := watches.idle.add(one.state.step, int(idle_count), one.scalars.expert_counts.numel()):
+            sink.note(sentence)
+        if not isnan(dropped) and (sentence := watches.drops.add(one.state.step, int(dropped), int(choices))):
             sink.note(sentence)
         found = watches.numbers.judge(report)
         bad = bad or found
@@ -228,9 +234,9 @@ def _flush(
 
 
 def _row(scalars: Scalars) -> Tensor:
-    """What is fetched of a step: [sum of losses, counted tokens, norm, the busiest expert's load, idle experts], and
-    [sum of losses, counted tokens] of each auxiliary objective."""
-    of_experts = (scalars.expert_load_max, scalars.idle_experts)
+    """What is fetched of a step: [sum of losses, counted tokens, norm, the busiest expert's load, idle experts, choices
+    that were dropped, all choices of experts], and [sum of losses, counted tokens] of each auxiliary objective."""
+    of_experts = (scalars.expert_load_max, scalars.idle_experts, scalars.dropped, scalars.expert_counts.sum())
     others = torch.stack([value.to(scalars.totals) for value in (scalars.norm, *of_experts)])
     return torch.cat([scalars.totals, others, scalars.auxiliary.to(others).flatten()]).double()
 

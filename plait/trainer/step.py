@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -46,6 +46,8 @@ class Scalars:
     """Norm of the gradient before clipping."""
     expert_counts: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
     """Tokens of the step by expert, [layers with experts, experts]."""
+    dropped: Tensor = field(default_factory=lambda: torch.full((), float("nan")))
+    """Choices of experts that found no room; not a number where experts have no capacity."""
     auxiliary: Tensor = field(default_factory=lambda: torch.zeros(0, 2))
     """[sum of losses, counted tokens] of each auxiliary objective, over all ranks."""
     objective_names: tuple[str, ...] = ()
@@ -108,16 +110,15 @@ def take_step(
     norm = squares.sqrt() / count
     update(optimizer, sharded.units, factor=clip_factor(norm, clip) / count, norm=norm)
     sharded.gradients.publish()
-    table = found.new_zeros(0, 0) if loads is None else loads.table(found[3:])
-    if loads is not None:
-        loads.move_biases(table, norm)
-    return Scalars(
-        totals=torch.stack([loss_sum, tokens]),
-        norm=norm,
-        expert_counts=table,
-        auxiliary=found.new_zeros(0, 2) if auxiliary is None else auxiliary.table(more),
-        objective_names=() if auxiliary is None else auxiliary.names,
-    )
+    scalars = Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
+    if auxiliary is not None:
+        scalars = replace(scalars, auxiliary=auxiliary.table(more), objective_names=auxiliary.names)
+    if loads is None:
+        return scalars
+    table, dropped = loads.table(found[3:]), loads.dropped(found[3:])
+    loads.move_biases(table, norm)
+    scalars = replace(scalars, expert_counts=table)
+    return scalars if dropped is None else replace(scalars, dropped=dropped)
 
 
 def run_micros_in_turn(
@@ -173,12 +174,13 @@ def make_forward(autocast: Autocast, auxiliary: AuxiliarySums | None = None) -> 
 
     def forward(chunk: GPT, micro: Micro, stream_nd: Tensor | None) -> Tensor:
         documents = None if micro.lengths is None else Documents(lengths=micro.lengths)
-        counted_n = None if chunk.shape.mixture is None else (micro.targets != IGNORED).flatten()
+        of_tokens: dict[str, Tensor | None] = {}
+        if chunk.shape.mixture is not None:
+            numbers_n = None if micro.numbers is None else micro.numbers.flatten()
+            of_tokens = {"counted_n": (micro.targets != IGNORED).flatten(), "numbers_n": numbers_n}
         more = None if auxiliary is None else auxiliary.of(micro)
         with autocast():
-            return chunk(
-                micro.inputs, micro.positions, documents, stream_nd=stream_nd, counted_n=counted_n, objectives=more
-            )
+            return chunk(micro.inputs, micro.positions, documents, stream_nd=stream_nd, objectives=more, **of_tokens)
 
     return forward
 

@@ -64,6 +64,7 @@ OTHER_VALUES = {
     "model.expert_balance_rate": "0.5",
     "model.expert_balance_weight": "0.5",
     "model.router_z_weight": "0.001",
+    "model.expert_capacity": "1.25",
     "model.auxiliary_heads": "[2]",
     "model.auxiliary_head_weight": "0.5",
     "model.predict_ahead": "1",

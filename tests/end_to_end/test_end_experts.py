@@ -27,7 +27,9 @@ def bias_at(path: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(), ("layout.expert=2",)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [(), ("layout.expert=2",), ("layout.replicate=1", "layout.shard=2", "layout.expert=2")], ids=str
+)
 def test_kill_9_and_go_on_bit_for_bit_with_the_biases(mixed: Place, layout: tuple[str, ...]) -> None:
     whole, killed = f"whole-{len(layout)}", f"killed-{len(layout)}"
     run = mixed.train(whole, *layout)
@@ -73,7 +75,7 @@ def test_a_run_goes_on_under_other_layouts_with_the_same_biases(mixed: Place) ->
             ("layout.replicate=3", "layout.expert=3"),
             "layout.expert = 3 does not divide 4 experts; choose one of 1, 2, 4",
         ),
-        (("layout.shard=2", "layout.expert=2"), "choose layout.replicate in place of layout.shard"),
+        (("layout.shard=3", "layout.replicate=2", "layout.expert=2"), "unlike numbers of the same experts"),
     ],
 )
 def test_a_wrong_layout_of_experts_is_refused_in_one_sentence(
@@ -87,10 +89,10 @@ def test_a_wrong_layout_of_experts_is_refused_in_one_sentence(
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (("layout.expert=4",), "layout.expert = 4 does not divide 2 copies"),
+        (("layout.expert=4",), "layout.expert = 4 does not divide the 2 workers of layout.replicate"),
         (("model.experts_per_token=5",), "experts_per_token = 5 is more than the 4 experts"),
         (("model.expert_groups=3",), "does not divide 4 experts"),
-        (("model.expert_capacity=1.25",), "expert_capacity"),
+        (("model.expert_capacity=0",), "expert_capacity"),
         (("model.experts=auto",), "expert_balance_rate is of a mixture of experts"),
     ],
 )

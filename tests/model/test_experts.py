@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.errors import PlaitError
-from plait.model.attention import Rows
+from plait.model.attention import Cache, Rows
+from plait.model.experts.capacity import RowSpans, kept_choices
+from plait.model.experts.grouped import grouped_product
 from plait.model.experts.mixture import Mixture
 from plait.model.gpt import GPT, mixtures_of
 from plait.model.init import initialize
@@ -147,6 +149,91 @@ def test_the_z_loss_is_the_square_of_the_scores_size() -> None:
     torch.testing.assert_close(added_gradient(module, x_nd), wanted, rtol=0, atol=1e-12)
 
 
+def test_with_a_capacity_the_later_tokens_of_a_row_are_dropped_and_counted() -> None:
+    module, x_nd = mixture({"capacity": 0.75}), tokens()
+    limit = 2  # of 8 tokens' 16 choices of 6 experts: 0.75 × 16 / 6
+    chosen = module.router(x_nd).chosen_nk.tolist()
+    wanted, dropped = [], 0
+    for row in range(3):
+        room = [limit] * 6
+        for n in range(8 * row, 8 * row + 8):
+            total = one_expert(module.shared, x_nd[n])
+            gates = module.router(x_nd[n : n + 1]).gates_nk[0]
+            for place, expert in enumerate(chosen[n]):
+                if room[expert]:
+                    room[expert] -= 1
+                    total = total + gates[place] * one_expert(module.experts[str(expert)], x_nd[n])
+                else:
+                    dropped += 1
+            wanted.append(total)
+    result = module(x_nd, ROWS)
+    assert dropped > 5
+    torch.testing.assert_close(result, torch.stack(wanted), rtol=0, atol=1e-12)
+    weights = [x_nd, *module.parameters()]
+    ours = torch.autograd.grad(result.square().sum(), weights)
+    theirs = torch.autograd.grad(torch.stack(wanted).square().sum(), weights, materialize_grads=True)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+    counts = module.meter.take()
+    assert counts is not None and counts[-1] == dropped and counts[:-1].sum() == 48, "loads are of what was chosen"
+
+
+def test_a_large_capacity_drops_nothing_and_nor_does_a_text_that_is_written_on() -> None:
+    module, x_nd = mixture({"capacity": 6 / 2}), tokens()
+    everything = mixture()
+    torch.testing.assert_close(module(x_nd, ROWS), everything(x_nd, ROWS), rtol=0, atol=1e-12)
+    tight = mixture({"capacity": 0.1})
+    cache = Cache(SHAPE, rows=3, dtype=torch.float64, device=torch.device("cpu"))
+    with torch.no_grad():
+        written_on = tight(x_nd, replace(ROWS, cache=cache))
+    torch.testing.assert_close(written_on, everything(x_nd, ROWS).detach(), rtol=0, atol=1e-12)
+
+
+def test_parts_of_rows_find_the_room_that_whole_rows_leave() -> None:
+    shape = replace(EXPERTS, capacity=0.6)
+    chosen_nk = torch.rand(24, 6, generator=torch.Generator().manual_seed(4)).topk(2).indices
+    whole = kept_choices(chosen_nk, shape, 3, RowSpans(), lambda counts: counts)
+    assert whole is not None and not whole.all()
+    spans = [RowSpans(of=4, own=(0, 3)), RowSpans(of=4, own=(1, 2))]
+    places = [[8 * row + 2 * span + n for row in range(3) for span in one.own for n in (0, 1)] for one in spans]
+    said: list[Tensor] = []
+    for one, mine in zip(spans, places, strict=True):
+        kept_choices(chosen_nk[mine], shape, 3, one, lambda counts: said.append(counts) or counts)
+    for one, mine in zip(spans, places, strict=True):
+        kept = kept_choices(chosen_nk[mine], shape, 3, one, lambda _: said[0] + said[1])
+        assert kept is not None and torch.equal(kept, whole[mine])
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 0), (8, 0, 0)], ids=str)
+def test_a_product_of_all_experts_is_that_of_each(counts: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(sum(counts), 4, dtype=torch.float64, generator=generator).requires_grad_()
+    weights = [torch.randn(5, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in counts]
+    joined = torch.cat([F.linear(part, one) for part, one in zip(rows.split(counts), weights, strict=True)])
+    product = grouped_product(rows, weights, counts)
+    torch.testing.assert_close(product, joined, rtol=0, atol=1e-14)
+    ours = torch.autograd.grad(product.square().sum(), [rows, *weights])
+    theirs = torch.autograd.grad(joined.square().sum(), [rows, *weights])
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+def by_itself(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2", "gelu"])
+def test_experts_multiplied_as_one_are_experts_one_by_one(activation: str) -> None:
+    shape = replace(SHAPE, activation=activation)
+    module = Mixture(shape, EXPERTS).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    at_once = module(tokens(), ROWS)
+    for expert in module.experts.values():
+        expert.up.product = by_itself  # type: ignore[union-attr]
+    torch.testing.assert_close(at_once, module(tokens(), ROWS), rtol=0, atol=1e-12)
+
+
 def test_the_router_rounds_nothing_where_products_are_rounded() -> None:
     module, x_nd = mixture().float(), tokens().float()
     exact = module.router(x_nd)
@@ -205,6 +292,7 @@ def test_open_keys_make_a_token_meet_as_much_as_in_the_dense_model() -> None:
         ({"experts": 8, "dense_layers": 4}, "none of 4 layers with experts"),
         ({"experts": 8, "bias": "all"}, "experts have no biases"),
         ({"experts": 8, "router_scale": -1.0}, "router_scale is -1.0"),
+        ({"experts": 8, "expert_capacity": 0.0}, "expert_capacity is 0.0; choose a number above 0, such as 1.25"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(keys: dict[str, Any], sentence: str) -> None:

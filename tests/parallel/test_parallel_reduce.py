@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,10 @@ def test_what_nobody_shares_has_no_bucket_unless_it_is_split() -> None:
     mine = weights(10, 10, ranks=(3,))
     assert fill_buckets(mine, 1, 10**6) == []
     assert fill_buckets(mine, 2, 10**6) == [[0, 1]]
+    whole = [replace(one, split=(3,)) for one in mine]  # an expert's, where `shard` splits all else
+    assert fill_buckets(whole, 2, 10**6) == []
+    apart = [replace(one, split=(3, 5)) for one in mine]
+    assert fill_buckets([mine[0], apart[1]], 2, 10**6) == [[0], [1]]
 
 
 def test_earlier_micro_batches_only_add_up_and_the_sum_waits_for_the_last(group_of_one: dist.ProcessGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -14,6 +15,8 @@ from plait.layout import Layout, conflict_sentence
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape, weight_sizes
 from plait.model.weights import kept_values
+from plait.parallel.expert.hold import expert_groups
+from plait.partition.boxes import ranks_splitting
 from plait.planner.search.validity import check_layout
 from plait.recipe.schema import DataSection, RunConfig
 from tests.parity.cases import LLAMA
@@ -30,6 +33,7 @@ EVERY_LOSS = MixtureShape(
 KINDS: dict[str, ModelShape] = {
     "deepseek": replace(LLAMA, mixture=DEEPSEEK),
     "every loss": replace(LLAMA, mixture=EVERY_LOSS, tied=True),
+    "full": replace(LLAMA, mixture=replace(EVERY_LOSS, shared_experts=1, capacity=1.25)),
     "olmoe": replace(
         LLAMA, mixture=replace(EVERY_LOSS, every=1, normalize=False), qk_norm=True, qk_norm_width="all heads"
     ),
@@ -38,7 +42,8 @@ KINDS: dict[str, ModelShape] = {
 EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "replicate": ("every loss", Layout(replicate=2, recompute="full")),
     "pipeline": ("deepseek", Layout(pipeline=2, stage_layers=(2, 2), schedule="zero-bubble")),
-    "expert": ("every loss", Layout(replicate=2, expert=2)),
+    "expert": ("every loss", Layout(shard=2, expert=2)),
+    "capacity": ("full", Layout(context=2)),
 }
 LONG: tuple[Layout, ...] = (
     Layout(replicate=3),
@@ -85,8 +90,35 @@ SHARED_OUT: tuple[Layout, ...] = (
     Layout(replicate=2, expert=2, pipeline=2, stage_layers=(1, 2, 2, 1), schedule="interleaved"),
     Layout(replicate=2, expert=2, pipeline=2, stage_layers=_CUT, tensor=2),
     Layout(replicate=2, expert=2, pipeline=2, stage_layers=_CUT, context=2),
+    Layout(shard=2, expert=2, recompute="full"),
+    Layout(shard=4, expert=2),
+    Layout(shard=3, expert=3),
+    Layout(shard=6, expert=2, recompute="selective"),
+    Layout(replicate=2, shard=2, expert=2),
+    Layout(replicate=2, shard=2, expert=4),
+    Layout(replicate=4, shard=2, expert=4),
+    Layout(shard=2, expert=2, shard_what="parameters"),
+    Layout(shard=4, expert=2, shard_what="parameters", recompute="full"),
+    Layout(replicate=2, shard=2, expert=4, shard_what="parameters"),
+    Layout(replicate=2, shard=4, expert=2, shard_what="parameters"),
+    Layout(context=2, expert=2),
+    Layout(context=3, expert=3, recompute="full"),
+    Layout(context=4, expert=2),
+    Layout(replicate=2, context=2, expert=4),
+    Layout(shard=2, context=2, expert=2),
+    Layout(shard=2, context=2, expert=4),
+    Layout(shard=3, context=2, expert=3),
+    Layout(shard=2, context=2, expert=2, shard_what="parameters"),
+    Layout(shard=2, context=2, expert=4, shard_what="parameters", recompute="selective"),
+    Layout(shard=2, expert=2, tensor=2),
+    Layout(shard=2, expert=2, tensor=2, shard_what="parameters"),
+    Layout(shard=2, context=2, expert=2, tensor=2),
+    Layout(shard=2, expert=2, pipeline=2, stage_layers=_CUT, schedule="zero-bubble"),
+    Layout(shard=2, expert=2, pipeline=2, stage_layers=_CUT, shard_what="parameters"),
+    Layout(shard=4, expert=2, pipeline=2, stage_layers=(1, 2, 2, 1), schedule="interleaved"),
+    Layout(context=2, expert=2, pipeline=2, stage_layers=_CUT, schedule="zero-bubble", recompute="full"),
 )
-"""With experts shared out among the copies."""
+"""With experts shared out among the ranks that see different tokens."""
 
 
 @pytest.mark.parametrize("name", EVERY_DAY)
@@ -108,7 +140,10 @@ def test_any_mix_does(kind: str, layout: Layout, workers: ForkedWorkers) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "place"), list(zip(SHARED_OUT, range(len(SHARED_OUT)), strict=True)), ids=str)
 def test_any_mix_with_experts_shared_out_does(layout: Layout, place: int, workers: ForkedWorkers) -> None:
-    check(("deepseek", "every loss")[place % 2], layout, workers)
+    """With the bias and all auxiliary losses on; every second one with DeepSeek's groups, too, or with a capacity."""
+    check("every loss", layout, workers)
+    if place % 2:
+        check(("deepseek", "full")[place % 4 // 2], layout, workers)
 
 
 @pytest.mark.slow
@@ -116,12 +151,41 @@ def test_any_mix_with_experts_shared_out_does(layout: Layout, place: int, worker
 def test_shares_may_be_unequal(shares: tuple[int, int], workers: ForkedWorkers) -> None:
     check("deepseek", Layout(replicate=2), workers, shares)
     check("every loss", Layout(replicate=2, expert=2), workers, shares)
+    check("full", Layout(shard=2, expert=2), workers, shares)
 
 
 def test_there_are_enough_layouts_and_all_are_allowed() -> None:
     assert len(set(SHARED_OUT)) >= 20 and {layout.world_size for layout in SHARED_OUT} >= {2, 3, 4, 6, 8}
     assert not any(conflict_sentence(layout) for layout in (*LONG, *SHARED_OUT))
-    assert "layout.replicate in place" in str(conflict_sentence(Layout(replicate=2, shard=2, expert=2)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        (
+            Layout(replicate=2, expert=4),
+            "layout.expert = 4 does not divide the 2 workers of layout.replicate × layout.shard",
+        ),
+        (Layout(shard=3, context=2, expert=4), "does not divide the 6 workers of .*; choose one of 1, 2, 3, 6"),
+        (Layout(replicate=2, shard=6, expert=4), "would hold unlike numbers of the same experts"),
+    ],
+    ids=str,
+)
+def test_what_cannot_share_experts_out_is_refused(layout: Layout, sentence: str) -> None:
+    assert re.search(sentence, str(conflict_sentence(layout)))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(shard=6, context=2, expert=expert) for expert in (1, 2, 3, 4, 6, 12)], ids=str
+)
+def test_ranks_that_split_an_expert_hold_it_whole_between_them(layout: Layout) -> None:
+    name = "layers.0.feedforward.experts.0.up.weight"
+    for rank in range(layout.world_size):
+        splitting = ranks_splitting(layout, name, rank)
+        assert rank in splitting and len(splitting) == layout.expert_shards
+        assert {layout.expert_index(one) for one in splitting} == {layout.expert_index(rank)}
+    assert all(len(group) == layout.expert for group in expert_groups(layout))
+    assert [rank for group in expert_groups(layout) for rank in group] == list(range(layout.world_size))
 
 
 def check(kind: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, ...] = ()) -> None:
@@ -133,5 +197,7 @@ def check(kind: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, 
     compared = {(one.kind, one.name) for one in verdict.findings}
     weights = product(("gradient", "sgd", "adamw"), weight_sizes(plan.shape))
     biases = product(("sgd", "adamw"), kept_values(plan.shape))
-    sums = {("sums", name) for name in ("norm", "loss", "experts", "evaluation")}
-    assert compared == {*weights, *biases, *sums}
+    sums = {("sums", name) for name in ("norm", "loss", "evaluation")}
+    layers = [layer for layer in range(plan.shape.layers) if plan.shape.mixture_of(layer)]
+    routers = {("routing", f"layers.{layer}.feedforward.router.weight") for layer in layers}
+    assert compared == {*weights, *biases, *sums, ("counts", "experts"), *routers}

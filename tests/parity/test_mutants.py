@@ -57,8 +57,28 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "tables-summed-at-one-end": ("layout.pipeline=2", "model.auxiliary_heads=[1]"),
     "ahead-within-a-part": ("layout.context=2", "model.predict_ahead=1"),
     "part-of-a-row-balanced": ("layout.context=2", "model.experts=6", "model.expert_balance=sequence"),
+    "capacity-of-a-part-of-a-row": ("layout.context=2", "model.experts=6", "model.expert_capacity=1.25"),
+    "gates-learn-from-own-experts-alone": ("layout.replicate=2", "layout.expert=2", "model.experts=6"),
+    "expert-parts-not-summed": ("layout.tensor=2", "model.experts=6"),
+    "balance-times-accumulation": ("layout.replicate=2", "model.experts=6", "model.expert_balance=sequence"),
+    "global-balance-divided-by-ranks": ("layout.replicate=2", "model.experts=6", "model.expert_balance=global"),
+    "balance-of-the-first-chunk-alone": (
+        "layout.pipeline=2",
+        "layout.virtual_stages=2",
+        "model.experts=6",
+        "model.expert_balance=sequence",
+    ),
 }
 """Each mutant, and a layout in which its bug matters."""
+SHIPPED: dict[str, str] = {
+    "gates-learn-from-own-experts-alone": "transformers #48687",
+    "expert-gradients-doubled": "pytorch #160285",
+    "expert-parts-not-summed": "Automodel #1260",
+    "balance-times-accumulation": "Automodel #3359",
+    "global-balance-divided-by-ranks": "Megatron-LM #3769",
+    "balance-of-the-first-chunk-alone": "torchtitan #2061",
+}
+"""Mutants of experts that libraries shipped, each with where it was reported."""
 ADAPTER_SHOWN_BY: dict[str, str] = {
     "frozen-weights-summed": "Layout(replicate=2)",
     "tensor-trains-frozen-weights": "Layout(tensor=2)",
@@ -90,6 +110,7 @@ sys.exit(0 if verdict.ok else 1)
 
 def test_every_mutant_has_its_layout() -> None:
     assert {path.stem for path in MUTANTS.glob("*.patch")} == set(SHOWN_BY) | set(ADAPTER_SHOWN_BY)
+    assert len(SHIPPED) == 6 and set(SHIPPED) < set(SHOWN_BY)
 
 
 USUAL = ("mean-of-each-rank", "pipeline-not-divided", "norm-counts-copies", "everybody-counts-alike")

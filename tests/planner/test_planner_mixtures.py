@@ -52,13 +52,22 @@ def test_experts_that_copies_share_out_take_less_memory_of_each() -> None:
     assert saved == pytest.approx(16 * matrices / 2, rel=0.3)  # weights, gradients and two moments
 
 
+def test_of_experts_that_ranks_of_shard_share_out_each_keeps_a_part_and_splits_no_further() -> None:
+    split, shared = plan_with(shard=2), plan_with(shard=2, expert=2)
+    assert split.forecast is not None and shared.forecast is not None and shared.shape.mixture is not None
+    matrices = 3 * shared.shape.layers * shared.shape.mixture.experts * shared.shape.mixture.expert_ffn
+    saved = split.forecast.tensor_bytes - shared.forecast.tensor_bytes
+    # Half of the weights and of the gradients; of the moments each rank keeps a half in either layout.
+    assert saved == pytest.approx(8 * matrices * shared.shape.width / 2, rel=0.3)
+
+
 @pytest.mark.parametrize(
     ("layout", "sentence"),
     [
         ({"replicate": 3, "expert": 3}, "layout.expert = 3 does not divide 32 experts"),
-        ({"replicate": 2, "expert": 4}, "layout.expert = 4 does not divide 2 copies"),
-        ({"shard": 2, "expert": 2}, "layout.replicate in place of layout.shard"),
-        ({"expert": 2}, "name layout.replicate, too"),
+        ({"replicate": 2, "expert": 4}, "layout.expert = 4 does not divide the 2 workers of layout.replicate"),
+        ({"replicate": 2, "shard": 3, "expert": 2}, "unlike numbers of the same experts"),
+        ({"expert": 2}, "name layout.replicate, layout.shard or layout.context, too"),
     ],
 )
 def test_experts_that_cannot_be_shared_out_are_one_sentence(layout: dict[str, int], sentence: str) -> None:
@@ -85,3 +94,5 @@ def test_the_plan_says_what_a_token_meets_and_what_keeps_experts_busy() -> None:
     assert "2 of 16 experts and 1 that all pass in 2 layers; no token is dropped" in told[0]
     assert "no pipeline changes that" in told[1] and "weight 0.1" in told[2] and "about a third more work" in told[3]
     assert mixture_reasons(replace(SHAPE, mixture=None)) == []
+    limited = mixture_reasons(replace(SHAPE, mixture=replace(SHAPE.mixture, capacity=1.25)))
+    assert "takes at most 1.25 × its even share, and the rest is dropped" in limited[0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
 
 from plait.layout import Layout
@@ -14,7 +16,8 @@ from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import unsharded
 from plait.trainer.experts.loads import ExpertLoads, largest_load
-from plait.trainer.experts.watch import IdleWatch
+from plait.trainer.experts.replay import RoutingRecord, regret_of
+from plait.trainer.experts.watch import DropWatch, IdleWatch
 
 MIXTURE = MixtureShape(
     experts=4, experts_per_token=2, expert_ffn=8, dense_layers=1, balance=("bias",), balance_rate=0.25
@@ -67,6 +70,69 @@ def test_experts_without_tokens_are_told_of_once_and_again_when_they_are_more() 
     told = [bool(watch.add(step, idle, 8)) for step, idle in ((5, 7), (20, 0), (21, 2), (22, 2), (23, 1), (24, 3))]
     assert told == [False, False, True, False, False, True]
     assert "3 of 8 experts" in IdleWatch().add(30, 3, 8)
+
+
+def test_choices_without_room_are_told_of_once_and_again_when_they_are_twice_as_many() -> None:
+    watch = DropWatch()
+    told = [bool(watch.add(step, dropped, 1000)) for step, dropped in enumerate((0, 30, 50, 60, 0, 100, 130))]
+    assert told == [False, True, False, True, False, False, True]
+    assert "30 of 1000 choices of experts (3.0%) found their expert full" in DropWatch().add(1, 30, 1000)
+
+
+def test_counts_of_a_mixture_with_a_capacity_end_with_what_was_dropped() -> None:
+    loads = loads_of(replace(SHAPE, mixture=replace(MIXTURE, capacity=1.0)))
+    loads.own[1].meter.add(torch.tensor([1.0, 2, 3, 4, 7], dtype=torch.float64))
+    loads.own[2].meter.add(torch.tensor([5.0, 5, 0, 0, 1], dtype=torch.float64))
+    counts = loads.take(LIKE)
+    assert loads.table(counts).tolist() == [[1, 2, 3, 4], [5, 5, 0, 0]]
+    assert loads.dropped(counts) == 8
+    assert loads_of(SHAPE).dropped(torch.zeros(8)) is None
+
+
+def replayed(shape: ModelShape, weights: int, path: Path, replay: bool) -> tuple[torch.Tensor, RoutingRecord]:
+    """What a model of the seed `weights` makes of two rows, tokens 0 to 15 of a run, and where they went."""
+    model = GPT(shape).double()
+    initialize(model, weights)
+    record = RoutingRecord(mixtures_of(model), path if replay else None)
+    tokens_bt = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        return model(tokens_bt, numbers_n=torch.arange(16)), record
+
+
+def test_tokens_go_where_they_went_in_another_run(tmp_path: Path) -> None:
+    path = tmp_path / "routing.safetensors"
+    first, record = replayed(SHAPE, 1, path, replay=False)
+    record.save(path)
+    same, record = replayed(SHAPE, 1, path, replay=True)
+    assert torch.equal(first, same) and all(regret == 0 for regret in record.regret.values())
+    _, record = replayed(SHAPE, 2, path, replay=True)
+    assert all(regret > 1e-3 for regret in record.regret.values()), "other weights would have chosen otherwise"
+
+
+def test_tokens_of_no_sample_choose_for_themselves(tmp_path: Path) -> None:
+    path = tmp_path / "routing.safetensors"
+    _, record = replayed(SHAPE, 1, path, replay=False)
+    record.save(path)
+    model = GPT(SHAPE).double()
+    initialize(model, 2)
+    record = RoutingRecord(mixtures_of(model), path)
+    with torch.no_grad():
+        free = model(torch.arange(16).view(2, 8), numbers_n=-torch.arange(1, 17))
+    assert all(regret == 0 for regret in record.regret.values())
+    for one in mixtures_of(model).values():
+        one.router.choose = None
+    with torch.no_grad():
+        assert torch.equal(free, model(torch.arange(16).view(2, 8)))
+
+
+def test_regret_is_the_distance_of_scores_rank_by_rank_or_of_groups() -> None:
+    choice_ne = torch.tensor([[0.9, 0.5, 0.4, 0.8]])
+    plain = replace(MIXTURE, balance=())
+    assert regret_of(choice_ne, torch.tensor([[3, 0]]), plain) == 0
+    assert regret_of(choice_ne, torch.tensor([[0, 1]]), plain) == pytest.approx(0.3)
+    grouped = replace(plain, groups=2, groups_chosen=1)  # 1.4 against 1.2
+    assert regret_of(choice_ne, torch.tensor([[0, 1]]), grouped) == 0
+    assert regret_of(choice_ne, torch.tensor([[3, 2]]), grouped) == pytest.approx(0.2)
 
 
 def test_a_pass_without_gradients_counts_first_where_a_loss_needs_it() -> None:

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
+from shutil import copyfile
 from typing import Literal
 
 from plait.commands.planning.workers import CHECK_ENTRY, WorkerPool
-from plait.commands.verifying.small_model import plan_for_device, shrunk_plan
+from plait.commands.verifying.small_model import ROUTING, plan_for_device, shrunk_plan
 from plait.data.preparation.synthetic import write_synthetic
 from plait.errors import PlaitError
 from plait.launch.values.job import Job
@@ -36,10 +37,13 @@ def check_gradients(
     scope: CheckScope = "all",
     tolerances: Tolerances = FLOAT64_TOLERANCES,
 ) -> Verdict:
-    """Run a small plan's ranks and one plain process, at once if there are enough cores, and compare the tensors."""
+    """Run a small plan's ranks and one plain process, at once if there are enough cores, and compare the tensors.
+
+    In a mixture of experts the ranks follow the plain process's routing, which then comes first.
+    """
     with _temporary_folder(workers) as folder:
         _write_inputs(folder, config, plan)
-        if plan.device == "cpu" and workers.fixed_workers is None:
+        if plan.device == "cpu" and workers.fixed_workers is None and plan.shape.mixture is None:
             _run_processes(folder, plan, workers, scope, "everybody")
         else:
             _run_processes(folder, plan, workers, scope, "reference")
@@ -92,6 +96,8 @@ def summation_order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) ->
             folder = parent / str(micro)
             folder.mkdir()
             _write_inputs(folder, config, replace(plan, micro_sequences=micro, micro_limits=()))
+            if files and plan.shape.mixture is not None:
+                copyfile(files[0].parent / ROUTING, folder / ROUTING)
             _run_processes(folder, plan, workers, "gradients", "reference")
             files.append(folder / "reference.safetensors")
         return compare_runs(files[0], files[1:], Layout(), lr=plan.optimizer.lr, tolerances=FLOAT32_TOLERANCES).largest(

@@ -2,6 +2,8 @@
 
 Each takes the same steps through the same code and leaves its tensors in a file. Their names are kind/weight/first
 number along each dim/who: "own" on the one rank that answers for these numbers, "copy" on all others that have them.
+In a mixture of experts the plain process comes first, and also leaves where each token went: Note [replayed] in
+trainer/experts/replay.py.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plait.commands.verifying.small_model import STEPS_PER_OPTIMIZER
+from plait.commands.verifying.small_model import ROUTING, STEPS_PER_OPTIMIZER
 from plait.launch.values.job import RankContext
 from plait.model.matmul import select_matmul_precision
 from plait.parallel.mesh import ONE_PROCESS, make_mesh, use_gpu, world_sums
@@ -27,11 +29,12 @@ from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.experts.replay import RoutingRecord
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
 
 ReferenceScope = Literal["all", "gradients"]
-
+ROUTER = "feedforward.router.weight"
 
 _KINDS: Mapping[OptimizerKind, str] = {"adamw": "adamw", "sgd": "momentum"}
 """The kind of tensors that are weights after steps of the run's optimizer; "sgd" are those after plain steps."""
@@ -46,51 +49,63 @@ def run_check_rank(context: RankContext, argument: str) -> None:
     requested = json.loads(argument)
     folder, extent, who = Path(requested["folder"]), requested["extent"], requested["who"]
     plan, config = read_plan(folder / "plan.json"), read_saved_recipe(folder / "recipe.toml")
+    routing = folder / ROUTING
     if who == "reference" or context.rank == plan.world_size:
-        save_file(reference_tensors(config, plan, extent), folder / "reference.safetensors")
+        save_file(reference_tensors(config, plan, extent, routing), folder / "reference.safetensors")
         return
     place: Any = replace(context, world_size=plan.world_size)  # a protocol's attributes are writable to a type checker
     with process_group_for(place, plan):
         assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
-        save_file(collect_tensors(assembly, extent), folder / f"rank-{context.rank}.safetensors")
+        save_file(collect_tensors(assembly, extent, routing), folder / f"rank-{context.rank}.safetensors")
 
 
-def reference_tensors(config: RunConfig, plan: Plan, scope: ReferenceScope) -> dict[str, Tensor]:
-    """What one plain process computes: no mesh, no process group, no stage."""
+def reference_tensors(config: RunConfig, plan: Plan, scope: ReferenceScope, routing: Path) -> dict[str, Tensor]:
+    """What one plain process computes: no mesh, no process group, no stage. It leaves a mixture's routing in a file,
+    or follows the one that it finds there."""
     torch.set_num_threads(plan.threads)
     if plan.device == "cuda":
         use_gpu(plan.gpu_of(0))
         select_matmul_precision(plan.execution.matmul_precision)
     assembly = assemble(config, plan, stages=(), sums=ONE_PROCESS)
     assert isinstance(assembly.model.gradients, LocalGradients) and assembly.model.pipe is None
-    found = collect_tensors(assembly, scope)
+    found = collect_tensors(assembly, scope, routing)
     assert not dist.is_initialized()
     return found
 
 
-def collect_tensors(assembly: Assembly, scope: ReferenceScope) -> dict[str, Tensor]:
-    """Take the steps and return the tensors to compare; every rank of the layout must call it."""
+def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) -> dict[str, Tensor]:
+    """Take the steps and return the tensors to compare; every rank of the layout must call it. A mixture's tokens go
+    where the file says, which is written where there is none."""
+    record = RoutingRecord(assembly.loads.own, routing if routing.exists() else None)
+    counts: list[Tensor] = []
     units = [unit.parameter for unit in assembly.model.units]
     plain = replace(assembly, optimizer=torch.optim.SGD(units, lr=assembly.plan.optimizer.lr, fused=True))
     try:
         state, scalars = plain.step(TrainState())
         found = {"sums/norm": scalars.norm.reshape(1), "sums/loss": scalars.totals, **dict(_gradients(assembly))}
-        if scalars.expert_counts.numel():
-            found["sums/experts"] = scalars.expert_counts.flatten()
+        counts.append(scalars.expert_counts)
         if scalars.auxiliary.numel():
             found["sums/auxiliary"] = scalars.auxiliary.flatten()
         if scope == "all":
             for _ in range(STEPS_PER_OPTIMIZER - 1):
-                state, _ = plain.step(state)
+                state, scalars = plain.step(state)
+                counts.append(scalars.expert_counts)
             found |= dict(_weights(assembly, "sgd"))
             # A run may change the data-parallel ranks' shares of the batch at any step.
             assembly.set_sequences_per_replica(assembly.plan.sequences_per_replica[::-1])
             for _ in range(STEPS_PER_OPTIMIZER):
-                state, _ = assembly.step(state)
+                state, scalars = assembly.step(state)
+                counts.append(scalars.expert_counts)
             found |= dict(_weights(assembly, _KINDS[assembly.plan.optimizer.kind]))
+            record.passes = "held-out"
             found["sums/evaluation"] = assembly.evaluate()
     finally:
         assembly.loader.close()
+    if assembly.plan.shape.mixture is not None:
+        found["counts/experts"] = torch.stack(counts).flatten()
+        found |= {f"routing/layers.{layer}.{ROUTER}/0/copy": regret for layer, regret in record.regret.items()}
+        if not routing.exists():
+            record.save(routing)
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
 
 

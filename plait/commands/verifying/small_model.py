@@ -31,10 +31,13 @@ SHRUNK_WINDOW = 3
 """Tokens that a query of a windowed layer sees in a small model."""
 SHRUNK_RANK = 3
 """Of a small model's adapters: fewer rows than many layouts have ranks."""
-SHRUNK_EXPERTS, SHRUNK_EXPERT_GROUPS = 5, 3
-SHRUNK_BIAS_RATE, SHRUNK_Z_WEIGHT = 0.05, 0.1
+SHRUNK_EXPERTS, SHRUNK_EXPERT_GROUPS, SHRUNK_BIAS_RATE, SHRUNK_Z_WEIGHT = 5, 3, 0.05, 0.1
 SHRUNK_DEPTHS = 2
 """Of prediction ahead: the second reads the first one's stream."""
+SHRUNK_CAPACITY = 0.8
+"""Of a small model's experts where the large one's have a capacity: some choices are dropped at each step."""
+ROUTING = "routing.safetensors"
+"""Where the one process of a proof leaves which experts each token went to."""
 CHECK_LR = 0.01
 CHECK_CLIP = 0.25
 """Below the norms of a small model's first gradients, so that clipping acts."""
@@ -152,6 +155,7 @@ def shrunk_mixture(mixture: MixtureShape, layers: int, ffn: int, parts: int) -> 
         balance_rate=SHRUNK_BIAS_RATE,
         balance_weights=tuple(float(weight > 0) for weight in mixture.balance_weights),
         z_weight=SHRUNK_Z_WEIGHT if mixture.z_weight else 0.0,
+        capacity=SHRUNK_CAPACITY if mixture.capacity else None,
     )
 
 

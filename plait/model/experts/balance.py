@@ -34,16 +34,17 @@ SumOverSequence = Callable[[Tensor], Tensor]
 
 
 class LoadMeter:
-    """Counts one layer's tokens by expert, in float64, over the micro-batches of a step."""
+    """Counts one layer's tokens by expert, in float64, over the micro-batches of a step; where the mixture has a
+    capacity, one more count is that of the choices that found no room."""
 
     def __init__(self) -> None:
         self.when: Literal["backward", "forward"] = "backward"
         """"forward" while a pass without gradients counts, for losses that need the whole step's counts."""
         self._total: Tensor | None = None
 
-    def add(self, counts_e: Tensor) -> None:
+    def add(self, counts: Tensor) -> None:
         """Add a micro-batch's counts."""
-        self._total = counts_e.clone() if self._total is None else self._total + counts_e
+        self._total = counts.clone() if self._total is None else self._total + counts
 
     def take(self) -> Tensor | None:
         """The counts since the last call, None where nothing was counted."""
@@ -106,22 +107,22 @@ def _busy(rule: str, counts_be: Tensor, step_counts_e: Tensor | None, over_seque
     return (step_counts_e / step_counts_e.sum().clamp(min=1)).unsqueeze(0)
 
 
-def handed_over(result_nd: Tensor, loss_sum: Tensor | None, counts_e: Tensor, meter: LoadMeter) -> Tensor:
+def handed_over(result_nd: Tensor, loss_sum: Tensor | None, counts: Tensor, meter: LoadMeter) -> Tensor:
     """The result itself, whose backward adds the loss to what is differentiated, and the counts to the meter: Note
     [counted in backward]."""
-    same_nd: Tensor = _HandedOver.apply(result_nd, loss_sum, counts_e, meter)  # type: ignore[assignment]
+    same_nd: Tensor = _HandedOver.apply(result_nd, loss_sum, counts, meter)  # type: ignore[assignment]
     return same_nd
 
 
 class _HandedOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, result_nd: Tensor, loss_sum: Tensor | None, counts_e: Tensor, meter: LoadMeter) -> Tensor:
+    def forward(ctx: Any, result_nd: Tensor, loss_sum: Tensor | None, counts: Tensor, meter: LoadMeter) -> Tensor:
         ctx.like = None if loss_sum is None else loss_sum.detach()
-        ctx.counts_e, ctx.meter = counts_e, meter
+        ctx.counts, ctx.meter = counts, meter
         return result_nd.view_as(result_nd)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ctx.meter.add(ctx.counts_e)
+        ctx.meter.add(ctx.counts)
         return grads[0], None if ctx.like is None else torch.ones_like(ctx.like), None, None

@@ -55,6 +55,9 @@ class MixtureShape:
     """One for each loss in `balance`, in its order."""
     z_weight: float = 0.0
     """Of the router's z-loss (Zoph et al. 2022); 0: none."""
+    capacity: float | None = None
+    """How much more than its even share of a sequence's choices an expert takes, the rest of which are dropped; None:
+    all of them (experts/capacity.py)."""
 
     def __post_init__(self) -> None:
         _check_counts(self)
@@ -66,6 +69,11 @@ class MixtureShape:
                 raise PlaitError(f"model.{name} is {value}; choose a number above 0")
         if not 0 <= self.z_weight < 1e6:
             raise PlaitError(f"model.router_z_weight is {self.z_weight}; choose a number of at least 0")
+        if self.capacity is not None and not 0 < self.capacity < 1e6:
+            raise PlaitError(
+                f"model.expert_capacity is {self.capacity}; choose a number above 0, such as 1.25, or take it out: "
+                "then no token is dropped"
+            )
 
     @property
     def has_bias(self) -> bool:
@@ -103,6 +111,7 @@ RECIPE_NAMES: Mapping[str, str] = {
     "expert_balance_rate": "balance_rate",
     "expert_balance_weight": "balance_weights",
     "router_z_weight": "z_weight",
+    "expert_capacity": "capacity",
 }
 """Keys of a recipe's [model], each with the field of MixtureShape that it sets."""
 

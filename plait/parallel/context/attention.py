@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.model.attention import Attention, Documents
+from plait.model.experts.capacity import RowSpans
 from plait.model.experts.mixture import Mixture
 from plait.parallel.context.cut import ContextCut, Rectangle, cut_attention
 from plait.parallel.context.exchange import Exchange
@@ -36,12 +37,14 @@ def context(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sh
     if execution.compile == "blocks":
         attend = torch.compiler.disable(attend)  # its collectives belong to no graph
     sums = partial(_summed_over, mesh.get_group("context"))
+    parts, index = mesh["context"].size(), mesh.get_local_rank("context")
+    spans = RowSpans(of=2 * parts, own=(index, 2 * parts - 1 - index))
     for chunk in sharded.chunks:
         for module in chunk.modules():
             if isinstance(module, Attention):
                 module.attend = attend
             elif isinstance(module, Mixture):
-                module.over_sequence = sums
+                module.over_sequence, module.spans = sums, spans
     return sharded
 
 

@@ -2,11 +2,16 @@
 
 Every rank of a group must run the same layers in the same order; a rank to which no token goes takes part with no rows.
 
+Note [begun and awaited]: rows leave in one function and are awaited in another, so that what lies between them, the
+shared experts, is computed while they travel. Backward runs the functions in the opposite order of their making, so
+that there the one that awaits begins, the shared experts' backward comes between, and the one that began awaits.
+
 Legend: r rows that this rank sends, in the order of experts; s rows that it receives; d numbers of a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +32,22 @@ class ExpertExchange:
     held: tuple[int, ...]
     """Experts of each rank of the group, in the experts' order."""
 
-    def run(self, rows_rd: Tensor, counts: tuple[int, ...], run_held: RunHeld) -> Tensor:
+    def run(self, rows_rd: Tensor, counts: tuple[int, ...], run_held: RunHeld, meanwhile: Callable[[], None]) -> Tensor:
         """The results of all experts for this rank's rows, which come in the order of experts, `counts` of each."""
         arriving = self._counts_of_others(counts, rows_rd.device)
         own = len(arriving[0])
         splits = _Splits(sent=self._sums(counts), received=tuple(sum(some) for some in arriving), group=self.group)
-        arrived_sd = _exchanged(rows_rd, splits)
+        under_way = _UnderWay()
+        leaving_rd = _begun(rows_rd, splits, under_way)
+        meanwhile()
+        arrived_sd = _awaited(leaving_rd, splits, under_way)
         # They stand by sender, and within a sender by expert.
         lengths = torch.tensor([count for some in arriving for count in some], device=rows_rd.device)
         experts_s = torch.arange(own, device=rows_rd.device).repeat(len(arriving)).repeat_interleave(lengths)
         order = order_by_expert(experts_s.unsqueeze(1), own)
         results_sd = from_experts(run_held(to_experts(arrived_sd, order), order.counts), order).squeeze(1)
-        return _exchanged(results_sd, splits.back())
+        under_way = _UnderWay()
+        return _awaited(_begun(results_sd, splits.back(), under_way), splits.back(), under_way)
 
     def _sums(self, counts: tuple[int, ...]) -> tuple[int, ...]:
         """Of each rank of the group the rows for its experts."""
@@ -66,26 +75,68 @@ class _Splits:
         return _Splits(sent=self.received, received=self.sent, group=self.group)
 
 
-def _exchanged(rows_rd: Tensor, splits: _Splits) -> Tensor:
-    arrived_sd: Tensor = _Exchange.apply(rows_rd, splits)  # type: ignore[assignment]
+class _UnderWay:
+    """What one exchange has begun and not yet awaited, of its forward or its backward."""
+
+    def __init__(self) -> None:
+        self._held: tuple[dist.Work, Tensor, Tensor] | None = None
+
+    def begin(self, rows_rd: Tensor, splits: _Splits) -> Tensor:
+        """Send rows, and return where all ranks' rows for this one will be. They travel as bytes: gloo moves not every
+        dtype."""
+        rows_rd = rows_rd.contiguous()
+        arriving_sd = rows_rd.new_empty(sum(splits.received), rows_rd.shape[1])
+        whole = (arriving_sd.view(torch.uint8), rows_rd.view(torch.uint8))
+        sizes = (list(splits.received), list(splits.sent))
+        work = dist.all_to_all_single(*whole, *sizes, group=splits.group, async_op=True)
+        assert work is not None and self._held is None
+        self._held = (work, rows_rd, arriving_sd)  # the sent ones must live until they have left
+        return arriving_sd
+
+    def wait(self) -> Tensor:
+        """The rows for this rank, once they have arrived and its own have left."""
+        assert self._held is not None, "rows that nobody sent"
+        work, _, arrived_sd = self._held
+        self._held = None
+        work.wait()
+        return arrived_sd
+
+
+def _begun(rows_rd: Tensor, splits: _Splits, under_way: _UnderWay) -> Tensor:
+    """The rows themselves, while they travel."""
+    leaving_rd: Tensor = _Begin.apply(rows_rd, splits, under_way)  # type: ignore[assignment]
+    return leaving_rd
+
+
+def _awaited(leaving_rd: Tensor, splits: _Splits, under_way: _UnderWay) -> Tensor:
+    arrived_sd: Tensor = _Await.apply(leaving_rd, splits, under_way)  # type: ignore[assignment]
     return arrived_sd
 
 
-class _Exchange(torch.autograd.Function):
+class _Begin(torch.autograd.Function):
+    """See Note [begun and awaited]."""
+
     @staticmethod
-    def forward(ctx: Any, rows_rd: Tensor, splits: _Splits) -> Tensor:
-        ctx.splits = splits
-        return _sent(rows_rd, splits)
+    def forward(ctx: Any, rows_rd: Tensor, splits: _Splits, under_way: _UnderWay) -> Tensor:
+        ctx.under_way = under_way
+        under_way.begin(rows_rd, splits)
+        return rows_rd.view_as(rows_rd)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _sent(grads[0], ctx.splits.back()), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.under_way.wait(), None, None
 
 
-def _sent(rows_rd: Tensor, splits: _Splits) -> Tensor:
-    """All ranks' rows for this one. They travel as bytes: gloo moves not every dtype."""
-    arrived_sd = rows_rd.new_empty(sum(splits.received), rows_rd.shape[1])
-    whole = (arrived_sd.view(torch.uint8), rows_rd.contiguous().view(torch.uint8))
-    dist.all_to_all_single(*whole, list(splits.received), list(splits.sent), group=splits.group)
-    return arrived_sd
+class _Await(torch.autograd.Function):
+    """See Note [begun and awaited]."""
+
+    @staticmethod
+    def forward(ctx: Any, leaving_rd: Tensor, splits: _Splits, under_way: _UnderWay) -> Tensor:
+        ctx.splits, ctx.under_way = splits, under_way
+        return under_way.wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.under_way.begin(grads[0], ctx.splits.back()), None, None

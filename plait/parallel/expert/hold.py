@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -38,12 +36,11 @@ def hold_experts(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) 
 
 
 def expert_groups(layout: Layout) -> list[tuple[int, ...]]:
-    """The ranks of each group that holds all experts together, in an order that is the same on all ranks."""
-    places = product(*(range(degree) for degree in layout.degrees.values()))
+    """The ranks of each group that holds all experts together, in the experts' order; the groups in an order that is
+    the same on all ranks."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for place in places:
-        rank = layout.rank(dict(zip(layout.degrees, place, strict=True)))
+    for rank in range(layout.world_size):
         at = layout.coordinates(rank)
-        number = layout.data_parallel_rank(rank) // layout.expert
-        groups.setdefault((at["pipeline"], number, at["context"], at["tensor"]), []).append(rank)
-    return sorted(tuple(ranks) for ranks in groups.values())
+        key = (at["pipeline"], layout.place_among_tokens(rank) // layout.expert, at["tensor"])
+        groups.setdefault(key, []).append(rank)
+    return sorted(tuple(sorted(ranks, key=layout.expert_index)) for ranks in groups.values())

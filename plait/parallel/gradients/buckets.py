@@ -35,7 +35,8 @@ class SharedWeight:
     """A weight of this rank's model and the ranks that hold it, itself included: those that sum its gradient, if it
     learns.
 
-    Where the optimizer's state is split, `ranks` are those that keep the same part of it.
+    Where the optimizer's state is split, `ranks` are those that keep the same part of it. `split` are the ranks over
+    which it is split, this one alone where it is not; None: those over which all else is.
     """
 
     name: str
@@ -44,6 +45,7 @@ class SharedWeight:
     chunk: int
     ranks: RankSet
     decays: bool
+    split: RankSet | None = None
 
     @property
     def trained(self) -> bool:
@@ -51,7 +53,8 @@ class SharedWeight:
 
 
 def fill_buckets(weights: Sequence[SharedWeight], split: int, bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
-    """Indices of the weights in each bucket, given in the order in which backward reaches them.
+    """Indices of the weights in each bucket, given in the order in which backward reaches them. `split` is the number
+    of ranks over which weights are split that do not say it themselves.
 
     A bucket holds one dtype and one group of ranks, and where it is split one kind of weight decay. It ends once it has
     the size, or half of what is left of its kind, see Note [smaller towards the end]. The buckets come in the order in
@@ -59,9 +62,10 @@ def fill_buckets(weights: Sequence[SharedWeight], split: int, bucket_bytes: int 
     """
     kinds: dict[Any, list[int]] = {}
     for index, weight in enumerate(weights):
-        if split == 1 and len(weight.ranks) == 1:
+        parts = split if weight.split is None else len(weight.split)
+        if parts == 1 and len(weight.ranks) == 1:
             continue  # nobody to add to: a bucket would only cost passes through memory
-        kind = (weight.parameter.dtype, weight.ranks, weight.decays if split > 1 else None)
+        kind = (weight.parameter.dtype, weight.ranks, weight.split, weight.decays if parts > 1 else None)
         kinds.setdefault(kind, []).append(index)
     sizes = [weight.parameter.nbytes for weight in weights]
     full = [bucket for indices in kinds.values() for bucket in _filled(indices, sizes, bucket_bytes)]

@@ -28,9 +28,10 @@ class GradientReducer:
     """Gives every weight that learns the sum of its gradients over all ranks that hold it, SUM and never mean.
 
     A step calls `open`, runs its micro-batches, calls `arm` before a chunk's last backward, then `close`; in between
-    `.grad`, a view of its bucket, collects this rank's own sum. With a `split` group each of its ranks ends up with an
-    equal part of every bucket and updates that alone (the units of `split_units`); `publish` then gathers the weights,
-    and the forward of each layer waits for its own. Every rank must do the same in the same order.
+    `.grad`, a view of its bucket, collects this rank's own sum. With a `split` group, or that of a weight's own
+    `split`, each of its ranks ends up with an equal part of every bucket and updates that alone (the units of
+    `split_units`); `publish` then gathers the weights, and the forward of each layer waits for its own. Every rank must
+    do the same in the same order.
 
     With `room` "moved" a step begins without `.grad`, and what backward makes is moved: Note [passes over gradients].
     `stream` is where transfers wait for each other; the weights' device has one if none is given.
@@ -53,10 +54,11 @@ class GradientReducer:
         members = fill_buckets(self._weights, dist.get_world_size(split) if split else 1, bucket_bytes)
         self._buckets: list[SummedBucket] = []
         for number, some in enumerate(members):
-            group = groups.get(self._weights[some[0]].ranks)
+            first = self._weights[some[0]]
+            group, over = groups.get(first.ranks), split if first.split is None else groups.get(first.split)
             # See Note [one number].
             tag = sum(one.group is group for one in self._buckets)
-            carried = BucketTransfer(group=group, tag=tag, split=split, number=number, transfer=transfer)
+            carried = BucketTransfer(group=group, tag=tag, split=over, number=number, transfer=transfer)
             self._buckets.append(SummedBucket([self._weights[i] for i in some], carried, self._stream, room))
         self._place = {
             id(self._weights[index].parameter): (b, k) for b, some in enumerate(members) for k, index in enumerate(some)
@@ -71,15 +73,16 @@ class GradientReducer:
         return [tensor for bucket in self._buckets for tensor in bucket.held]
 
     def split_units(self) -> list[OptimizerUnit]:
-        """The units that the optimizer updates on this rank where the buckets are split."""
-        return [bucket.unit() for bucket in self._buckets]
+        """This rank's units of the buckets that are split."""
+        return [bucket.unit() for bucket in self._buckets if bucket.is_split]
 
     def wait_in_forward(self, chunks: Sequence[GPT]) -> None:
         """Let each part of the model wait for its own weights before it runs."""
         bucket_of = {parameter: bucket for parameter, (bucket, _) in self._place.items()}
         for chunk in chunks:
             for module, needed in _waiting(chunk):
-                numbers = sorted({bucket_of[id(p)] for one in needed for p in one.parameters() if p.requires_grad})
+                learning = [id(p) for one in needed for p in one.parameters() if p.requires_grad]
+                numbers = sorted({bucket_of[one] for one in learning if one in bucket_of})
                 module.register_forward_pre_hook(lambda *_, numbers=numbers: self._wait(numbers))
 
     def open(self) -> None:

@@ -8,14 +8,14 @@ from plait.model.names import EMBEDDING, HEAD
 from plait.model.weights import describe_weight
 from plait.parallel.gradients.buckets import SharedWeight
 from plait.parallel.sharded_model import ShardedModel
-from plait.partition.boxes import ranks_sharing, weight_boxes
+from plait.partition.boxes import is_shared_out, ranks_sharing, ranks_splitting, weight_boxes
 from plait.partition.execution import Execution
 
 
 def shared_weights(sharded: ShardedModel, execution: Execution) -> list[SharedWeight]:
     """The weights of this rank's model with their places and the ranks they are shared with, in the model's order.
 
-    Where `shard` splits, those are the ranks with the same coordinate on it.
+    Where `shard` splits, those are the ranks that keep the same part.
     """
     layout, rank = execution.layout, dist.get_rank()
     here = layout.coordinates(rank)
@@ -26,8 +26,11 @@ def shared_weights(sharded: ShardedModel, execution: Execution) -> list[SharedWe
             box = places[name]
             ranks = ranks_sharing(execution.shape, layout, name, box, here["shard"])
             decays = describe_weight(name, execution.shape).decays
+            split = ranks_splitting(layout, name, rank) if is_shared_out(name, layout) else None
             weights.append(
-                SharedWeight(name=name, parameter=parameter, box=box, chunk=number, ranks=ranks, decays=decays)
+                SharedWeight(
+                    name=name, parameter=parameter, box=box, chunk=number, ranks=ranks, decays=decays, split=split
+                )
             )
     # Stages that share both tables have them in chunks of unlike order, and their buckets must be alike.
     return (

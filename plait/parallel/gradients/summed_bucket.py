@@ -56,6 +56,11 @@ class SummedBucket:
             self._parameter = nn.Parameter(own_slice(self._values, carried.split))
 
     @property
+    def is_split(self) -> bool:
+        """Whether this rank updates a part of it alone."""
+        return self._split is not None
+
+    @property
     def held(self) -> list[Tensor]:
         """The tensors that this bucket keeps in memory."""
         return [self.flat, *(tensor for way in self._ways for tensor in way.held)]

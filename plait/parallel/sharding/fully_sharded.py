@@ -12,20 +12,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from plait.model.experts.mixture import Experts
 from plait.model.experts.router import Router
-from plait.model.gpt import GPT
+from plait.model.gpt import GPT, mixtures_of
 from plait.parallel.comm.reduction import Transfer
 from plait.parallel.comm.split_reduction import SpreadWeights, SwapGradients
 from plait.parallel.gradients.buckets import BUCKET_BYTES, SharedWeight, whole_units
 from plait.parallel.gradients.reduce import GradientReducer, ProcessGroups
+from plait.parallel.mesh import make_groups
 from plait.parallel.sharded_model import ShardedModel, held_weight
+from plait.partition.boxes import all_expert_splits
 from plait.partition.execution import Execution
 
 
 def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> None:
     """Hand each layer, and what lies outside of the layers, to FSDP2."""
     policy = _policy(execution)
+    apart = _experts_mesh(execution)
     for chunk in sharded.chunks:
+        whole = _whole_experts(chunk, execution)
         # In a pipeline several micro-batches are under way, and each would gather the weights anew.
         again = execution.layout.pipeline == 1
         for layer in chunk.layers.values():
@@ -33,11 +38,13 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
                 # Gathered as it is kept: a rounded router sends tokens to other experts.
                 exact = replace(policy, param_dtype=None)
                 fully_shard(router, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=exact)
-            fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy)
+            for experts in [module for module in layer.modules() if apart and isinstance(module, Experts)]:
+                fully_shard(experts, mesh=apart, reshard_after_forward=again, mp_policy=policy)
+            fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy, ignored_params=whole)
         # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward. It
         # is gathered as it is kept: a table in bfloat16 would round the stream, and each addition to a row's gradient.
         outside = replace(policy, param_dtype=None)
-        fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=outside)
+        fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=outside, ignored_params=whole)
         if execution.device == "cpu" and again:
             _gather_ahead(chunk)
         for module in _sharded_modules(chunk):
@@ -47,6 +54,24 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
             if execution.device == "cpu":
                 module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
                 module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
+
+
+def _experts_mesh(execution: Execution) -> DeviceMesh | None:
+    """The ranks that split this one's experts, where they are some of those that split all else. Every rank must call
+    it."""
+    sets = all_expert_splits(execution.layout)
+    if not sets:
+        return None
+    (group,) = make_groups(sets).values()
+    return DeviceMesh.from_group(group, execution.device)
+
+
+def _whole_experts(chunk: GPT, execution: Execution) -> set[nn.Parameter]:
+    """The weights of experts that no other rank of `shard` holds: they stay whole, as do their sums."""
+    layout = execution.layout
+    if layout.expert == 1 or layout.expert_shards > 1:
+        return set()
+    return {weight for one in mixtures_of(chunk).values() for weight in one.experts.parameters()}
 
 
 def _policy(execution: Execution) -> MixedPrecisionPolicy:
@@ -161,24 +186,26 @@ def _rows_of(weight: SharedWeight) -> _Rows:
     offset = (box.offset[0] + _first_row(weight.parameter), *box.offset[1:])
     box = replace(box, offset=offset, extent=tuple(local.shape))
     own = nn.Parameter(local, requires_grad=weight.trained)
-    return _Rows(sharded=weight.parameter, local=replace(weight, parameter=own, box=box))
+    return _Rows(sharded=weight.parameter, local=replace(weight, parameter=own, box=box, split=None))
 
 
 def _first_row(parameter: nn.Parameter) -> int:
     """Rows before this rank's: torch.chunk gives each rank the same number, rounded up, until there are none left."""
-    assert isinstance(parameter, DTensor)
+    if not isinstance(parameter, DTensor):  # an expert's, whole
+        return 0
     mesh = parameter.device_mesh
     return min(parameter.shape[0], -(-parameter.shape[0] // mesh.size()) * mesh.get_local_rank())
 
 
 def _local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
+    """A sharded tensor's part on this rank, which of a whole one is all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _as_rows(local: Tensor, like: Tensor) -> Tensor:
-    """A rank's rows as the sharded tensor that torch adds gradients to."""
-    assert isinstance(like, DTensor)
+    """A rank's rows as the sharded tensor that torch adds gradients to; of a whole weight as they are."""
+    if not isinstance(like, DTensor):
+        return local
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -122,9 +122,12 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         for what in ("optimizer", "gradients", "parameters")
     }
     # Experts' copies are fewer than the rest's: their share of the optimizer is split over fewer ranks.
-    own_experts = np.maximum(
-        split["optimizer"] / np.where(c.expert > 1, c.expert / np.minimum(c.tensor, c.expert), 1), 1
-    )
+    fewer = c.expert / np.minimum(c.tensor, c.expert)
+    own_weight, own_gradients = split["parameters"], split["gradients"]
+    if w.expert_ranks == "copies":  # parted along `context` first, and by the tensor axis as all else
+        fewer = c.expert / np.gcd(c.expert, c.context)
+        own_weight, own_gradients = (np.maximum(parts / fewer, 1) for parts in (own_weight, own_gradients))
+    own_experts = np.maximum(split["optimizer"] / fewer, 1)
     fully = rule == SHARDED_STATES.index("parameters")
     # Where parameters have 16 bits the optimizer keeps them once more in 32; in float32 they are the same.
     each = max(profile.weight_bytes, number)
@@ -136,10 +139,11 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     ahead = profile.layers_ahead * (number * held + profile.gradient_bytes / 2 * (trained + trained_experts))
     kept, again = _activations(w, c, profile)
     return {
-        ("parameters", "layers"): weight * adapters + (frozen if w.is_frozen else weight) * (common + experts),
+        ("parameters", "layers"): weight * adapters
+        + (frozen if w.is_frozen else weight) * (common + experts * (split["parameters"] / own_weight)),
         ("parameters", "head"): (frozen - weight) * table if w.is_frozen and not w.tied else 0.0 * table,
         ("parameters", "tables"): weight * table,
-        ("gradients", "layers"): gradient * (trained + trained_experts),
+        ("gradients", "layers"): gradient * (trained + trained_experts * (split["gradients"] / own_gradients)),
         ("gradients", "tables"): gradient * learns,
         ("optimizer", "layers"): state * (trained / split["optimizer"] + trained_experts / own_experts),
         ("optimizer", "tables"): state * learns / split["optimizer"],

@@ -7,8 +7,8 @@ walk serves models of all sizes.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +30,8 @@ TensorSize = Literal[
 ]  # fmt: skip
 WALKED_ITEMS: tuple[WalkedItem, ...] = ("gradients", "activations", "logits", "buffers")
 TENSOR_SIZES: tuple[TensorSize, ...] = TensorSize.__args__  # type: ignore[attr-defined]
-HeldTensors = Counter[tuple[WalkedItem, TensorSize]]
+HeldTensors = defaultdict[tuple[WalkedItem, TensorSize], float]
+HeldBeside = Mapping[tuple[WalkedItem, TensorSize], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ class _Walk:
     def __init__(self, own: Sequence[Action], stages: PipelineStages) -> None:
         self.moments: set[frozenset[tuple[tuple[WalkedItem, TensorSize], float]]] = set()
         self._stages = stages
-        self._now: HeldTensors = Counter()
+        self._now: HeldTensors = defaultdict(float)
         self._grown: set[tuple[int, TensorSize]] = set()
         self._to_come = sum(self._is_received(action) for action in own)
         self._sent = 0
@@ -162,11 +163,11 @@ class _Walk:
         """The losses that a stage's backward pass computes: beside the gradient of the output matrix that a head makes,
         there is the sum of those of the heads before it."""
         for number, behind in enumerate(self._stages.handed_over(stage)):
-            logits: dict[tuple[WalkedItem, TensorSize], int] = {
+            logits: HeldBeside = {
                 ("logits", "scores"): 1, ("logits", "loss_copies"): 1, ("logits", "product"): 1,
                 ("logits", "table"): 1 + (number > 0 and stage < self._stages.last),
             }  # fmt: skip
-            left = {("activations", "layer"): -behind, ("buffers", "stream"): 3, ("buffers", "gathered"): 1}
+            left: HeldBeside = {("activations", "layer"): -behind, ("buffers", "stream"): 3, ("buffers", "gathered"): 1}
             self._record_moment({**logits, **left})
 
     def _start_of_backward(self, kind: Literal["whole", "split"]) -> None:
@@ -176,7 +177,7 @@ class _Walk:
             self._record_moment({("buffers", "backward"): 1, ("buffers", "wide"): -1, ("buffers", "widest"): 1})
             self._record_moment({("buffers", "stream"): 2, ("buffers", "fresh_layer"): 1, ("activations", "layer"): -1})
 
-    def _grow(self, piece: Literal["layer_gradients", "table_gradients"], stage: int, count: int) -> None:
+    def _grow(self, piece: Literal["layer_gradients", "table_gradients"], stage: int, count: float) -> None:
         """Add gradients that did not exist yet; those that are summed over ranks have their place in flat buckets."""
         flat = self._stages.flat_layers if piece == "layer_gradients" else self._stages.flat_tables
         if not flat and (stage, piece) not in self._grown:
@@ -197,9 +198,9 @@ class _Walk:
         self._record_moment({})
         self._sent = min(self._sent, MESSAGES_AT_ONCE)
 
-    def _record_moment(self, beside: dict[tuple[WalkedItem, TensorSize], int]) -> None:
+    def _record_moment(self, beside: HeldBeside) -> None:
         """Record a moment with these temporary tensors besides those that are kept."""
-        moment = Counter(self._now)
+        moment = defaultdict(float, self._now)
         moment["buffers", "stream"] += self._sent + min(MESSAGES_AT_ONCE, self._to_come)
         for place, count in beside.items():
             moment[place] += count

@@ -21,10 +21,16 @@ def mixture_reasons(shape: ModelShape) -> list[str]:
         return []
     layers = sum(mixture.holds(layer) for layer in range(shape.layers))
     shared = f" and {mixture.shared_experts} that all pass" if mixture.shared_experts else ""
+    dropped = (
+        "no token is dropped"
+        if mixture.capacity is None
+        else f"of each sequence an expert takes at most {mixture.capacity:g} × its even share, and the rest is dropped "
+        "(model.expert_capacity)"
+    )
     lines = [
         f"a token meets {format_count(active_parameter_count(shape))} of {format_count(parameter_count(shape))} "
         f"parameters: {mixture.experts_per_token} of {mixture.experts} experts{shared} in {counted(layers, 'layer')}; "
-        "no token is dropped"
+        f"{dropped}"
     ]
     if mixture.has_bias:
         lines.append(

@@ -49,7 +49,7 @@ class Workload:
     dense_layers: int = 0
     expert_ranks: Literal["any", "copies"] = "any"
     """Which ranks share out experts: those of any axes but the pipeline's, an expert whole on one rank (Megatron); or
-    copies alone, with each expert cut by the tensor axis as all else is (plait)."""
+    those alone that see different tokens, with each expert cut by the tensor axis as all else is (plait)."""
     norms_all_heads: bool = False
     """Whether queries of all heads are normed as one (OLMoE), so that heads cannot be divided."""
     projection_weights: int = 0

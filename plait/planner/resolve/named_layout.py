@@ -27,7 +27,8 @@ def named_degrees(config: RunConfig) -> Layout | None:
     named = {axis: degree for axis, degree in requested.items() if degree != "auto"}
     if config.layout.expert != "auto" and config.layout.expert > 1 and not named:
         raise PlaitError(
-            f"layout.expert = {config.layout.expert} shares out experts among copies; name layout.replicate, too"
+            f"layout.expert = {config.layout.expert} shares out experts among workers; name layout.replicate, "
+            "layout.shard or layout.context, too"
         )
     if config.layout.expert != "auto" and config.layout.expert > 1 and balance_every_steps(config, "alike"):
         raise PlaitError(

@@ -149,14 +149,13 @@ def _options(
 
 
 def _shares_out_possibly(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Mask of layouts whose experts lie on copies that hold nothing else in parts, where only these may share them, and
-    whose stages share no output matrix that each gathers (validity.py)."""
-    degree = columns["expert"]
+    """Mask of layouts whose ranks can share the experts out, where only those with other tokens may, and whose stages
+    share no output matrix that each gathers: INCOMPATIBLE."""
+    degree, near = columns["expert"], columns["shard"] * columns["context"]
+    even = (columns["shard"] == 1) | (near % degree == 0) | (degree % near == 0)
     apart = (columns["virtual"] > 1) & (columns["shard"] > 1)
     apart &= columns["shard_what"] == SHARDED_STATES.index("parameters")
-    experts = (
-        (degree == 1) | (w.expert_ranks == "any") | ((columns["shard"] == 1) & (columns["replicate"] % degree == 0))
-    )
+    experts = (w.expert_ranks == "any") | ((columns["replicate"] * near % degree == 0) & even)
     return experts & ~(apart & (w.heads_in_all > 1))
 
 
@@ -221,9 +220,8 @@ def _experts(w: Workload, degrees: Layout, constraints: Constraints) -> list[int
         return [int(requested)]
     if not w.experts:
         return [1]
-    if w.expert_ranks == "copies":
-        return divisors(gcd(w.experts, degrees.replicate))
-    return divisors(gcd(w.experts, degrees.replicate * degrees.context * degrees.tensor))
+    tensor = 1 if w.expert_ranks == "copies" else degrees.tensor
+    return divisors(gcd(w.experts, degrees.replicate * degrees.context * tensor))
 
 
 def _pinned(constraints: Constraints, knob: str, names: Sequence[str]) -> list[int]:

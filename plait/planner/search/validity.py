@@ -117,12 +117,12 @@ def _check_expert(layout: Layout, shape: ModelShape) -> None:
             f"layout.expert = {layout.expert} shares out experts, and the model has none; name model.experts, or take "
             "layout.expert out"
         )
-    for what, number in (("experts", shape.mixture.experts), ("copies (layout.replicate)", layout.replicate)):
-        if number % layout.expert:
-            fitting = [str(n) for n in range(1, number + 1) if number % n == 0]
-            raise PlaitError(
-                f"layout.expert = {layout.expert} does not divide {number} {what}; choose one of {', '.join(fitting)}"
-            )
+    number = shape.mixture.experts
+    if number % layout.expert:
+        fitting = [str(n) for n in range(1, number + 1) if number % n == 0]
+        raise PlaitError(
+            f"layout.expert = {layout.expert} does not divide {number} experts; choose one of {', '.join(fitting)}"
+        )
 
 
 def _check_norm_width(tensor: int, shape: ModelShape) -> None:

@@ -159,7 +159,7 @@ def _exposed_communication(inputs: CostInputs, layer: LayerTime) -> _ExposedComm
     under = np.minimum(profile.hides_context * (layer.scores + layer.scores_backward), context * inputs.largest_overlap)
     # Half of the messages, those to the experts, are as narrow as what the experts multiply.
     token_bytes = w.routed_width * (1.5 if w.precision in ("fp8", "fp4") else w.element_bytes)
-    sent, apart = tokens * ranks_of_an_expert(w, c) / c.tensor, 1 if w.expert_ranks == "any" else c.tensor * c.context
+    sent, apart = tokens * ranks_of_an_expert(w, c) / c.tensor, 1 if w.expert_ranks == "any" else c.tensor
     inside, between = expert_all_to_all_s(inputs.network, sent, token_bytes, w.experts_per_token, c.expert, apart)
     times = (4 + 2 * full) * w.moe_layers / w.layers
     experts = times * np.maximum(inside, between * (1 - profile.hides_experts))

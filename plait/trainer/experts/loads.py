@@ -48,16 +48,28 @@ class ExpertLoads:
         return self.shape.mixture is not None and self.shape.mixture.counts_first
 
     def take(self, like: Tensor) -> Tensor:
-        """This rank's counts since the last call, flat [layers with experts × experts], zeros where another rank has
-        the layer; dtype and device of `like`."""
-        counts = like.new_zeros(len(self.layers), self.shape.size_of("experts"))
+        """This rank's counts since the last call, flat [layers with experts × what is counted of each], zeros where
+        another rank has the layer; dtype and device of `like`."""
+        counts = like.new_zeros(len(self.layers), self.shape.size_of("experts") + self._drops)
         for place, layer in enumerate(self.layers):
             if layer in self.own and (found := self.own[layer].meter.take()) is not None:
                 counts[place] = found
         return counts.flatten()
 
+    @property
+    def _drops(self) -> int:
+        """How many counts of a layer are not an expert's: where there is a capacity, one of choices without room."""
+        return int(self.shape.mixture is not None and self.shape.mixture.capacity is not None)
+
     def table(self, counts: Tensor) -> Tensor:
-        """Flat counts as [layers with experts, experts]."""
+        """The tokens by expert of flat counts, [layers with experts, experts]."""
+        return self._by_layer(counts)[:, : self.shape.size_of("experts")]
+
+    def dropped(self, counts: Tensor) -> Tensor | None:
+        """How many choices of flat counts found no room, a scalar; None where the mixture has no capacity."""
+        return self._by_layer(counts)[:, -1].sum() if self._drops else None
+
+    def _by_layer(self, counts: Tensor) -> Tensor:
         return counts.view(len(self.layers), -1) if self.layers else counts.view(0, 0)
 
     def count_first(self, run_forward: Callable[[], object], sums: Callable[[Tensor], Tensor], like: Tensor) -> None:
