@@ -130,18 +130,24 @@ def measure_product_rates(
 
     `model` has the sequences of one micro-batch.
     """
-    return measure_work(list(_products_of(model)), units, bench, seconds=seconds)
+    products = list(_products_of(model))
+    smallest = min(products, key=lambda product: product.flops / product.times)
+    return measure_work(products, units, bench, seconds=seconds, first=smallest)
 
 
 def measure_work(
-    products: Sequence[TimedWork], units: Mapping[Arithmetic, ArithmeticUnit], bench: TimingSetup, *, seconds: float
+    products: Sequence[TimedWork],
+    units: Mapping[Arithmetic, ArithmeticUnit],
+    bench: TimingSetup,
+    *,
+    seconds: float,
+    first: TimedWork,
 ) -> dict[Arithmetic, ProductRate]:
     """Time pieces of work in all units, in rounds, and compare their results with float64's.
 
-    A unit that is far slower than the default on one product, as where a processor only emulates bf16, is not measured
-    on the others: its rate is the default's in that proportion.
+    A unit that is far slower than the default on the `first` of them, as where a processor only emulates bf16, is not
+    measured on the others: its rate is the default's in that proportion.
     """
-    first = min(products, key=lambda product: product.flops / product.times)
     trial = _rates([first], units, bench, seconds=0.0)
     usual: dict[Arithmetic, ArithmeticUnit] = {
         name: unit for name, unit in units.items() if trial[name].flops * HOPELESS > trial["default"].flops

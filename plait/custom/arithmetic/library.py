@@ -104,7 +104,8 @@ class ProductLibrary:
         }  # fmt: skip
         told = gather_json(own, self._workers)
         self._everybody = [[one["machine"], "default"] for one in told]
-        if any(one["set"] for one in told) or sum(one["flops"] for one in told) < LEAST_FLOPS * len(told):
+        work = [float(one["flops"]) for one in told]
+        if any(one["set"] for one in told) or not all(work) or sum(work) < LEAST_FLOPS * len(work):
             return
         if not all(one["rates"] for one in told):
             measured = self._measured(counts)
