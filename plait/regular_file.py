@@ -1,15 +1,20 @@
 """Opening files of runs and caches, which somebody else may have put there: no pipe that blocks for ever, no link that
-leads out, no file that fills the memory."""
+leads out, no file that fills the memory. And blocks of a file taken before they are written."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import stat
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
 MOST_BYTES = 1 << 28
 """Of a file that is read as a whole: far above the largest that plait writes."""
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def read_regular_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
@@ -34,5 +39,30 @@ def follow_no_link(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
+def reserve_space(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Have the file system give these bytes of a file their blocks; False where it has no such call, as some network
+    disks. Raises OSError where there is no room for them.
+
+    The system's own call, as the C library's would write zeros where the file system cannot reserve.
+    """
+    if nbytes == 0:
+        return True
+    while _fallocate()(descriptor, 0, offset, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code in _CANNOT_RESERVE:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True
+
+
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+@cache
+def _fallocate() -> Callable[[int, int, int, int], int]:
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    call.restype = ctypes.c_int
+    return call

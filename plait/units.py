@@ -65,6 +65,9 @@ class Every:
         return "never" if self.value == 0 else str(Amount(self.value, self.unit))
 
 
+NEVER = Every(0, "steps")
+
+
 def part_of(epochs: float, whole: int) -> int:
     """How many of so many things so many passes take, a part of one as a whole one; exact for decimal numbers."""
     return max(1, ceil(Fraction(str(epochs)) * whole))

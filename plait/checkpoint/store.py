@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 from pathlib import Path
 
 from plait.checkpoint.arrival import parse_list, part_files
@@ -124,8 +126,9 @@ def published_checkpoints(folder: Path) -> tuple[Path, ...]:
     return tuple(path for _, path in sorted(_published(folder).items()))
 
 
-def prune(folder: Path, keep: int, whole: Collection[int]) -> None:
-    """Delete all checkpoints older than the `keep` newest whole ones; one process at a time may call this.
+def prune(folder: Path, keep: int, whole: Collection[int], *, keep_s: float = 0.0) -> None:
+    """Delete all checkpoints older than the `keep` newest whole ones, if they were made more than `keep_s` ago; one
+    process at a time may call this.
 
     `whole` are the steps of those that the caller wrote or verified itself: nothing is hashed here, because ranks wait.
     Any other counts for nothing, and stays until there are enough newer ones; so does one whose files are not in place.
@@ -135,7 +138,8 @@ def prune(folder: Path, keep: int, whole: Collection[int]) -> None:
     good = 0
     for step in sorted(checkpoints, reverse=True):
         if good == keep:
-            _delete(checkpoints[step])
+            if _age_s(checkpoints[step]) >= keep_s:
+                _delete(checkpoints[step])
         else:
             good += step in whole and _is_in_place(checkpoints[step])
 
@@ -203,6 +207,14 @@ def _is_in_place(path: Path) -> bool:
     except (OSError, PlaitError):
         return False
     return True
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since a checkpoint was made, by the clock of its disk; one without a manifest is older than any."""
+    try:
+        return max(0.0, time.time() - (path / MANIFEST).stat().st_mtime)
+    except OSError:
+        return inf
 
 
 def _file_of(part: StoredPart) -> str:

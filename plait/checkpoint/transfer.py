@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from io import BufferedWriter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from plait.checkpoint.durable import clean_stop, require_space, sync_folder, wri
 from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import ITEM_BYTES, Manifest, StoredPart, parts_text, safetensors_header, sort_parts
 from plait.errors import PlaitError, RunFailed
+from plait.regular_file import reserve_space
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -32,6 +34,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+OpenPart = Callable[[StoredPart, np.dtype[Any]], np.ndarray]
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
@@ -74,16 +77,15 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
     """
     with clean_stop(staging):
         file = part_files(rank)[0]
-        parted = [(_part(name, one, file), one) for name, some in tensors.items() for one in _listed(some)]
-        # Keyed by name, so that a box that is passed twice, such as an empty share, is written once.
-        parts_by_key, local = {part.key: part for part, _ in parted}, {part.key: one.tensor for part, one in parted}
-        header, parts = safetensors_header(parts_by_key.values())
+        header, parts, local = rank_layout(rank, tensors)
         for made in (staging.parent, staging):  # not what is above: a run's folder that was moved is not made anew
             made.mkdir(exist_ok=True)
         if staging.is_symlink():
             raise RunFailed(f"{staging} is a link, and what it leads to would be overwritten; delete the link")
         require_space(staging, len(header) + sum(part.nbytes for part in parts))
         with (staging / file).open("wb") as out, ThreadPoolExecutor(1) as hasher:
+            # Before the first byte: the ranks write at the same time, and each has asked for its own part alone.
+            reserve_space(out.fileno(), 0, len(header) + sum(part.nbytes for part in parts))
             out.write(header)
             written = [_write(out, part, local[part.key], hasher) for part in parts]
             out.flush()
@@ -95,6 +97,19 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
         # Nothing after the rename: rank 0, which waits for this name, may take the folder away at that moment. It also
         # has the disk keep the names.
         aside.rename(staging / name)
+
+
+def rank_layout(
+    rank: int, tensors: Mapping[str, TensorSlice | Sequence[TensorSlice]]
+) -> tuple[bytes, list[StoredPart], Mapping[str, torch.Tensor]]:
+    """A rank's file before it is written: its header, its parts in file order without their hashes, and each part's
+    tensor by its key."""
+    file = part_files(rank)[0]
+    parted = [(stored_part(name, one, file), one) for name, some in tensors.items() for one in _listed(some)]
+    # Keyed by name, so that a box that is passed twice, such as an empty share, is written once.
+    parts_by_key, local = {part.key: part for part, _ in parted}, {part.key: one.tensor for part, one in parted}
+    header, parts = safetensors_header(parts_by_key.values())
+    return header, parts, local
 
 
 def read_tensor(path: Path, manifest: Manifest, tensor: str) -> torch.Tensor:
@@ -110,7 +125,22 @@ def read_slice(
 
     Touches only the pages that it needs. The manifest must come from `verify` or `newest_good` of the same path.
     """
-    parts = manifest.parts_of(tensor)
+
+    def opened(part: StoredPart, dtype: np.dtype[Any]) -> np.ndarray:
+        try:
+            return np.memmap(path / part.file, dtype, "r", part.begin, (part.nbytes // dtype.itemsize,))
+        except (OSError, ValueError) as error:
+            raise PlaitError(
+                f"{path / part.file} can no longer be read ({error}); was it moved? give the command again"
+            ) from error
+
+    return slice_of_parts(manifest.parts_of(tensor), offset, extent, opened)
+
+
+def slice_of_parts(
+    parts: Sequence[StoredPart], offset: Sequence[int], extent: Sequence[int], open_part: OpenPart
+) -> torch.Tensor:
+    """Any rectangle of a global tensor that these parts of it cover; `open_part` gives the numbers of a part, flat."""
     shape = parts[0].shape
     assert len(offset) == len(extent) == len(shape)
     assert all(at >= 0 and at + size <= full for at, size, full in zip(offset, extent, shape, strict=True))
@@ -118,7 +148,7 @@ def read_slice(
     # numpy has no bfloat16, so the raw bits are copied.
     bits = result.view(_BITS[result.element_size()]).numpy()
     for part in parts:
-        _copy_overlap(path, part, offset, bits)
+        _copy_overlap(part, offset, bits, open_part)
     return result
 
 
@@ -126,7 +156,8 @@ def _listed(slices: TensorSlice | Sequence[TensorSlice]) -> Iterable[TensorSlice
     return [slices] if isinstance(slices, TensorSlice) else slices
 
 
-def _part(name: str, one: TensorSlice, file: str) -> StoredPart:
+def stored_part(name: str, one: TensorSlice, file: str) -> StoredPart:
+    """A slice as a part of a rank's file, before its place and hash are known."""
     extent = tuple(one.tensor.shape)
     place = ",".join(f"{at}:{at + size}" for at, size in zip(one.offset, extent, strict=True))
     return StoredPart(
@@ -152,7 +183,7 @@ def _write(out: BufferedWriter, part: StoredPart, tensor: torch.Tensor, hasher: 
     return replace(part, sha256=digest.hexdigest())
 
 
-def _copy_overlap(path: Path, part: StoredPart, offset: Sequence[int], bits: np.ndarray) -> None:
+def _copy_overlap(part: StoredPart, offset: Sequence[int], bits: np.ndarray, open_part: OpenPart) -> None:
     """Copy what `part` holds of the rectangle `bits`, which begins at `offset` of the global tensor."""
     into, source = [], []
     for at, size, part_at, part_size in zip(offset, bits.shape, part.offset, part.extent, strict=True):
@@ -161,12 +192,4 @@ def _copy_overlap(path: Path, part: StoredPart, offset: Sequence[int], bits: np.
             return
         into.append(slice(low - at, high - at))
         source.append(slice(low - part_at, high - part_at))
-    try:
-        memory = np.memmap(
-            path / part.file, dtype=bits.dtype, mode="r", offset=part.begin, shape=(part.nbytes // bits.itemsize,)
-        )
-    except (OSError, ValueError) as error:
-        raise PlaitError(
-            f"{path / part.file} can no longer be read ({error}); was it moved? give the command again"
-        ) from error
-    bits[tuple(into)] = memory.reshape(part.extent)[tuple(source)]
+    bits[tuple(into)] = open_part(part, bits.dtype).reshape(part.extent)[tuple(source)]

@@ -20,7 +20,7 @@ from plait.partition.execution import (
     WorkerDevice,
 )
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis, StepItems
-from plait.units import Amount, Every
+from plait.units import NEVER, Amount, Every
 
 OptimizerKind = Literal["adamw", "sgd"]
 LearningRateSchedule = Literal["cosine", "wsd", "constant"]
@@ -30,18 +30,17 @@ WARNING = "warning: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPlan:
-    """The optimizer's numbers; `lr` is the peak of `schedule`, `clip` the largest gradient norm (None: no clipping)."""
+    """The optimizer's numbers; `lr` is the peak of `schedule`, `clip` the largest gradient norm (None: no clipping).
+    Only AdamW reads `betas`, only SGD `momentum`."""
 
     lr: float
     warmup_steps: int
     weight_decay: float
     betas: tuple[float, float]
-    """AdamW's; SGD does not read them."""
     clip: float | None
     schedule: LearningRateSchedule
     kind: OptimizerKind = "adamw"
     momentum: float = 0.0
-    """SGD's; AdamW does not read it."""
 
     @property
     def moments(self) -> int:
@@ -66,8 +65,7 @@ class Forecast:
     one_device_step_s: float | None
     """Seconds of the same batch on one of the devices alone; None where that device does not hold the model."""
     error: float
-    """Relative error of `step_s`; layouts that differed by less than that of the formulas, or of a probe, counted as
-    equally fast."""
+    """Relative error of `step_s`; layouts that differed by less counted as equally fast."""
     basis: ForecastBasis = "formulas"
     items: StepItems | None = None
     """The items that `step_s` consists of; None in plans of earlier versions."""
@@ -83,12 +81,11 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """One host's part of a run over several: its ranks follow those of the hosts before it."""
+    """One host's part of a run over several: its ranks follow those of the hosts before it. Threads are per worker."""
 
     name: str
     workers: int
     threads: int
-    """Per worker."""
     machine: str = ""
     """Digest of the machine's hardware and software; empty where unknown."""
     mark: str = ""
@@ -153,6 +150,11 @@ class Plan:
     documents: Literal["mask", "join"]
     checkpoint_every: Every
     checkpoint_keep: int
+    checkpoint_keep_s: float = 0.0
+    copy_every: Every = NEVER
+    copy_bytes: int = 0
+    """Checkpoints younger than `checkpoint_keep_s` stay, too. A worker's state is copied every `copy_every` steps into
+    memory that outlives it; its copies take `copy_bytes` together."""
     report_every_steps: int
     evaluate_every_steps: int
     """0: only at the end."""

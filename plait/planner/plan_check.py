@@ -25,6 +25,8 @@ def check_plan(plan: Plan) -> None:
     for name, amount in _amounts(plan):
         if amount is not None and not (isfinite(amount) and amount > 0):
             raise ValueError(f"{name} is {amount:g} and must be more than 0")
+    if not (isfinite(plan.checkpoint_keep_s) and plan.checkpoint_keep_s >= 0):
+        raise ValueError(f"checkpoint_keep_s is {plan.checkpoint_keep_s:g} and must be 0 or more")
     for name, amount in (("lr", plan.optimizer.lr), ("weight_decay", plan.optimizer.weight_decay)):
         if not (isfinite(amount) and amount >= 0):
             raise ValueError(f"optimizer.{name} is {amount:g} and must be 0 or more")
@@ -38,6 +40,8 @@ def check_plan(plan: Plan) -> None:
     for number in (*plan.gpus, *plan.host_order):
         if not 0 <= number < LARGEST_CLUSTER:
             raise ValueError(f"gpus and host_order count from 0, and {number} is among them")
+    if plan.copy_every.unit != "steps":
+        raise ValueError(f"copy_every is counted in {plan.copy_every.unit} and must be in steps")
     _check_sums(plan)
 
 
@@ -48,6 +52,7 @@ def _counts(plan: Plan) -> Iterator[tuple[str, int, int, int]]:
     yield from ((name, getattr(plan, name), least, _MOST) for name, least in _COUNTS.items())
     yield "optimizer.warmup_steps", plan.optimizer.warmup_steps, 0, _MOST
     yield "sequence", plan.sequence, 1, plan.shape.sequence
+    yield "copy_bytes", plan.copy_bytes, 0, 10**18
     for stage, layers in enumerate(plan.layout.stage_layers, 1):
         yield f"layout.stage_layers {stage}", layers, 1, plan.shape.layers
     for part, share in enumerate(plan.shares, 1):
@@ -67,6 +72,9 @@ def _amounts(plan: Plan) -> Iterator[tuple[str, float | None]]:
     if plan.checkpoint_every.value != 0:
         yield "checkpoint_every", plan.checkpoint_every.value
     yield "checkpoint_every.cost_share", plan.checkpoint_every.cost_share
+    if plan.copy_every.value != 0:
+        yield "copy_every", plan.copy_every.value
+    yield "copy_every.cost_share", plan.copy_every.cost_share
     if forecast := plan.forecast:
         yield "forecast.step_s", forecast.step_s
         yield "forecast.one_device_step_s", forecast.one_device_step_s

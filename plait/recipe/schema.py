@@ -25,6 +25,7 @@ from plait.recipe.values import (
     Positive,
     SequenceLength,
     Steps,
+    TimeText,
     TokenCount,
 )  # fmt: skip
 
@@ -172,13 +173,17 @@ class CheckpointSection(RecipeSection):
     """How often to save: "10 steps", "5 minutes", "never" (then only at the end); "auto": at most 2 % of the time."""
     keep: Positive = 2
     """How many of the newest checkpoints stay."""
+    keep_for: TimeText = "never"
+    """How long the others stay as well: "6 hours"; "never": they go at once."""
 
 
 class RecoverSection(RecipeSection):
     """[recover]: what happens when a worker dies or hangs."""
 
     mode: Literal["auto", "never"] = "auto"
-    """"auto" starts the workers again from the newest checkpoint; "never" ends the run."""
+    """"auto" starts the workers again from where the run stood; "never" ends the run."""
+    state_every: Positive | Literal["never"] | Auto = "auto"
+    """Steps between copies of the state in memory that outlives workers; "auto": with saving at most 2 % of time."""
     give_up_after: Positive = 3
     """Failures without a new checkpoint between them after which the run ends."""
 

@@ -73,8 +73,15 @@ def _check_name(text: str) -> None:
         )
 
 
+def _check_time(text: str) -> None:
+    every = parse_every(text)
+    if every.value and every.unit != "seconds":
+        raise PlaitError(f'"{text}" is not a time; write for example "6 hours", "30 minutes" or "never"')
+
+
 AmountText = Annotated[str, _valid(parse_amount)]
 EveryText = Annotated[str, _valid(parse_every)]
+TimeText = Annotated[str, _valid(_check_time)]
 SizeText = Annotated[str, _valid(_check_size)]
 Name = Annotated[str, _valid(_check_name)]
 Positive = Annotated[int, Field(gt=0, le=LARGEST_COUNT)]

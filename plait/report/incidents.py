@@ -22,8 +22,9 @@ Decision = Literal["started again", "ended", "gave up"]
 class Incident:
     """One failure of one start (`generation`) of a run.
 
-    `step` is the last that was reported, `resumed_from` the checkpoint's that the run stands at now: the steps between
-    were lost, and `lost_s` were spent on them. `rank`, `host` and `device` are None where they are unknown or nobody's.
+    `step` is the last that was reported, `resumed_from` that of the checkpoint, or of the copies in memory, that the
+    run stands at now: the steps between were lost, and `lost_s` were spent on them. `rank`, `host` and `device` are
+    None where they are unknown or nobody's.
     """
 
     generation: int
@@ -48,6 +49,8 @@ class Incident:
     skipped_first: int | None = None
     skipped_last: int | None = None
     """Positions of the samples that the run leaves out from now on, both included; None where it leaves out none."""
+    from_copies: bool = False
+    """Whether the run went on from copies in memory, and not from a checkpoint."""
     judged_after: int = 0
     """Up to this step the run goes on whatever its numbers are."""
 

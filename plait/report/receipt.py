@@ -89,6 +89,9 @@ class Receipt:
 
     samples_skipped: int = 0
     """Samples that the run left out on purpose, because loss or gradient were bad twice at their step."""
+    copy_every_steps: float | None = None
+    copy_share: float | None = None
+    """Steps between copies of the state in memory, on average, and the share of `wall_s` that they held workers up."""
     lost_by_cause: Mapping[str, float] | None = None
     """Seconds that failures cost, by their cause: found, back at work, and steps done again."""
 
@@ -143,6 +146,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     held_out = _text(receipt.eval_loss, "{:.4f} nats per token") + _text(
         receipt.eval_nats_per_byte, ", {:.4f} per byte"
     )
+    copied = _text(receipt.copy_every_steps, "copied every {:.3g} steps")
     return [
         ("trained", f"{counted(receipt.steps, 'step')}, {format_count(receipt.tokens)} tokens"),
         ("on", f"{receipt.device}, {counted(ranks, 'rank')} ({layout})"),
@@ -157,6 +161,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("peak of memory", _peak(receipt.peak_rss_bytes) + _rss_forecast(receipt)),
         ("time", f"{format_duration(receipt.wall_s)}, {plain_number(receipt.device_hours)} device hours"),
         ("useful time", _text(receipt.useful_share, "{:.1%} in steps that count")),
+        ("state in memory", copied + _text(receipt.copy_share, ", {:.1%} of the time")),
         *(("failure", sentence) for sentence in receipt.incidents),
         ("lost to failures", _lost(receipt)),
         ("cost", _costs(receipt)),

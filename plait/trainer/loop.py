@@ -17,12 +17,13 @@ from torch import Tensor
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import Sink
 from plait.trainer.checkpointing.background import SaveEnd
+from plait.trainer.checkpointing.copy_pace import CopyPace
 from plait.trainer.checkpointing.pace import CheckpointPace
 from plait.trainer.divergence import BadStep, DivergenceWatch, NumberGuard, NumberWatch
 from plait.trainer.experts.watch import IdleWatch
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
-from plait.units import Every
+from plait.units import NEVER, Every
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +35,23 @@ class LoopIntervals:
     evaluate_every_steps: int
     """0 evaluates only at the end."""
     checkpoint_every: Every
+    copy_every: Every = NEVER
+    """How often the state is copied into memory that outlives a worker; in steps."""
     balance_every_steps: int = 0
     """How often the data-parallel ranks' shares of the batch may change; 0: never."""
     watch_every_steps: int = 0
     """The times of all ranks are gathered at least this often, in steps; 0: whenever there is a report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What all ranks do after a step, the same on each."""
+
+    stop: bool
+    save: bool
+    copy: bool = False
+    copy_cost_s: float = 0.0
+    """Seconds for which the last copy held up the slowest rank; 0 where it is known already, or there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +68,14 @@ class LoopActions:
     """How the save that went on has ended, by the last `agree`; None while it goes on, or where there is none."""
     finish_save: Callable[[], SaveEnd | None]
     """The same, after waiting for its end."""
+    copy: Callable[[TrainState], str]
+    """Copies a state into memory that outlives the workers; returns a warning for the log, or "". So does
+    `begin_save`."""
     prune: Callable[[], None]
     """Deletes old checkpoints, once the newest one is known to give a finite loss."""
-    agree: Callable[[bool, bool], tuple[bool, bool]]
-    """Maps (stop requested here?, save due here?) to (stop, save), with the same result on every rank."""
+    agree: Callable[[bool, bool, bool], Agreement]
+    """Maps (stop requested here?, save due here?, copy due here?) to what is done, with the same result on every
+    rank."""
     rebalance_if_due: Callable[[TrainState], Sequence[str]]
     """Called after each fetch of the scalars; may change the ranks' shares of the work. Returns lines for the log."""
     stop_requested: Callable[[], bool]
@@ -84,6 +102,7 @@ class _Watches:
     divergence: DivergenceWatch
     numbers: NumberWatch
     idle: IdleWatch
+    copies: CopyPace
 
 
 def run_loop(
@@ -102,18 +121,22 @@ def run_loop(
     began = time.perf_counter()
     stop, divergence = False, DivergenceWatch(state.step)
     numbers = NumberWatch(guard or NumberGuard(judged_after=intervals.steps))
-    watches = _Watches(divergence, numbers, IdleWatch())
+    copies = CopyPace(intervals.copy_every, step=state.step)
+    watches = _Watches(divergence, numbers, IdleWatch(), copies)
     while state.step < intervals.steps and not stop:
         lr = actions.learning_rate(state.step)
         state, scalars = actions.step(state)
         pending.append(_Pending(state, scalars, lr, actions.data_wait_s()))
         last = state.step == intervals.steps
-        stop, save = actions.agree(actions.stop_requested(), pace.is_due(state.step))
+        agreed = actions.agree(actions.stop_requested(), pace.is_due(state.step), copies.is_due(state.step))
+        stop, save = agreed.stop, agreed.save
+        if agreed.copy_cost_s and (sentence := copies.copied(agreed.copy_cost_s, pace.share)):
+            sink.note(sentence)
         _note_save(actions.save_ended(), pace, divergence, sink)
         evaluate = last or _divides(intervals.evaluate_every_steps, state.step)
         paces = intervals.report_every_steps, intervals.balance_every_steps, intervals.watch_every_steps
         fetch = any(_divides(every, state.step) for every in paces)
-        if not (fetch or last or stop or save or evaluate):
+        if not (fetch or last or stop or save or evaluate or agreed.copy):
             continue
         state, bad = _flush(pending, state, began, actions, sink, watches)
         if bad is not None:
@@ -129,11 +152,16 @@ def run_loop(
         if (save or stop or last) and divergence.loss_is_finite:
             _note_save(actions.finish_save(), pace, divergence, sink)
             pace.begun(state.step)
+            copies.begun(state.step)
             if stop or last:
                 _note_save(actions.save(state), pace, divergence, sink)
                 _prune_if_proven(actions, divergence)
             else:
                 actions.begin_save(state)
+        elif agreed.copy and divergence.loss_is_finite:
+            copies.begun(state.step)
+            if sentence := actions.copy(state):
+                sink.note(sentence)
         began = time.perf_counter()
     return state, "stopped" if state.step < intervals.steps else "done"
 
@@ -189,6 +217,7 @@ def _flush(
         )
         sink.step(report)
         watches.divergence.add(report)
+        watches.copies.stepped(step_s)
         if sentence := watches.idle.add(one.state.step, int(idle_count), one.scalars.expert_counts.numel()):
             sink.note(sentence)
         found = watches.numbers.judge(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -16,24 +16,23 @@ import torch.distributed as dist
 
 from plait.errors import RunFailed
 from plait.model.matmul import select_matmul_library, select_matmul_precision
-from plait.model.weights import training_flops_per_token
-from plait.parallel.mesh import make_mesh, open_store, use_gpu, world_sums
+from plait.parallel.mesh import Sums, make_mesh, open_store, use_gpu, world_sums
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
-from plait.report.metrics import EvalReport
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import move_layers
-from plait.trainer.checkpointing.background import CheckpointSaver, SaveEnd, saver_of
+from plait.trainer.checkpointing.background import saver_of
+from plait.trainer.checkpointing.copy_actions import CopyActions
 from plait.trainer.checkpointing.persist import prune_old, restore, verify_together
-from plait.trainer.choices import ChoiceEvaluation, load_choices
-from plait.trainer.loop import LoopActions, LoopIntervals
-from plait.trainer.optim import learning_rate
+from plait.trainer.choices import load_choices
+from plait.trainer.loop import LoopIntervals
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
-from plait.trainer.watching.watched_actions import FirstStep, WorkerContext, run_guarded, watched
+from plait.trainer.watching.loop_actions import loop_actions
+from plait.trainer.watching.watched_actions import WorkerContext, run_guarded, watched
 
 PEER_TIMEOUT = timedelta(minutes=10)
 
@@ -41,9 +40,10 @@ PEER_TIMEOUT = timedelta(minutes=10)
 def main(context: WorkerContext, argument: str) -> None:
     """Entry point of every rank of `plait train`.
 
-    `argument` is JSON: the run's folder, the checkpoint to resume from, the number of this start ("generation"),
-    "skipped" and "guard" (see `run_guarded`), and "parts": "here" if rank 0 finds this rank's part of a checkpoint in
-    that folder, "sent" if it must be sent there.
+    `argument` is JSON: the run's folder, the checkpoint to resume from, or the step ("from_copies", else 0) whose
+    copies in memory it resumes from, the number of this start ("generation") and that at which the "lineage" of its
+    copies began, "skipped" and "guard" (see `run_guarded`), and "parts": "here" if rank 0 finds this rank's part of a
+    checkpoint in that folder, "sent" if it must be sent there.
     """
     requested = json.loads(argument)
     folder = Path(requested["folder"])
@@ -54,16 +54,23 @@ def main(context: WorkerContext, argument: str) -> None:
         mesh = make_mesh(plan.layout, plan.device)
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)
-        # A run that goes on has all its weights in the checkpoint.
-        assembly = build(plan, initialize=not requested["resume"])
+        # A run that goes on has all its weights in the checkpoint, or in memory.
+        assembly = build(plan, initialize=not (requested["resume"] or requested["from_copies"]))
         assembly, meter = attach_meter(assembly, clock_of(assembly.device), context.progress)
+        copying = _copying(context, requested["lineage"], world)
         state, whole = TrainState(), set[int]()
-        if requested["resume"]:
+        if requested["from_copies"]:
+            found = _from_copies(context, copying, assembly, requested["from_copies"])
+            if found is None:
+                return
+            state = found
+        elif requested["resume"]:
             path = folder / "checkpoints" / requested["resume"]
             state = restore(assembly, path, verify_together(path, world, context.local_rank), world)
             whole.add(state.step)
         sink = sinks_of_rank(context.rank, context.send, folder, state.step)
-        memory = FirstStep(assembly, world, context)
+        if plan.copy_every.value and (sentence := copying.begin(assembly)):
+            sink.note(sentence)
         try:
             _verify_data(context, assembly)
 
@@ -71,16 +78,21 @@ def main(context: WorkerContext, argument: str) -> None:
                 moved = move_layers(assembly, build, stage_layers)
                 new, own = attach_meter(moved, clock_of(assembly.device), context.progress)
                 assembly.replace_by(new)
+                if copying.copies is not None:
+                    copying.copies.layers_moved()
                 _verify_data(context, assembly)
                 gc.collect()  # modules and their hooks know each other, and would keep the old stage
                 return own
 
             tell = partial(context.send, "times")
             balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage)
-            saver = saver_of(assembly, folder, requested["parts"], requested["generation"], context.send)
-            prune = partial(prune_old, folder / "checkpoints", plan.checkpoint_keep, world, whole)
+            parts, generation = requested["parts"], requested["generation"]
+            saver = saver_of(assembly, folder, parts, generation, context.send, copying.copies)
+            prune = partial(
+                prune_old, folder / "checkpoints", plan.checkpoint_keep, plan.checkpoint_keep_s, world, whole
+            )
             choices = load_choices(assembly, Path(plan.choices) if plan.choices else None, world)
-            actions = _actions(context, assembly, saver, whole, prune, balance, memory, choices)
+            actions = loop_actions(context, assembly, saver, copying, whole, prune, balance, choices)
             shown = watched(actions, context.progress)
             run_guarded(state, _pace(plan), shown, sink, requested, context, assembly)
         finally:
@@ -120,6 +132,21 @@ def select_deterministic_kernels(plan: Plan) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def _copying(context: WorkerContext, lineage: int, world: Sums) -> CopyActions:
+    first = context.rank - context.local_rank
+    return CopyActions(context.memory, range(first, first + context.local_world_size), lineage, world)
+
+
+def _from_copies(context: WorkerContext, copying: CopyActions, assembly: Assembly, step: int) -> TrainState | None:
+    """The state of this step out of memory; None, and why told by rank 0, where the ranks cannot go on from it."""
+    try:
+        return copying.restore(assembly, step)
+    except RunFailed as error:
+        if context.rank == 0:
+            context.send("copies lost", why=str(error))
+        return None
+
+
 def _verify_data(context: WorkerContext, assembly: Assembly) -> None:
     if context.local_rank == 0:  # each host may have a copy of its own
         assembly.loader.verify_in_background()
@@ -131,67 +158,7 @@ def _pace(plan: Plan) -> LoopIntervals:
         report_every_steps=plan.report_every_steps,
         evaluate_every_steps=plan.evaluate_every_steps,
         checkpoint_every=plan.checkpoint_every,
+        copy_every=plan.copy_every,
         balance_every_steps=plan.balance_every_steps,
         watch_every_steps=watch_every_steps(plan),
-    )
-
-
-def _actions(
-    context: WorkerContext,
-    assembly: Assembly,
-    saver: CheckpointSaver,
-    whole: set[int],
-    prune: Callable[[], None],
-    balance: Rebalancer,
-    memory: FirstStep,
-    choices: ChoiceEvaluation | None,
-) -> LoopActions:
-    plan, world = assembly.plan, assembly.sums
-    flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
-
-    def told(end: SaveEnd | None) -> SaveEnd | None:
-        if end is not None and not end.failure:
-            whole.add(end.step)
-            memory.report_peaks()
-            if context.rank == 0:
-                context.send("saved", step=end.step, seconds=end.blocked_s)
-        return end
-
-    def agree(stop: bool, due: bool) -> tuple[bool, bool]:
-        flags = world.largest(torch.tensor([int(stop), int(due), saver.status]))
-        saver.agree(int(flags[2]))
-        return bool(flags[0]), bool(flags[1])
-
-    return LoopActions(
-        step=lambda state: balance.step(memory.watched, state),
-        evaluate=lambda state: evaluate_held_out(assembly, state.step, choices),
-        save=lambda state: told(saver.save_now(state)),
-        begin_save=saver.begin,
-        save_ended=lambda: told(saver.ended()),
-        finish_save=lambda: told(saver.finish()),
-        prune=prune,
-        agree=agree,
-        rebalance_if_due=balance.rebalance_if_due,
-        stop_requested=context.stop_requested,
-        learning_rate=lambda step: learning_rate(plan.optimizer, step, plan.steps),
-        data_wait_s=lambda: assembly.loader.wait_s,
-        mfu=lambda rate: rate * flops_per_token / plan.peak_flops if plan.peak_flops else None,
-    )
-
-
-def evaluate_held_out(assembly: Assembly, step: int, choices: ChoiceEvaluation | None = None) -> EvalReport | None:
-    """The exact held-out loss and the scores of choices, or None where nothing was held out. Every rank must call it.
-    Raises RunFailed where no held-out token can be predicted."""
-    if not assembly.corpus.heldout_tokens:
-        return None
-    total, tokens = assembly.evaluate().tolist()
-    if not tokens:
-        raise RunFailed("the held-out part holds no token to predict; give a larger data.holdout, or 0")
-    scores = choices.scores(assembly) if choices else None
-    return EvalReport(
-        step=step,
-        eval_loss=total / tokens,
-        eval_nats_per_byte=total / max(1, assembly.corpus.heldout_bytes),
-        choices_accuracy=scores.choices_accuracy if scores else None,
-        choices_accuracy_per_byte=scores.choices_accuracy_per_byte if scores else None,
     )

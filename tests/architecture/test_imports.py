@@ -47,7 +47,7 @@ INNER_FLOORS = {
     "interop": {"families": 0, "small_files": 0, "tensor_files": 0, "configs": 0, "hub": 1, "gguf": 1, "peft_names": 1,
                 "config_in": 1, "config_out": 2, "base_model": 2, "base_fingerprint": 3, "read_weights": 3,
                 "write_weights": 3, "adapter_out": 3, "adapter_in": 4},
-    "launch": {"values": 0, "watching": 1, "local": 2, "remote": 3},
+    "launch": {"values": 0, "watching": 1, "in_memory": 1, "local": 2, "remote": 3},
     "model": {"names": 0, "adapter_shape": 0, "rope_scaling": 0, "matmul": 0, "parts": 0, "shape": 1, "weights": 2,
               "sizes": 2, "requested_size": 3, "kernels": 2, "linear": 3, "attention": 4, "feedforward": 4,
               "experts": 5, "gpt": 6, "init": 7, "adapters": 7},

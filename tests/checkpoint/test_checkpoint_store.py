@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -177,6 +179,16 @@ def test_prune_keeps_as_many_as_asked(folder, save, keep):
         save(folder, step)
     prune(folder, keep, whole=range(1, 5))
     assert sorted(path.name for path in folder.iterdir()) == [f"step-{step}" for step in range(1, 5)][-keep:]
+
+
+def test_prune_keeps_the_young_ones_besides(folder, save):
+    for step, age_s in ((1, 7200), (2, 3500), (3, 3700), (4, 0), (5, 0)):
+        made = time.time() - age_s
+        os.utime(save(folder, step) / "manifest.json", (made, made))
+    prune(folder, keep=1, whole=range(1, 6), keep_s=3600)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-4", "step-5"]
+    prune(folder, keep=1, whole=range(1, 6))
+    assert [path.name for path in folder.iterdir()] == ["step-5"]
 
 
 def test_prune_keeps_the_newest_whole_ones_and_counts_damaged_ones_for_nothing(folder, save):

@@ -80,6 +80,7 @@ ELSEWHERE = {
     "run.seed": "the first weights",
     "data.overlong": "the windows",
     "data.": "the data",
+    "recover.state_every": "the plan",
     "recover.": "what follows a failure",
 }
 NOT_JUST_THERE = {"data.mask_documents": "the plan"}

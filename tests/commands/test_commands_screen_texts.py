@@ -14,7 +14,8 @@ from plait.commands.hosts.invitation import invitation_text
 from plait.commands.join import ending_text
 from plait.commands.monitoring.finish import finished_text
 from plait.commands.monitoring.run_end import run_end
-from plait.commands.monitoring.training import resumed_text, stopped_text
+from plait.commands.monitoring.starting import resumed_text
+from plait.commands.monitoring.training import stopped_text
 from plait.commands.planning.introduction import run_start
 from plait.commands.train import stopped_early_text
 from plait.errors import RunFailed

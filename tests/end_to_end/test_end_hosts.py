@@ -193,7 +193,7 @@ def test_a_worker_lost_on_the_other_host_is_named_and_both_commands_go_on(
     pair: Pair, reference: Callable[[int], str], number: signal.Signals
 ) -> None:
     name = f"two-hosts-{number.name.lower()}"
-    lead, guest = pair.start(name, *EVEN)
+    lead, guest = pair.start(name, *EVEN, "recover.state_every=4")
     wait_while_running(lambda: bool(pair.lead.checkpoints(name)), lead)
     os.kill(pair.other.rank_process(name, 1), number)
     first, second = ended(lead), ended(guest)
@@ -202,6 +202,7 @@ def test_a_worker_lost_on_the_other_host_is_named_and_both_commands_go_on(
     lines = (pair.lead.path(name) / "incidents.jsonl").read_text().splitlines()
     incident, back = map(json.loads, lines)
     assert incident["rank"] == 1 and incident["host"] and incident["decision"] == "started again"
+    assert incident["from_copies"] and incident["steps_lost"] <= 4 and "kept in memory" in first.out
     assert incident["cause"] == ("killed" if number is signal.SIGKILL else "hung") and back["back_after_s"] > 0
     pair.assert_nothing_left()
 

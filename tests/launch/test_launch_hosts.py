@@ -20,6 +20,7 @@ import pytest
 
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.remote.agent import connect
+from plait.launch.remote.held_copies import copied_steps
 from plait.launch.remote.host_numbering import by_address, host_numbers
 from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.secret import Secret, new_secret
@@ -265,6 +266,17 @@ def test_many_jobs_leave_nothing(three: _Crew):
         three.run(job("hello", 3), Record(), (1, 1, 1))
     # An agent may close the last job's a moment after it has said that it is over.
     wait_until(lambda: all(now <= then for now, then in zip(descriptors(), before, strict=True)), within_s=5)
+
+
+def test_copies_outlive_their_ranks_on_each_host_and_are_asked_for(three: _Crew):
+    agents = [agent.pid for agent in three.agents]
+    three.run(job("make_copies", 4, argument="17"), Record(), (1, 2, 1))
+    hosts = three.hosts
+    assert copied_steps(hosts.server, hosts.members, (1, 2, 1), 17) == [6, 5], "7 is at one rank alone"
+    assert copied_steps(hosts.server, hosts.members, (1, 2, 1), 16) == [], "another line of copies"
+    assert copied_steps(hosts.server, hosts.members, (1, 2, 2), 17) == [], "a rank that made none"
+    assert copied_steps(hosts.server, hosts.members, (1, 0, 0), 17) == [7, 6, 5], "hosts without ranks are not asked"
+    assert running(agents) == agents
 
 
 @pytest.mark.parametrize("parts", [(1, 1), (2, 1, 1), (0, 1, 2), (3, 0, 1)])

@@ -73,3 +73,15 @@ def test_never_stays_never() -> None:
     pace = CheckpointPace(Every(0, "steps"), step=0, clock=clock)
     clock.now += 10**6
     assert not pace.is_due(10**6)
+
+
+def test_it_knows_the_share_of_the_time_that_saving_takes() -> None:
+    clock = Clock()
+    pace = CheckpointPace(Every(4, "steps"), step=0, clock=clock)
+    assert pace.share == 0.0
+    clock.now += 10
+    pace.saved(4, cost_s=0.5)
+    assert pace.share == 0.05
+    clock.now += 2
+    pace.saved(8, cost_s=4.0)
+    assert pace.share == 1.0

@@ -20,7 +20,7 @@ from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.recompute import run_keeping_input
 from plait.parallel.sharded_model import ShardedModel, unsharded
 from plait.report.metrics import EvalReport, StepReport
-from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
+from plait.trainer.loop import Agreement, LoopActions, LoopIntervals, run_loop
 from plait.trainer.score_passes import FusedPasses, InPlacePasses, ScorePasses
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars, make_forward, make_loss, run_micros_in_turn, take_step
@@ -152,7 +152,8 @@ def test_the_loop_waits_once_a_report() -> None:
     actions = LoopActions(
         step=step, evaluate=lambda state: None, save=lambda state: None, prune=lambda: None,
         begin_save=lambda state: None, save_ended=lambda: None, finish_save=lambda: None,
-        agree=lambda stop, save: (stop, save), rebalance_if_due=lambda state: [], stop_requested=lambda: False,
+        agree=lambda stop, save, copy: Agreement(stop=stop, save=save, copy=copy), copy=lambda state: "",
+        rebalance_if_due=lambda state: [], stop_requested=lambda: False,
         learning_rate=lambda step: 0.1, data_wait_s=lambda: 0.0, mfu=lambda rate: None,
     )  # fmt: skip
     pace = LoopIntervals(steps=12, report_every_steps=4, evaluate_every_steps=0, checkpoint_every=Every(0, "steps"))

@@ -12,7 +12,7 @@ import torch
 from plait.errors import RunFailed
 from plait.report.metrics import EvalReport, StepReport
 from plait.trainer.checkpointing.background import SaveEnd
-from plait.trainer.loop import LoopActions, LoopIntervals, run_loop
+from plait.trainer.loop import Agreement, LoopActions, LoopIntervals, run_loop
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 from plait.units import Every
@@ -36,6 +36,8 @@ class Diary:
     entries: list[str] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
     now: int = 0
+    copy_takes_s: float = 0.0
+    copy_cost_s: float = 0.0
 
     def actions(self) -> LoopActions:
         return LoopActions(
@@ -46,13 +48,23 @@ class Diary:
             save_ended=self.save_ended,
             finish_save=self.save_ended,
             prune=lambda: self.entries.append("prune"),
-            agree=lambda stop, save: (stop or self.now >= self.peer_stops_at, save),
+            copy=self.copy,
+            agree=self.agree,
             rebalance_if_due=self.reckon,
             stop_requested=lambda: self.now >= self.stop_at,
             learning_rate=lambda step: 0.5**step,
             data_wait_s=lambda: 0.25,
             mfu=lambda rate: None,
         )
+
+    def agree(self, stop: bool, save: bool, copy: bool) -> Agreement:
+        cost_s, self.copy_cost_s = self.copy_cost_s, 0.0
+        return Agreement(stop=stop or self.now >= self.peer_stops_at, save=save, copy=copy, copy_cost_s=cost_s)
+
+    def copy(self, state: TrainState) -> str:
+        self.entries.append(f"copy {state.step} after {state.tokens} tokens")
+        self.copy_cost_s = self.copy_takes_s
+        return ""
 
     def save(self, state: TrainState) -> SaveEnd:
         self.entries.append(f"save {state.step} after {state.tokens} tokens")
@@ -230,3 +242,29 @@ def test_gradients_that_are_never_finite_end_a_run_that_no_longer_learns() -> No
 
     with pytest.raises(RunFailed, match=r"since step 1 \(gradient norm nan\), so it was ended after step 10"):
         run_loop(TrainState(), replace(PACE, steps=60), replace(actions, step=take_step), diary)
+
+
+def test_a_state_is_copied_after_its_lines_were_told_and_a_save_is_a_copy_too() -> None:
+    diary = Diary()
+    run(diary, replace(PACE, copy_every=Every(3, "steps"), checkpoint_every=Every(5, "steps"), report_every_steps=10))
+    made = [entry for entry in diary.entries if entry.startswith(("copy", "save"))]
+    assert made == [
+        "copy 3 after 300 tokens",
+        "save 5 after 500 tokens",
+        "copy 8 after 800 tokens",
+        "save 10 after 1000 tokens",
+    ]
+    assert diary.entries.index("step 3") < diary.entries.index("copy 3 after 300 tokens")
+
+
+def test_copies_come_as_often_as_their_cost_allows() -> None:
+    diary = Diary(copy_takes_s=1e9)
+    run(diary, replace(PACE, copy_every=Every(1, "steps", cost_share=0.02)))
+    assert [entry.split()[1] for entry in diary.entries if entry.startswith("copy")] == ["2"]
+    assert any("a copy of the state in memory took" in entry for entry in diary.entries)
+
+
+def test_a_state_without_a_finite_loss_is_not_copied() -> None:
+    diary = Diary(loses={4: nan})
+    run(diary, replace(PACE, steps=6, copy_every=Every(2, "steps")))
+    assert [entry.split()[1] for entry in diary.entries if entry.startswith("copy")] == ["2", "5"]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers, check_requested_workers
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
+from plait.launch.remote.held_copies import copied_steps
+from plait.launch.remote.leader import Hosts
 from plait.planner.plan import HostShare
 from plait.planner.resolve.named_layout import named_degrees
 from plait.recipe.schema import RunConfig
@@ -54,3 +56,8 @@ def check_worker_count(config: RunConfig, shares: Sequence[HostShare]) -> None:
             f"the recipe's layout needs {named.world_size} workers, and the hosts have {workers} ({listed}); name "
             f"degrees whose product is {workers}, or leave them out of [layout]"
         )
+
+
+def steps_copied_by_all(hosts: Hosts, shares: Sequence[HostShare], lineage: int) -> Sequence[int]:
+    """The steps of which all workers of all hosts have copies of their state, as `WorkerPool.copied_steps`."""
+    return copied_steps(hosts.server, hosts.members, [share.workers for share in shares], lineage)

@@ -19,7 +19,12 @@ from plait.commands.hosts.host_info import (
     own_host_info,
     why_host_cannot_join,
 )
-from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
+from plait.commands.hosts.host_shares import (
+    check_worker_count,
+    default_host_shares,
+    host_shares_text,
+    steps_copied_by_all,
+)
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text
 from plait.commands.hosts.job_argument import joined_host_part, own_part, read_job_argument
 from plait.commands.planning.make_plan import Log
@@ -142,6 +147,9 @@ class LeaderWorkers:
         if not training:
             self._file_stager.collect_job_files(folder)
         return result
+
+    def copied_steps(self, lineage: int) -> Sequence[int]:
+        return steps_copied_by_all(self._hosts, self.host_shares, lineage)
 
     def _probe_parts(self, job: Job) -> list[HostPart]:
         """The part of every host in a probe: all its workers, and no files."""

@@ -30,6 +30,7 @@ RunState = Literal["finished", "training", "stopped"]
 TIME_IN_WORDS = {
     "training": "training",
     "saving": "saving",
+    "copying": "copies of the state in memory",
     "starting": "starting",
     "done_again": "steps done again",
     "failures": "failures found and started again",
@@ -99,6 +100,7 @@ def account_of(folder: RunFolder) -> RunAccount:
     spent = {
         "training": training_s,
         "saving": totals.save_s,
+        "copying": totals.copy_s,
         "starting": totals.start_s,
         "done_again": sum(one.lost_s for one in incidents),
         "failures": sum(one.found_after_s for one in incidents) + sum(one.back_after_s for one in back),

@@ -146,6 +146,10 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         matmul_error=plan.matmul_error,
         incidents=tuple(incident.sentence for incident in incidents),
         samples_skipped=sum(one.last - one.first + 1 for one in skipped_ranges(incidents)),
+        copy_every_steps=(plan.steps + sum(one.steps_lost for one in incidents)) / so_far.copies
+        if so_far.copies
+        else None,
+        copy_share=so_far.copy_s / so_far.wall_s if so_far.copies and so_far.wall_s > 0 else None,
         lost_by_cause=lost_by_cause(incidents, back) or None,
         useful_share=_useful_share(steps, so_far.wall_s),
     )

@@ -11,8 +11,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from plait.checkpoint.store import published_checkpoints
 from plait.commands.monitoring.bad_numbers import after_bad_step, guard_argument
+from plait.commands.monitoring.newest_state import NewestState, newest_checkpoint
 from plait.commands.monitoring.session import Session, Start
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import GaveUp, PlaitError
@@ -56,20 +56,19 @@ class Recovery:
             self._failed_at_s = None
             self._write(BackAtWork(generation=self._generation, back_after_s=round(back_after_s, 3)))
 
-    def after(self, error: PlaitError, session: Session, start: Start) -> str:
-        """Decide after a failure: return the sentence about the new start that the caller makes now, or raise the error
-        that ends the run."""
+    def after(self, error: PlaitError, session: Session, start: Start, state: NewestState) -> str:
+        """Decide after a failure: return the sentence about the new start that the caller makes now, from `state`, or
+        raise the error that ends the run."""
         self._failed_at_s = time.monotonic()
         failure = error if isinstance(error, WorkersFailed) else None
         facts = self._true_facts(failure.facts) if failure else FailureFacts(cause="raised", what=str(error))
-        resumed_from = newest_step(self._folder.checkpoints)
-        self._without_progress = 1 if resumed_from != self._newest_before else self._without_progress + 1
-        self._newest_before = resumed_from
+        self._without_progress = 1 if state.step != self._newest_before else self._without_progress + 1
+        self._newest_before = state.step
         may_go_on = failure is not None and failure.stopped_by == "finished"
         passes = may_go_on and may_pass(facts, did_steps=session.has_stepped)
         decision = decision_after(self._asked, self._without_progress, "may pass" if passes else "stays")
         incident = replace(
-            self._incident(session, start, resumed_from),
+            self._incident(session, start, state),
             cause=facts.cause,
             what=facts.what,
             rank=facts.rank,
@@ -91,17 +90,19 @@ class Recovery:
         """Decide after the workers ended at a step with bad numbers: return the sentence about the new start that the
         caller makes now. Raises RunFailed where samples are to be skipped and that cannot be written down."""
         self._failed_at_s = time.monotonic()
-        resumed_from = newest_step(self._folder.checkpoints)
+        state = newest_checkpoint(
+            self._folder.checkpoints
+        )  # copies are not looked at for bad numbers when they are made
         followed = after_bad_step(
             bad,
             self._incidents,
-            resumed_from=resumed_from,
+            resumed_from=state.step,
             batch_sequences=self._plan.batch_sequences,
             samples="endless" if self._plan.budget.epochs is None else "as many as epochs have",
         )
         first, last = followed.skipped or (None, None)
         incident = replace(
-            self._incident(session, start, resumed_from),
+            self._incident(session, start, state),
             cause="numbers",
             what=bad.what,
             sentence=followed.sentence,
@@ -126,9 +127,9 @@ class Recovery:
         never = self._plan.steps if self._asked.mode == "never" else 0
         return guard_argument(self._incidents, read_metrics(self._folder.metrics)[0], never)
 
-    def _incident(self, session: Session, start: Start, resumed_from: int) -> Incident:
+    def _incident(self, session: Session, start: Start, state: NewestState) -> Incident:
         """What is the same in all incidents of a start that ends now; the rest is left open."""
-        lost = [step_s for step, step_s in session.step_times.items() if step > resumed_from and isfinite(step_s)]
+        lost = [step_s for step, step_s in session.step_times.items() if step > state.step and isfinite(step_s)]
         return Incident(
             generation=start.generation,
             at=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -140,7 +141,8 @@ class Recovery:
             step=session.last_step,
             place="",
             stack="",
-            resumed_from=resumed_from,
+            resumed_from=state.step,
+            from_copies=state.where == "memory",
             lost_s=round(sum(lost), 6),
             found_after_s=0.0,
             decision="started again",
@@ -190,14 +192,9 @@ def may_pass(facts: FailureFacts, *, did_steps: bool) -> bool:
 def recovery_text(incident: Incident, plan: Plan) -> str:
     """What went wrong, and from where the run goes on by itself."""
     where = f"step-{incident.resumed_from} of {plan.steps}" if incident.resumed_from else "the beginning"
+    where = f"step {incident.resumed_from} of {plan.steps}, kept in memory" if incident.from_copies else where
     lost = f"; {counted(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
     return f"failure  {incident.sentence}; going on from {where}{lost}"
-
-
-def newest_step(checkpoints: Path) -> int:
-    """The step of the newest checkpoint that was saved whole; 0 where there is none."""
-    found = published_checkpoints(checkpoints)
-    return int(found[-1].name.rpartition("step-")[2].removesuffix(".replaced")) if found else 0
 
 
 def device_of(plan: Plan, rank: int | None) -> str | None:

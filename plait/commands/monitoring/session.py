@@ -21,17 +21,24 @@ from plait.trainer.divergence import BadStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where one start of the workers begins: its number in the run, the steps done, and the checkpoint's name."""
+    """Where one start of the workers begins: its number in the run, the steps done, and the checkpoint's name.
+
+    `lineage` is the number of the start with which its line of copies in memory began: its own, unless it goes on
+    `from_copies`.
+    """
 
     generation: int
+    lineage: int
     steps_done: int = 0
     resume_from: str | None = None
+    from_copies: bool = False
     numbers: Mapping[str, Any] = field(default_factory=dict)
     """What the workers are told about skipped samples and bad numbers."""
 
     def as_argument(self) -> Mapping[str, Any]:
         """What the workers are told of it."""
-        return {"resume": self.resume_from, "generation": self.generation, **self.numbers}
+        copied = {"from_copies": self.steps_done if self.from_copies else 0, "lineage": self.lineage}
+        return {"resume": self.resume_from, "generation": self.generation, **copied, **self.numbers}
 
 
 class Session:
@@ -56,6 +63,9 @@ class Session:
         self.has_stepped = False
         self.bad_step: BadStep | None = None
         """The step at which the workers ended because its numbers are bad."""
+        self.copies_lost = ""
+        """Why the workers could not go on from the copies in memory, and ended."""
+        self._copies_s, self._copies_uncounted = 0.0, 0
         self._on_first_step, self._began_at = on_first_step, time.monotonic()
         self._require_present = require_present
         self._folder, self._display, self._monitor, self._devices = folder, display, monitor, devices
@@ -76,6 +86,11 @@ class Session:
             self._display.note(stopping_text(values["signal"]))
         elif message.kind == "bad step":
             self.bad_step = BadStep(**values)
+        elif message.kind == "copies lost":
+            self.copies_lost = values["why"]
+        elif message.kind == "copied":
+            self._copies_s += values["seconds"]
+            self._copies_uncounted += 1
         elif message.kind == "memory":
             self.update_totals(**{key: tuple(value) for key, value in values.items()})
         elif message.kind == "saved":
@@ -106,8 +121,10 @@ class Session:
         now, so_far = time.monotonic(), self._folder.totals
         took_s = now - self._totals_updated_at
         times = {"wall_s": so_far.wall_s + took_s, "device_s": so_far.device_s + took_s * self._devices}
+        times |= {"copy_s": so_far.copy_s + self._copies_s, "copies": so_far.copies + self._copies_uncounted}
         self._folder.write_totals(replace(so_far, **times, **peaks))
         self._totals_updated_at = now
+        self._copies_s, self._copies_uncounted = 0.0, 0
 
 
 def run_session(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import Any
 
-from plait.checkpoint.generation import raise_generation
-from plait.checkpoint.store import FoundCheckpoint
+from plait.commands.monitoring.disk_space import space_warning
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import monitor_of
+from plait.commands.monitoring.newest_state import NewestState, newest_state
 from plait.commands.monitoring.recovery import Recovery
-from plait.commands.monitoring.session import Session, Start, run_session
-from plait.commands.planning.introduction import Details, time_left_text
+from plait.commands.monitoring.session import Session, run_session
+from plait.commands.monitoring.starting import next_start, prepared_point, saved_point
+from plait.commands.planning.introduction import Details
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import listed_as_running, registry_folder, run_on_this_machine
 from plait.commands.planning.workers import WorkerPool
@@ -22,7 +21,6 @@ from plait.errors import PlaitError
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
-from plait.report.incidents import StartLine, append_start
 from plait.report.receipt import Receipt
 from plait.screen.screen import Screen
 from plait.trainer.checkpointing.fits import check_fits
@@ -57,36 +55,38 @@ def run_training(
     """
     require_present()
     plan = replace(plan, corpus=workers.working_folder.relative(plan.corpus))
-    point = folder.prepare_resume()
-    if point:
-        check_fits(point.manifest, plan)
+    found = folder.prepare_resume()
+    if found:
+        check_fits(found.manifest, plan)
+    point = saved_point(found)
+    if sentence := space_warning(folder, plan):
+        screen.print(sentence)
     keep_base_files(plan.base and str(workers.working_folder.path / plan.base), folder.base)
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     recovery = Recovery(config.recover, folder, plan, require_present)
     with listed_as_running(run_on_this_machine(plan, folder.path), registry_folder()):
         while True:
-            start = _next_start(folder, plan, point, screen, recovery.numbers())
+            start = next_start(folder, plan, point, screen, recovery.numbers())
+            state = NewestState(step=0, where="checkpoint")
             bar = screen.steps(plan.steps, start.steps_done)
             compared = monitor_of(plan, start.steps_done, bar.note, "always" if "receipt" in details else "when off")
-            session = Session(
-                folder,
-                bar,
-                compared,
-                plan.devices,
-                require_present=require_present,
-                on_first_step=recovery.first_step,
-            )
+            first = recovery.first_step
+            session = Session(folder, bar, compared, plan.devices, require_present=require_present, on_first_step=first)
             recovery.begins(start)
             try:
                 result, step = run_session(plan, folder, workers, start, session)
             except PlaitError as error:
-                sentence = recovery.after(error, session, start)
+                state = newest_state(folder, workers, start.lineage)
+                sentence = recovery.after(error, session, start, state)
             else:
-                if session.bad_step is None or result.stopped_by != "finished":
+                if session.copies_lost and result.stopped_by == "finished":
+                    sentence = f"memory   {session.copies_lost}; going on from the newest checkpoint"
+                elif session.bad_step is None or result.stopped_by != "finished":
                     break
-                sentence = recovery.after_bad_step(session.bad_step, session, start)
+                else:
+                    sentence = recovery.after_bad_step(session.bad_step, session, start)
             screen.print(sentence)
-            point = folder.prepare_resume()
+            point = prepared_point(folder, state, start.lineage)
     if step < plan.steps:
         sentence = stopped_text(step, start.steps_done, plan)
         screen.print(sentence)
@@ -94,27 +94,6 @@ def run_training(
     shown, working = details, workers.working_folder
     receipt = finish_run(config, folder, plan, start.steps_done, screen, compared, details=shown, working=working)
     return TrainingEnd(stopped_by="finished", receipt=receipt)
-
-
-def _next_start(
-    folder: RunFolder, plan: Plan, point: FoundCheckpoint | None, screen: Screen, numbers: Mapping[str, Any]
-) -> Start:
-    """One more start of the workers, from a checkpoint or from the beginning; says from which."""
-    for sentence in point.skipped if point else ():
-        screen.print(f"skipped  {sentence}")
-    generation = raise_generation(folder.path)
-    steps_done, at = point.manifest.step if point else 0, datetime.now(UTC).isoformat(timespec="milliseconds")
-    append_start(folder.starts, StartLine(generation=generation, steps_done=steps_done, at=at))
-    if point is None:
-        return Start(generation=generation, numbers=numbers)
-    screen.print(resumed_text(steps_done, plan))
-    return Start(generation=generation, steps_done=steps_done, resume_from=point.path.name, numbers=numbers)
-
-
-def resumed_text(step: int, plan: Plan) -> str:
-    """From which checkpoint a run goes on, and how long that takes."""
-    left = time_left_text(plan, step)
-    return f"resume   from step-{step} of {plan.steps}{left and f', {left} more'}"
 
 
 def stopped_text(saved_step: int, resumed_step: int, plan: Plan) -> str:

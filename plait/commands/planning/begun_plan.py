@@ -11,6 +11,7 @@ from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.planner.derive.intervals import with_new_intervals, with_raised_budget
 from plait.planner.derive.model_size import budget_of
+from plait.planner.memory.state_copies import with_copies
 from plait.planner.plan import Plan, same_hosts
 from plait.planner.resolve.named_layout import constraints_of
 from plait.recipe.schema import RunConfig
@@ -43,7 +44,7 @@ def resumed_plan(
         why = "this machine is not the one it was made for" if moved else requested
         plan = replan(config, plan, corpus, survey, workers, log, show)
         log(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
-    return with_new_intervals(config, plan)
+    return with_copies(config.recover, with_new_intervals(config, plan), max(1, len(plan.hosts)))[0]
 
 
 def refuse_lowered_budget(config: RunConfig, plan: Plan) -> None:

@@ -140,5 +140,6 @@ def _forecast_lines(plan: Plan) -> list[str]:
     step_s, error = format_duration(plan.forecast.step_s), plan.forecast.error
     memory = format_bytes(plan.forecast.bytes_per_device)
     calibration = calibration_text(plan.forecast.calibration, plan.forecast.items, plan.forecast.basis)
-    first = f"forecast: {step_s} a step, give or take {error:.0%}, and {memory} a device"
+    copies = f", and {format_bytes(plan.copy_bytes)} of its host's for copies of the state" if plan.copy_bytes else ""
+    first = f"forecast: {step_s} a step, give or take {error:.0%}, and {memory} a device{copies}"
     return [first, *([calibration] if calibration else [])]

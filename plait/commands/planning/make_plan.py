@@ -220,13 +220,16 @@ def _on_machine(plan: Plan, here: Plan) -> Plan:
     )
 
 
+_NOT_OF_THE_PLAN = ("run.name", "data.files", "recover.give_up_after")
+
+
 def plan_key(
     config: RunConfig, content_hash: str, machine: Machine, workers: WorkerPool, others: Sequence[Machine] = ()
 ) -> str:
     """Hash of a plan's inputs: the recipe but for its name, where its text lies and what follows a failure, the text,
     and the machines."""
     named = flat_values(config).items()
-    requested = {key: value for key, value in named if not key.startswith(("run.name", "data.files", "recover."))}
+    requested = {key: value for key, value in named if key not in _NOT_OF_THE_PLAN}
     given = [requested, content_hash, machine.fingerprint(), workers.fixed_workers and workers.fixed_workers.workers]
     given += [other.fingerprint() for other in others]
     return sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]

@@ -13,6 +13,7 @@ from plait.planner.calibration.factors import calibration_text
 from plait.planner.derive.resources import Resources
 from plait.planner.explain.left_out import devices_text
 from plait.planner.explain.report import TEXT_HEADINGS, PlanSection, report_sections
+from plait.planner.memory.state_copies import with_copies
 from plait.planner.page.page import Chapter
 from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import draft, lines_without_effect, settle
@@ -55,6 +56,8 @@ def make_plan_report(
     if observation := calibration_text(forecast.calibration, forecast.items, forecast.basis):
         notes.append(observation)
     plan = settle(config, drafted, [chosen])
+    if copies := with_copies(config.recover, plan, found.cluster.n_nodes)[1]:
+        notes.append(copies)
     sections = report_sections(found, plan.budget, top=top)
     return PlanReport(plan=plan, search=found, notes=tuple(notes), sections=sections, layouts=drafted.layouts)
 

@@ -45,6 +45,10 @@ class RunTotals:
     """Part of the training time: from the beginnings of saves to their ends."""
     start_s: float = 0.0
     """Part of the training time: from each start of the workers to its first step."""
+    copy_s: float = 0.0
+    """Part of the training time: for which copies of the state in memory held up the workers."""
+    copies: int = 0
+    """How many such copies there were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,12 @@ class RunFolder:
         found = newest_good(self.checkpoints)
         trim_metrics(self.metrics, found.manifest.step if found else 0)
         return found
+
+    def prepare_resume_at(self, step: int) -> None:
+        """Cut the metrics back to a step whose state is in memory; no checkpoint is read."""
+        self.checkpoints.mkdir(exist_ok=True)
+        clean_staging(self.checkpoints)
+        trim_metrics(self.metrics, step)
 
     @property
     def totals(self) -> RunTotals:

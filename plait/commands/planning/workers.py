@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +64,11 @@ class WorkerPool(Protocol):
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult: ...
 
+    def copied_steps(self, lineage: int) -> Sequence[int]:
+        """The steps of which every rank of the last job has a whole copy of its state, of this lineage, in its host's
+        memory, the newest first; call it between jobs."""
+        ...
+
 
 class HostWorkers(WorkerPool, Protocol):
     """A worker pool that knows which host has which of a plan's ranks."""
@@ -87,7 +92,7 @@ class ForkedWorkers:
     fixed_workers = None
 
     def __init__(self, server: ForkServer, working_folder: WorkingFolder = CURRENT_FOLDER) -> None:
-        self._server = server
+        self._server, self._ranks = server, 0
         self.working_folder = working_folder
 
     def with_hosts(self, plan: Plan) -> Plan:
@@ -100,7 +105,11 @@ class ForkedWorkers:
         return ()
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
+        self._ranks = job.world_size
         return self._server.run(job, on_message=on_message)
+
+    def copied_steps(self, lineage: int) -> Sequence[int]:
+        return self._server.whole_steps(self._ranks, lineage)
 
 
 class TorchrunWorkers:
@@ -135,6 +144,10 @@ class TorchrunWorkers:
         self._call(job.entry, job.argument, replace(self._context, channel=channel, world_size=world_size))
         stopped = "SIGTERM" if self._context.stop_requested() else "finished"
         return JobResult(stopped_by=stopped, wall_s=time.monotonic() - began)
+
+    def copied_steps(self, lineage: int) -> tuple[()]:
+        """None: nobody outlives the ranks."""
+        return ()
 
     def serve(self) -> None:
         """Run rank 0's jobs until it dismisses the workers; every rank but 0 calls this."""

@@ -52,7 +52,7 @@ class _ForkServer:
     def __init__(self, control: socket.socket, entries: EntryTable) -> None:
         self._control = control
         self._entries = entries
-        self._requests = LineReader(control, sender="the supervisor", descriptors_at_most=RANKS_AT_MOST + 2)
+        self._requests = LineReader(control, sender="the supervisor", descriptors_at_most=RANKS_AT_MOST + 3)
         self._ranks: dict[int, int] = {}
         self._child_ended, self._wakeup = _wake_on_child_end()
 
@@ -78,14 +78,14 @@ class _ForkServer:
 
     def _run(self, request: Mapping[str, Any]) -> None:
         job = typed_value(Job, request["run"])
-        *wires, board = self._requests.descriptors
+        *wires, board, memory = self._requests.descriptors
         sockets = [socket.socket(fileno=descriptor) for descriptor in wires]
         self._requests.descriptors.clear()
         try:
             entry = self._entries.load(job.entry)
             _ready_to_fork()
             for local_rank in range(job.ranks):
-                pid = self._fork(job, entry, local_rank, sockets, {**request, "board": board})
+                pid = self._fork(job, entry, local_rank, sockets, {**request, "board": board, "memory": memory})
                 self._ranks[pid] = job.first_rank + local_rank
         except Exception as error:
             end_children()
@@ -99,6 +99,7 @@ class _ForkServer:
         finally:
             _close(sockets)
             os.close(board)
+            os.close(memory)
 
     def _fork(
         self, job: Job, entry: Entry, local_rank: int, sockets: Sequence[socket.socket], request: Mapping[str, Any]
@@ -119,6 +120,7 @@ class _ForkServer:
                 wire=wire,
                 server_pid=server_pid,
                 board=request["board"],
+                memory=request["memory"],
             )
             live_as_rank(job, place, {self._control, self._child_ended, self._wakeup, *sockets} - kept)
         return pid

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from plait.errors import RunFailed, disk_advice
+from plait.launch.in_memory.memory import RankMemory
 from plait.launch.local.channel import send_line
 from plait.launch.local.guard import die_with_parent
 from plait.launch.local.heap import keep_freed_memory
@@ -62,6 +63,8 @@ class RankPlacement:
     server_pid: int
     board: int
     """Descriptor of the page where it writes how far it is."""
+    memory: int
+    """Descriptor of the file in memory that outlives it, for copies of its state."""
 
 
 def live_as_rank(job: Job, place: RankPlacement, inherited: Iterable[socket.socket]) -> NoReturn:
@@ -141,6 +144,7 @@ def _context(job: Job, place: RankPlacement, stop: StopFlag, progress: ProgressR
         channel=channel,
         stop=stop.requested,
         progress=progress,
+        memory=RankMemory(place.memory, place.local_rank),
     )
 
 

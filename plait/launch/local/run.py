@@ -6,12 +6,13 @@ import contextlib
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from plait.errors import PlaitError
+from plait.launch.in_memory.memory import AgentMemory
 from plait.launch.local.server import ServerProcess
 from plait.launch.local.signals import collected_signals
 from plait.launch.local.site import LocalWorkerHost
@@ -60,15 +61,20 @@ class ForkServer:
         self._threads = threads
         self._working_folder = working_folder
         self._process: ServerProcess | None = None
+        self._memory: AgentMemory | None = None
 
     def __enter__(self) -> ForkServer:
         self._process = self._new_process()
+        self._memory = AgentMemory()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._process is not None:
             self._process.close()
             self._process = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
     @property
     def pid(self) -> int:
@@ -89,6 +95,11 @@ class ForkServer:
             stopped_by = Supervision([site], signals, on_message, Bounds(start_s=start_s, grace_s=grace_s)).run()
         return JobResult(stopped_by=stopped_by, wall_s=time.monotonic() - began_s)
 
+    def whole_steps(self, ranks: int, lineage: int) -> Sequence[int]:
+        """The steps of which this host's ranks of the jobs so far, so many, have left whole copies of their state here,
+        the newest first; see `in_memory/`. From any thread."""
+        return self._memory.whole_steps(ranks, lineage) if self._memory is not None else ()
+
     @contextlib.contextmanager
     def start(self, job: Job, meeting: Rendezvous | None = None) -> Iterator[LocalWorkerHost]:
         """Start this machine's ranks of a job, for a caller that supervises them until they end: see
@@ -108,7 +119,8 @@ class ForkServer:
             here = meeting or Rendezvous(rendezvous=str(directory / "rendezvous"), interface="lo")
             request = {"run": asdict(job), "rendezvous": here.rendezvous, "interface": here.interface}
             listeners = [here.listener] if here.listener is not None else []
-            process.request(request, [*(each.fileno() for each in (*theirs, *listeners)), board.descriptor])
+            shared = board.descriptor, self._kept().descriptor
+            process.request(request, [*(each.fileno() for each in (*theirs, *listeners)), *shared])
             for each in (*theirs, *listeners):
                 each.close()
             with contextlib.closing(LocalWorkerHost(job, process, ours, board)) as site:
@@ -124,6 +136,11 @@ class ForkServer:
 
     def _new_process(self) -> ServerProcess:
         return ServerProcess(entries=self._entries, threads=self._threads, working_folder=self._working_folder)
+
+    def _kept(self) -> AgentMemory:
+        if self._memory is None:
+            raise RuntimeError("a ForkServer serves only within its with block")
+        return self._memory
 
     def _entered(self) -> ServerProcess:
         if self._process is None:

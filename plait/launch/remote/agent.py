@@ -18,6 +18,7 @@ from plait.launch.local.run import ForkServer, Rendezvous
 from plait.launch.local.signals import SignalMailbox, collected_signals
 from plait.launch.local.site import LocalWorkerHost
 from plait.launch.remote.handshake import JOINER_S, greet_leader
+from plait.launch.remote.held_copies import copies_handlers
 from plait.launch.remote.interface import interface_of
 from plait.launch.remote.link import DEFAULT_PULSE, Handler, HostConnection, Pulse
 from plait.launch.remote.listener import joined_text
@@ -91,7 +92,7 @@ def serve(
     """
     with collected_signals() as signals, ForkServer(entries, working_folder=working_folder) as server:
         wire.send("hello", host_info)
-        link = HostConnection(wire, handlers=handlers, pulse=pulse)
+        link = HostConnection(wire, handlers={**handlers, **copies_handlers(server)}, pulse=pulse)
         with contextlib.closing(link):
             return _Agent(link, server, signals, wire, while_running, say).run()
 

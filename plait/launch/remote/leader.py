@@ -87,7 +87,7 @@ class Hosts:
         self._interface = interface_of(address)
         self._port, self._secret = port, secret
         self._wanted, self._pulse = members, pulse
-        self._server = ForkServer(entries, working_folder=working_folder)
+        self.server = ForkServer(entries, working_folder=working_folder)
         self._gate: JoinListener | None = None
         self._admitted: list[Arrival] = []
         self._jobs = 0
@@ -95,7 +95,7 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         self._gate = JoinListener(address=self._address, port=self._port, secret=self._secret, pulse=self._pulse)
-        self._server.__enter__()
+        self.server.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -106,7 +106,7 @@ class Hosts:
         last = {"stopped_by": self._stopped_by} if failed is None else {"failed": _as_sentence(failed)}
         for arrival in self._admitted:
             arrival.link.part("end", last)
-        self._server.__exit__(kind, error, at)
+        self.server.__exit__(kind, error, at)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -193,7 +193,7 @@ class Hosts:
             _require_alive(member)
         with ExitStack() as stack:
             meeting = self._meeting(stack) if len(jobs) > 1 else None
-            sites: list[WorkerHost] = [stack.enter_context(self._server.start(jobs[0], meeting))] if 0 in jobs else []
+            sites: list[WorkerHost] = [stack.enter_context(self.server.start(jobs[0], meeting))] if 0 in jobs else []
             for member in members:
                 site = RemoteWorkerHost(jobs[member.host], member.link, host=str(member), number=self._jobs)
                 site.start(meeting.rendezvous if meeting else None)

@@ -13,7 +13,7 @@ from plait.errors import PlaitError
 from plait.launch.local.signals import StopSignal
 from plait.launch.local.site import KillOrder, RankEvent
 from plait.launch.values.failure import RankRaised
-from plait.launch.values.job import Job, ReleasedBy
+from plait.launch.values.job import RANKS_AT_MOST, Job, ReleasedBy
 from plait.launch.values.progress import RankProgress
 
 _T = TypeVar("_T")
@@ -95,6 +95,25 @@ class Answer:
     def __post_init__(self) -> None:
         if (self.values is None) == (self.raised is None):
             raise ValueError("an answer holds either values or an error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiesQuestion:
+    """Host 0: of which steps do you hold whole copies of the state of all your ranks, of this lineage?"""
+
+    ranks: int
+    lineage: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ranks <= RANKS_AT_MOST:
+            raise ValueError(f"{self.ranks} ranks on one host")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiesAnswer:
+    """A joined host: of these."""
+
+    steps: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

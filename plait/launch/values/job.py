@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from plait.errors import Interrupted, StopSignal
+from plait.launch.values.copies import CopyStore
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 
 RANKS_AT_MOST = 250
-"""One message carries every rank's channel to the fork server, with two more; Linux passes 253 descriptors in one."""
+"""One message carries every rank's channel to the fork server, with three more; Linux passes 253 descriptors in one."""
 
 _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -110,6 +111,8 @@ class RankContext:
     stop: Callable[[], bool]
     progress: ProgressReport = NO_REPORT
     """Where the rank says how far it is, for whoever watches for ranks that hang."""
+    memory: CopyStore | None = None
+    """Where copies of its state outlive it; None where nobody holds them, as under torchrun."""
 
     def send(self, kind: str, **values: Any) -> None:
         """Send one message to the supervisor; values must be JSON, at most 1 MiB; may be called from any thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 from plait.errors import PlaitError
 from plait.planner.derive.model_size import budget_of
@@ -14,7 +14,7 @@ from plait.units import Amount, Every, counted, parse_every, part_of
 
 DEFAULT_BALANCE_EVERY_STEPS = 50
 CHECKPOINT_COST_SHARE = 0.02
-"""Largest share of the time that goes to saving where nobody asked for an interval."""
+"""Largest share of the time that goes to saving, and to copies in memory, where nobody asked for an interval."""
 
 
 def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
@@ -49,7 +49,7 @@ def with_new_intervals(config: RunConfig, plan: Plan) -> Plan:
     return replace(
         plan,
         checkpoint_every=plan.checkpoint_every if every == "auto" else parse_every(every),
-        checkpoint_keep=config.checkpoint.keep,
+        **own_fields(config),
         report_every_steps=(
             plan.report_every_steps if config.report.every == "auto" else report_every_steps(config, plan.device)
         ),
@@ -59,19 +59,26 @@ def with_new_intervals(config: RunConfig, plan: Plan) -> Plan:
         evaluate_every_steps=plan.evaluate_every_steps
         if evaluate == "auto"
         else round(parse_step_interval(evaluate).value),
-        choices=config.report.choices or "",
     )
+
+
+def own_fields(config: RunConfig) -> dict[str, Any]:
+    """Fields of a plan that are the recipe's own: which checkpoints stay, and which questions are asked."""
+    kept, keep_s = config.checkpoint, parse_every(config.checkpoint.keep_for).value
+    return {"checkpoint_keep": kept.keep, "checkpoint_keep_s": keep_s, "choices": config.report.choices or ""}
 
 
 def checkpoint_every(config: RunConfig, why: list[str]) -> Every:
     """How often to save; the recipe's own interval is obeyed whatever saving costs."""
     if config.checkpoint.every != "auto":
         return parse_every(config.checkpoint.every)
-    share = f"{CHECKPOINT_COST_SHARE:.0%}"
+    copies = config.recover.mode == "auto" and config.recover.state_every != "never"
+    cost_share = CHECKPOINT_COST_SHARE / 2 if copies else CHECKPOINT_COST_SHARE  # the rest is theirs
+    share = f"{cost_share:.0%}"
     why.append(
         f"a checkpoint every minute: that much is lost at most (less often where saving takes over {share} of the time)"
     )
-    return Every(60, "seconds", CHECKPOINT_COST_SHARE)
+    return Every(60, "seconds", cost_share)
 
 
 def report_every_steps(config: RunConfig, device: str) -> int:

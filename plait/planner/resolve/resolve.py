@@ -1,7 +1,6 @@
 """From a request to a plan: fills in every "auto" of the recipe and says why.
 
-Pure: values in, values out. `draft` decides everything but the layout among several and, for a time budget, the number
-of steps; those wait for a short measurement, whose result `settle` takes.
+Pure. `draft` decides all but the layout among several and, for a time budget, the steps; `settle` takes what was timed.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from plait.planner.derive.hyperparameters import documents_mode, optimizer_plan,
 from plait.planner.derive.intervals import (
     balance_every_steps,
     checkpoint_every,
+    own_fields,
     parse_step_interval,
     report_every_steps,
     steps_in_budget,
@@ -25,6 +25,7 @@ from plait.planner.derive.micro_batch import usual_micro_sequences
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources
 from plait.planner.derive.training_job import TrainingJob
+from plait.planner.memory.state_copies import with_copies_reasoned
 from plait.planner.plan import Plan
 from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.named_workers import with_named_workers
@@ -40,8 +41,7 @@ from plait.planner.resolve.worker_layouts import (
 from plait.recipe.schema import RunConfig
 from plait.units import Every, counted, format_count, format_duration, format_si
 
-EVALUATION_SHARE = 0.06
-"""Share of a run's work that is spent on evaluating the held-out text along the way, at most."""
+EVALUATION_SHARE = 0.06  # of a run's work, at most, goes into evaluating the held-out text along the way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +97,10 @@ def draft(
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
         documents=documents_mode(config, corpus, shape.sequence, why),
+        **own_fields(config),
         checkpoint_every=checkpoint_every(config, why),
-        checkpoint_keep=config.checkpoint.keep,
         report_every_steps=report_every_steps(config, machine.device),
         evaluate_every_steps=0,
-        choices=config.report.choices or "",
         step_s=None,
         forecast=first.forecast,
         peak_flops=used_peak_flops(resources, first),
@@ -153,7 +152,8 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) ->
     why = [*_choice_reasons(measured, best), *best.reasons, *plan.reasons, *_micro_batch_reasons(config, plan)]
     steps, evaluate_every = _steps_and_evaluations(draft, plan, why)
     optimizer = replace(plan.optimizer, warmup_steps=warmup_steps(config, steps, why))
-    return replace(plan, steps=steps, evaluate_every_steps=evaluate_every, optimizer=optimizer, reasons=tuple(why))
+    plan = replace(plan, steps=steps, evaluate_every_steps=evaluate_every, optimizer=optimizer, reasons=tuple(why))
+    return with_copies_reasoned(config.recover, plan, best.search.cluster.n_nodes if best.search else 1)
 
 
 def _micro_batch_reasons(config: RunConfig, plan: Plan) -> list[str]:

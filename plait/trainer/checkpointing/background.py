@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Literal
-
-import torch
 
 from plait.checkpoint.arrival import refuse_part
 from plait.checkpoint.generation import require_newest
@@ -21,7 +19,9 @@ from plait.checkpoint.transfer import TensorSlice, write_rank
 from plait.errors import PlaitError, RunFailed
 from plait.parallel.mesh import Sums
 from plait.trainer.assemble import Assembly
-from plait.trainer.checkpointing.persist import Send, publish_parts, rank_slices, run_on_all_ranks
+from plait.trainer.checkpointing.all_ranks import run_on_all_ranks
+from plait.trainer.checkpointing.in_memory import MemoryCopies, Slices
+from plait.trainer.checkpointing.persist import Send, publish_parts, rank_slices
 from plait.trainer.state import TrainState
 
 NOTHING, WRITING, FAILED = 0, 1, 2
@@ -29,8 +29,9 @@ NOTHING, WRITING, FAILED = 0, 1, 2
 _MEMORY_KEPT = 0.25
 """Share of the free memory that copies may not take."""
 
-# Note [one agreement]: while a save goes on no rank waits for another. Rank 0 sees by files when all parts are there,
-# or why one does not come; the others hear how it ended by a third number in the agreement that every step has anyway.
+# Note [one agreement]: ranks agree once, when a save begins: that all numbers are finite, and whether copies have the
+# memory. Then no rank waits for another. Rank 0 sees by files when all parts are there, or why one does not come; the
+# others hear how it ended by a number in the agreement that every step has anyway.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +59,28 @@ class _Writing:
     error: PlaitError | None = None
     ended_s: float = 0.0
     thread: threading.Thread | None = None
+    from_memory: bool = False
+    """Whether what is written is a copy for the case that a worker dies."""
 
 
 class CheckpointSaver:
     """Saves the checkpoints of one rank in `folder`; every rank has one and makes the same calls in the same order.
 
     `fence` raises RunFailed where rank 0 may no longer write. A rank whose `folder` is not on rank 0's host passes
-    `send`.
+    `send`. Where there are `copies`, a save that goes on beside training writes one of them.
     """
 
     def __init__(
-        self, assembly: Assembly, folder: Path, world: Sums, fence: Callable[[], None], send: Send | None
+        self,
+        assembly: Assembly,
+        folder: Path,
+        world: Sums,
+        fence: Callable[[], None],
+        send: Send | None,
+        copies: MemoryCopies | None = None,
     ) -> None:
         self._assembly, self._folder, self._world, self._fence, self._send = assembly, folder, world, fence, send
+        self._copies = copies
         self._now: _Writing | None = None
         self._agreed = NOTHING
 
@@ -85,7 +95,9 @@ class CheckpointSaver:
 
     def ended(self) -> SaveEnd | None:
         """How the save that went on has ended, as the ranks agreed; None while it goes on, or where there is none."""
-        return None if self._now is None or self._agreed == WRITING else self.finish()
+        if self._now is None or self._agreed == WRITING:
+            return None
+        return self._ended(self._now, time.monotonic()) if self._agreed == NOTHING else self.finish()
 
     def begin(self, state: TrainState) -> None:
         """Copy this rank's part of a state, and have a thread save it. Every rank must call it; blocks for the copy, or
@@ -111,7 +123,6 @@ class CheckpointSaver:
         now, waited_from_s = self._now, time.monotonic()
         if now is None:
             return None
-        self._now = None
         if now.thread is not None:
             now.thread.join()
         clears = self._send is not None or self._world.index == 0
@@ -125,6 +136,15 @@ class CheckpointSaver:
             run_on_all_ranks(self._world, raise_failure, now.staging if clears else None)
         except RunFailed as error:
             failure = str(error)
+        return self._ended(now, waited_from_s, failure)
+
+    def _ended(self, now: _Writing, waited_from_s: float, failure: str = "") -> SaveEnd:
+        """Take note that the save is over, as all ranks know."""
+        self._now = None
+        if now.thread is not None:
+            now.thread.join()
+        if now.from_memory and self._copies is not None:
+            self._copies.saved()
         if self._send is not None:
             rmtree(now.staging, ignore_errors=True)
         blocked_s = now.blocked_s + time.monotonic() - waited_from_s
@@ -137,24 +157,43 @@ class CheckpointSaver:
         def look() -> None:
             slices.update(rank_slices(self._assembly, state, self._world))
 
-        run_on_all_ranks(self._world, look, None)
+        is_short = run_on_all_ranks(
+            self._world, look, None, number=lambda: int(how == "copies" and self._is_short(slices))
+        )
         now = _Writing(state=state, staging=staging_for(self._folder, state.step), began_s=began_s)
         self._now = now
-        if how == "copies" and self._all_have_room(slices):
-            copies = {key: [_copied(one) for one in some] for key, some in slices.items()}
-            now.thread = threading.Thread(target=self._write, args=(now, copies), name="save", daemon=True)
+        if how == "copies" and not is_short:
+            copies = self._copied(now, slices)
+            now.thread = threading.Thread(target=self._write_copies, args=(now, copies), name="save", daemon=True)
             now.thread.start()
         else:
             self._write(now, slices)
         now.blocked_s = time.monotonic() - began_s
 
-    def _all_have_room(self, slices: Mapping[str, Sequence[TensorSlice]]) -> bool:
-        """Whether every rank's host has the memory for copies. Every rank must call it."""
+    def _is_short(self, slices: Slices) -> bool:
+        """Whether this rank's host lacks the memory for copies; those that survive the worker have theirs already."""
+        if self._makes_copies:
+            return False
         nbytes = sum(one.tensor.nbytes for some in slices.values() for one in some)
-        short = int(nbytes * self._world.size > (1 - _MEMORY_KEPT) * free_memory())
-        return not int(self._world.largest(torch.tensor([short]))[0])
+        return nbytes * self._world.size > (1 - _MEMORY_KEPT) * free_memory()
 
-    def _write(self, now: _Writing, slices: Mapping[str, Sequence[TensorSlice]]) -> None:
+    @property
+    def _makes_copies(self) -> bool:
+        return self._copies is not None and self._copies.state == "on" and self._copies.is_prepared
+
+    def _copied(self, now: _Writing, slices: Slices) -> Slices:
+        """Copies of this rank's slices: one that survives the worker, where there are such."""
+        if self._copies is not None and self._makes_copies and (copy := self._copies.copy(now.state, slices)):
+            now.from_memory = True
+            return self._copies.begin_saving(copy)
+        return {key: [_copied(one) for one in some] for key, some in slices.items()}
+
+    def _write_copies(self, now: _Writing, slices: Slices) -> None:
+        if now.from_memory and self._copies is not None:
+            self._copies.take_third_slot()
+        self._write(now, slices)
+
+    def _write(self, now: _Writing, slices: Slices) -> None:
         """Write this rank's part; rank 0 then publishes the parts of all."""
         try:
             write_rank(now.staging, self._world.index, slices)
@@ -172,9 +211,15 @@ class CheckpointSaver:
 
 
 def saver_of(
-    assembly: Assembly, folder: Path, parts: Literal["here", "sent"], generation: int, tell: Callable[..., None]
+    assembly: Assembly,
+    folder: Path,
+    parts: Literal["here", "sent"],
+    generation: int,
+    tell: Callable[..., None],
+    copies: MemoryCopies | None = None,
 ) -> CheckpointSaver:
-    """What saves the checkpoints of the run in `folder`, as its start of that number, unless a later one has begun.
+    """What saves the checkpoints of the run in `folder`, as its start of that number, unless a later one has begun; by
+    way of the `copies` in memory, where there are such.
 
     A rank whose part is "sent" uses `tell` to have the supervisors send it on to rank 0's folder.
     """
@@ -184,7 +229,7 @@ def saver_of(
 
     fence = partial(require_newest, folder, generation)
     world, checkpoints = assembly.sums, folder / "checkpoints"
-    return CheckpointSaver(assembly, checkpoints, world, fence, send if parts == "sent" else None)
+    return CheckpointSaver(assembly, checkpoints, world, fence, send if parts == "sent" else None, copies)
 
 
 def _copied(one: TensorSlice) -> TensorSlice:

@@ -16,6 +16,7 @@ class CheckpointPace:
         self._every, self._clock = every, clock
         self._step, self._at = step, clock()
         self._least_s, self._failing = 0.0, False
+        self._cost_s, self._between_s = 0.0, 0.0
         self._said_s = every.value
 
     def is_due(self, step: int) -> bool:
@@ -27,9 +28,16 @@ class CheckpointPace:
             return step - self._step >= self._every.value and passed_s >= self._least_s
         return passed_s >= max(self._every.value, self._least_s)
 
+    @property
+    def share(self) -> float:
+        """The share of the time that the last save took, as far as known: of the time since the one before."""
+        return min(1.0, self._cost_s / self._between_s) if self._between_s > 0 else 0.0
+
     def begun(self, step: int) -> None:
         """Take note that a save after this step begins, and with it the next interval."""
-        self._step, self._at = step, self._clock()
+        now_s = self._clock()
+        self._between_s = max(now_s - self._at, self._every.value if self._every.unit == "seconds" else 0.0)
+        self._step, self._at = step, now_s
 
     def saved(self, step: int, cost_s: float) -> str | None:
         """Take note of a save after this step, which took so many seconds, and that the next interval begins now; the
@@ -51,7 +59,7 @@ class CheckpointPace:
 
         Returns a sentence for the log where the interval is now another one than was last said, by a factor of two.
         """
-        self._failing = False
+        self._failing, self._cost_s = False, cost_s
         share = self._every.cost_share
         if share is None:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,19 +16,17 @@ from plait.checkpoint.fitting import check_model, check_optimizer
 from plait.checkpoint.manifest import Manifest, tensor_names
 from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice, write_rank
-from plait.errors import PlaitError, RunFailed
+from plait.errors import RunFailed
 from plait.model.gpt import GPT
 from plait.model.weights import kept_values, trained_weights
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
+from plait.trainer.checkpointing.all_ranks import run_on_all_ranks
 from plait.trainer.checkpointing.fits import described_model
 from plait.trainer.optim import moment_names, set_state, updates_counted
 from plait.trainer.state import TrainState
-
-_SENTENCE_BYTES = 2_000
-
 
 Send = Callable[[Path], None]
 """Requests the transfer of this rank's part in a staging folder to rank 0's host; returns before it has arrived."""
@@ -94,13 +93,13 @@ def publish_parts(
     )
 
 
-def prune_old(folder: Path, keep: int, world: Sums, whole: Collection[int]) -> None:
-    """Delete all but the `keep` newest checkpoints, of which only those of the steps in `whole` count: this job wrote
-    or verified them. Every rank must call it; blocks while rank 0 deletes."""
+def prune_old(folder: Path, keep: int, keep_s: float, world: Sums, whole: Collection[int]) -> None:
+    """Delete all but the `keep` newest checkpoints, of which only those of the steps in `whole` count (this job wrote
+    or verified them), and those younger than `keep_s`. Every rank must call it; blocks while rank 0 deletes."""
 
     def prune_here() -> None:
         if world.index == 0:
-            prune(folder, keep, whole)
+            prune(folder, keep, whole, keep_s=keep_s)
 
     run_on_all_ranks(world, prune_here, None)
 
@@ -184,6 +183,18 @@ def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
             yield f"model/{bias.name}", bias.box, bias.tensor
 
 
+def held_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
+    """All weights, moments and biases on this rank, whoever owns them: what `load_state` fills, in the same order. The
+    model must be settled, and have done a step."""
+    for held in (*_trained(assembly), *assembly.kept_biases()):
+        yield f"model/{held.name}", held.box, held.tensor.detach()
+    for unit in assembly.model.units:
+        state = assembly.optimizer.state[unit.parameter]
+        for part in unit.parts:
+            for kind, key in moment_names(assembly.plan.optimizer).items():
+                yield f"{kind}/{part.name}", part.box, unit_part_view(state[key], part)
+
+
 def load_weights(model: GPT, path: Path, manifest: Manifest) -> None:
     """Fill the parameters of an unsharded model that were trained, and its routers' biases, from a checkpoint, bit for
     bit."""
@@ -198,16 +209,20 @@ def _trained(assembly: Assembly) -> list[HeldWeight]:
     return [held for held in assembly.model.weights if held.trained]
 
 
-def rank_slices(assembly: Assembly, state: TrainState, world: Sums) -> dict[str, list[TensorSlice]]:
+def rank_slices(
+    assembly: Assembly, state: TrainState, world: Sums, check: Literal["finite", "nothing"] = "finite"
+) -> dict[str, list[TensorSlice]]:
     """The slices that this rank writes: the units that it owns, its random state, and on rank 0 the values that are
-    global."""
+    global. Raises RunFailed where a number is not finite, if it is to `check` for that."""
     slices: dict[str, list[TensorSlice]] = {f"rng/rank-{world.index}": [whole_slice(torch.get_rng_state())]}
     if world.index == 0:
         slices["tokens"] = [whole_slice(torch.tensor([state.tokens]))]
         if (updates := updates_counted(assembly.optimizer)) is not None:
             slices["adam_step"] = [whole_slice(updates.reshape(1))]
     owned = list(owned_state(assembly))
-    finite = torch.stack([torch.isfinite(numbers).all() for _, _, numbers in owned]).tolist() if owned else []
+    finite = [True] * len(owned)
+    if owned and check == "finite":
+        finite = torch.stack([torch.isfinite(numbers).all() for _, _, numbers in owned]).tolist()
     for (key, box, numbers), is_finite in zip(owned, finite, strict=True):
         if not is_finite:
             raise RunFailed(
@@ -221,25 +236,3 @@ def rank_slices(assembly: Assembly, state: TrainState, world: Sums) -> dict[str,
 def unit_part_view(tensor: Tensor, part: OptimizerUnitPart) -> Tensor:
     """The elements of a unit's flat tensor that belong to one of its parts, as a view of that part's shape."""
     return tensor.view(-1)[part.first : part.first + part.box.numbers].view(part.box.extent)
-
-
-def run_on_all_ranks(world: Sums, act: Callable[[], None], clear: Path | None) -> None:
-    """Call `act` on every rank; if it fails on any of them, all ranks raise RunFailed with the same message.
-
-    Every rank must raise it, because no rank knows whose error will be shown. Then the folder `clear` is deleted, on
-    the ranks that pass one.
-    """
-    sentence = b""
-    try:
-        act()
-    except PlaitError as error:
-        # The first to fail takes the folder away under the others, who then miss their files: they are heard last.
-        order = b"2" if isinstance(error.__cause__, FileNotFoundError) else b"1"
-        sentence = (order + str(error).encode())[:_SENTENCE_BYTES]
-    if not int(world.largest(torch.tensor([len(sentence)]))[0]):
-        return
-    if clear is not None:  # now that nobody writes into it any more
-        shutil.rmtree(clear, ignore_errors=True)
-    padded = torch.tensor(list(sentence.ljust(_SENTENCE_BYTES, b"\0")), dtype=torch.uint8)
-    texts = [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in world.gather(padded)]
-    raise RunFailed(min((text for text in texts if text), key=lambda text: text[0])[1:])

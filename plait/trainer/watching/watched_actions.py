@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from plait.launch.values.copies import CopyStore
 from plait.launch.values.progress import ProgressReport
 from plait.parallel.mesh import Sums
 from plait.report.memory import LiveTensorPeak, peak_rss_bytes
@@ -30,8 +31,10 @@ class WorkerContext(Protocol):
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int
     rendezvous: str
     progress: ProgressReport
+    memory: CopyStore | None
 
     def send(self, kind: str, **values: Any) -> None: ...
     def stop_requested(self) -> bool: ...
@@ -52,6 +55,7 @@ def watched(actions: LoopActions, progress: ProgressReport) -> LoopActions:
         save=_in_phase("saving", actions.save, progress),
         begin_save=_in_phase("saving", actions.begin_save, progress),
         finish_save=_in_phase("saving", actions.finish_save, progress),
+        copy=_in_phase("the copy of the state", actions.copy, progress),
         prune=_in_phase("saving", actions.prune, progress),
         agree=_in_phase("the agreement after the step", actions.agree, progress),
         rebalance_if_due=_in_phase("balancing", actions.rebalance_if_due, progress),

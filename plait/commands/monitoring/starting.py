@@ -1,0 +1,71 @@
+"""What the next start of a run's workers goes on from, and what is written down and said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from plait.checkpoint.generation import raise_generation
+from plait.checkpoint.store import FoundCheckpoint
+from plait.commands.monitoring.newest_state import NewestState
+from plait.commands.monitoring.session import Start
+from plait.commands.planning.introduction import time_left_text
+from plait.commands.planning.run_folder import RunFolder
+from plait.planner.plan import Plan
+from plait.report.incidents import StartLine, append_start
+from plait.screen.screen import Screen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """What the next start goes on from: a checkpoint's name, or the lineage of copies in memory, or neither."""
+
+    steps_done: int = 0
+    checkpoint: str | None = None
+    lineage: int | None = None
+    skipped: tuple[str, ...] = ()
+    """A sentence for each newer checkpoint that is not whole."""
+
+
+def saved_point(found: FoundCheckpoint | None) -> ResumePoint:
+    """A checkpoint, or the beginning."""
+    if found is None:
+        return ResumePoint()
+    return ResumePoint(steps_done=found.manifest.step, checkpoint=found.path.name, skipped=found.skipped)
+
+
+def prepared_point(folder: RunFolder, state: NewestState, lineage: int) -> ResumePoint:
+    """Make the run's files those of the state that it goes on from."""
+    if state.where != "memory":
+        return saved_point(folder.prepare_resume())
+    folder.prepare_resume_at(state.step)
+    return ResumePoint(steps_done=state.step, lineage=lineage)
+
+
+def next_start(folder: RunFolder, plan: Plan, point: ResumePoint, screen: Screen, numbers: Mapping[str, Any]) -> Start:
+    """One more start of the workers, from a checkpoint, from copies in memory or from the beginning; says from
+    which."""
+    for sentence in point.skipped:
+        screen.print(f"skipped  {sentence}")
+    generation = raise_generation(folder.path)
+    steps_done, at = point.steps_done, datetime.now(UTC).isoformat(timespec="milliseconds")
+    append_start(folder.starts, StartLine(generation=generation, steps_done=steps_done, at=at))
+    if steps_done or point.checkpoint:
+        screen.print(resumed_text(steps_done, plan, "checkpoint" if point.checkpoint else "memory"))
+    return Start(
+        generation=generation,
+        lineage=generation if point.lineage is None else point.lineage,
+        steps_done=steps_done,
+        resume_from=point.checkpoint,
+        from_copies=point.lineage is not None,
+        numbers=numbers,
+    )
+
+
+def resumed_text(step: int, plan: Plan, where: Literal["checkpoint", "memory"] = "checkpoint") -> str:
+    """From which checkpoint a run goes on, or from which step's copies in memory, and how long that takes."""
+    left = time_left_text(plan, step)
+    kept = f"step {step} of {plan.steps}, kept in memory" if where == "memory" else f"step-{step} of {plan.steps}"
+    return f"resume   from {kept}{left and f', {left} more'}"

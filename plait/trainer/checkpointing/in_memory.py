@@ -1,0 +1,256 @@
+"""Copies of a rank's state in the memory of its host's supervisor or agent, which outlives it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.arrival import part_files
+from plait.checkpoint.host_bytes import host_bytes
+from plait.checkpoint.manifest import ITEM_BYTES, StoredPart, parts_text
+from plait.checkpoint.transfer import DTYPES, TensorSlice, rank_layout, stored_part, whole_slice
+from plait.launch.values.copies import SLOTS, CopyStore, KeptCopy
+from plait.parallel.mesh import Sums
+from plait.trainer.assemble import Assembly
+from plait.trainer.checkpointing.host_cover import PartPlace, kept_beside
+from plait.trainer.checkpointing.persist import held_state, rank_slices, state_boxes
+from plait.trainer.optim import updates_counted
+from plait.trainer.state import TrainState
+from plait.units import format_bytes
+
+_NO_HASH = "0" * 64
+"""Memory that changed its bits would change those of the run as well: copies are not hashed."""
+BESIDE = "beside:"
+"""Begins the keys of parts in a copy that are another rank's in a checkpoint."""
+Slices = Mapping[str, Sequence[TensorSlice]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopies:
+    """Where a rank's copies go: the door to the memory, this rank's host's ranks, and the run's lineage.
+
+    `lineage` is the number of the start from whose beginning the run has come here without a checkpoint read since.
+    """
+
+    store: CopyStore
+    ranks: range
+    lineage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """What is the same in copy after copy: the text about the parts, and in which order slices are written."""
+
+    signature: Sequence[tuple[Any, ...]]
+    header: bytes
+    order: Sequence[tuple[StoredPart, int]]
+    text: str
+    nbytes: int
+
+
+class MemoryCopies:
+    """Copies one rank's state; every rank has one and makes the same calls in the same order.
+
+    `newest` is the copy that the run goes on from, if any; what else there is in this rank's slots becomes void.
+    """
+
+    def __init__(self, assembly: Assembly, at: HostCopies, world: Sums, newest: KeptCopy | None = None) -> None:
+        self._assembly, self._at, self._world = assembly, at, world
+        self._newest, self._saving = newest, None
+        self._shape: _Shape | None = None
+        self._beside: Sequence[PartPlace] | None = None
+        self.state: Literal["on", "off"] = "on"
+        self.cost_s = 0.0
+        """Seconds for which the last copy held up this rank; those of a save count as the save's."""
+        self.failure = ""
+        """Why this rank could make no copy; the others are to hear of it, and all to stop."""
+        self._is_usable = True
+        try:
+            for slot in range(SLOTS):
+                if newest is None or slot != newest.slot:
+                    at.store.begin(slot)
+        except OSError:  # as where a limit of the user's forbids large files
+            self._is_usable = False
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest whole copy."""
+        return None if self._newest is None else self._newest.step
+
+    def layers_moved(self) -> None:
+        """The ranks hold other parts of the state from now on."""
+        self._shape = self._beside = None
+
+    def stop(self) -> None:
+        """Make no more copies; those that there are stay."""
+        self.state = "off"
+
+    def prepare(self, free_bytes: float) -> str:
+        """Find out what is copied and take memory for it, before the first copy. Every rank must call it; blocks.
+
+        Returns "" or, on all ranks alike, why there can be no copies: then nothing is copied.
+        """
+        self._beside = self._found_beside()
+        nbytes = self._shape_of(self._all_slices(TrainState())).nbytes
+        lacks = not self._is_usable or SLOTS * nbytes * len(self._at.ranks) > free_bytes
+        for slot in () if lacks else range(2):
+            try:
+                self._at.store.reserve(slot, nbytes)
+            except OSError:
+                lacks = True
+        most, lacking = self._world.largest(torch.tensor([nbytes, int(lacks)])).tolist()
+        if not lacking:
+            return ""
+        self.stop()
+        many = f"{SLOTS} copies of {format_bytes(most)} for each worker"
+        return f"{many} do not fit the free memory, or a limit is in their way (ulimit -f)"
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` is done for the parts that ranks hold now; the same on all ranks."""
+        return self._beside is not None
+
+    def copy(self, state: TrainState, own: Slices | None = None) -> KeptCopy | None:
+        """Copy this rank's state, or its slices `own` of it, which are a checkpoint's. Every rank must call it; returns
+        when the copy is whole, or None where there was no memory: then the older one stays."""
+        began_s = time.monotonic()
+        slot = next(slot for slot in range(SLOTS) if slot not in (self._slot_of(self._newest), self._saving))
+        try:
+            self._newest = self._written(state, self._all_slices(state, own), slot)
+        except OSError as error:
+            self.failure = str(error)
+            return None
+        if own is None:
+            self.cost_s = time.monotonic() - began_s
+        return self._newest
+
+    def begin_saving(self, copy: KeptCopy) -> Slices:
+        """The slices of a copy that a checkpoint has, as they lie in memory; no further copy replaces it until
+        `saved`."""
+        self._saving = copy.slot
+        data, shape = self._at.store.data(self._place, copy), self._shape
+        assert shape is not None
+        slices: dict[str, list[TensorSlice]] = {}
+        for part, _ in shape.order:
+            if not part.tensor.startswith(BESIDE):
+                one = TensorSlice(tensor=_tensor_at(data, part), shape=part.shape, offset=part.offset)
+                slices.setdefault(part.tensor, []).append(one)
+        return slices
+
+    def take_third_slot(self) -> None:
+        """Take the memory for a copy beside the newest and the one that is being saved; what fails here is heard of
+        when that copy is made. From any thread."""
+        shape, free = self._shape, {0, 1, 2} - {self._slot_of(self._newest), self._saving}
+        if shape is not None:
+            for slot in free:
+                try:
+                    self._at.store.reserve(slot, shape.nbytes)
+                except OSError:
+                    return
+
+    def saved(self) -> None:
+        """The copy that was saved may be replaced."""
+        self._saving = None
+
+    @property
+    def _place(self) -> int:
+        return self._world.index - self._at.ranks.start
+
+    def _slot_of(self, copy: KeptCopy | None) -> int | None:
+        return None if copy is None else copy.slot
+
+    def _written(self, state: TrainState, slices: Slices, slot: int) -> KeptCopy:
+        shape, flat = self._shape_of(slices), _flat(slices)
+        store = self._at.store
+        store.begin(slot)
+        store.write(slot, 0, memoryview(shape.header))
+        for part, number in shape.order:
+            at = part.begin
+            for piece in host_bytes(flat[number][1].tensor):
+                store.write(slot, at, piece)
+                at += len(piece)
+        text = f'{{"step": {state.step}, "position": {state.position}, {shape.text}}}'.encode()
+        lineage = self._at.lineage
+        store.finish(slot, step=state.step, lineage=lineage, text=text, data_bytes=shape.nbytes)
+        return KeptCopy(step=state.step, lineage=lineage, slot=slot, text_bytes=len(text), data_bytes=shape.nbytes)
+
+    def _shape_of(self, slices: Slices) -> _Shape:
+        """The shape of a copy, made anew only where slices are others than in the one before."""
+        flat = _flat(slices)
+        signature = [(key, one.offset, one.tensor.shape, one.tensor.dtype) for key, one in flat]
+        if self._shape is None or self._shape.signature != signature:
+            self._shape = _shape(self._world.index, flat, signature)
+        return self._shape
+
+    def _all_slices(self, state: TrainState, own: Slices | None = None) -> Slices:
+        """This rank's own slices and, under keys of their own, those that it copies for its host."""
+        whole = own if own is not None else rank_slices(self._assembly, state, self._world, check="nothing")
+        found = {key: list(some) for key, some in whole.items()}
+        if self._world.index > 0:  # rank 0's host alone has these of its own
+            found[BESIDE + "tokens"] = [whole_slice(torch.tensor([state.tokens]))]
+            optimizer = self._assembly.optimizer
+            if optimizer.state and (updates := updates_counted(optimizer)) is not None:
+                found[BESIDE + "adam_step"] = [whole_slice(updates.reshape(1))]
+        if wanted := set(self._beside or ()):
+            self._assembly.model.settle()
+            for key, box, numbers in held_state(self._assembly):
+                if (key, box.offset, box.extent) in wanted:
+                    one = TensorSlice(tensor=numbers, shape=box.shape, offset=box.offset)
+                    found.setdefault(BESIDE + key, []).append(one)
+        return found
+
+    def _found_beside(self) -> Sequence[PartPlace]:
+        """What this rank copies besides its own; nothing where all ranks are on one host. Every rank must call it."""
+        if not int(self._world.largest(torch.tensor([int(len(self._at.ranks) < self._world.size)]))[0]):
+            return ()
+        slices = rank_slices(self._assembly, TrainState(), self._world, check="nothing")
+        own = [(key, one.offset, tuple(one.tensor.shape)) for key, some in slices.items() for one in some]
+        needs = [(key, box.offset, box.extent) for key, box in state_boxes(self._assembly)]
+        rows = gathered(self._world, [own, needs])
+        here = [rows[rank] for rank in self._at.ranks]
+        return kept_beside([row[0] for row in here], [row[1] for row in here])[self._place]
+
+
+def gathered(world: Sums, own: Any) -> list[Any]:
+    """What every rank passes, in rank order: lists of JSON values, whose innermost lists come back as tuples."""
+    text = json.dumps(own).encode()
+    length = int(world.largest(torch.tensor([len(text)]))[0])
+    padded = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
+    rows = [json.loads(bytes(one.numpy())) for one in world.gather(padded)]
+    return [[[(key, tuple(at), tuple(n)) for key, at, n in places] for places in row] for row in rows]
+
+
+def _flat(slices: Slices) -> list[tuple[str, TensorSlice]]:
+    return [(key, one) for key, some in slices.items() for one in some]
+
+
+def _shape(rank: int, flat: Sequence[tuple[str, TensorSlice]], signature: Sequence[tuple[Any, ...]]) -> _Shape:
+    """Own parts lie as in the rank's file of a checkpoint, those beside them after it."""
+    file = part_files(rank)[0]
+    number_of = {stored_part(key, one, file).key: number for number, (key, one) in enumerate(flat)}
+    header, parts, _ = rank_layout(rank, _grouped(flat))
+    order = [(replace(part, sha256=_NO_HASH), number_of[part.key]) for part in parts]
+    nbytes = len(header) + sum(part.nbytes for part, _ in order)
+    text = f'"parts": {parts_text(part for part, _ in order)}'
+    return _Shape(signature=signature, header=header, order=order, text=text, nbytes=nbytes)
+
+
+def _grouped(flat: Sequence[tuple[str, TensorSlice]]) -> dict[str, list[TensorSlice]]:
+    found: dict[str, list[TensorSlice]] = {}
+    for key, one in flat:
+        found.setdefault(key, []).append(one)
+    return found
+
+
+def _tensor_at(data: memoryview, part: StoredPart) -> Tensor:
+    dtype = DTYPES[part.dtype]
+    count = part.nbytes // ITEM_BYTES[part.dtype]
+    if not count:
+        return torch.empty(part.extent, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=part.begin).view(part.extent)
