@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +113,47 @@ def test_each_host_of_many_knocks_at_few_and_is_knocked_at_by_as_many(hosts: int
     assert all(at not in one and min(one) >= 0 and max(one) < hosts for at, one in enumerate(knocks))
     assert max(map(len, knocks)) <= most and min(heard) >= min(hosts - 1, 4)
     assert all(0 in one for one in knocks[1:])  # rank 0's store is there
+
+
+SPACE, NEAR, FAR = "plaitdoors", "10.38.0.1", "10.38.0.2"
+WIRING = f"""netns add {SPACE}
+link add plaitdoors0 type veth peer name plaitdoors1
+link set plaitdoors1 netns {SPACE} name eth0
+addr add {NEAR}/24 dev plaitdoors0
+link set plaitdoors0 up
+-netns {SPACE} addr add {FAR}/24 dev eth0
+-netns {SPACE} link set eth0 up"""
+OPENED = f"""import sys
+from plait.launch.remote.connectivity import ConnectivityListener
+door = ConnectivityListener("far", "{FAR}")
+print(door.ask("door", {{}}).values["port"], flush=True)
+sys.stdin.readline()"""
+
+
+@pytest.fixture
+def far_port() -> Iterator[int]:
+    """The port of a host's door in a network of its own, one cable away."""
+    try:
+        for line in WIRING.splitlines():
+            subprocess.run(["ip", *line.split()], check=True)
+        command = ["ip", "netns", "exec", SPACE, sys.executable, "-c", OPENED]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, text=True, cwd=Path(__file__).parents[2], **pipes) as host:
+            assert host.stdout is not None
+            yield int(host.stdout.readline())
+            host.communicate("\n")
+    finally:
+        subprocess.run(["ip", "netns", "del", SPACE], check=False)
+        subprocess.run(["ip", "link", "del", "plaitdoors0"], check=False, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
+def test_a_way_on_which_only_small_packets_pass_is_named(far_port: int) -> None:
+    """A real cable that carries nothing larger than 900 bytes: connections stand, and no message arrives."""
+    near = ConnectivityListener("near", NEAR)
+    doors = {"doors": [{"address": FAR, "port": far_port}]}
+    assert near.ask("knock", doors).values["whys"] == [""]
+    cable = "qdisc add dev plaitdoors0 root tbf rate 100mbit burst 900 limit 100000"
+    subprocess.run(["tc", *cable.split()], check=True)
+    assert near.ask("knock", doors).values["whys"] == [connectivity.LARGE_PACKETS_LOST]
