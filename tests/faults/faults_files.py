@@ -35,6 +35,7 @@ def test_a9_killed_at_every_call_of_a_save_there_is_a_checkpoint_that_verifies(
 ) -> None:
     found = {}
     for before, start in {"beside an older one": 1, "over the same step": 2}.items():
+        (quick_disk / before).mkdir()
         seed = save_state(quick_disk / before / "seed", start)
 
         def fresh(name: str, seed: Path = seed) -> Path:
@@ -46,7 +47,8 @@ def test_a9_killed_at_every_call_of_a_save_there_is_a_checkpoint_that_verifies(
             save_state(folder, 2)
             prune(folder, 1, whole={2})
 
-        points = len(disk_calls(lambda: save_and_prune(fresh("reference"))))
+        reference = fresh("reference")
+        points = len(disk_calls(lambda reference=reference: save_and_prune(reference)))
         steps = Counter[int]()
         for call in range(points):
             folder = fresh(f"kill-{call}")
