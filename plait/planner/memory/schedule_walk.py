@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,8 @@ HeldTensors = Counter[tuple[WalkedItem, TensorSize]]
 class PipelineStages:
     """What a walk needs besides a rank's list of actions; a model without a pipeline is one stage."""
 
-    layers: tuple[float, ...]
-    """Layers of each stage, over all ranks; on the last with those for prediction ahead."""
+    layers: tuple[Any, ...]
+    """Layers of each stage, over all ranks; on the last with those for prediction ahead, no whole number."""
     tied: bool
     flat_layers: bool
     """Whether gradients of layers are summed over ranks, and so add up in flat buckets."""
@@ -166,7 +166,9 @@ class _Walk:
                 ("logits", "scores"): 1, ("logits", "loss_copies"): 1, ("logits", "product"): 1,
                 ("logits", "table"): 1 + (number > 0 and stage < self._stages.last),
             }  # fmt: skip
-            left = {("activations", "layer"): -behind, ("buffers", "stream"): 3, ("buffers", "gathered"): 1}
+            left: dict[tuple[WalkedItem, TensorSize], int] = {
+                ("activations", "layer"): -behind, ("buffers", "stream"): 3, ("buffers", "gathered"): 1,
+            }  # fmt: skip
             self._record_moment({**logits, **left})
 
     def _start_of_backward(self, kind: Literal["whole", "split"]) -> None:
