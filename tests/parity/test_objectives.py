@@ -57,10 +57,9 @@ LONG: tuple[Layout, ...] = (
     Layout(context=3),
     Layout(context=2, tensor=2),
     Layout(shard=2, context=2, shard_what="parameters"),
-    *(
-        Layout(pipeline=2, stage_layers=(3, 1), schedule=schedule, recompute=recompute)
-        for schedule, recompute in (("gpipe", "none"), ("1f1b", "full"), ("zero-bubble", "selective"))
-    ),
+    Layout(pipeline=2, stage_layers=(3, 1), schedule="gpipe"),
+    Layout(pipeline=2, stage_layers=(3, 1), recompute="full"),
+    Layout(pipeline=2, stage_layers=(3, 1), schedule="zero-bubble", recompute="selective"),
     Layout(pipeline=3, stage_layers=(1, 2, 1)),
     Layout(pipeline=4, stage_layers=(1, 1, 1, 1), schedule="zero-bubble"),
     Layout(pipeline=2, stage_layers=_VIRTUAL, schedule="interleaved"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +38,8 @@ HeldBeside = Mapping[tuple[WalkedItem, TensorSize], float]
 class PipelineStages:
     """What a walk needs besides a rank's list of actions; a model without a pipeline is one stage."""
 
-    layers: tuple[float, ...]
-    """Layers of each stage, over all ranks; on the last with those for prediction ahead."""
+    layers: tuple[Any, ...]
+    """Layers of each stage, over all ranks; on the last with those for prediction ahead, no whole number."""
     tied: bool
     flat_layers: bool
     """Whether gradients of layers are summed over ranks, and so add up in flat buckets."""
