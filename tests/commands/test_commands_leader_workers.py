@@ -42,6 +42,7 @@ class Guest:
 
     def __init__(self, folder: str) -> None:
         self.host_info: dict[str, Any] = {"folder": folder, "cores": 8, "mark": "beef"}
+        self.link = object()  # as another connection than any other host has
 
     def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
         assert kind == "see"

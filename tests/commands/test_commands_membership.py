@@ -36,9 +36,9 @@ def copies(plan: Plan, count: int, step_s: float) -> Plan:
     return replace(plan, layout=Layout(replicate=count), step_s=None, forecast=forecast, shares=())
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> Plan:
-    return planned(recipe(tmp_path, "train.budget=50 steps"), PLAYS, LAPTOP)
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return planned(recipe(tmp_path_factory.mktemp("plan"), "train.budget=50 steps"), PLAYS, LAPTOP)
 
 
 # What is said.
