@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any, Literal, get_args
@@ -60,3 +60,18 @@ class AdapterShape:
 def adapter_from(values: Mapping[str, Any]) -> AdapterShape:
     """The adapter's shape from what JSON made of it."""
     return AdapterShape(**{**values, "targets": tuple(values["targets"])})
+
+
+def check_adapter_in(
+    adapter: AdapterShape | None, linear: Sequence[AdapterTarget], smaller_side: Callable[[AdapterTarget], int]
+) -> None:
+    """Refuse an adapter of layers that a model lacks, or of a rank above the smaller side of one; `linear` are the
+    model's linear layers."""
+    for target in adapter.targets if adapter else ():
+        if target not in linear:
+            raise PlaitError(f"this model has no {target} to adapt; choose among {', '.join(linear)}")
+        if adapter and adapter.rank > (smaller := smaller_side(target)):
+            raise PlaitError(
+                f"an adapter of rank {adapter.rank} has more numbers than the layer {target}, whose smaller "
+                f"side is {smaller}; choose a rank of at most {smaller}"
+            )

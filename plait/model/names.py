@@ -12,6 +12,7 @@ from typing import Literal
 Dim = Literal[
     "width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "positions", "rank",
     "experts", "expert_ffn", "shared_ffn",
+    "query_heads", "query_rank", "key_value_heads", "key_value_rank", "latent",
 ]  # fmt: skip
 BALANCE = "feedforward.router.balance"
 """A router's bias: no weight, for no gradient changes it; see ModelShape.mixture."""
@@ -31,6 +32,13 @@ _BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "layers.*.attention.k_norm.weight": ("head_width",),
     "layers.*.attention.queries_norm.weight": ("heads",),
     "layers.*.attention.keys_norm.weight": ("kv_heads",),
+    "layers.*.attention.query.weight": ("query_heads", "width"),
+    "layers.*.attention.query_down.weight": ("query_rank", "width"),
+    "layers.*.attention.query_norm.weight": ("query_rank",),
+    "layers.*.attention.query_up.weight": ("query_heads", "query_rank"),
+    "layers.*.attention.key_value_down.weight": ("latent", "width"),
+    "layers.*.attention.key_value_norm.weight": ("key_value_rank",),
+    "layers.*.attention.key_value_up.weight": ("key_value_heads", "key_value_rank"),
     "layers.*.attention.o.weight": ("width", "heads"),
     "layers.*.attention.o.bias": ("width",),
     "layers.*.feedforward_norm.weight": ("width",),
@@ -61,7 +69,7 @@ _LINEAR_LAYERS = {
     if name.startswith("layers.")
     and name.endswith(".weight")
     and len(dims) == 2
-    and not any(part in name for part in (".router.", ".experts.", ".shared."))
+    and not any(part in name for part in (".router.", ".experts.", ".shared.", ".query", ".key_value"))
 }
 DIMS: dict[str, tuple[Dim, ...]] = {
     **_BASE_DIMS,
@@ -69,9 +77,11 @@ DIMS: dict[str, tuple[Dim, ...]] = {
     **{f"{layer}.{ADAPTER_B}": (dims[0], "rank") for layer, dims in _LINEAR_LAYERS.items()},
 }
 """Meaning of each dim, `*` standing for the number of a layer, or of an expert in it. `heads` and `kv_heads` run over
-heads × head_width rows."""
+heads × head_width rows; of latent attention see parts/latent_attention.py."""
 
-CUTTABLE: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocabulary"})
+CUTTABLE: frozenset[Dim] = frozenset(
+    {"heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocabulary", "query_heads", "key_value_heads"}
+)
 """Dims that tensor parallelism may split; heads are split between heads, never inside one."""
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
@@ -81,6 +91,11 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def pattern_of(name: str) -> str:
     """The row of `DIMS` for a weight: "layers.3.attention.q.weight" -> "layers.*.attention.q.weight"."""
     return _EXPERT.sub(".experts.*.", _LAYER.sub("layers.*.", name))
+
+
+def within_layer(name: str) -> str:
+    """The name of a weight without its layer: "layers.3.attention.q.weight" -> "attention.q.weight"."""
+    return name.split(".", 2)[2] if name.startswith("layers.") else name
 
 
 def layer_of(name: str) -> int | None:

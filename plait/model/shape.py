@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import Any, Literal, get_args
 
 from plait.errors import PlaitError
-from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from
-from plait.model.names import ADAPTER_A, ADAPTER_B, Dim, dims_of
-from plait.model.parts.checks import check_head_counts, check_position_numbers, check_shape_value
+from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from, check_adapter_in
+from plait.model.names import ADAPTER_A, ADAPTER_B, Dim, dims_of, within_layer
+from plait.model.parts import checks
+from plait.model.parts.latent_attention import LatentAttentionShape, check_latent_in, latent_sizes, latent_weights
 from plait.model.parts.mixture import MixtureShape, check_mixture_in, mixture_from, mixture_weights
 from plait.model.rope_scaling import RopeScaling
 
@@ -22,13 +23,9 @@ AttentionScale = Literal["head", "head and layer"]
 QkNormWidth = Literal["head", "all heads"]
 
 _CHOICES = {
-    "norm": Norm,
-    "activation": Activation,
-    "positions": Positions,
-    "bias": Bias,
-    "attention_scale": AttentionScale,
-    "qk_norm_width": QkNormWidth,
-}
+    "norm": Norm, "activation": Activation, "positions": Positions, "bias": Bias,
+    "attention_scale": AttentionScale, "qk_norm_width": QkNormWidth,
+}  # fmt: skip
 MOST_LAYERS, MOST_OF_A_SIZE, LONGEST_SEQUENCE = 10_000, 10_000_000, 1_000_000_000
 """Far above every published model, and few enough to count through in a moment."""
 _COUNTS = {
@@ -37,7 +34,8 @@ _COUNTS = {
     "sequence": LONGEST_SEQUENCE,
 }
 """The fields that count something, each with its upper bound."""
-_LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale", "adapter", "qk_norm_width", "mixture")
+_LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale", "adapter", "qk_norm_width", "mixture",
+                 "latent")  # fmt: skip
 """Fields that checkpoints of earlier versions lack: written only where they are not the default."""
 
 
@@ -81,22 +79,23 @@ class ModelShape:
     """What `qk_norm` norms: each head's queries and keys (Qwen 3), or those of all heads as one (OLMoE)."""
     mixture: MixtureShape | None = None
     """Experts in place of some layers' feed-forward parts; None: there are none."""
+    latent: LatentAttentionShape | None = None
+    """Latent attention, with which `head_width` has no position in it; None: plain attention."""
 
     def __post_init__(self) -> None:
         for name, most in _COUNTS.items():
-            if type(getattr(self, name)) is not int or not 1 <= getattr(self, name) <= most:
-                raise PlaitError(
-                    f"the model's {name} is {getattr(self, name)!r}; choose a whole number from 1 to {most:,}"
-                )
+            checks.check_count(name, getattr(self, name), most)
         for name, choices in _CHOICES.items():
-            check_shape_value(name, getattr(self, name), get_args(choices))
-        check_head_counts(self.heads, self.kv_heads, self.head_width, self.positions)
-        check_position_numbers(self.windows, self.layers, self.sequence, self.learned_positions)
+            checks.check_shape_value(name, getattr(self, name), get_args(choices))
+        checks.check_head_counts(self.heads, self.kv_heads, self.head_width, self.positions)
+        checks.check_position_numbers(self.windows, self.layers, self.sequence, self.learned_positions)
         if self.rope is not None and self.positions != "rope":
             raise PlaitError('rotary frequencies are stretched and positions are learned; choose positions = "rope"')
         if self.mixture is not None:
             check_mixture_in(self.mixture, self.layers, biased_parts(self.bias), self.adapter)
-        _check_adapter(self)
+        if self.latent is not None:
+            check_latent_in(self)
+        check_adapter_in(self.adapter, linear_layers(self), self._smaller_side)
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
                 raise PlaitError(f"the model's {name} is {getattr(self, name)}; choose a number above 0")
@@ -116,7 +115,7 @@ class ModelShape:
             "expert_ffn": self.mixture.expert_ffn if self.mixture else 0,
             "shared_ffn": self.mixture.shared_experts * self.mixture.expert_ffn if self.mixture else 0,
         }
-        return sizes[dim]
+        return (sizes | latent_sizes(self.latent, self.heads, self.head_width))[dim]
 
     def window_of(self, layer: int) -> int:
         """How many tokens a query of a layer sees, itself included; 0: all before it."""
@@ -130,6 +129,9 @@ class ModelShape:
         """The adapter of a linear layer; None where it has none."""
         return self.adapter if self.adapter and layer in self.adapter.targets else None
 
+    def _smaller_side(self, target: AdapterTarget) -> int:
+        return min(self.size_of(dim) for dim in dims_of(f"layers.0.{target}.weight"))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` reads them back."""
         defaults = {field.name: field.default for field in fields(self)}
@@ -140,13 +142,7 @@ class ModelShape:
     def from_dict(cls, values: Mapping[str, Any]) -> ModelShape:
         """The shape that `to_dict` wrote; raises PlaitError for unknown or missing fields."""
         known = {field.name for field in fields(cls)}
-        unknown, missing = sorted(set(values) - known), sorted(set(_COUNTS) - set(values))
-        if unknown:
-            raise PlaitError(
-                f"a model's shape has no field {unknown[0]!r}; take it out, the fields are {sorted(known)}"
-            )
-        if missing:
-            raise PlaitError(f"the model's shape lacks {missing[0]!r}; add it")
+        checks.check_fields(set(values), known, set(_COUNTS))
         return cls(**{name: _own_value(name, value) for name, value in values.items()})
 
 
@@ -172,7 +168,11 @@ def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         names += [f"layers.{layer}.{name}" for name in _layer_weights(shape, layer)]
     names += _norm_weights("norm", shape)
     names += [] if shape.tied else ["head.weight"]
-    return {name: tuple(shape.size_of(dim) for dim in dims_of(name)) for name in names}
+    sizes: dict[str, tuple[int, ...]] = {}  # by the name within a layer: a mixture has tens of thousands of weights
+    for name in names:
+        if (own := within_layer(name)) not in sizes:
+            sizes[own] = tuple(shape.size_of(dim) for dim in dims_of(name))
+    return {name: sizes[within_layer(name)] for name in names}
 
 
 def parameter_count(shape: ModelShape) -> int:
@@ -190,15 +190,19 @@ def biased_parts(bias: Bias) -> frozenset[str]:
     )
 
 
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "adapter": adapter_from,
+    "mixture": mixture_from,
+    "latent": lambda value: LatentAttentionShape(**value),
+    "rope": lambda value: RopeScaling(**value),
+}
+
+
 def _own_value(name: str, value: Any) -> Any:
     """A field's value from JSON, as the field has it."""
     if name == "windows":
         return tuple(value)
-    if name == "adapter" and isinstance(value, Mapping):
-        return adapter_from(value)
-    if name == "mixture" and isinstance(value, Mapping):
-        return mixture_from(value)
-    return RopeScaling(**value) if name == "rope" and isinstance(value, Mapping) else value
+    return _READERS[name](value) if name in _READERS and isinstance(value, Mapping) else value
 
 
 def linear_layers(shape: ModelShape) -> tuple[AdapterTarget, ...]:
@@ -211,11 +215,14 @@ def _layer_weights(shape: ModelShape, layer: int) -> list[str]:
     biased = biased_parts(shape.bias)
     normed = ("q_norm", "k_norm") if shape.qk_norm_width == "head" else ("queries_norm", "keys_norm")
     mixture = shape.mixture_of(layer)
-    return [
-        *_norm_weights("attention_norm", shape),
+    attention = [
         *_linear_weights([q, k, v], shape, biased="qkv" in biased),
         *([f"attention.{name}.weight" for name in normed] if shape.qk_norm else []),
         *_linear_weights([o], shape, biased="output" in biased),
+    ]
+    return [
+        *_norm_weights("attention_norm", shape),
+        *(latent_weights(shape.latent) if shape.latent else attention),
         *_norm_weights("feedforward_norm", shape),
         *(
             _linear_weights(ffn, shape, biased="feedforward" in biased)
@@ -241,15 +248,3 @@ def _norm_weights(name: str, shape: ModelShape) -> list[str]:
 def has_norm_bias(shape: ModelShape) -> bool:
     """Whether the norms add a bias: LayerNorm does where every linear layer does."""
     return shape.norm == "layernorm" and shape.bias == "all"
-
-
-def _check_adapter(shape: ModelShape) -> None:
-    for target in shape.adapter.targets if shape.adapter else ():
-        if target not in linear_layers(shape):
-            raise PlaitError(f"this model has no {target} to adapt; choose among {', '.join(linear_layers(shape))}")
-        smaller = min(shape.size_of(dim) for dim in dims_of(f"layers.0.{target}.weight"))
-        if shape.size_of("rank") > smaller:
-            raise PlaitError(
-                f"an adapter of rank {shape.size_of('rank')} has more numbers than the layer {target}, whose smaller "
-                f"side is {smaller}; choose a rank of at most {smaller}"
-            )

@@ -12,7 +12,18 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal
 
-from plait.model.names import BALANCE, Dim, cut_dim, decays, dims_of, expert_of, is_adapter, layer_of, pattern_of
+from plait.model.names import (
+    BALANCE,
+    Dim,
+    cut_dim,
+    decays,
+    dims_of,
+    expert_of,
+    is_adapter,
+    layer_of,
+    pattern_of,
+    within_layer,
+)
 from plait.model.shape import ModelShape, weight_sizes
 
 
@@ -69,10 +80,22 @@ def kept_values(shape: ModelShape) -> tuple[str, ...]:
     return tuple(f"layers.{layer}.{BALANCE}" for layer in layers if shape.mixture_of(layer))
 
 
-@lru_cache(maxsize=64)  # a large mixture has tens of thousands of weights
+@lru_cache(maxsize=64)
 def active_parameter_count(shape: ModelShape) -> int:
     """Number of parameters that one token meets: of a layer's experts those that it goes to."""
-    return sum(_active(one, shape) for one in describe_weights(shape).values())
+    return sum(_active(one, shape) * layers for one, layers in _counted_weights(shape))
+
+
+@lru_cache(maxsize=64)
+def _counted_weights(shape: ModelShape) -> tuple[tuple[WeightDescription, int], ...]:
+    """The weights of each name within a layer, described once, each with how many layers have it: a large mixture has
+    tens of thousands of weights in all."""
+    counted: dict[str, tuple[str, int]] = {}
+    for name in weight_sizes(shape):
+        own = within_layer(name)
+        first, number = counted.get(own, (name, 0))
+        counted[own] = (first, number + 1)
+    return tuple((describe_weight(first, shape), number) for first, number in counted.values())
 
 
 def _active(weight: WeightDescription, shape: ModelShape) -> int:
@@ -87,7 +110,7 @@ def _active(weight: WeightDescription, shape: ModelShape) -> int:
 @lru_cache(maxsize=64)
 def trained_parameter_count(shape: ModelShape) -> int:
     """Number of parameters that learn."""
-    return sum(one.numbers for one in describe_weights(shape).values() if one.trained)
+    return sum(one.numbers * layers for one, layers in _counted_weights(shape) if one.trained)
 
 
 @lru_cache(maxsize=64)
@@ -101,19 +124,27 @@ def training_flops_per_token(shape: ModelShape, sequence: int, attention: Litera
     """
     matrices = _layer_matrices(shape)
     head = shape.vocabulary * shape.width * (6 if shape.adapter is None else 4)
-    square = 4 * shape.layers * shape.size_of("heads") * sequence
-    products = sum(_active(one, shape) * (6 if one.trained else 4) for one in matrices)
+    square = 2 * shape.layers * scored_width(shape) * sequence
+    products = sum(_active(one, shape) * layers * (6 if one.trained else 4) for one, layers in matrices)
     return products + head + 3 * (square if attention == "full" else square // 2)
+
+
+def scored_width(shape: ModelShape) -> int:
+    """Numbers of all heads that a query and a key are multiplied by each other with, and those of a value, together:
+    twice the heads' width unless attention is latent."""
+    queries = shape.size_of("query_heads") if shape.latent else shape.size_of("heads")
+    return queries + shape.size_of("heads")
 
 
 @lru_cache(maxsize=64)
 def active_layer_products(shape: ModelShape) -> int:
     """Numbers of the layers' matrices that one token is multiplied with, of all layers together."""
-    return sum(_active(one, shape) for one in _layer_matrices(shape))
+    return sum(_active(one, shape) * layers for one, layers in _layer_matrices(shape))
 
 
-def _layer_matrices(shape: ModelShape) -> list[WeightDescription]:
-    return [one for name, one in describe_weights(shape).items() if layer_of(name) is not None and len(one.sizes) == 2]
+def _layer_matrices(shape: ModelShape) -> list[tuple[WeightDescription, int]]:
+    counted = _counted_weights(shape)
+    return [(one, layers) for one, layers in counted if layer_of(one.name) is not None and len(one.sizes) == 2]
 
 
 def parameter_parts(shape: ModelShape) -> dict[str, int]:

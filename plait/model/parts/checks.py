@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from plait.errors import PlaitError
 
@@ -11,6 +11,20 @@ def check_shape_value(name: str, value: object, choices: Sequence[str]) -> None:
     """Refuse a value that is none of the choices."""
     if value not in choices:
         raise PlaitError(f"the model's {name} is {value!r}; choose " + " or ".join(f'"{choice}"' for choice in choices))
+
+
+def check_count(name: str, value: object, most: int) -> None:
+    """Refuse what is no whole number from 1 to `most`."""
+    if type(value) is not int or not 1 <= value <= most:
+        raise PlaitError(f"the model's {name} is {value!r}; choose a whole number from 1 to {most:,}")
+
+
+def check_fields(given: Set[str], known: Set[str], needed: Set[str]) -> None:
+    """Refuse a shape with a field that no shape has, and one that lacks a field which each has."""
+    if unknown := sorted(given - known):
+        raise PlaitError(f"a model's shape has no field {unknown[0]!r}; take it out, the fields are {sorted(known)}")
+    if missing := sorted(needed - given):
+        raise PlaitError(f"the model's shape lacks {missing[0]!r}; add it")
 
 
 def check_head_counts(heads: int, kv_heads: int, head_width: int, positions: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from math import ceil, gcd
+from math import ceil
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from plait.planner.problem.candidates import CANDIDATE_COLUMNS, RECOMPUTE_MODES,
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SendModel, SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
+from plait.planner.search.expert_groups import experts_and_ranks, shares_out_experts
 from plait.units import counted
 
 LONGEST_MICRO_TOKENS = 65536
@@ -111,7 +112,8 @@ def _options(
     micros = _micros(w, degrees, constraints, refused)
     splits = _splits(degrees, constraints)
     orders = _orders(w, degrees.pipeline, constraints, profile.send_model, refused)
-    experts = _experts(w, degrees, constraints)
+    named = constraints.knobs.get("expert")
+    experts = [int(named)] if named else divisors(experts_and_ranks(w, degrees))
     combinations = []
     for (shard, what), (virtual, schedule) in product(splits, orders):
         if _clash(
@@ -140,18 +142,12 @@ def _options(
         "recompute": recompute.astype(np.int64),
         "schedule": schedule,
     }
-    possible = _shares_out_possibly(w, columns)
+    possible = shares_out_experts(w, columns)
     refused[INCOMPATIBLE_SPLITS] += int((~possible).sum())
     columns = {name: column[possible] for name, column in columns.items()}
     useful = constraints.has_micro_sequences | ~_outgrows_caches(w, columns, profile)
     refused[MICRO_BATCH_TOO_LONG] += int((~useful).sum())
     return {name: column[useful] for name, column in columns.items()}
-
-
-def _shares_out_possibly(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Mask of layouts whose experts lie on copies that hold nothing else in parts, where only these may share them."""
-    degree = columns["expert"]
-    return (degree == 1) | (w.expert_ranks == "any") | ((columns["shard"] == 1) & (columns["replicate"] % degree == 0))
 
 
 def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: SoftwareProfile) -> np.ndarray:
@@ -208,16 +204,6 @@ def _orders(
         refused[TOO_FEW_LAYERS] += 1
         return []
     return [(chunks, str(requested or ("interleaved" if chunks > 1 else "1f1b")))]
-
-
-def _experts(w: Workload, degrees: Layout, constraints: Constraints) -> list[int]:
-    if requested := constraints.knobs.get("expert"):
-        return [int(requested)]
-    if not w.experts:
-        return [1]
-    if w.expert_ranks == "copies":
-        return divisors(gcd(w.experts, degrees.replicate))
-    return divisors(gcd(w.experts, degrees.replicate * degrees.context * degrees.tensor))
 
 
 def _pinned(constraints: Constraints, knob: str, names: Sequence[str]) -> list[int]:
