@@ -109,7 +109,7 @@ def _complete(size: Size, vocabulary: int, sequence: int, explicit: dict[str, An
     explicit = {key: value for key, value in explicit.items() if key not in RECIPE_NAMES}
     head_width = explicit.get("head_width") or _head_width(width, heads)
     latent = latent_attention.latent_of_keys(explicit, head_width)
-    explicit = {key: value for key, value in explicit.items() if key not in latent_attention.RECIPE_NAMES}
+    explicit = {key: value for key, value in explicit.items() if key not in latent_attention.LATENT_KEYS}
     open_fields = {
         "layers": size.layers,
         "width": width,

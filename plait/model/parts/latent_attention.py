@@ -30,7 +30,7 @@ class LatentAttentionShape:
     """Width of the vector that queries are made from; 0: they come from the stream itself."""
 
     def __post_init__(self) -> None:
-        for key, field in RECIPE_NAMES.items():
+        for key, field in LATENT_KEYS.items():
             least = 0 if field == "query_rank" else 1
             value = getattr(self, field)
             if type(value) is not int or not least <= value <= MOST_WIDE:
@@ -41,7 +41,7 @@ class LatentAttentionShape:
             )
 
 
-RECIPE_NAMES: Mapping[str, str] = {
+LATENT_KEYS: Mapping[str, str] = {
     "key_value_rank": "key_value_rank",
     "query_rank": "query_rank",
     "rope_head_width": "rope_width",
@@ -56,10 +56,10 @@ def latent_of_keys(named: Mapping[str, Any], head_width: int) -> LatentAttention
     Left open, the part with positions is half as wide as the one without, values are as wide as that, and queries come
     from the stream itself (DeepSeek-V2-Lite). Raises PlaitError.
     """
-    values = {RECIPE_NAMES[key]: value for key, value in named.items() if key in RECIPE_NAMES}
+    values = {LATENT_KEYS[key]: value for key, value in named.items() if key in LATENT_KEYS}
     if "key_value_rank" not in values:
         if values:
-            key = next(key for key in named if key in RECIPE_NAMES)
+            key = next(key for key in named if key in LATENT_KEYS)
             raise PlaitError(f"model.{key} is of latent attention; name model.key_value_rank, too, or take {key} out")
         return None
     return LatentAttentionShape(**{"rope_width": max(2, head_width // 4 * 2), "value_width": head_width, **values})

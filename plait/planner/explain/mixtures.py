@@ -56,10 +56,13 @@ def _traffic_line(found: Search) -> str:
     degree, choice = int(one.expert[0]), f"{w.experts_per_token} of {w.experts} experts"
     if degree == 1:
         sharded = one.shard_what[0] == SHARDED_STATES.index("parameters") and one.shard[0] > 1
+        all_of_them = (
+            f"all {w.experts} experts" if one.tensor[0] == 1 else f"1/{one.tensor[0]} of each of {w.experts} experts"
+        )
         where = (
-            f"each device gathers all {w.experts} experts of a layer when it computes it"
+            f"each device gathers {all_of_them} of a layer when it computes it"
             if sharded
-            else f"each device holds all {w.experts} experts of its layers"
+            else f"each device holds {all_of_them} of its layers"
         )
         return f"{where}: a token goes to {choice}, and none leaves its device"
     inputs = found.cost_inputs.with_candidates(one)
