@@ -55,7 +55,9 @@ def _comparison(found: Search, all_s: float) -> str:
     here = found.chosen_step_s
     if all_s >= here:
         return f"a step over all devices would take {format_duration(all_s)}, {as_long_text(all_s / here)}"
-    saved = f"{1 - all_s / here:.1%} less, which is less than this forecast can tell"
+    tolerance = max(found.tolerance, found.left_out.whole.tolerance if found.left_out else 0.0)
+    told = "less than" if here <= (1 + tolerance) * all_s else f"hardly more than the {tolerance:.0%} that"
+    saved = f"{1 - all_s / here:.1%} less, which is {told} this forecast can tell"
     return f"a step over all devices would take {format_duration(all_s)}, {saved}"
 
 

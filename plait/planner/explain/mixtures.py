@@ -36,7 +36,8 @@ LOAD_REASONS = {
 def mixture_lines(found: Search) -> list[str]:
     """The answers about experts, a sentence each; where devices are left out, of all of them."""
     whole = found.left_out.whole if found.left_out else found
-    on = f" on all {whole.cluster.n_devices} devices" if found.left_out else ""
+    there = f" on all {whole.cluster.n_devices} devices, where a step takes {format_duration(whole.chosen_step_s)}"
+    on = there if found.left_out else ""
     return [
         _traffic_line(found),
         *([_axis_line(whole, axis, on) for axis in AXIS_NAMES] if _is_open(whole) else []),
