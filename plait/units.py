@@ -124,6 +124,20 @@ def times_text(factor: float) -> str:
     return f"{factor:.2g} times" if factor < 10 else f"{factor:,.0f} times"
 
 
+LEAST_TIMES = 1.05
+"""The smallest factor that `times_text` writes as more than "1 times"."""
+
+
+def as_long_text(factor: float) -> str:
+    """2.46 -> "2.5 times as long", 1.03 -> "about as long"; for a time that is no shorter."""
+    return f"{times_text(factor)} as long" if factor >= LEAST_TIMES else "about as long"
+
+
+def times_slower_text(factor: float) -> str:
+    """2.46 -> "2.5 times slower", 1.03 -> "3% slower"."""
+    return f"{times_text(factor)} slower" if factor >= LEAST_TIMES else f"{factor - 1:.0%} slower"
+
+
 def slower_text(factor: float) -> str:
     """1.05 -> "5.0% slower", 3.4 -> "3.4 times as slow"."""
     return compared_text(factor, "slower", "faster", digits=1)

@@ -13,7 +13,7 @@ from plait.errors import PlaitError
 
 PRODUCTS_REACH = 0.9
 """Share of the probed products' rate that other matrix products reach on a processor (readings:
-planner/step_time/kernel_efficiency.py)."""
+planner/step_time/device_rates.py)."""
 
 
 def cluster_of_machine(machine: Machine, measured_flops: float | None = None, *, workers: int = 1) -> Cluster:

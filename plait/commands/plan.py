@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plait.cluster.cluster import Cluster, read_cluster
 from plait.commands.planning.make_plan import COMPARING_LAYOUTS, kept_plan
-from plait.commands.planning.measuring import resources_of, survey_machine
+from plait.commands.planning.measuring import resources_of, resources_on_paper, survey_machine
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.plan_report import (
     REPORT_COLUMNS,
@@ -23,7 +23,6 @@ from plait.commands.planning.training_choice import training_section
 from plait.commands.planning.workers import worker_pool
 from plait.commands.preparing.usual_corpus import corpus_if_prepared
 from plait.errors import PlaitError
-from plait.planner.derive.resources import on_paper
 from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis_section, seconds_of
 from plait.planner.explain.glossary import glossary_text
 from plait.planner.explain.report_json import plan_json
@@ -94,7 +93,7 @@ def plan_report(
     if cluster is None:
         return _report_for_this_machine(config, top, working, show)
     show(0, 0, f"{COMPARING_LAYOUTS} for {cluster.name}")
-    return make_plan_report(config, on_paper(cluster), top=top, working=working)
+    return make_plan_report(config, resources_on_paper(cluster, working), top=top, working=working)
 
 
 def _report_for_this_machine(config: RunConfig, top: int, working: WorkingFolder, show: ShowProgress) -> PlanReport:

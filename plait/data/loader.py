@@ -256,6 +256,4 @@ def make_micro(
 
 def _tensor(values: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

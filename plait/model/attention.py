@@ -20,7 +20,8 @@ from plait.model.kernels.norm import RMSNorm, make_head_norm
 from plait.model.kernels.rotary import Rotation, rotate
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.matmul import attend_by_default_library
-from plait.model.shape import ModelShape, biased_parts
+from plait.model.parts.checks import biased_parts
+from plait.model.shape import ModelShape
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.linear import Linear, to_compute_precision
-from plait.model.shape import ModelShape, biased_parts
+from plait.model.parts.checks import biased_parts
+from plait.model.shape import ModelShape
 
 
 class FeedForward(nn.Module):

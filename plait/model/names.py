@@ -12,6 +12,7 @@ from typing import Literal
 Dim = Literal[
     "width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "positions", "rank",
     "experts", "expert_ffn", "shared_ffn", "joined",
+    "query_heads", "query_rank", "key_value_heads", "key_value_rank", "latent",
 ]  # fmt: skip
 EMBEDDING, HEAD = "embed.tokens.weight", "head.weight"
 """The vocabulary's tables."""
@@ -33,6 +34,13 @@ _BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "layers.*.attention.k_norm.weight": ("head_width",),
     "layers.*.attention.queries_norm.weight": ("heads",),
     "layers.*.attention.keys_norm.weight": ("kv_heads",),
+    "layers.*.attention.query.weight": ("query_heads", "width"),
+    "layers.*.attention.query_down.weight": ("query_rank", "width"),
+    "layers.*.attention.query_norm.weight": ("query_rank",),
+    "layers.*.attention.query_up.weight": ("query_heads", "query_rank"),
+    "layers.*.attention.key_value_down.weight": ("latent", "width"),
+    "layers.*.attention.key_value_norm.weight": ("key_value_rank",),
+    "layers.*.attention.key_value_up.weight": ("key_value_heads", "key_value_rank"),
     "layers.*.attention.o.weight": ("width", "heads"),
     "layers.*.attention.o.bias": ("width",),
     "layers.*.feedforward_norm.weight": ("width",),
@@ -69,7 +77,7 @@ _LINEAR_LAYERS = {
     if name.startswith("layers.")
     and name.endswith(".weight")
     and len(dims) == 2
-    and not any(part in name for part in (".router.", ".experts.", ".shared."))
+    and not any(part in name for part in (".router.", ".experts.", ".shared.", ".query", ".key_value"))
 }
 DIMS: dict[str, tuple[Dim, ...]] = {
     **_BASE_DIMS,
@@ -77,9 +85,11 @@ DIMS: dict[str, tuple[Dim, ...]] = {
     **{f"{layer}.{ADAPTER_B}": (dims[0], "rank") for layer, dims in _LINEAR_LAYERS.items()},
 }
 """Meaning of each dim, `*` standing for the number of a layer, of an expert in it, or of an objective. `heads` and
-`kv_heads` run over heads × head_width rows."""
+`kv_heads` run over heads × head_width rows; of latent attention see parts/latent_attention.py."""
 
-CUTTABLE: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocabulary"})
+CUTTABLE: frozenset[Dim] = frozenset(
+    {"heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocabulary", "query_heads", "key_value_heads"}
+)
 """Dims that tensor parallelism may split; heads are split between heads, never inside one."""
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
@@ -91,6 +101,11 @@ def pattern_of(name: str) -> str:
     """The row of `DIMS` for a weight: "layers.3.attention.q.weight" -> "layers.*.attention.q.weight"."""
     numbered = _OBJECTIVE.sub(r"\1.*.", _LAYER.sub("layers.*.", name))
     return _EXPERT.sub(".experts.*.", numbered)
+
+
+def within_layer(name: str) -> str:
+    """The name of a weight without its layer: "layers.3.attention.q.weight" -> "attention.q.weight"."""
+    return name.split(".", 2)[2] if name.startswith("layers.") else name
 
 
 def layer_of(name: str) -> int | None:

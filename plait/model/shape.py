@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 
 from plait.errors import PlaitError
 from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from, check_adapter_in
-from plait.model.names import ADAPTER_A, ADAPTER_B, Dim, dims_of
+from plait.model.names import ADAPTER_A, ADAPTER_B, Dim, dims_of, within_layer
 from plait.model.parts import checks
+from plait.model.parts.latent_attention import LatentAttentionShape, check_latent_in, latent_sizes, latent_weights
 from plait.model.parts.mixture import MixtureShape, check_mixture_in, mixture_from, mixture_weights
 from plait.model.parts.objectives import (
     NO_OBJECTIVES,
@@ -41,7 +42,7 @@ _COUNTS = {
 }
 """The fields that count something, each with its upper bound."""
 _LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale", "adapter", "qk_norm_width", "mixture",
-                 "objectives")  # fmt: skip
+                 "objectives", "latent")  # fmt: skip
 """Fields that checkpoints of earlier versions lack: written only where they are not the default."""
 
 
@@ -87,6 +88,8 @@ class ModelShape:
     """Experts in place of some layers' feed-forward parts; None: there are none."""
     objectives: ObjectivesShape = NO_OBJECTIVES
     """What is learnt beside the next token from the last layer."""
+    latent: LatentAttentionShape | None = None
+    """Latent attention, with which `head_width` has no position in it; None: plain attention."""
 
     def __post_init__(self) -> None:
         for name, most in _COUNTS.items():
@@ -98,8 +101,10 @@ class ModelShape:
         if self.rope is not None and self.positions != "rope":
             raise PlaitError('rotary frequencies are stretched and positions are learned; choose positions = "rope"')
         if self.mixture is not None:
-            check_mixture_in(self.mixture, self.layers, biased_parts(self.bias), self.adapter)
+            check_mixture_in(self.mixture, self.layers, checks.biased_parts(self.bias), self.adapter)
         check_objectives_in(self.objectives, self.layers, self.sequence, self.adapter)
+        if self.latent is not None:
+            check_latent_in(self)
         check_adapter_in(self.adapter, linear_layers(self), self._smaller_side)
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
@@ -121,7 +126,7 @@ class ModelShape:
             "expert_ffn": self.mixture.expert_ffn if self.mixture else 0,
             "shared_ffn": self.mixture.shared_experts * self.mixture.expert_ffn if self.mixture else 0,
         }
-        return sizes[dim]
+        return (sizes | latent_sizes(self.latent, self.heads, self.head_width))[dim]
 
     @property
     def all_layers(self) -> int:
@@ -182,7 +187,11 @@ def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     names += _norm_weights("norm", shape)
     names += objective_weights(shape.objectives, lambda name: _norm_weights(name, shape))
     names += [] if shape.tied else ["head.weight"]
-    return {name: tuple(shape.size_of(dim) for dim in dims_of(name)) for name in names}
+    sizes: dict[str, tuple[int, ...]] = {}  # by the name within a layer: a mixture has tens of thousands of weights
+    for name in names:
+        if (own := within_layer(name)) not in sizes:
+            sizes[own] = tuple(shape.size_of(dim) for dim in dims_of(name))
+    return {name: sizes[within_layer(name)] for name in names}
 
 
 def parameter_count(shape: ModelShape) -> int:
@@ -190,20 +199,11 @@ def parameter_count(shape: ModelShape) -> int:
     return sum(prod(sizes) for sizes in weight_sizes(shape).values())
 
 
-def biased_parts(bias: Bias) -> frozenset[str]:
-    """The linear layers that have a bias: "qkv", attention's "output", "feedforward"."""
-    attention, feedforward = bias in ("attention", "all"), bias in ("feedforward", "all")
-    return frozenset(
-        (["qkv"] if attention or bias == "qkv" else [])
-        + (["output"] if attention else [])
-        + (["feedforward"] if feedforward else [])
-    )
-
-
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "adapter": adapter_from,
     "mixture": mixture_from,
     "objectives": objectives_from,
+    "latent": lambda value: LatentAttentionShape(**value),
     "rope": lambda value: RopeScaling(**value),
 }
 
@@ -222,14 +222,17 @@ def linear_layers(shape: ModelShape) -> tuple[AdapterTarget, ...]:
 
 def _layer_weights(shape: ModelShape, layer: int) -> list[str]:
     q, k, v, o, *ffn = linear_layers(shape)
-    biased = biased_parts(shape.bias)
+    biased = checks.biased_parts(shape.bias)
     normed = ("q_norm", "k_norm") if shape.qk_norm_width == "head" else ("queries_norm", "keys_norm")
     mixture = shape.mixture_of(layer)
-    return [
-        *_norm_weights("attention_norm", shape),
+    attention = [
         *_linear_weights([q, k, v], shape, biased="qkv" in biased),
         *([f"attention.{name}.weight" for name in normed] if shape.qk_norm else []),
         *_linear_weights([o], shape, biased="output" in biased),
+    ]
+    return [
+        *_norm_weights("attention_norm", shape),
+        *(latent_weights(shape.latent) if shape.latent else attention),
         *_norm_weights("feedforward_norm", shape),
         *(
             _linear_weights(ffn, shape, biased="feedforward" in biased)

@@ -7,6 +7,7 @@ from math import log
 from typing import Any
 
 from plait.errors import PlaitError
+from plait.model.parts import latent_attention
 from plait.model.parts.mixture import RECIPE_NAMES, mixture_of_keys
 from plait.model.shape import ModelShape, parameter_count
 
@@ -106,17 +107,21 @@ def _complete(size: Size, vocabulary: int, sequence: int, explicit: dict[str, An
     ffn = default_ffn(width, explicit.get("activation", "swiglu")) if follows else size.ffn
     mixture = mixture_of_keys(explicit, explicit.get("ffn", ffn))
     explicit = {key: value for key, value in explicit.items() if key not in RECIPE_NAMES}
+    head_width = explicit.get("head_width") or _head_width(width, heads)
+    latent = latent_attention.latent_of_keys(explicit, head_width)
+    explicit = {key: value for key, value in explicit.items() if key not in latent_attention.LATENT_KEYS}
     open_fields = {
         "layers": size.layers,
         "width": width,
         "heads": heads,
-        "kv_heads": size.kv_heads if heads == size.heads else heads,
-        "head_width": explicit.get("head_width") or _head_width(width, heads),
+        "kv_heads": size.kv_heads if heads == size.heads and latent is None else heads,
+        "head_width": head_width,
         "ffn": ffn,
         "vocabulary": vocabulary,
         "sequence": sequence,
         "tied": size.tied,
         "mixture": mixture,
+        "latent": latent,
     }
     return ModelShape.from_dict(open_fields | explicit)
 

@@ -26,6 +26,7 @@ from plait.model.names import (
     is_adapter,
     layer_of,
     pattern_of,
+    within_layer,
 )
 from plait.model.shape import ModelPart, ModelShape, weight_sizes
 
@@ -110,10 +111,22 @@ def kept_values(shape: ModelShape) -> tuple[str, ...]:
     return tuple(f"layers.{layer}.{BALANCE}" for layer in layers if shape.mixture_of(layer))
 
 
-@lru_cache(maxsize=64)  # a large mixture has tens of thousands of weights
+@lru_cache(maxsize=64)
 def active_parameter_count(shape: ModelShape) -> int:
     """Number of parameters that one token meets: of a layer's experts those that it goes to."""
-    return sum(_active(one, shape) for one in describe_weights(shape).values())
+    return sum(_active(one, shape) * layers for one, layers in _counted_weights(shape))
+
+
+@lru_cache(maxsize=64)
+def _counted_weights(shape: ModelShape) -> tuple[tuple[WeightDescription, int], ...]:
+    """The weights of each name within a layer, described once, each with how many layers have it: a large mixture has
+    tens of thousands of weights in all."""
+    counted: dict[tuple[str, bool], tuple[str, int]] = {}
+    for name in weight_sizes(shape):
+        own = within_layer(name), _is_ahead(name, shape)
+        first, number = counted.get(own, (name, 0))
+        counted[own] = (first, number + 1)
+    return tuple((describe_weight(first, shape), number) for first, number in counted.values())
 
 
 def _active(weight: WeightDescription, shape: ModelShape) -> int:
@@ -128,7 +141,7 @@ def _active(weight: WeightDescription, shape: ModelShape) -> int:
 @lru_cache(maxsize=64)
 def trained_parameter_count(shape: ModelShape) -> int:
     """Number of parameters that learn."""
-    return sum(one.numbers for one in describe_weights(shape).values() if one.trained)
+    return sum(one.numbers * layers for one, layers in _counted_weights(shape) if one.trained)
 
 
 @lru_cache(maxsize=64)
@@ -143,31 +156,39 @@ def training_flops_per_token(shape: ModelShape, sequence: int, attention: Litera
     matrices = _layer_matrices(shape)
     heads = 1 + len(shape.objectives.weights)
     head = heads * shape.vocabulary * shape.width * (6 if shape.adapter is None else 4)
-    square = 4 * shape.all_layers * shape.size_of("heads") * sequence
-    products = sum(_active(one, shape) * (6 if one.trained else 4) for one in matrices)
+    square = 2 * shape.all_layers * scored_width(shape) * sequence
+    products = sum(_active(one, shape) * layers * (6 if one.trained else 4) for one, layers in matrices)
     return products + head + 3 * (square if attention == "full" else square // 2)
+
+
+def scored_width(shape: ModelShape) -> int:
+    """Numbers of all heads that a query and a key are multiplied by each other with, and those of a value, together:
+    twice the heads' width unless attention is latent."""
+    queries = shape.size_of("query_heads") if shape.latent else shape.size_of("heads")
+    return queries + shape.size_of("heads")
 
 
 @lru_cache(maxsize=64)
 def active_layer_products(shape: ModelShape) -> int:
     """Numbers of the layers' matrices that one token is multiplied with, of all layers together but those for
     prediction ahead."""
-    return sum(
-        _active(one, shape)
-        for one in _layer_matrices(shape)
-        if (layer_of(one.name) or 0) < shape.layers and depth_of(one.name) is None
-    )
+    return sum(_active(one, shape) * layers for one, layers in _layer_matrices(shape) if not _is_ahead(one.name, shape))
 
 
 def active_ahead_products(shape: ModelShape) -> int:
     """The same of all depths of prediction ahead: their layers and projections, without the output matrix."""
-    return sum(_active(one, shape) for one in _layer_matrices(shape)) - active_layer_products(shape)
+    return sum(_active(one, shape) * layers for one, layers in _layer_matrices(shape) if _is_ahead(one.name, shape))
 
 
-def _layer_matrices(shape: ModelShape) -> list[WeightDescription]:
+def _layer_matrices(shape: ModelShape) -> list[tuple[WeightDescription, int]]:
     """Those of all layers, and of the projections before layers for prediction ahead."""
-    matrices = [one for one in describe_weights(shape).values() if len(one.sizes) == 2]
-    return [one for one in matrices if layer_of(one.name) is not None or depth_of(one.name) is not None]
+    matrices = [(one, layers) for one, layers in _counted_weights(shape) if len(one.sizes) == 2]
+    return [pair for pair in matrices if layer_of(pair[0].name) is not None or depth_of(pair[0].name) is not None]
+
+
+def _is_ahead(name: str, shape: ModelShape) -> bool:
+    """Whether a weight is of a layer, or of the projection before it, for prediction ahead."""
+    return (layer_of(name) or 0) >= shape.layers or depth_of(name) is not None
 
 
 def parameter_parts(shape: ModelShape) -> dict[str, int]:

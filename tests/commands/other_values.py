@@ -40,6 +40,10 @@ OTHER_VALUES = {
     "model.heads": "8",
     "model.kv_heads": "2",
     "model.head_width": "64",
+    "model.key_value_rank": "16",
+    "model.query_rank": "24",
+    "model.rope_head_width": "8",
+    "model.value_head_width": "12",
     "model.ffn": "100",
     "model.vocabulary": "5000",
     "model.norm": "layernorm",
@@ -124,6 +128,9 @@ BESIDE = {
     "finetune.method": TUNED,
     **dict.fromkeys(("finetune.rank", "finetune.alpha", "finetune.targets", "finetune.variant"), LORA),
     **{key: ("model.experts=8",) for key in OTHER_VALUES if key.startswith(("model.expert_", "model.router"))},
+    **dict.fromkeys(
+        ("model.query_rank", "model.rope_head_width", "model.value_head_width"), ("model.key_value_rank=16",)
+    ),
     **dict.fromkeys(("model.experts_per_token", "model.shared_experts", "model.dense_layers"), ("model.experts=8",)),
     "model.expert_groups": ("model.experts=8", "model.expert_groups_chosen=1"),
     "model.expert_groups_chosen": ("model.experts=8", "model.expert_groups=2"),

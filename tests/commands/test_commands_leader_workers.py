@@ -20,8 +20,8 @@ from plait.commands.hosts.job_argument import read_job_argument
 from plait.commands.hosts.leader_workers import LeaderWorkers
 from plait.commands.planning.workers import CHECK_ENTRY, MEASURE_ENTRY, PROBE_ENTRY
 from plait.errors import PlaitError
+from plait.launch.network import interface
 from plait.launch.network.interface import local_addresses
-from plait.launch.remote import interface
 from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.link import Reply
 from plait.launch.values.job import Job, JobResult, Message

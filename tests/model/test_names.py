@@ -11,6 +11,7 @@ import pytest
 from plait.errors import PlaitError
 from plait.model.adapter_shape import AdapterShape
 from plait.model.names import DIMS, cut_dim, decays, dims_of, expert_of, layer_of, pattern_of
+from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape, linear_layers, parameter_count, weight_sizes
 from plait.model.weights import describe_weights, kept_values, trained_parameter_count, training_flops_per_token
@@ -33,7 +34,10 @@ def test_the_table_has_the_weights_of_the_fullest_shape_and_no_others() -> None:
         qk_norm_width="all heads",
         mixture=MixtureShape(experts=12, experts_per_token=2, expert_ffn=16, shared_experts=1, balance=("bias",)),
     )
+    latent = LatentAttentionShape(key_value_rank=12, rope_width=4, value_width=8, query_rank=16)
+    latents = [replace(SHAPE, kv_heads=6, latent=one) for one in (latent, replace(latent, query_rank=0))]
     names = {*weight_sizes(EVERYTHING), *weight_sizes(of_experts), *kept_values(of_experts)}
+    names |= {name for one in latents for name in weight_sizes(one)}
     assert {pattern_of(name) for name in names} == set(DIMS)
 
 

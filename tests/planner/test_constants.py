@@ -10,7 +10,7 @@ import pytest
 
 from plait.planner.calibration.constants import constant, constant_fields, constant_rows, constant_table
 from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.step_time.kernel_efficiency import KernelEfficiency
+from plait.planner.step_time.device_rates import KernelEfficiency
 
 PLANNER = "\n".join(path.read_text() for path in (Path(__file__).parents[2] / "plait" / "planner").rglob("*.py"))
 

@@ -18,9 +18,8 @@ from plait.model.sizes import named_shape
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search.cost_breakdown import model_flops_utilisation
 from plait.planner.search.search import search
-from plait.planner.step_time.device_rates import peak_flops
+from plait.planner.step_time.device_rates import GPU_KERNELS, peak_flops
 from plait.planner.step_time.gradient_sync import data_parallel_sync_s
-from plait.planner.step_time.kernel_efficiency import GPU_KERNELS
 
 ROWS = Path(benchmarks.published.__file__).parent / "rows.csv"
 MORE_THAN_THE_BEST = 0.05

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 from plait.cluster.catalog import find_device_by_driver_name
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor
 from plait.commands.monitoring.run_end import run_end
-from plait.commands.planning.calibration_store import add_observation
+from plait.commands.planning.calibration_store import add_observation, store_expert_load
 from plait.commands.planning.introduction import Details, reason_lines
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import RunFailed
 from plait.model.weights import training_flops_per_token
 from plait.planner.calibration.factors import (
+    LEAST_STEPS_TO_LEARN,
     ForecastBasis,
     observation_of_items,
     observation_of_step,
@@ -65,6 +67,7 @@ def finish_run(
         )
     if monitor is not None:
         _print_observation(monitor, screen, details, working)
+    _store_expert_load(folder, plan, screen, working)
     return receipt
 
 
@@ -221,6 +224,17 @@ def _record_observation(monitor: ForecastMonitor, working: WorkingFolder) -> tup
     except RunFailed as error:  # the run itself is finished and safe
         return False, f"the times of this run are not used for later forecasts: {error}"
     return True, observation_text(observation, predicted.basis)
+
+
+def _store_expert_load(folder: RunFolder, plan: Plan, screen: Screen, working: WorkingFolder) -> None:
+    """Keep how unequal the loads of a mixture's experts were in the second half of the run, for later plans."""
+    loads = [one.expert_load_max for one in read_metrics(folder.metrics)[0] if one.expert_load_max is not None]
+    if plan.shape.mixture is None or len(loads) < LEAST_STEPS_TO_LEARN:
+        return
+    try:
+        store_expert_load(plan.shape.mixture, median(loads[len(loads) // 2 :]), working)
+    except RunFailed as error:  # the run itself is finished and safe
+        screen.print(f"the loads of this run's experts are not used for later plans: {error}")
 
 
 def _total_or_none(device_hours: float, each: float | None) -> float | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from plait.checked_json import parse_object, typed_value
 from plait.cluster.topology import Machine, usable_cores
+from plait.model.parts.mixture import MixtureShape
 from plait.planner.calibration.factors import Calibration, ForecastBasis, Observation, calibration_from
 from plait.private_folder import make_private_folder
 from plait.regular_file import read_regular_file
@@ -60,6 +61,29 @@ def read_observations(key: str, working: WorkingFolder = CURRENT_FOLDER) -> tupl
         return tuple(_observation_from(one) for one in values["lessons"])
     except (OSError, ValueError, KeyError, TypeError):
         return ()
+
+
+def store_expert_load(mixture: MixtureShape, load: float, working: WorkingFolder = CURRENT_FOLDER) -> None:
+    """Keep what a run measured of such experts: the busiest one's tokens over the mean. Raises RunFailed where the disk
+    refuses it."""
+    path = _expert_load_path(mixture, working)
+    make_private_folder(path.parent)
+    replace_file(path, (json.dumps({"format": OBSERVATIONS_FORMAT, "expert_load": load}) + "\n").encode())
+
+
+def read_expert_load(mixture: MixtureShape, working: WorkingFolder = CURRENT_FOLDER) -> float | None:
+    """What the last run of such experts measured; None where none did, or where the file is not ours."""
+    try:
+        values = parse_object(read_regular_file(_expert_load_path(mixture, working)))
+        load = float(values["expert_load"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return load if values.get("format") == OBSERVATIONS_FORMAT and 1 <= load <= mixture.experts else None
+
+
+def _expert_load_path(mixture: MixtureShape, working: WorkingFolder) -> Path:
+    digest = sha256(json.dumps(asdict(mixture), sort_keys=True).encode()).hexdigest()[:16]
+    return working.cache / "calibration" / f"experts-{digest}.json"
 
 
 def load_per_core() -> float | None:

@@ -6,13 +6,14 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from plait.cluster.cluster import Cluster
 from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
 from plait.cluster.topology import Machine, usable_cores
-from plait.commands.planning.calibration_store import calibration_key, load_calibration
+from plait.commands.planning.calibration_store import calibration_key, load_calibration, read_expert_load
 from plait.commands.planning.workers import MEASURE_ENTRY, TIMING_ENTRY, WorkerPool
 from plait.errors import PlaitError
 from plait.launch.values.job import Job, Message
-from plait.planner.derive.resources import Probe, Resources
+from plait.planner.derive.resources import Probe, Resources, on_paper
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
 from plait.planner.resolve.resolve import with_layout
@@ -21,6 +22,7 @@ from plait.private_folder import job_folder
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
+from plait.working_folder import WorkingFolder
 
 PROGRESS = "progress"
 """Kind of the message by which rank 0 of a job says how far it is, with the arguments of a ShowProgress."""
@@ -66,7 +68,13 @@ def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
         load_calibration=lambda precision, basis: load_calibration(
             calibration_key(machines, precision, basis), working
         ),
+        load_expert_load=lambda mixture: read_expert_load(mixture, working),
     )
+
+
+def resources_on_paper(cluster: Cluster, working: WorkingFolder) -> Resources:
+    """A cluster that need not be there; of what runs here measured, what holds on any machine."""
+    return on_paper(cluster, load_expert_load=lambda mixture: read_expert_load(mixture, working))
 
 
 def measure(

@@ -18,7 +18,7 @@ from pathlib import Path
 from plait.checked_json import parse_object, typed_value
 from plait.planner.plan import Plan
 from plait.private_folder import make_private_folder
-from plait.units import counted, times_text
+from plait.units import as_long_text, counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,5 +146,5 @@ def _shares_text(own: RunningRun, others: Sequence[RunningRun], cores: int) -> s
     theirs = " and ".join(f"{cores_of:.2g}" for cores_of in gets[1:])
     return (
         f"of {counted(cores, 'core')} this run gets about {gets[0]:.2g} and the other {theirs}: "
-        f"steps take about {times_text(sum(wanted) / cores)} as long"
+        f"steps take about {as_long_text(sum(wanted) / cores).removeprefix('about ')}"
     )

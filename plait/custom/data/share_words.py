@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.units import format_duration, times_text
+from plait.units import format_duration, times_slower_text
 
 NAMED = 8
 """Workers whose shares are named; of more, the smallest and the largest share are."""
@@ -31,7 +31,7 @@ def worker_shares_text(
     parts = []
     for name, share, speed in zip(names, new, speeds, strict=True):
         slower = fastest / speed
-        why = f" ({times_text(slower)} slower)" if slower > ALIKE else ""
+        why = f" ({times_slower_text(slower)})" if slower > ALIKE else ""
         parts.append((share / sum(new), f"{name} {share / sum(new):.1%}{why}"))
     if len(parts) > NAMED:
         told = f"{max(parts)[1]}, {min(parts)[1]}, and {len(parts) - 2} others between them"

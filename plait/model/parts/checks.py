@@ -47,3 +47,13 @@ def check_position_numbers(windows: Sequence[int], layers: int, sequence: int, l
             f"a sequence of {sequence} tokens is longer than the model's table of {learned_positions} "
             f"positions; choose at most {learned_positions}"
         )
+
+
+def biased_parts(bias: str) -> frozenset[str]:
+    """The linear layers that have a bias: "qkv", attention's "output", "feedforward"."""
+    attention, feedforward = bias in ("attention", "all"), bias in ("feedforward", "all")
+    return frozenset(
+        (["qkv"] if attention or bias == "qkv" else [])
+        + (["output"] if attention else [])
+        + (["feedforward"] if feedforward else [])
+    )

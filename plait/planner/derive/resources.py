@@ -12,6 +12,7 @@ from plait.cluster.machine_cluster import cluster_of_machine, with_share_of_core
 from plait.cluster.measured import measurements_json
 from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
 from plait.cluster.topology import Machine
+from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
 from plait.partition.execution import Compile, MatmulBackend, Precision
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis
@@ -47,6 +48,9 @@ Probe = Callable[[ProbeNeed], Cluster]
 """Measures several hosts and the links between them, and describes them as a cluster."""
 LoadCalibration = Callable[[str, ForecastBasis], Calibration]
 """Looks up the factors that earlier runs on these machines taught, by precision and by basis of the forecast."""
+LoadExpertLoad = Callable[[MixtureShape], float | None]
+"""Looks up the load of the busiest expert, over the mean, that the last run of such a mixture measured; None where none
+did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,8 @@ class Resources:
     arithmetic: ProcessorArithmetic | None = None
     """How the processors multiply, where it was measured for this run; None elsewhere, and on GPUs."""
     load_calibration: LoadCalibration = field(default=lambda precision, basis: UNCALIBRATED)
+    load_expert_load: LoadExpertLoad = field(default=lambda mixture: None)
+    """Of any machines: loads depend on the model and its text alone."""
 
     @property
     def machines(self) -> tuple[Machine, ...]:
@@ -135,7 +141,11 @@ class Resources:
         return [machine.devices] if self.cluster else self.requested.worker_counts(machine)
 
 
-def on_paper(cluster: Cluster, load_calibration: LoadCalibration = lambda precision, basis: UNCALIBRATED) -> Resources:
+def on_paper(
+    cluster: Cluster,
+    load_calibration: LoadCalibration = lambda precision, basis: UNCALIBRATED,
+    load_expert_load: LoadExpertLoad = lambda mixture: None,
+) -> Resources:
     """A cluster that need not be there. One processor in it makes it a cluster of processors."""
     kinds = {island.device.kind for island in cluster.islands}
     device = "cpu" if "cpu" in kinds else "cuda"
@@ -148,6 +158,7 @@ def on_paper(cluster: Cluster, load_calibration: LoadCalibration = lambda precis
         cluster=cluster,
         is_here=False,
         load_calibration=load_calibration,
+        load_expert_load=load_expert_load,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait.errors import PlaitError
+from plait.model.parts.latent_attention import refuse_to_train
 from plait.model.shape import ModelShape
 from plait.partition.execution import MatmulBackend, MatmulPrecision, Precision
 from plait.planner.derive.finetuning import finetuning_batch
@@ -19,6 +20,8 @@ from plait.planner.derive.model_size import (
 from plait.planner.derive.resources import Resources
 from plait.planner.derive.scaling_rules import training_flops_of_weights
 from plait.planner.plan import WARNING, Plan, moments_of
+from plait.planner.problem.expert_loads import assumed_load, balanced_by
+from plait.planner.problem.workload import Workload, workload_of
 from plait.recipe.schema import RunConfig
 from plait.units import Amount
 
@@ -54,6 +57,7 @@ def new_job(
     precision = precision_of(config, resources, precision_reasons)
     rate = rate or assumed_rate(resources.machine, resources.peak_flops)
     scale = derive_run_size(config, corpus, rate, why)
+    refuse_to_train(scale.shape.latent if resources.is_here else None)
     method = config.finetune.method
     if method != "auto" and config.train.batch_tokens == "auto":
         batch = finetuning_batch(method, scale.shape.sequence, corpus, why)
@@ -135,3 +139,16 @@ def _lacking(resources: Resources, precision: str) -> str:
     if machine := next((one for one in resources.machines if precision in one.without), None):
         return machine.name
     return next((device.name for device in resources.known_devices if precision not in device.peak_flops), "")
+
+
+def workload_of_job(job: TrainingJob, resources: Resources) -> Workload:
+    """The job as the cost model sees it, with its experts' loads as measured or assumed. What computes in float64 is
+    priced as float32: nobody trains so for speed."""
+    precision = job.matmul_precision if job.precision in ("float32", "float64") else job.precision
+    sequence, batch = job.shape.sequence, job.batch_sequences
+    whole = workload_of(job.shape, sequence=sequence, batch_sequences=batch, precision=precision, moments=job.moments)
+    if job.shape.mixture is None:
+        return whole
+    if (measured := resources.load_expert_load(job.shape.mixture)) is not None:
+        return replace(whole, expert_load=measured, expert_load_from="measured")
+    return replace(whole, expert_load=assumed_load(job.shape.mixture), expert_load_from=balanced_by(job.shape.mixture))

@@ -16,7 +16,7 @@ from plait.planner.search.model_error import RunFamily, published_errors, run_fa
 from plait.planner.search.search import search
 from plait.planner.step_time.device_rates import USUAL_ACHIEVABLE_SHARE
 from plait.planner.step_time.device_time import was_measured
-from plait.units import counted, format_bytes, format_duration, plain_number, times_text
+from plait.units import as_long_text, counted, format_bytes, format_duration, plain_number
 
 FEW_NODES = 8
 """Up to so many nodes it is worth a word whether one of them alone would be as fast."""
@@ -100,7 +100,7 @@ def _alone(found: Search, cluster: Cluster, place: int) -> str:
     alone_s, step_s = alone.chosen_step_s, found.chosen_step_s
     if alone_s < step_s:
         return f"{words} alone would take {format_duration(alone_s)} a step, less than this: start the run there, alone"
-    return f"{words} alone would take {format_duration(alone_s)} a step, {times_text(alone_s / step_s)} as long"
+    return f"{words} alone would take {format_duration(alone_s)} a step, {as_long_text(alone_s / step_s)}"
 
 
 def _flip_sentence(found: Search, flip: TippingPoint) -> str:
@@ -116,8 +116,7 @@ def _condition(found: Search, flip: TippingPoint) -> tuple[str, str]:
             there, have = (link_rate_text(cluster.between, factor) for factor in (flip.factor, 1.0))
             return f"{side} about {there} between the nodes", have
         case "inside":
-            rate = device_bytes_per_s(island.inside, island.per_node) / 1e9
-            there, have = (f"{plain_number(rate * factor)} GB/s" for factor in (flip.factor, 1.0))
+            there, have = (inside_rate_text(island, factor) for factor in (flip.factor, 1.0))
             return f"{side} about {there} a device inside a node", have
         case "memory":
             memory = min(each.device.memory_bytes for each in cluster.islands)
@@ -133,6 +132,11 @@ def link_rate_text(network: Link, factor: float = 1.0) -> str:
     wires = 2 * network.axes if network.shape == "torus" else 1
     whose = "a machine" if network.shape == "shared" else "a device"
     return f"{plain_number(network.bytes_per_s * wires * factor * 8 / 1e9)} Gbit/s {whose}"
+
+
+def inside_rate_text(island: Island, factor: float = 1.0) -> str:
+    """The bandwidth of one device of a node to the others, or so many times as much: "540 GB/s"."""
+    return f"{plain_number(device_bytes_per_s(island.inside, island.per_node) / 1e9 * factor)} GB/s"
 
 
 def _several_inside(cluster: Cluster) -> bool:

@@ -11,7 +11,7 @@ from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED, with_fast
 from plait.planner.search.found import LeftOut, Search
 from plait.planner.search.layout_kinds import layout_text
 from plait.planner.search.search import search
-from plait.units import format_duration, times_text
+from plait.units import as_long_text, format_duration
 
 HOSTS_NAMED = 6
 """Hosts up to which each one that is left out is named."""
@@ -54,9 +54,10 @@ def _comparison(found: Search, all_s: float) -> str:
     """How long a step over all devices would take."""
     here = found.chosen_step_s
     if all_s >= here:
-        longer = f"{times_text(all_s / here)} as long" if all_s > 1.05 * here else "about as long"
-        return f"a step over all devices would take {format_duration(all_s)}, {longer}"
-    saved = f"{1 - all_s / here:.1%} less, which is less than this forecast can tell"
+        return f"a step over all devices would take {format_duration(all_s)}, {as_long_text(all_s / here)}"
+    tolerance = max(found.tolerance, found.left_out.whole.tolerance if found.left_out else 0.0)
+    told = "less than" if here <= (1 + tolerance) * all_s else f"hardly more than the {tolerance:.0%} that"
+    saved = f"{1 - all_s / here:.1%} less, which is {told} this forecast can tell"
     return f"a step over all devices would take {format_duration(all_s)}, {saved}"
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plait.planner.explain.compared_layouts import recipe_layout_changes, recipe_layout_reason, why_not
 from plait.planner.explain.confidence import certainty_lines, idle_machine_lines, layout_changes
 from plait.planner.explain.island_traffic import island_traffic_lines
 from plait.planner.explain.left_out import left_out_lines, left_out_text
+from plait.planner.explain.mixtures import load_lines, mixture_lines
 from plait.planner.explain.objective_lines import objective_lines
-from plait.planner.explain.recipe_layout import recipe_layout_changes, recipe_layout_reason
 from plait.planner.explain.totals import run_totals
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons
 from plait.planner.plan import WARNING
@@ -29,7 +30,7 @@ from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_text, kinds_of, layout_sentences, layout_text
 from plait.planner.search.model_error import memory_error
 from plait.report.plausibility import mfu_text
-from plait.units import Amount, counted, format_bytes, format_count, format_duration, slower_text
+from plait.units import Amount, counted, format_bytes, format_count, format_duration
 
 SIMPLER_KINDS_NAMED = 4
 """Kinds of simpler layouts that the report names, the fastest first."""
@@ -62,6 +63,7 @@ def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSec
         "step": _step(found),
         "memory": _memory(found),
         "why": _dots(choice_reasons(found)),
+        **({"experts": _dots(mixture_lines(found))} if found.workload.experts else {}),
         "others": _dots(runners_up_lines(found, top)),
         "listed": [_counts(found)],
         "binds": _dots(_binds(found)),
@@ -79,7 +81,7 @@ def short_reasons(found: Search) -> tuple[str, ...]:
     first = recipe_layout_reason(found) if found.constraints else _price_of_simplicity(found)
     changed = [] if found.constraints else [line for line in layout_changes(found) if "would be chosen" in line]
     who = (*left_out_lines(found), *island_traffic_lines(found), *unequal_lines(found, found.chosen))
-    return (first, *who, *unequal_reasons(found), *_binds(found)[:2], *changed[:2])
+    return (first, *who, *unequal_reasons(found), *load_lines(found), *_binds(found)[:2], *changed[:2])
 
 
 def runners_up(found: Search, top: int) -> list[int]:
@@ -197,29 +199,6 @@ def _too_large(found: Search) -> list[tuple[str, float]]:
 
 def _memory_doubt(found: Search) -> str:
     return f"memory forecasts of such runs are off by {memory_error(found.workload, found.cluster):.1%} in the median"
-
-
-def why_not(found: Search, index: int) -> str:
-    """How one layout compares with the chosen one: its time, what makes it slower, its complexity."""
-    factor = float(found.step_s[index] / found.step_s[found.chosen])
-    time = format_duration(float(found.step_s[index]))
-    more = int(found.complexity[index] - found.complexity[found.chosen])
-    points = counted(abs(more), "point")
-    harder = f"{'more complicated' if more > 0 else 'simpler'} by {points}" if more else "as simple"
-    if factor < 1 - 5e-4:
-        return f"{time}, {1 - factor:.1%} faster, and {harder}"
-    if factor < 1 + 5e-4:
-        return f"{time}, no faster, and {harder}"
-    worse = _worst_item(found, index)
-    return f"{time}, {slower_text(factor)} ({worse}), {harder}"
-
-
-def _worst_item(found: Search, index: int) -> str:
-    here, there = time_items(found, found.chosen), time_items(found, index)
-    name = max(here, key=lambda item: there[item] - here[item])
-    return (
-        f"{TIME_NAMES[name]} takes {format_duration(there[name])} in place of {format_duration(max(here[name], 0.0))}"
-    )
 
 
 def _counts(found: Search) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.layout import AXES
+from plait.planner.explain.compared_layouts import why_not
 from plait.planner.explain.left_out import left_out_text
-from plait.planner.explain.report import PlanSection, runners_up, why_not
+from plait.planner.explain.report import PlanSection, runners_up
 from plait.planner.explain.unequal_devices import micro_sequences_values, unequal_shares_of
 from plait.planner.search.cost_breakdown import memory_items, model_flops_utilisation, time_items
 from plait.planner.search.found import Search
@@ -43,6 +44,7 @@ def plan_json(found: Search, sections: Sequence[PlanSection], top: int) -> dict[
         "time": time_items(found, found.chosen),
         "memory": memory_items(found, found.chosen),
         "why": [line.removeprefix("· ") for title in ("why", "binds", "changes", "sure") for line in said[title]],
+        **({"experts": [line.removeprefix("· ") for line in said["experts"]]} if "experts" in said else {}),
         "runners_up": [_runner(found, index) for index in runners_up(found, top)],
     }
 

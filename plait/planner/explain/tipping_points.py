@@ -43,7 +43,7 @@ def tipping_points(found: Search) -> list[TippingPoint]:
     if found.cluster.n_nodes > 1:
         lines += _of_link(found, "between", with_faster_network)
     if max(island.per_node for island in found.cluster.islands) > 1:
-        lines += _of_link(found, "inside", _with_inside)
+        lines += _of_link(found, "inside", with_faster_nodes)
     lines += _of_memory(found)
     lines += _of_batch(found)
     return sorted(lines, key=lambda flip: abs(np.log(flip.factor)))
@@ -77,11 +77,10 @@ ChooseAt = Callable[[float], tuple[int, CandidateRow] | None]
 
 def _among_representatives(found: Search, altered: AlteredCluster) -> ChooseAt:
     rows = representatives(found)
-    delta = found.step_s[rows] - _closed_form_step_s(found, rows, found.cluster)
-    names = kinds_of(found.candidates)
+    names, step_s_on = kinds_of(found.candidates), step_s_elsewhere(found, rows)
 
     def winner(factor: float) -> tuple[int, CandidateRow]:
-        step_s = _closed_form_step_s(found, rows, altered(found.cluster, factor)) + delta
+        step_s = step_s_on(altered(found.cluster, factor))
         index = int(rows[simplest(step_s, found.complexity[rows], found.tolerance)])
         return int(names[index]), found.candidates.row(index)
 
@@ -123,6 +122,13 @@ def representatives(found: Search) -> Counts:
     return np.unique(np.concatenate([[found.chosen, found.fastest], order[first]]))
 
 
+def step_s_elsewhere(found: Search, rows: Counts) -> Callable[[Cluster], Reals]:
+    """From an altered cluster to the seconds of a step of some layouts: what the search found, and by how much the
+    closed form changes."""
+    beyond = found.step_s[rows] - _closed_form_step_s(found, rows, found.cluster)
+    return lambda cluster: _closed_form_step_s(found, rows, cluster) + beyond
+
+
 def _closed_form_step_s(found: Search, rows: Counts, cluster: Cluster) -> Reals:
     step_s = np.empty(len(found.candidates))
     for some, inputs in filled_batches(replace(found.cost_inputs, cluster=cluster), rows):
@@ -135,7 +141,8 @@ def with_faster_network(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, between=_faster(cluster.between, factor))
 
 
-def _with_inside(cluster: Cluster, factor: float) -> Cluster:
+def with_faster_nodes(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with so many times the bandwidth between the devices of a node."""
     islands = tuple(replace(island, inside=_faster(island.inside, factor)) for island in cluster.islands)
     return replace(cluster, islands=islands)
 

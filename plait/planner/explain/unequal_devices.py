@@ -15,7 +15,7 @@ from plait.planner.heterogeneous.host_permutations import has_unequal_links
 from plait.planner.search.found import Search
 from plait.planner.search.host_order import may_reorder_hosts, with_better_first_host
 from plait.planner.search.layout_cost import step_seconds, step_time_of
-from plait.units import compared_text, counted, format_bytes, format_duration, times_text
+from plait.units import as_long_text, compared_text, counted, format_bytes, format_duration, times_slower_text
 
 OWNERS_NAMED = 6
 """Owners of devices up to which each one's share is named."""
@@ -95,7 +95,7 @@ def _shares(found: Search, assignment: WorkAssignment) -> str | None:
         if count < 8 * len(assignment.sequences_per_replica) and slowest.slower > 1 + 1 / 8:
             return (
                 f"{counted(count, 'sequence')} a step are too few to be shared by speed; {slowest.name} is "
-                f"{times_text(slowest.slower)} slower and sets the pace: raise train.batch_tokens"
+                f"{times_slower_text(slowest.slower)} and sets the pace: raise train.batch_tokens"
             )
         return None
     if owners[0].share is None or len(owners) > OWNERS_NAMED:
@@ -111,10 +111,10 @@ def _by_owner(owners: Sequence[_Owner], several: bool) -> str:
     whose = "its devices are" if several else "it is"
     if len(owners) == 2 and slower:
         [owner] = slower
-        slow = f"{whose} {times_text(owner.slower)} slower than {fastest.name}"
+        slow = f"{whose} {times_slower_text(owner.slower)} than {fastest.name}"
         return f"{owner.name} does {owner.share:.0%} of each batch: {slow}"
     text = ", ".join(
-        f"{owner.name} {owner.share:.0%}" + (f" ({times_text(owner.slower)} slower)" if owner in slower else "")
+        f"{owner.name} {owner.share:.0%}" + (f" ({times_slower_text(owner.slower)})" if owner in slower else "")
         for owner in owners
     )
     return f"shares of each batch, by the speed of the devices: {text}"
@@ -160,7 +160,7 @@ def _stages(found: Search, assignment: WorkAssignment) -> list[str]:
     for rank in range(assignment.ranks):
         names = list(dict.fromkeys(devices.names[owner] for owner in owners[rank]))
         slower = speeds.max() / speeds[rank]
-        note = f", {times_text(slower)} slower" if slower > 1.01 else ""
+        note = f", {times_slower_text(slower)}" if slower > 1.01 else ""
         lines.append(
             f"{assignment.layers_per_rank[rank]:.0f} on {' and '.join(names[:3])}{' and others' * (len(names) > 3)}"
             f"{note}"
@@ -187,7 +187,7 @@ def _equal_words(found: Search, assignment: WorkAssignment) -> list[str]:
     if equal_s < 1.01 * here:
         return []
     what = "equal stages" if assignment.ranks > 1 else "equal shares"
-    there = f"{format_duration(equal_s)} a step, {times_text(equal_s / here)} as long"
+    there = f"{format_duration(equal_s)} a step, {as_long_text(equal_s / here)}"
     return [f"with {what} the slowest device would set the pace: {there}"]
 
 

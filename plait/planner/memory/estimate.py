@@ -19,8 +19,9 @@ from plait.planner.memory.traced_peak import (
     traced_ranks,
 )
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Counts, Reals
+from plait.planner.problem.expert_loads import busiest_rank_load
 from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.problem.stage_partition import layer_parameters
+from plait.planner.problem.stage_partition import expert_shard_ranks, layer_parameters
 from plait.planner.problem.trained_weights import (
     adapter_parameters,
     trained_layer_parameters,
@@ -121,31 +122,28 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         what: np.where(rule >= SHARDED_STATES.index(what), ranks, 1)
         for what in ("optimizer", "gradients", "parameters")
     }
-    # Experts' copies are fewer than the rest's: their share of the optimizer is split over fewer ranks.
-    fewer = c.expert / np.minimum(c.tensor, c.expert)
-    own_weight, own_gradients = split["parameters"], split["gradients"]
-    if w.expert_ranks == "copies":  # parted along `context` first, and by the tensor axis as all else
-        fewer = c.expert / np.gcd(c.expert, c.context)
-        own_weight, own_gradients = (np.maximum(parts / fewer, 1) for parts in (own_weight, own_gradients))
-    own_experts = np.maximum(split["optimizer"] / fewer, 1)
+    # Experts' copies are fewer than the rest's: what is sharded of them is split over fewer ranks.
+    own = {what: expert_shard_ranks(w, c, some) for what, some in split.items()}
     fully = rule == SHARDED_STATES.index("parameters")
     # Where parameters have 16 bits the optimizer keeps them once more in 32; in float32 they are the same.
     each = max(profile.weight_bytes, number)
     twice = each < 4
-    weight = np.where(fully & twice, 0.0, each / split["parameters"])
+    held_bytes = np.where(fully & twice, 0.0, each)
+    weight = held_bytes / split["parameters"]
     frozen = number / split["parameters"]  # matrices alone; an embedding, and a tied head, stay in float32
-    gradient = (profile.gradients_held_bytes or profile.gradient_bytes) / split["gradients"]
+    of_layers = number if w.is_frozen else held_bytes
+    gradient = profile.gradients_held_bytes or profile.gradient_bytes
     state = (profile.state_bytes_with(w.moments) - (0 if twice else each)) * (1 - profile.offloaded)
     ahead = profile.layers_ahead * (number * held + profile.gradient_bytes / 2 * (trained + trained_experts))
     kept, again = _activations(w, c, profile)
     return {
         ("parameters", "layers"): weight * adapters
-        + (frozen if w.is_frozen else weight) * (common + experts * (split["parameters"] / own_weight)),
+        + of_layers * (common / split["parameters"] + experts / own["parameters"]),
         ("parameters", "head"): (frozen - weight) * table if w.is_frozen and not w.tied else 0.0 * table,
         ("parameters", "tables"): weight * table,
-        ("gradients", "layers"): gradient * (trained + trained_experts * (split["gradients"] / own_gradients)),
-        ("gradients", "tables"): gradient * learns,
-        ("optimizer", "layers"): state * (trained / split["optimizer"] + trained_experts / own_experts),
+        ("gradients", "layers"): gradient * (trained / split["gradients"] + trained_experts / own["gradients"]),
+        ("gradients", "tables"): gradient * learns / split["gradients"],
+        ("optimizer", "layers"): state * (trained / split["optimizer"] + trained_experts / own["optimizer"]),
         ("optimizer", "tables"): state * learns / split["optimizer"],
         ("gathered", "once"): np.where(fully, ahead, 0.0),
         ("gathered", "tables"): np.where(fully, (profile.gathered_table_bytes or number / 2) * table, 0.0),
@@ -207,8 +205,9 @@ def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> R
     sparse = w.moe_layers / w.layers
     # Products keep their inputs as they multiply them (8 bits in fp8, as TransformerEngine does), all else is 16 bits.
     less = 1.0 if w.precision in ("fp8", "fp4") else 0.0
-    inner = ((6.0 if w.gated else 4.0) - less) * _ffn_per_token(w) / c.tensor
-    routed = sparse * (4.0 - less) * w.experts_per_token * w.routed_width / c.tensor
+    load = busiest_rank_load(w, c)
+    inner = ((6.0 if w.gated else 4.0) - less) * _ffn_per_token(w, load) / c.tensor
+    routed = sparse * (4.0 - less) * load * w.experts_per_token * w.routed_width / c.tensor
     streamed = (profile.stream_held_bytes - 2 * less) * w.width / stream
     narrow = 2.0 * w.adapter_rank * len(w.adapter_targets)
     held = streamed + (4 - less) * heads + 4 * keys + inner + routed + narrow
@@ -220,14 +219,15 @@ def split_activations(w: Workload, c: Candidates) -> Reals:
     products, and the gradients of their results."""
     stream = 4 * w.width / np.where(c.sequence_parallel > 0, c.tensor, 1)
     heads = 2 * w.head_width * (w.heads / c.tensor + np.maximum(w.kv_heads / c.tensor, 1))
-    inner = w.feedforward_matrices * _ffn_per_token(w) / c.tensor
+    inner = w.feedforward_matrices * _ffn_per_token(w, busiest_rank_load(w, c)) / c.tensor
     return w.element_bytes * local_tokens(w, c) * (stream + heads + inner)
 
 
-def _ffn_per_token(w: Workload) -> float:
-    """Width of the feedforward that a token passes, on average over the layers."""
+def _ffn_per_token(w: Workload, load: Reals) -> Reals:
+    """Width of the feedforward that a token passes, on average over the layers, times how many tokens come to the
+    experts of the busiest rank."""
     sparse = w.moe_layers / w.layers
-    return w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
+    return w.ffn * (1 - sparse) + (load * w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
 
 
 def scores_held(w: Workload, c: Candidates) -> Reals:

@@ -31,6 +31,7 @@ HEADINGS = {
     "step": "a step",
     "memory": "memory",
     "why": "why that is enough",
+    "experts": "its experts",
     "others": "the next best",
     "listed": "layouts compared",
     "binds": "what limits the speed",

@@ -98,6 +98,8 @@ class SoftwareProfile:
     """Whether reduce-scatters of sharded parameters' gradients may run under arithmetic, too."""
     hides_experts: float = _DEFAULTS["hides_experts"]
     """Share of the tokens' way to experts on other nodes that runs under arithmetic."""
+    expert_sends: Literal["once a node", "once an expert"] = "once a node"
+    """How often a token travels to experts that lie on one other node (expert_traffic.py, Note [once a node])."""
     selective_products: float = _DEFAULTS["selective_products"]
     """Share of the forward products that selective recomputation repeats beside what attention keeps."""
     layer_pieces: float = _DEFAULTS["layer_pieces"]
@@ -206,5 +208,6 @@ PLAIT_PROFILE = SoftwareProfile(
     head_gradient="in the loss",
     rounded_weights="of all layers",
     stage_transfer="float32",
+    expert_sends="once an expert",
     **constant_fields("software_profile_plait"),
 )

@@ -168,6 +168,26 @@ def ranks_of_an_expert(workload: Workload, candidates: Candidates) -> Counts:
     return np.where((candidates.expert > 1) & (workload.expert_ranks == "any"), 1, candidates.tensor)
 
 
+def fewer_expert_copies(workload: Workload, candidates: Candidates) -> Reals:
+    """How many times fewer ranks hold the same expert than hold the same part of all else. Experts that lie on any
+    ranks take those of the tensor axis first, which see the same tokens."""
+    e = candidates.expert
+    return np.asarray(e / np.minimum(candidates.tensor, e) if workload.expert_ranks == "any" else e, dtype=np.float64)
+
+
+def data_ranks_of_expert_group(workload: Workload, candidates: Candidates) -> Reals:
+    """Data-parallel ranks that hold all experts of a layer together: those of Layout.expert_replicas, whose groups take
+    ranks of the context axis first."""
+    if workload.expert_ranks == "any":
+        return fewer_expert_copies(workload, candidates)
+    return np.asarray(candidates.expert // np.gcd(candidates.expert, candidates.context), dtype=np.float64)
+
+
+def expert_shard_ranks(workload: Workload, candidates: Candidates, ranks: Counts | Reals) -> Reals:
+    """Ranks that share the shards of one expert's weights, of `ranks` that share those of all else."""
+    return np.maximum(ranks / data_ranks_of_expert_group(workload, candidates), 1.0)
+
+
 def messages_each_way(ranks: Counts | int, virtual: Counts | int) -> Counts:
     """Messages per micro-batch in one direction between two neighbouring pipeline ranks.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from math import prod
 from typing import Any, Literal
 
-import numpy as np
-
 from plait.model.adapter_shape import AdapterTarget
+from plait.model.names import dims_of
+from plait.model.parts.latent_attention import latent_weights
 from plait.model.shape import ModelShape
+from plait.model.weights import scored_width
 
 PricedPrecision = Literal["float32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """tf32: float32 throughout, but for products in TF32."""
@@ -50,6 +51,15 @@ class Workload:
     expert_ranks: Literal["any", "copies"] = "any"
     """Which ranks share out experts: those of any axes but the pipeline's, an expert whole on one rank (Megatron); or
     those alone that see different tokens, with each expert cut by the tensor axis as all else is (plait)."""
+    expert_groups: int = 1
+    expert_groups_chosen: int = 1
+    """Groups of experts, of as many equal ones, that a token may go to: node-limited routing."""
+    expert_load: float = 1.0
+    """Tokens of a layer's busiest expert over the mean (expert_loads.py); 1: all alike, as in published speeds, whose
+    routing is forced to be even."""
+    expert_load_from: Literal["even", "measured", "bias", "loss", "nothing"] = "even"
+    """Where `expert_load` comes from: forced to be even, measured by a run, or assumed of experts that a bias, a loss
+    or nothing balances."""
     norms_all_heads: bool = False
     """Whether queries of all heads are normed as one (OLMoE), so that heads cannot be divided."""
     projection_weights: int = 0
@@ -195,12 +205,12 @@ def workload_of(
     moments: int = 2,
 ) -> Workload:
     """The workload of a model that plait trains."""
+    numbers = {"head_width": shape.head_width, **_mixture_numbers(shape), **_latent_numbers(shape)}
     return Workload(
         layers=shape.layers,
         width=shape.width,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
-        head_width=shape.head_width,
         ffn=shape.ffn,
         gated=shape.activation == "swiglu",
         vocabulary=shape.vocabulary,
@@ -211,12 +221,21 @@ def workload_of(
         attention=attention,
         moments=moments,
         norms_all_heads=shape.qk_norm and shape.qk_norm_width == "all heads",
-        **_mixture_numbers(shape),
+        **numbers,
         adapter_rank=shape.adapter.rank if shape.adapter else 0,
         adapter_targets=shape.adapter.targets if shape.adapter else (),
         heads_after=shape.objectives.heads,
         predict_ahead=shape.objectives.ahead,
     )
+
+
+def _latent_numbers(shape: ModelShape) -> dict[str, Any]:
+    """The fields of a Workload that latent attention sets: heads are as wide as keys and values are on average."""
+    if shape.latent is None:
+        return {}
+    names = latent_weights(shape.latent)
+    sizes = (prod(shape.size_of(dim) for dim in dims_of(f"layers.0.{name}")) for name in names if "norm" not in name)
+    return {"head_width": scored_width(shape) // (2 * shape.heads), "projection_weights": sum(sizes)}
 
 
 def _mixture_numbers(shape: ModelShape) -> dict[str, Any]:
@@ -229,23 +248,8 @@ def _mixture_numbers(shape: ModelShape) -> dict[str, Any]:
         "expert_ranks": "copies",
         "experts_per_token": mixture.experts_per_token,
         "expert_ffn": mixture.expert_ffn,
+        "expert_groups": mixture.groups,
+        "expert_groups_chosen": mixture.groups_chosen,
         "shared_ffn": shape.size_of("shared_ffn"),
         "dense_layers": sum(shape.mixture_of(layer) is None for layer in range(shape.layers)),
     }
-
-
-def expected_distinct_tokens(tokens: Any, vocabulary: int) -> Any:
-    """Expected number of distinct tokens among so many, if their frequencies follow Zipf's law.
-
-    For 256, 512 and 1,024 tokens of Shakespeare, vocabulary 2,048: 144, 245 and 405; counted: 148, 251 and 399.
-    """
-    some, place = np.unique(np.asarray(tokens, dtype=np.float64), return_inverse=True)
-    return np.array([_expected_distinct_tokens(float(one), vocabulary) for one in some])[place].reshape(
-        np.shape(tokens)
-    )
-
-
-@lru_cache(maxsize=1024)
-def _expected_distinct_tokens(tokens: float, vocabulary: int) -> float:
-    often = 1 / np.arange(1, vocabulary + 1)
-    return float((1 - (1 - often / often.sum()) ** tokens).sum())

@@ -18,10 +18,10 @@ from plait.planner.derive.compile_mode import Compile, compile_of
 from plait.planner.derive.intervals import balance_every_steps
 from plait.planner.derive.model_size import CorpusFacts, TrainingRate
 from plait.planner.derive.resources import STAND_IN, ProbeNeed, Resources
-from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job
+from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job, workload_of_job
 from plait.planner.plan import Plan
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
-from plait.planner.problem.workload import Workload, workload_of
+from plait.planner.problem.workload import Workload
 from plait.planner.resolve.named_layout import constraints_of
 from plait.planner.resolve.named_workers import check_named_workers, named_workers_lines, with_named_workers
 from plait.planner.search.constraints import Constraints
@@ -97,7 +97,7 @@ def request_of(
             compile=compiled,
         )
     )
-    workload = _workload(job)
+    workload = workload_of_job(job, resources)
     program = PLAIT_PROFILE.uncompiled if (resources.machine.device, compiled) == ("cuda", "off") else PLAIT_PROFILE
     basis: ForecastBasis = "clock" if resources.cluster and was_measured(workload, resources.cluster) else "formulas"
     # Steps with TF32 products, or by another library, say nothing about steps without.
@@ -120,13 +120,6 @@ def request_of(
         has_forecast=resources.has_known_devices,
         notes=tuple(notes),
     )
-
-
-def _workload(job: TrainingJob) -> Workload:
-    """What computes in float64 is priced as float32: nobody trains so for speed."""
-    precision = job.matmul_precision if job.precision in ("float32", "float64") else job.precision
-    sequence, batch = job.shape.sequence, job.batch_sequences
-    return workload_of(job.shape, sequence=sequence, batch_sequences=batch, precision=precision, moments=job.moments)
 
 
 def _options(resources: Resources, constraints: Constraints, notes: list[str]) -> tuple[WorkerOption, ...]:

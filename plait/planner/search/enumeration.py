@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from math import ceil, gcd
+from math import ceil
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from plait.planner.problem.candidates import CANDIDATE_COLUMNS, RECOMPUTE_MODES,
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SendModel, SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.search.constraints import Constraints
+from plait.planner.search.expert_groups import experts_and_ranks, shares_out_experts
 from plait.units import counted
 
 LONGEST_MICRO_TOKENS = 65536
@@ -111,7 +112,8 @@ def _options(
     micros = _micros(w, degrees, constraints, refused)
     splits = _splits(degrees, constraints)
     orders = _orders(w, degrees.pipeline, constraints, profile.send_model, refused)
-    experts = _experts(w, degrees, constraints)
+    named = constraints.knobs.get("expert")
+    experts = [int(named)] if named else divisors(experts_and_ranks(w, degrees))
     combinations = []
     for (shard, what), (virtual, schedule) in product(splits, orders):
         if _clash(
@@ -140,7 +142,7 @@ def _options(
         "recompute": recompute.astype(np.int64),
         "schedule": schedule,
     }
-    possible = _shares_out_possibly(w, columns)
+    possible = shares_out_experts(w, columns) & ~_gathers_a_shared_table(w, columns)
     refused[INCOMPATIBLE_SPLITS] += int((~possible).sum())
     columns = {name: column[possible] for name, column in columns.items()}
     useful = constraints.has_micro_sequences | ~_outgrows_caches(w, columns, profile)
@@ -148,15 +150,10 @@ def _options(
     return {name: column[useful] for name, column in columns.items()}
 
 
-def _shares_out_possibly(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Mask of layouts whose ranks can share the experts out, where only those with other tokens may, and whose stages
-    share no output matrix that each gathers: INCOMPATIBLE."""
-    degree, near = columns["expert"], columns["shard"] * columns["context"]
-    even = (columns["shard"] == 1) | (near % degree == 0) | (degree % near == 0)
-    apart = (columns["virtual"] > 1) & (columns["shard"] > 1)
-    apart &= columns["shard_what"] == SHARDED_STATES.index("parameters")
-    experts = (w.expert_ranks == "any") | ((columns["replicate"] * near % degree == 0) & even)
-    return experts & ~(apart & (w.heads_in_all > 1))
+def _gathers_a_shared_table(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Mask of layouts whose stages share an output matrix that each gathers: INCOMPATIBLE."""
+    apart = (columns["virtual"] > 1) & (columns["shard"] > 1) & (w.heads_in_all > 1)
+    return apart & (columns["shard_what"] == SHARDED_STATES.index("parameters"))
 
 
 def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: SoftwareProfile) -> np.ndarray:
@@ -213,15 +210,6 @@ def _orders(
         refused[TOO_FEW_LAYERS] += 1
         return []
     return [(chunks, str(requested or ("interleaved" if chunks > 1 else "1f1b")))]
-
-
-def _experts(w: Workload, degrees: Layout, constraints: Constraints) -> list[int]:
-    if requested := constraints.knobs.get("expert"):
-        return [int(requested)]
-    if not w.experts:
-        return [1]
-    tensor = 1 if w.expert_ranks == "copies" else degrees.tensor
-    return divisors(gcd(w.experts, degrees.replicate * degrees.context * tensor))
 
 
 def _pinned(constraints: Constraints, knob: str, names: Sequence[str]) -> list[int]:

@@ -1,4 +1,5 @@
-"""What a device can do: arithmetic and memory rates in a precision, as a long run holds them."""
+"""What a device can do: arithmetic and memory rates in a precision, as a long run holds them, and how efficiently the
+libraries' kernels of its kind compute products, attention and the loss."""
 
 from __future__ import annotations
 
@@ -6,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.cluster.catalog import Device
-from plait.planner.calibration.constants import constant
+from plait.planner.calibration.constants import constant, constant_fields
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import PricedPrecision
-from plait.planner.step_time.kernel_efficiency import KernelEfficiency, kernel_efficiency_of
 
 USUAL_ACHIEVABLE_SHARE = constant("usual_achievable_share")
 UNTHROTTLED_FLOPS_PER_WATT = constant("unthrottled_flops_per_watt")
@@ -26,6 +26,31 @@ FALLBACK_PRECISIONS: Mapping[PricedPrecision, PricedPrecision] = {
     "tf32": "float32",
 }
 """Precision that replaces one that a device lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelEfficiency:
+    """Efficiency of the kernels of one kind of device; their best shares of the peak are in software_profile.py."""
+
+    tiles: bool
+    """Whether a product's result is computed in large tiles, one per unit of the device (roofline.py)."""
+    block: int
+    """Without tiles: rows and columns are padded to a multiple of this."""
+    head_power: float
+    """Fused attention loses with heads narrower than 128: rate × (head width / 128) ** head_power."""
+    few_keys: float
+    """Sequence length at which fused attention reaches half of its rate."""
+    attention_backward: float
+    """Seconds of attention's backward pass over those of its forward pass."""
+    message_units: float
+    """Share of the device's units that collectives take from other kernels while they run beside them."""
+    logit_flops: float
+    """FLOPs of the loss for each logit, beside moving it."""
+
+
+GPU_KERNELS = KernelEfficiency(**constant_fields("kernels_gpu"))
+TPU_KERNELS = KernelEfficiency(**constant_fields("kernels_tpu"))
+CPU_KERNELS = KernelEfficiency(**constant_fields("kernels_cpu"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,3 +113,10 @@ def peak_flops(device: Device, precision: PricedPrecision) -> float:
     while tried and tried not in device.peak_flops:
         tried = FALLBACK_PRECISIONS.get(tried)
     return device.peak_flops[tried] if tried else max(device.peak_flops.values())
+
+
+def kernel_efficiency_of(device: Device) -> KernelEfficiency:
+    """The kernel efficiency of a device's kind."""
+    if device.kind == "cpu":
+        return CPU_KERNELS
+    return GPU_KERNELS if device.units else TPU_KERNELS

@@ -5,13 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from plait.planner.problem.candidates import SCHEDULES, SHARDED_STATES, Reals
-from plait.planner.problem.stage_partition import rank_layers
+from plait.planner.problem.distinct_tokens import expected_distinct_tokens
+from plait.planner.problem.stage_partition import (
+    data_ranks_of_expert_group,
+    expert_shard_ranks,
+    fewer_expert_copies,
+    rank_layers,
+)
 from plait.planner.problem.trained_weights import (
     fullest_held_parameters,
     fullest_trained_parameters,
     repeated_adapter_parameters,
 )
-from plait.planner.problem.workload import expected_distinct_tokens
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.network_model import Collective, collective_s, stage_message_s
 from plait.planner.step_time.roofline import LayerTime, local_tokens, shard_group_size
@@ -38,8 +43,17 @@ def data_parallel_sync_s(
     apart = stride * c.context // (sharded // c.shard)  # distance between two ranks of a shard group
     fully = c.shard_what == SHARDED_STATES.index("parameters")
 
+    over = data_ranks_of_expert_group(inputs.workload, c)
+    expert_group = expert_shard_ranks(inputs.workload, c, group)
+
     def moved(kind: Collective, number_bytes: int, numbers: Reals) -> Reals:
-        return collective_s(inputs.network, kind, number_bytes * numbers, group, apart, pieces)
+        whole = collective_s(inputs.network, kind, number_bytes * numbers, group, apart, pieces)
+        if (c.expert == 1).all():
+            return whole
+        # Experts that ranks share out have fewer copies, which stand further apart.
+        rest = collective_s(inputs.network, kind, number_bytes * (numbers - experts), group, apart, pieces)
+        own = collective_s(inputs.network, kind, number_bytes * experts, expert_group, apart * over, pieces)
+        return np.where(over > 1, rest + own, whole)
 
     # Sharded parameters are gathered with the frozen ones; after an update those that learn.
     gathered = np.where(fully, fullest_held_parameters(inputs.workload, c), one) if inputs.workload.is_frozen else one
@@ -48,7 +62,7 @@ def data_parallel_sync_s(
     scatter = scatter * np.where(
         profile.all_reduces_shards & (c.shard_what < SHARDED_STATES.index("gradients")), 2.0, 1.0
     )
-    summed = _all_reduce_s(inputs, common / group, experts / group, pieces)
+    summed = _all_reduce_s(inputs, common / group, experts / expert_group, pieces)
     window = profile.hides_parameters
     halfway = c.shard_what == SHARDED_STATES.index("gradients")
     # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
@@ -122,15 +136,17 @@ def _all_reduce_s(inputs: CostInputs, common: Reals, experts: Reals, pieces: Rea
     copies = np.where(split, c.replicate, c.replicate * c.shard * c.context)
     far = np.where(split, c.tensor * c.shard * c.context, c.tensor)
     summed = collective_s(inputs.network, "reduce", profile.gradient_message_bytes * common, copies, far, pieces)
-    few = np.maximum(copies / c.expert, 1)
+    # Context ranks that hold the same weights or the same shard.
+    near = np.where(split, c.shard * c.context // sharded, 1)
+    fewer, group = fewer_expert_copies(inputs.workload, c), np.where(split, sharded, 1)
+    few = np.maximum(copies * group * near / fewer / expert_shard_ranks(inputs.workload, c, group), 1)
+    beyond = np.maximum(fewer / (group * near), 1)  # ranks of an expert group that are no ranks of one shard group
     summed += collective_s(
-        inputs.network, "reduce", profile.gradient_message_bytes * experts, few, far * c.expert, pieces
+        inputs.network, "reduce", profile.gradient_message_bytes * experts, few, far * beyond, pieces
     )
     if inputs.workload.is_frozen:  # one of an adapter's two weights is whole on each rank of a tensor group
         own = rank_layers(inputs.workload, c).fullest * repeated_adapter_parameters(inputs.workload)
         summed += collective_s(inputs.network, "reduce", profile.gradient_message_bytes * own, c.tensor, 1, pieces)
-    # Context ranks that hold the same weights or the same shard.
-    near = np.where(split, c.shard * c.context // sharded, 1)
     return summed + collective_s(
-        inputs.network, "reduce", profile.gradient_message_bytes * (common + experts), near, c.tensor, pieces
+        inputs.network, "reduce", profile.gradient_message_bytes * common, near, c.tensor, pieces
     )

@@ -40,6 +40,8 @@ class Network:
     """The first rank of every island but the first."""
     measured: MeasuredNetwork | None = None
     """Measured times, which replace the formulas."""
+    torus_axes: int = 0
+    """Axes of the torus inside a node, or slice; 0 where a switch or a shared wire joins its devices."""
 
     def spans_islands(self, group_size: Any, stride: Any) -> NDArray[np.bool_]:
         """Whether a group of so many ranks that are `stride` apart has some on two islands: such groups fill blocks of
@@ -82,6 +84,7 @@ def network_of(cluster: Cluster) -> Network:
         one_card_per_node=all(network.shape == "shared" for network, _ in networks),
         island_starts=tuple(accumulate(island.n_devices for island in islands[:-1])),
         measured=_measured_network(cluster, networks),
+        torus_axes=max(island.inside.axes if island.inside.shape == "torus" else 0 for island in islands),
     )
 
 
@@ -142,26 +145,6 @@ def collective_s(
         message_bytes, group_size, stride, nodes, np.asarray(pieces, float), spent
     )
     return network.measured.collective_s(kind, message_bytes, (group_size, stride), nodes, pieces, spent)
-
-
-def expert_all_to_all_s(
-    network: Network, tokens: Any, token_bytes: float, experts_per_token: int, group_size: Any, stride: Any
-) -> tuple[Reals, Reals]:
-    """Seconds for each rank to send `tokens` to `experts_per_token` of the experts on `group_size` ranks: (inside,
-    between) nodes.
-
-    Between nodes a token goes once to each node that it has an expert on, and is copied there: libraries for experts
-    (DeepEP) do so since 2025. With k nodes and c experts per token it has experts on k (1 - (1 - 1/k)^c) of them.
-    """
-    tokens, group_size, stride = (np.asarray(x, dtype=np.float64) for x in (tokens, group_size, stride))
-    together = np.clip(np.floor(network.devices_per_node / stride), 1, np.maximum(group_size, 1))
-    nodes = np.maximum(np.ceil(group_size / together), 1)
-    inside = tokens * token_bytes * experts_per_token * (together - 1) / together / network.inside_bytes_per_s
-    met = nodes * (1 - (1 - 1 / nodes) ** experts_per_token)
-    far_rate, _ = network.between_rate_and_latency(network.spans_islands(group_size, stride))
-    outside = tokens * token_bytes * met * (nodes - 1) / nodes / far_rate
-    latency = (together - 1) * network.inside_latency_s
-    return np.where(group_size > 1, inside + latency, 0.0), np.where(group_size > 1, outside, 0.0)
 
 
 def stage_message_s(network: Network, message_bytes: Any, group_size: Any, stride: Any) -> Reals:

@@ -9,6 +9,7 @@ import numpy as np
 
 from plait.planner.calibration.constants import constant, constant_rows
 from plait.planner.problem.candidates import Candidates, Counts, Reals
+from plait.planner.problem.expert_loads import busiest_rank_load
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import ranks_of_an_expert
 from plait.planner.problem.trained_weights import local_target_sizes, trained_layer_parameters
@@ -125,7 +126,8 @@ def _product_times(
         held = w.experts / candidates.expert
         across = ranks_of_an_expert(w, candidates)
         share = tensor / across
-        rows = np.maximum(tokens / share * w.experts_per_token / held, 1.0)
+        # A group waits for the rank that most tokens come to.
+        rows = np.maximum(busiest_rank_load(w, candidates) * tokens / share * w.experts_per_token / held, 1.0)
         outer, inner = w.routed_width, w.expert_ffn / across
         shapes += _feedforward_products(w, rows, inner, held, sparse / profile.expert_share, outer)
         if w.shared_ffn:
@@ -220,9 +222,10 @@ def _memory_pass_time(
     w, tokens = workload, local_tokens(workload, candidates)
     whole = tokens * w.width * profile.stream_bytes / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
     sparse = w.moe_layers / w.layers
-    ffn = w.ffn * (1 - sparse) + (w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
+    experts = w.experts_per_token * busiest_rank_load(w, candidates)
+    ffn = w.ffn * (1 - sparse) + (experts * w.expert_ffn + w.shared_ffn) * sparse
     inner = tokens * ffn * profile.inner_bytes * (w.feedforward_matrices - 1) / candidates.tensor
-    routed = sparse * tokens * w.experts_per_token * w.width * profile.routed_bytes / candidates.tensor
+    routed = sparse * tokens * experts * w.width * profile.routed_bytes / candidates.tensor
     scanned = tokens * 2 * w.width * STATE_SPACE_SCAN_BYTES * w.scanning_layers / w.layers / candidates.tensor
     return (whole + inner + routed + scanned) * (w.element_bytes / 2) / rates.stream_bytes_per_s
 

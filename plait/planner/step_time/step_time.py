@@ -7,17 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Counts, Reals
-from plait.planner.problem.stage_partition import (
-    RankLayers,
-    micro_batches_per_step,
-    rank_layers,
-    ranks_of_an_expert,
-)
+from plait.planner.problem.stage_partition import RankLayers, expert_shard_ranks, micro_batches_per_step, rank_layers
 from plait.planner.problem.trained_weights import fullest_trained_parameters
 from plait.planner.step_time.cost_inputs import CostInputs
+from plait.planner.step_time.expert_traffic import exchanges, expert_all_to_all_s
 from plait.planner.step_time.gradient_sync import data_parallel_sync_s, tied_embedding_sync_s
 from plait.planner.step_time.launch_overhead import launch_overhead_s
-from plait.planner.step_time.network_model import collective_s, expert_all_to_all_s
+from plait.planner.step_time.network_model import collective_s
 from plait.planner.step_time.roofline import LayerTime, local_tokens, shard_group_size
 from plait.planner.step_time.stage_messages import message_cpu_s, stage_sends
 
@@ -157,11 +153,8 @@ def _exposed_communication(inputs: CostInputs, layer: LayerTime) -> _ExposedComm
     once = collective_s(inputs.network, "keys", keys, c.context, c.tensor)
     context = (3 + full) * once
     under = np.minimum(profile.hides_context * (layer.scores + layer.scores_backward), context * inputs.largest_overlap)
-    # Half of the messages, those to the experts, are as narrow as what the experts multiply.
-    token_bytes = w.routed_width * (1.5 if w.precision in ("fp8", "fp4") else w.element_bytes)
-    sent, apart = tokens * ranks_of_an_expert(w, c) / c.tensor, 1 if w.expert_ranks == "any" else c.tensor
-    inside, between = expert_all_to_all_s(inputs.network, sent, token_bytes, w.experts_per_token, c.expert, apart)
-    times = (4 + 2 * full) * w.moe_layers / w.layers
+    inside, between = expert_all_to_all_s(inputs.network, w, c, profile)
+    times = exchanges(c) * w.moe_layers / w.layers
     experts = times * np.maximum(inside, between * (1 - profile.hides_experts))
     left = np.maximum(context - under, 0.0) * (c.context > 1)
     return _ExposedCommunication(
@@ -187,4 +180,4 @@ def _optimizer_s(inputs: CostInputs) -> Reals:
     c = inputs.candidates
     common, experts = fullest_trained_parameters(inputs.workload, c)
     split = np.where(c.shard_what > 0, shard_group_size(c, inputs.profile), 1)
-    return inputs.device_time.update_s((common + experts) / split)
+    return inputs.device_time.update_s(common / split + experts / expert_shard_ranks(inputs.workload, c, split))
