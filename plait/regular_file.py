@@ -14,7 +14,7 @@ from typing import TextIO
 
 MOST_BYTES = 1 << 28
 """Of a file that is read as a whole: far above the largest that plait writes."""
-_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
 
 def read_regular_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:

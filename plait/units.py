@@ -54,7 +54,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """How often something recurs: each `value` steps or seconds; `Every(0, "steps")` is "never"."""
+    """How often something recurs: each `value` steps or seconds; `NEVER` is 0 steps."""
 
     value: float
     unit: Literal["seconds", "steps"]
@@ -65,7 +65,7 @@ class Every:
         return "never" if self.value == 0 else str(Amount(self.value, self.unit))
 
 
-NEVER = Every(0, "steps")
+NEVER = Every(0.0, "steps")
 
 
 def part_of(epochs: float, whole: int) -> int:

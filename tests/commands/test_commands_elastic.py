@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -59,6 +59,9 @@ class Changing:
 
         result = self._forked.run(job, hear)
         return replace(result, how="paused") if self._next else result
+
+    def copied_steps(self, lineage: int) -> Sequence[int]:
+        return self._forked.copied_steps(lineage)
 
     def renewed(self, plan: Plan, failure: FailureFacts | None) -> Renewed | None:
         if self._next is None:

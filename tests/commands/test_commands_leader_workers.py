@@ -61,8 +61,15 @@ class Led:
         self.members = tuple(self.arrived[host - 1] for host in order[1:])
 
     def run(
-        self, job: Job, *, on_message: Callable[[Message], None], parts: Sequence[HostPart], grace_s: float = 0.0
+        self,
+        job: Job,
+        *,
+        on_message: Callable[[Message], None],
+        parts: Sequence[HostPart],
+        grace_s: float = 0.0,
+        visitors: None = None,
     ) -> JobResult:
+        assert visitors is None, "the door is shut"
         self.parts = parts
         if job.entry == MEASURE_ENTRY:
             for rank in range(job.world_size):

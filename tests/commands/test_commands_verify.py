@@ -186,7 +186,7 @@ def test_the_reference_is_one_plain_process(tmp_path: Path) -> None:
     plan = shrunk_plan(CONFIG, LARGE, Layout(tensor=2))
     folder = write_synthetic(tmp_path, vocabulary=plan.shape.vocabulary, sequence=plan.sequence, seed=1)
     threads = torch.get_num_threads()
-    found = reference_tensors(CONFIG, replace(plan, corpus=str(folder)), "gradients")
+    found = reference_tensors(CONFIG, replace(plan, corpus=str(folder)), "gradients", tmp_path / "routing")
     torch.set_num_threads(threads)
     assert not dist.is_initialized()
     assert found["sums/norm"] > 0 and all(torch.isfinite(tensor).all() for tensor in found.values())

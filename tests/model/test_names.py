@@ -13,6 +13,7 @@ from plait.model.adapter_shape import AdapterShape
 from plait.model.names import DIMS, cut_dim, decays, dims_of, expert_of, layer_of, pattern_of
 from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.parts.mixture import MixtureShape
+from plait.model.parts.objectives import ObjectivesShape
 from plait.model.shape import ModelShape, linear_layers, parameter_count, weight_sizes
 from plait.model.weights import describe_weights, kept_values, trained_parameter_count, training_flops_per_token
 
@@ -37,7 +38,9 @@ def test_the_table_has_the_weights_of_the_fullest_shape_and_no_others() -> None:
     latent = LatentAttentionShape(key_value_rank=12, rope_width=4, value_width=8, query_rank=16)
     latents = [replace(SHAPE, kv_heads=6, latent=one) for one in (latent, replace(latent, query_rank=0))]
     names = {*weight_sizes(EVERYTHING), *weight_sizes(of_experts), *kept_values(of_experts)}
-    names |= {name for one in latents for name in weight_sizes(one)}
+    objectives = ObjectivesShape(heads=(4,), head_weights=(0.3,), ahead=1)
+    beside = replace(SHAPE, norm="layernorm", bias="all", objectives=objectives)
+    names |= {name for one in (*latents, beside) for name in weight_sizes(one)}
     assert {pattern_of(name) for name in names} == set(DIMS)
 
 

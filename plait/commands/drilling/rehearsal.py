@@ -93,6 +93,9 @@ def drill_settings(recipe: RecipeSource, overrides: Sequence[str], asked: AskedF
     if asked.seconds and values["checkpoint.every"] == "auto":
         own.append(f"checkpoint.every={_SAVE_EVERY}")
         screen.print(f"drill    checkpoint.every is {_SAVE_EVERY}: the run must get on between two failures")
+    if any(fault.kind == "corrupt" for fault in asked.named) and values["recover.state_every"] == "auto":
+        own.append("recover.state_every=never")
+        screen.print("drill    recover.state_every is never: with copies in memory nobody would read what is damaged")
     if asked.lost_hosts and values["balance.every"] == "auto":
         own.append("balance.every=never")
         screen.print("drill    balance.every is never: shares that follow the clock would change the last bits")
