@@ -54,18 +54,21 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """How often something recurs: each `value` steps or seconds; `NEVER` is 0 steps."""
+    """How often something recurs: each `value` steps or seconds; `Every(0, "steps")` is "never"."""
 
     value: float
     unit: Literal["seconds", "steps"]
     cost_share: float | None = None
     """Largest share of the time that it may take, for which it recurs less often; None: it recurs as often as said."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", float(self.value))  # as it is read back from a file
+
     def __str__(self) -> str:
         return "never" if self.value == 0 else str(Amount(self.value, self.unit))
 
 
-NEVER = Every(0.0, "steps")
+NEVER = Every(0, "steps")
 
 
 def part_of(epochs: float, whole: int) -> int:

@@ -38,11 +38,11 @@ def with_copies(asked: RecoverSection, plan: Plan, hosts: int) -> tuple[Plan, st
         return without, reason
     chosen = replace(plan, copy_bytes=COPIES * nbytes)
     if asked.state_every != "auto":
-        return replace(chosen, copy_every=Every(float(asked.state_every), "steps")), ""
+        return replace(chosen, copy_every=Every(asked.state_every, "steps")), ""
     copy_s, step_s = nbytes / COPY_RATE, plan.step_s or (plan.forecast.step_s if plan.forecast else None)
     every = max(1, ceil(copy_s / (COPIES_SHARE * step_s))) if step_s else 1
     cost = f", {copy_s / (copy_s + every * step_s):.1%} of the time by forecast" if step_s else ""
-    return replace(chosen, copy_every=Every(float(every), "steps", COST_SHARE)), (
+    return replace(chosen, copy_every=Every(every, "steps", COST_SHARE)), (
         f"each worker's state is copied into memory that outlives it, every {counted(every, 'step', ',')} or as "
         f"measured ({COPIES} copies of {format_bytes(nbytes)} a worker; {format_duration(copy_s)} each{cost}): at most "
         "that many steps are lost when one dies (recover.state_every)"
