@@ -102,6 +102,7 @@ def test_several_adapters_stand_on_one_base(runs: WorkingFolder) -> None:
     assert texts["none"] == str(sample("first", "abc", adapter="none", working=runs, **HOW))
 
 
+@pytest.mark.slow
 def test_eval_measures_before_and_after(runs: WorkingFolder) -> None:
     after = evaluate("first", [], screen=SilentScreen(), working=runs)
     before = evaluate("first", [], adapter="none", screen=SilentScreen(), working=runs)

@@ -52,6 +52,7 @@ def text_of(found: FoundModel, folder: Path) -> MeasuredText:
     return MeasuredText(folder=corpus.folder, part="train", tokens=corpus.train_tokens)
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_does_not_enter_the_sums(
     found: FoundModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def questions() -> str:
     return "".join(json.dumps(one) + "\n" for one in asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -42,6 +42,7 @@ def fill(disk: Path, leave_bytes: int) -> Path:
     return filler
 
 
+@pytest.mark.slow
 def test_a_full_disk(small_disk: Path, place: Place, reference: Callable[[int], str]) -> None:
     here = Place(small_disk / "work")
     filler = fill(small_disk, 8_192)

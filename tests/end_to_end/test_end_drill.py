@@ -21,6 +21,7 @@ def drilled(place: Place, *words: str) -> tuple[Ended, dict[str, Any]]:
     return found, json.loads((place.folder / "drill.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_drill_rehearses_failures_and_says_what_came_of_them(place: Place) -> None:
     asked = ("tiny.toml", "run.name=rehearsal", LONGER, "--kill", "1@25", "--corrupt", "60", "--seed", "5")
     found, report = drilled(place, *asked)

@@ -68,6 +68,7 @@ def test_a_run_goes_on_under_other_layouts_with_the_same_biases(mixed: Place) ->
     assert refused.code == 2 and "router sigmoid, balance bias" in refused.sentence()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [

@@ -112,6 +112,7 @@ def test_one_worker_goes_on_with_the_adapter_that_two_trained(home: Place) -> No
     assert all(losses["one"][step] == pytest.approx(losses["two"][step], rel=1e-4) for step in range(14, 21))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -111,6 +111,7 @@ def test_a_character_that_cannot_be_encoded_is_no_error(narrow: Place, encoding:
     assert told.code == 2 and "there is no recipe" in told.sentence()
 
 
+@pytest.mark.slow
 def test_a_training_whose_text_the_terminal_cannot_show_ends_well(narrow: Place) -> None:
     trained = run(narrow, "train", "tiny.toml", "run.name=poor", "train.budget=2 steps", **POOR["strict ASCII"])
     assert trained.code == 0 and "Traceback" not in trained.err, trained

@@ -59,6 +59,7 @@ def home(tmp_path: Path) -> Place:
     return home
 
 
+@pytest.mark.slow
 def test_adapters_beside_too_small_an_embedding_are_refused_in_one_sentence(home: Place) -> None:
     refused = home.train("adapters", "finetune.method=lora")
     assert refused.code == 2 and not (home.path("adapters") / "plan.json").exists()

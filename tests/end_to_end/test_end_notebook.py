@@ -88,6 +88,7 @@ def test_a_cell_trains_two_workers_with_one_output_that_changes(place: Place, ke
     assert workers_of(place, kernel) == []
 
 
+@pytest.mark.slow
 def test_the_interrupt_button_saves_and_leaves_nobody(place: Place, kernel: Kernel) -> None:
     is_begun = begun(place, "button", 12)
 
@@ -107,6 +108,7 @@ def test_the_interrupt_button_saves_and_leaves_nobody(place: Place, kernel: Kern
     assert [one["content"]["text"] for one in messages if one["msg_type"] == "stream"] == ["200\n"]
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_while_it_saves_ends_it_at_once_with_one_sentence(place: Place, kernel: Kernel) -> None:
     is_begun, pressed = begun(place, "twice", 12), list[float]()
 

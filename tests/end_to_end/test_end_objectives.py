@@ -63,6 +63,7 @@ def test_a_run_goes_on_under_other_layouts_and_what_uses_it_leaves_them_out(lear
     assert {"model/auxiliary.1.norm.weight", "model/ahead.2.projection.weight"} <= kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [

@@ -32,6 +32,7 @@ def stopped(place: Place) -> str:
     return name
 
 
+@pytest.mark.slow
 def test_a_time_budget_is_measured_once_for_all_names_until_replan(place: Place) -> None:
     budget = "train.budget=40 seconds"
     first = begun_and_stopped(place, "timed", budget)
@@ -101,6 +102,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "told"),
     [

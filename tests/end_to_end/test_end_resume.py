@@ -142,6 +142,7 @@ def test_a_dead_worker_and_signals_stop_cleanly_and_the_run_goes_on(
     assert_same_end(place, name, whole)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_stops_and_saves(place: Place) -> None:
     name, terminal = "hung-up", pty.openpty()
     process = place.start("train", "tiny.toml", f"run.name={name}", terminal=terminal[1])
@@ -161,6 +162,7 @@ def test_a_terminal_that_is_closed_stops_and_saves(place: Place) -> None:
     place.assert_nobody_left()
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_moved_ends_and_goes_on_when_it_is_back(
     place: Place, reference: Callable[[int], str]
 ) -> None:
@@ -200,6 +202,7 @@ def test_two_runs_in_one_folder_at_once(place: Place, reference: Callable[[int],
     assert_same_end(place, name, whole)
 
 
+@pytest.mark.slow
 def test_the_same_recipe_in_another_place_ends_the_same(
     place: Place, reference: Callable[[int], str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

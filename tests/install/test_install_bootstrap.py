@@ -34,6 +34,7 @@ def test_without_a_driver_pytorch_s_index_gives_the_cpu_build_and_it_is_said_bef
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 @without_driver
 def test_an_index_that_does_not_answer_costs_seconds_and_gigabytes_are_announced(
     checkout: Checkout, silent_address: str
@@ -45,6 +46,7 @@ def test_an_index_that_does_not_answer_costs_seconds_and_gigabytes_are_announced
     assert f"nor can it be had from {silent_address}/cpu" in before and "about 3 GB" in before and "Ctrl-C" in before
 
 
+@pytest.mark.slow
 @without_driver
 def test_a_venv_that_moved_is_made_anew(checkout: Checkout) -> None:
     checkout.offer("pypi", "2.15.0", "2.13.0", "2.13.0+cpu")

@@ -86,7 +86,7 @@ from plait.launch.in_memory.memory import AgentMemory, RankMemory
 memory = AgentMemory()
 if os.fork() == 0:
     RankMemory(memory.descriptor, 0).write(0, 0, memoryview(b"x" * 1000))
-print(os.fstat(memory.descriptor).st_ino, flush=True)
+os.write(1, f"{os.fstat(memory.descriptor).st_ino}\\n".encode())  # both at once: each line whole
 time.sleep(60)
 """
 

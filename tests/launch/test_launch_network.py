@@ -94,7 +94,7 @@ def test_ranks_are_started_with_what_was_told(tmp_path: Path) -> None:
         "from plait.launch.values.job import HostRanks, Job\n"
         "job = Job(entry='x', argument='', world_size=2, threads=1, part=HostRanks(first_rank=0, ranks=1))\n"
         "place = RankPlacement(entry=print, local_rank=0, rendezvous='tcp://[fd00::1]:1/job-1', interface='lo',\n"
-        "                      wire=socket.socket(), server_pid=1, board=0)\n"
+        "                      wire=socket.socket(), server_pid=1, board=0, memory=0)\n"
         "_set_environment(job, place)\n"
         "print({name: os.environ.get(name) for name in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME', "
         "'NCCL_SOCKET_FAMILY')})"
