@@ -31,7 +31,7 @@ def test_a_drill_rehearses_failures_and_says_what_came_of_them(place: Place) -> 
     kill, corrupt = report["faults"]
     assert (kill["kind"], kill["rank"], kill["step"]) == ("kill", 1, 25) and kill["phase"]
     assert 0 <= kill["found_after_s"] < 5 and kill["found_after_s"] < kill["back_after_s"] < 60
-    assert kill["steps_lost"] < 10 < corrupt["steps_lost"] and "step-" in corrupt["what"]
+    assert kill["steps_lost"] <= 10 < corrupt["steps_lost"] and "step-" in corrupt["what"]
     assert [line["rank"] for line in incidents(place, "rehearsal-drill") if "cause" in line] == [1, 0]
     assert found.out.count("\nskipped  ") == 1 and "(seed 5)" in found.out
     assert not (place.path("rehearsal-left-alone") / "incidents.jsonl").exists()
@@ -41,7 +41,8 @@ def test_a_drill_rehearses_failures_and_says_what_came_of_them(place: Place) -> 
 
 @pytest.mark.slow
 def test_a_slow_worker_is_waited_for_and_a_full_disk_survived(place: Place) -> None:
-    asked = ("tiny.toml", "run.name=slow", LONGER, "--slow", "0@10", "--fill-disk", "40", "--hang", "1@75")
+    longest = "train.budget=400 steps"  # so that a save fails and another one goes well long before the hang
+    asked = ("tiny.toml", "run.name=slow", longest, "--slow", "0@10", "--fill-disk", "40", "--hang", "1@300")
     found, report = drilled(place, *asked)
     assert found.code == 0 and report["final_equal"] == "bits", found
     slow, full, hang = report["faults"]

@@ -66,9 +66,11 @@ def full_disk(pids: Iterable[int], limit_bytes: int) -> Iterator[None]:
 
 
 def _open_sizes(pid: int, folder: Path) -> Iterator[int]:
-    inside = f"{folder.resolve()}/"
+    """Sizes of what a process has open in a run's folder, without checkpoints that it is writing."""
+    inside, saving = f"{folder.resolve()}/", f"{folder.resolve()}/checkpoints/"
     with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
-                if str(link.readlink()).startswith(inside):
+                path = str(link.readlink())
+                if path.startswith(inside) and not path.startswith(saving):
                     yield link.stat().st_size
