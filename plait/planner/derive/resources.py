@@ -151,7 +151,10 @@ def on_paper(
     device = "cpu" if "cpu" in kinds else "cuda"
     has_bf16 = all("bf16" in island.device.peak_flops for island in cluster.islands)
     precision = "bf16" if device == "cuda" and has_bf16 else "float32"
-    machine = Machine(device=device, name=cluster.name, devices=cluster.n_devices, cores=1, memory_bytes=1, versions=())
+    memory = min(int(island.device.memory_bytes) * island.per_node for island in cluster.islands)
+    machine = Machine(
+        device=device, name=cluster.name, devices=cluster.n_devices, cores=1, memory_bytes=memory, versions=()
+    )
     return Resources(
         machine=machine,
         peak_flops=sum(island.n_devices * peak_flops(island.device, precision) for island in cluster.islands),
