@@ -10,6 +10,7 @@ from pathlib import Path
 
 from plait.commands.drilling.asked import AskedFaults, planned_faults
 from plait.commands.drilling.at_work import drill_at_work
+from plait.commands.drilling.faults import NO_FAULT
 from plait.commands.drilling.injector import Injector
 from plait.commands.drilling.lent_hosts import LentHosts
 from plait.commands.drilling.rehearsal import Rehearsal, drill_settings, drilled_plan
@@ -41,6 +42,8 @@ def drill(
     A run that is at work is disturbed itself, where `may_disturb` allows it. Raises PlaitError for faults that the run
     cannot have, and where a drill of that name has begun already.
     """
+    if not (asked.named or asked.drawn or asked.seconds):  # before the run that is left alone is trained
+        raise PlaitError(NO_FAULT)
     if asked.seed is None:
         asked = replace(asked, seed=random.SystemRandom().randrange(1 << 31))
     run = None if source.suffix == ".toml" or source.is_file() else find_run(str(source), working)

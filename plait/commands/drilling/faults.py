@@ -15,6 +15,10 @@ from plait.units import format_duration
 
 FaultKind = Literal["kill", "hang", "nan", "slow", "fill-disk", "corrupt", "lose-host"]
 _PLACE, _STEP = re.compile(r"([0-9]{1,4})@([0-9]{1,9})"), re.compile(r"@?([0-9]{1,9})")
+NO_FAULT = (
+    "a drill needs a failure; name one with --kill, --hang, --nan or --slow RANK@STEP, --fill-disk or "
+    "--corrupt STEP, --lose-host HOST@STEP, or have some drawn by --random 3 or --random 30min"
+)
 WITHOUT_RANK: Sequence[FaultKind] = ("fill-disk", "corrupt")
 WITHOUT_RESTART: Sequence[FaultKind] = ("slow", "fill-disk")
 DRAWN_KINDS: Sequence[FaultKind] = ("kill", "kill", "kill", "hang", "slow", "nan", "fill-disk", "corrupt")
@@ -128,10 +132,7 @@ def faults_by_time(plan: DrilledPlan, seed: int, *, seconds: float = inf, count:
 def require_possible(faults: Sequence[Fault], plan: DrilledPlan) -> None:
     """Raise PlaitError for what the run does not have, and where there is nothing to rehearse."""
     if not faults:
-        raise PlaitError(
-            "a drill needs a failure; name one with --kill, --hang, --nan or --slow RANK@STEP, --fill-disk or "
-            "--corrupt STEP, --lose-host HOST@STEP, or have some drawn by --random 3 or --random 30min"
-        )
+        raise PlaitError(NO_FAULT)
     for fault in faults:
         if fault.kind == "lose-host":
             if not 1 <= fault.rank < plan.hosts:
