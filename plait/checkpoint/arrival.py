@@ -61,11 +61,16 @@ def _without(names: Collection[str], ranks: Sequence[int]) -> list[int]:
 
 def refuse_part(staging: Path, rank: int, sentence: str) -> None:
     """Tell the rank that waits for a part that it will not come, and why; the files of it that did arrive are
-    removed first."""
+    removed first. A disk without room for the sentence takes an empty file. Raises OSError."""
     for name in part_files(rank):
         (staging / name).unlink(missing_ok=True)
         (staging / partial_name(name)).unlink(missing_ok=True)
-    (staging / _refusal(rank)).write_text(sentence, encoding="utf-8")
+    aside = staging / partial_name(_refusal(rank))
+    try:
+        aside.write_text(sentence, encoding="utf-8")
+    except OSError:  # some of it may have been written, and half a sentence tells nobody anything
+        aside.write_bytes(b"")
+    aside.rename(staging / _refusal(rank))
 
 
 def partial_name(name: str) -> str:
@@ -80,8 +85,14 @@ def _refusal(rank: int) -> str:
 def _raise_refusal(staging: Path, missing: Sequence[int]) -> None:
     for rank in missing:
         path = staging / _refusal(rank)
-        if path.exists() and (sentence := path.read_text(encoding="utf-8")):
+        if not path.exists():
+            continue
+        if sentence := path.read_text(encoding="utf-8"):
             raise RunFailed(sentence)
+        raise RunFailed(
+            f"could not save the checkpoint: rank {rank} could not write its part, and has no room to say why; "
+            f"{earlier_checkpoints(staging.parent)}: free some space and give the same command again"
+        ) from FileNotFoundError(part_files(rank)[1])  # so that the rank itself is heard first, where it can be
 
 
 def _bytes_in(staging: Path) -> int:

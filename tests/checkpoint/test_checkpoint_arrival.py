@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -104,3 +105,18 @@ def test_a_refused_part_is_told_and_leaves_room(staging: Path) -> None:
     with pytest.raises(RunFailed, match=r"^no room; free some space$"):
         await_parts(staging, 2, quiet_s=5)
     assert sorted(path.name for path in staging.iterdir()) == ["rank-00000.json", "rank-00001.refused"]
+
+
+def test_a_refusal_that_had_no_room_is_no_half_sentence(staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk took one byte of it, and rank 0 then stopped everybody with "c"."""
+
+    def has_room_for_one(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text.encode(encoding)[:1])
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", has_room_for_one)
+        refuse_part(staging, 1, "could not save the checkpoint (no space left); earlier ones are whole")
+    with pytest.raises(RunFailed, match=r"rank 1 could not write its part, and has no room to say why") as told:
+        await_parts(staging, 2, quiet_s=5)
+    assert isinstance(told.value.__cause__, FileNotFoundError), "rank 1, which knows why, is heard before it"
