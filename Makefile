@@ -58,7 +58,7 @@ finetune-full: chats  ## the same model, all of its weights, on a mixed layout o
 
 # Two parts run side by side: most of the first is waiting for commands to start. Each tells its results when it is done.
 PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-commands test-pieces
-COMMANDS := tests/end_to_end tests/launch tests/data
+COMMANDS := tests/end_to_end tests/launch tests/data tests/commands
 MARKED := not slow and not gpu
 
 test: env-dev  ## what CI runs

@@ -23,6 +23,7 @@ from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.planner.search.validity import balanced_stages
 from plait.trainer.assemble import Assembly, make_autocast, make_runners, select_samples
+from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads
 from plait.trainer.first_weights import initialize_weights
 from plait.trainer.optim import make_optimizer
@@ -90,7 +91,9 @@ def assembled(work: Work, plan: Plan) -> Assembly:
     samples = select_samples(plan, plan.layout, sums.index, device)
     corpus = corpus_of(work)
     order: Any = InOrder(work=work, sequence=work.sequence)
-    run_micros, evaluate_micros = make_runners(sharded, make_autocast(plan.precision, device))
+    autocast = make_autocast(plan.precision, device)
+    auxiliary = AuxiliaryLosses(sharded, plan.shape, autocast)
+    run_micros, evaluate_micros = make_runners(sharded, autocast, auxiliary=auxiliary)
     return Assembly(
         plan=plan,
         device=device,
@@ -103,6 +106,7 @@ def assembled(work: Work, plan: Plan) -> Assembly:
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
         loads=ExpertLoads(sharded, plan.shape),
+        auxiliary=auxiliary,
     )
 
 

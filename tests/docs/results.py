@@ -156,10 +156,10 @@ def _watching(path: Path) -> Figures:
 
 
 def _spread_programs(path: Path) -> Figures:
-    """By program and contender: processor seconds of a step over plait's, in the layout that stands beside it."""
+    """By program and contender: time of a step over plait's, in the layout that stands beside it."""
     found: dict[str, dict[str, str]] = {}
     for case, rows in json.loads(path.read_text())["results"].items():
-        if case.endswith("processor_s"):
+        if case.endswith("step_s"):
             found.setdefault(case.partition(",")[0], {}).update({row["name"]: _ratio_text(row) for row in rows})
     return found
 

@@ -105,6 +105,7 @@ def test_a_stop_while_steps_are_timed_waits_for_no_step(place: Place, tmp_path: 
     assert not place.path("slow").exists() and not list(tmp_path.glob("plait-*"))
 
 
+@pytest.mark.slow
 def test_a_dead_worker_and_signals_stop_cleanly_and_the_run_goes_on(
     place: Place, reference: Callable[[int], str]
 ) -> None:

@@ -136,15 +136,20 @@ def server() -> Iterator[ForkServer]:
     "layout",
     [
         ["replicate=2", "micro_sequences=2"],
-        ["replicate=2", "micro_sequences=1", "recompute=full", "vocabulary=2500"],
-        ["replicate=2", "micro_sequences=8", "recompute=selective"],
-        ["shard=2", "shard_what=optimizer", "micro_sequences=2"],
-        ["shard=2", "shard_what=parameters", "micro_sequences=2"],
         ["shard=2", "shard_what=parameters", "micro_sequences=1", "recompute=full", "vocabulary=2500"],
         ["tensor=2", "micro_sequences=4"],
-        ["context=2", "micro_sequences=4"],
-        ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "vocabulary=2500"],
         ["pipeline=2", "schedule=zero-bubble", "micro_sequences=1"],
+        *(
+            pytest.param(some, marks=pytest.mark.slow)
+            for some in (
+                ["replicate=2", "micro_sequences=1", "recompute=full", "vocabulary=2500"],
+                ["replicate=2", "micro_sequences=8", "recompute=selective"],
+                ["shard=2", "shard_what=optimizer", "micro_sequences=2"],
+                ["shard=2", "shard_what=parameters", "micro_sequences=2"],
+                ["context=2", "micro_sequences=4"],
+                ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "vocabulary=2500"],
+            )
+        ),
     ],
     ids=" ".join,
 )

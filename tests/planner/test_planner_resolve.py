@@ -20,6 +20,7 @@ from plait.planner.derive.resources import Resources, on_paper
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.resolve.forecast_update import updated_forecast
+from plait.planner.resolve.named_layout import refuse_unfit_names
 from plait.planner.resolve.resolve import draft, settle, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.planner.search.validity import layout_of_candidate
@@ -399,3 +400,24 @@ def test_a_learning_rate_far_above_the_published_rules_is_warned_of(tmp_path: Pa
     found = [reason for reason in reasons if reason.startswith("warning: optimizer.lr = ")]
     assert len(found) == warned
     assert all("times what published rules give" in reason and "probably diverge" in reason for reason in found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("layout.tensor=3",), "layout.tensor = 3 does not divide 2 heads"),
+        (("layout.replicate=8",), "8 workers cannot share 7 sequences a step"),
+        (("model.auxiliary_heads=[7]",), "names 7, and a model of 2 layers"),
+    ],
+)
+def test_names_that_do_not_fit_each_other_are_refused_without_a_machine(
+    tmp_path: Path, overrides: tuple[str, ...], told: str
+) -> None:
+    config = recipe(tmp_path, *STEPS, *TINY, *overrides)
+    with pytest.raises(PlaitError, match=told):
+        refuse_unfit_names(config, PLAYS)
+
+
+@pytest.mark.parametrize("overrides", [TINY, ("layout.tensor=3",), (*TINY[:3], "layout.replicate=8")])
+def test_what_is_not_named_is_refused_by_nobody_yet(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    refuse_unfit_names(recipe(tmp_path, *STEPS, *overrides), PLAYS)

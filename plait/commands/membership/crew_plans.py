@@ -9,10 +9,11 @@ from plait.commands.membership.run_on_hosts import RunOnHosts
 from plait.commands.planning.begun_plan import resumed_plan
 from plait.commands.planning.make_plan import make_plan
 from plait.commands.planning.workers import HostWorkers
-from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
+from plait.commands.preparing.corpus import corpus_facts, prepared_corpus, run_facts
 from plait.commands.probing.survey import HostMachine, survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
 from plait.planner.plan import Plan
+from plait.planner.resolve.named_layout import refuse_unfit_names
 
 CheckMode = Literal["new layouts", "never"]
 ReplanScope = Literal["all", "plan", "nothing"]
@@ -32,6 +33,8 @@ class CrewPlans:
         config, folder, screen = self._run.config, self._run.folder, self._run.screen
         corpus = prepared_corpus(config, workers.working_folder, screen)
         screen.print(str(corpus_facts(corpus)))
+        if not self._run.folder.has_begun:
+            refuse_unfit_names(config, run_facts(config, corpus, workers.working_folder))
         fresh, probe = renew != "nothing", "again" if renew == "all" else "kept"
         with screen.progress() as show:
             show(0, 0, "looking at the machine")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -37,8 +38,12 @@ class TippingPoint:
     winner: CandidateRow
 
 
-def tipping_points(found: Search) -> list[TippingPoint]:
-    """Where another kind of layout would be chosen, the nearest change first; for a layout that nobody named."""
+@lru_cache(maxsize=1)
+def tipping_points(found: Search) -> tuple[TippingPoint, ...]:
+    """Where another kind of layout would be chosen, the nearest change first; for a layout that nobody named.
+
+    Kept for the last search: the head of a plan and its report both ask, and it takes dozens of searches.
+    """
     lines: list[TippingPoint] = []
     if found.cluster.n_nodes > 1:
         lines += _of_link(found, "between", with_faster_network)
@@ -46,7 +51,7 @@ def tipping_points(found: Search) -> list[TippingPoint]:
         lines += _of_link(found, "inside", with_faster_nodes)
     lines += _of_memory(found)
     lines += _of_batch(found)
-    return sorted(lines, key=lambda flip: abs(np.log(flip.factor)))
+    return tuple(sorted(lines, key=lambda flip: abs(np.log(flip.factor))))
 
 
 AlteredCluster = Callable[[Cluster, float], Cluster]

@@ -8,6 +8,13 @@ from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.model.shape import ModelShape
 from plait.planner.derive.intervals import balance_every_steps
+from plait.planner.derive.model_size import (
+    GUESSED_PEAK_FLOPS,
+    CorpusFacts,
+    TrainingRate,
+    batch_sequences,
+    derive_run_size,
+)
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.validity import balanced_stages, check_layout, check_shares
 from plait.recipe.schema import RunConfig
@@ -90,6 +97,18 @@ def constraints_of(config: RunConfig, shape: ModelShape, batch_sequences: int) -
         return constraints
     order = {"schedule": layout.schedule, "virtual": layout.virtual_stages}
     return replace(constraints, knobs={**constraints.knobs, **order})
+
+
+def refuse_unfit_names(config: RunConfig, corpus: CorpusFacts) -> None:
+    """Raise PlaitError where model, batch and layout do not fit each other, as far as the recipe names them: known
+    before any machine is measured."""
+    model = config.model
+    if corpus.base is None and model.size == "auto" and "auto" in (model.layers, model.width):
+        return
+    unmeasured = TrainingRate(flops_per_s=GUESSED_PEAK_FLOPS, source="assumed")
+    size = derive_run_size(config, corpus, unmeasured, [])
+    if config.train.batch_tokens != "auto":
+        constraints_of(config, size.shape, batch_sequences(config, size, []))
 
 
 def open_constraints(config: RunConfig) -> Constraints:

@@ -36,9 +36,12 @@ class LeftOut:
     """The search over all devices."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Search:
-    """All layouts of a workload on a cluster with their costs; arrays have one entry per priced layout."""
+    """All layouts of a workload on a cluster with their costs; arrays have one entry per priced layout.
+
+    Equal to itself alone, and so a key by which what follows from it is kept.
+    """
 
     workload: Workload
     cluster: Cluster
@@ -100,7 +103,7 @@ class Search:
     def with_layout(self, other: Search, index: int) -> Search:
         """This search with one layout of another, of the same job on the same devices, as the chosen one."""
         if other is self:
-            return replace(self, chosen=index)
+            return self if index == self.chosen else replace(self, chosen=index)
         if (same := self.candidates.is_equal_to(other.candidates, index)).any():
             return replace(self, chosen=int(same.argmax()), memory_budget=other.memory_budget)
         one = {
