@@ -169,6 +169,24 @@ def _real_model(path: Path) -> Figures:
     return {"kilobytes": found["bytes"] // 1000, "difference": f"{found['difference']:.0e}".replace("e-0", "e-")}
 
 
+def _expert_speed(path: Path) -> Figures:
+    """Of each comparison its ratio, by the first word of what is compared."""
+    outcomes = json.loads(path.read_text())["outcomes"]
+    return {
+        one["what"].split()[0]: f"{one['ratio']:.2f} ({one['least']:.2f} … {one['greatest']:.2f})" for one in outcomes
+    }
+
+
+def _own_program_hosts(path: Path) -> Figures:
+    """By number of hosts: in percent of all alone, and times one of them."""
+    rows = json.loads(path.read_text())["rows"]
+    return {
+        f"{kind}{len(row['cores'])}": {"share": 100 * share, "times": share * len(row["cores"])}
+        for row in rows
+        for kind, share in row["reached"].items()
+    }
+
+
 def _finetune_speed(path: Path) -> Figures:
     """By kind of comparison: speed over TRL's, and peak memory over TRL's."""
     found = json.loads(path.read_text())["results"]
@@ -196,6 +214,8 @@ _READERS: dict[str, Callable[[Path], Figures]] = {
     "strands": _strands,
     "spread": _spread_programs,
     "finetune-speed": _finetune_speed,
+    "expert-speed": _expert_speed,
+    "own-program-hosts": _own_program_hosts,
     "real-model": _real_model,
     "lab": _lab,
     "lab-2026-11-25-quick": _lab_quick,
