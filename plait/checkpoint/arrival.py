@@ -126,8 +126,8 @@ def _bytes_in(staging: Path) -> int:
 def _too_late(missing: Sequence[int], waited_s: float, folder: Path) -> str:
     return (
         f"could not save the checkpoint: the part of {_ranks_text(missing)} did not arrive from another host within "
-        f"{waited_s:.0f} s; {earlier_checkpoints(folder)}: mend the network between the hosts, or keep runs/ on a disk that they share, "
-        "and give the same command again"
+        f"{waited_s:.0f} s; {earlier_checkpoints(folder)}: mend the network between the hosts, or keep runs/ on a disk "
+        "that they share, and give the same command again"
     )
 
 
