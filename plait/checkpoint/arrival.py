@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from json import loads
 from pathlib import Path
 
@@ -34,18 +34,26 @@ def parse_list(rank: int, data: bytes) -> tuple[StoredPart, ...]:
 
 
 def await_parts(
-    staging: Path, world_size: int, *, quiet_s: float = SILENCE_LIMIT_S, in_all_s: float = ARRIVAL_LIMIT_S
+    staging: Path,
+    world_size: int,
+    *,
+    quiet_s: float = SILENCE_LIMIT_S,
+    in_all_s: float = ARRIVAL_LIMIT_S,
+    is_given_up: Callable[[], bool] = lambda: False,
 ) -> None:
     """Block until every rank's part lies in `staging`; rank 0 alone calls it, before `publish`.
 
     Returns at once where all hosts share the folder. Raises RunFailed when a part was refused, when nothing has come
-    for `quiet_s`, or when it all takes longer than `in_all_s`.
+    for `quiet_s`, when it all takes longer than `in_all_s`, or once it `is_given_up`, as a rank said by other means
+    that it could not write.
     """
     missing = list(range(world_size))
     seen, news_at = -1, time.monotonic()
     began = news_at
     while missing := _without(names_now(staging), missing):
         _raise_refusal(staging, missing)
+        if is_given_up():
+            raise _unheard_refusal(f"a part of it ({_ranks_text(missing)}) could not be written", staging, missing[0])
         arrived, now = _bytes_in(staging), time.monotonic()
         if arrived != seen:
             seen, news_at = arrived, now
@@ -61,7 +69,9 @@ def _without(names: Collection[str], ranks: Sequence[int]) -> list[int]:
 
 def refuse_part(staging: Path, rank: int, sentence: str) -> None:
     """Tell the rank that waits for a part that it will not come, and why; the files of it that did arrive are
-    removed first. A disk without room for the sentence takes an empty file. Raises OSError."""
+    removed first. The folder may have been taken away, and is then made anew: else nobody would hear of it. A disk
+    without room for the sentence takes an empty file. Raises OSError."""
+    staging.mkdir(exist_ok=True)
     for name in part_files(rank):
         (staging / name).unlink(missing_ok=True)
         (staging / partial_name(name)).unlink(missing_ok=True)
@@ -89,10 +99,18 @@ def _raise_refusal(staging: Path, missing: Sequence[int]) -> None:
             continue
         if sentence := path.read_text(encoding="utf-8"):
             raise RunFailed(sentence)
-        raise RunFailed(
-            f"could not save the checkpoint: rank {rank} could not write its part, and has no room to say why; "
-            f"{earlier_checkpoints(staging.parent)}: free some space and give the same command again"
-        ) from FileNotFoundError(part_files(rank)[1])  # so that the rank itself is heard first, where it can be
+        raise _unheard_refusal(f"rank {rank} could not write its part, and has no room to say why", staging, rank)
+
+
+def _unheard_refusal(what: str, staging: Path, rank: int) -> RunFailed:
+    """That a part will not come, where its rank's own sentence is not here; that rank is heard first, where it can
+    be."""
+    failed = RunFailed(
+        f"could not save the checkpoint: {what}; {earlier_checkpoints(staging.parent)}: free some space and give the "
+        "same command again"
+    )
+    failed.__cause__ = FileNotFoundError(part_files(rank)[1])
+    return failed
 
 
 def _bytes_in(staging: Path) -> int:
@@ -106,9 +124,12 @@ def _bytes_in(staging: Path) -> int:
 
 
 def _too_late(missing: Sequence[int], waited_s: float, folder: Path) -> str:
-    who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
     return (
-        f"could not save the checkpoint: the part of {who} did not arrive from another host within {waited_s:.0f} s; "
-        f"{earlier_checkpoints(folder)}: mend the network between the hosts, or keep runs/ on a disk that they share, "
-        "and give the same command again"
+        f"could not save the checkpoint: the part of {_ranks_text(missing)} did not arrive from another host within "
+        f"{waited_s:.0f} s; {earlier_checkpoints(folder)}: mend the network between the hosts, or keep runs/ on a disk "
+        "that they share, and give the same command again"
     )
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

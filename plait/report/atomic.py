@@ -8,6 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from plait.errors import PlaitError, RunFailed, disk_advice
+from plait.regular_file import follow_no_link
+
+_LOOK_BYTES = 1 << 12
 
 
 def replace_file(path: Path, data: bytes, *, failure: type[PlaitError] = RunFailed) -> None:
@@ -40,6 +43,38 @@ def replace_files(
         for aside in asides.values():
             with suppress(OSError):
                 aside.unlink()
+
+
+def append_line(path: Path, text: str) -> None:
+    """Add one line to a file of lines, and wait until the disk has it. What a writer that was killed, or a full disk,
+    left of a line before is cut off first: nobody could read the line that follows it. Raises OSError, with the file as
+    it was."""
+    descriptor = follow_no_link(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    try:
+        end, data = _end_of_last_line(descriptor), memoryview(text.encode() + b"\n")
+        if end < os.fstat(descriptor).st_size:
+            os.ftruncate(descriptor, end)
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, end)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _end_of_last_line(descriptor: int) -> int:
+    """Where the next line of a file begins."""
+    end = os.fstat(descriptor).st_size
+    while end:
+        begin = max(0, end - _LOOK_BYTES)
+        found = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
 
 
 def cannot_write(path: Path, error: OSError, failure: type[PlaitError] = RunFailed) -> PlaitError:

@@ -4,7 +4,6 @@ starts.jsonl, a line for each start of its workers."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Literal
 
 from plait.checked_json import parse_json, typed_value
 from plait.errors import PlaitError
-from plait.regular_file import append_to_file, read_regular_file
-from plait.report.atomic import cannot_write
+from plait.regular_file import read_regular_file
+from plait.report.atomic import append_line, cannot_write
 
 Decision = Literal["started again", "ended", "gave up"]
 
@@ -71,10 +70,7 @@ class BackAtWork:
 def append_incident(path: Path, line: Incident | BackAtWork) -> None:
     """Add one line, and wait until the disk has it; raises OSError."""
     values = asdict(line) | ({"steps_lost": line.steps_lost} if isinstance(line, Incident) else {})
-    with append_to_file(path) as file:
-        file.write(json.dumps(values, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(path, json.dumps(values, allow_nan=False))
 
 
 def read_incidents(path: Path) -> tuple[Sequence[Incident], Sequence[BackAtWork]]:
@@ -148,8 +144,7 @@ class StartLine:
 def append_start(path: Path, line: StartLine) -> None:
     """Add one line; raises RunFailed on a full disk."""
     try:
-        with append_to_file(path) as file:
-            file.write(json.dumps(asdict(line)) + "\n")
+        append_line(path, json.dumps(asdict(line)))
     except OSError as error:
         raise cannot_write(path, error) from error
 

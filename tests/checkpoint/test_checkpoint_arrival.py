@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -120,3 +121,21 @@ def test_a_refusal_that_had_no_room_is_no_half_sentence(staging: Path, monkeypat
     with pytest.raises(RunFailed, match=r"rank 1 could not write its part, and has no room to say why") as told:
         await_parts(staging, 2, quiet_s=5)
     assert isinstance(told.value.__cause__, FileNotFoundError), "rank 1, which knows why, is heard before it"
+
+
+def test_a_refusal_is_heard_where_its_own_failure_took_the_folder_away(staging: Path) -> None:
+    """Rank 1 failed before rank 0 had begun: its refusal was lost, and rank 0 waited a minute for nothing."""
+    shutil.rmtree(staging)
+    refuse_part(staging, 1, "could not save the checkpoint (no space left)")
+    with pytest.raises(RunFailed, match="no space left"):
+        await_parts(staging, 2, quiet_s=5)
+
+
+def test_what_is_given_up_is_not_waited_for(staging: Path) -> None:
+    given_up = threading.Event()
+    stop = threading.Timer(0.2, given_up.set)
+    stop.start()
+    with pytest.raises(RunFailed, match=r"a part of it \(rank 1\) could not be written; .* free some space") as told:
+        await_parts(staging, 2, quiet_s=30, is_given_up=given_up.is_set)
+    assert given_up.is_set() and isinstance(told.value.__cause__, FileNotFoundError), "the rank itself is heard before"
+    stop.join()

@@ -64,6 +64,26 @@ def test_a_nonce_is_found_by_listing_its_folder(tmp_path: Path) -> None:
     assert not has_nonce(tmp_path, name, content)
 
 
+def test_two_hosts_that_look_at_the_same_moment_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One took away what the other had just written to see whether it may, which then said that it cannot write."""
+    write, looks = Path.write_bytes, list[bool]()
+
+    with write_nonce(tmp_path) as (name, content):
+
+        def look_once_more(path: Path, data: bytes) -> int:
+            written = write(path, data)
+            if not looks:
+                looks.append(True)
+                looks.append(has_nonce(tmp_path, name, content))
+            return written
+
+        monkeypatch.setattr(Path, "write_bytes", look_once_more)
+        assert has_nonce(tmp_path, name, content) and looks == [True, True]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("code", "says"), [(errno.ENOLCK, "has no locks"), (errno.ENOSYS, "has no locks"), (errno.EWOULDBLOCK, "taken")]
 )

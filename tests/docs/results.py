@@ -208,6 +208,17 @@ def _spread(shares: tuple[float, ...]) -> dict[str, float]:
     return {name: 100 * share for name, share in zip(("median", "p90", "worst"), shares, strict=True)}
 
 
+def _faults(path: Path) -> Figures:
+    """The bars that were run, by their names ("A5"), and of A1 all layouts together."""
+    bars = json.loads(path.read_text())["bars"]
+    layouts = list(bars.get("A1", {}).values())
+    if not layouts:
+        return bars
+    counts = {key: sum(one[key] for one in layouts) for key in ("runs", "kills", "equal")}
+    worst = {key: max(one[key] for one in layouts) for key in ("back_after_s_p95", "steps_lost_most")}
+    return {**bars, "A1 all": {"layouts": len(layouts), **counts, **worst}}
+
+
 _READERS: dict[str, Callable[[Path], Figures]] = {
     "published": _published,
     "first-run": _first_run,
@@ -224,4 +235,5 @@ _READERS: dict[str, Callable[[Path], Figures]] = {
     "straggler": _straggler,
     "slowdown": _slowdown,
     "watching": _watching,
+    "faults": _faults,
 }

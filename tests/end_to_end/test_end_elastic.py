@@ -8,10 +8,15 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from plait.commands.monitoring.crew import in_place_of
+from plait.planner.plan import Plan
+from plait.planner.plan_file import read_plan
 from tests.end_to_end.command import Ended, Place, ended, wait_while_running
 from tests.end_to_end.namespaces import Net, has_namespaces, network
 
@@ -19,7 +24,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not has_namespaces(), reason="network namespaces need root and `ip`"),
 ]
-STEPS, PORT, LIKE = 120, 29555, 1e-5
+STEPS, PORT, LIKE = 80, 29555, 1e-5
+# Note [the rate]: float32's last bits differ from layout to layout, and a run that learns fast makes ten times as much
+# of them every 15 steps: at the derived rate of 3.3e-3 two layouts that nobody disturbs differ by 2e-2 after these
+# steps, at 5e-4 by 3e-6.
 PATIENCE_S = 900
 """More than any of this takes, also where other programs have most of the machine."""
 RECIPE = f"""
@@ -34,9 +42,12 @@ vocabulary = 300
 
 [train]
 sequence = 128
-batch_tokens = 1792
+batch_tokens = 3584
 budget = "{STEPS} steps"
 matmul_backend = "default"
+
+[optimizer]
+lr = 5e-4
 
 [balance]
 every = "never"
@@ -122,7 +133,8 @@ def assert_like_the_fixed_run(place: Place, name: str) -> None:
     found, fixed = (json.loads(place.run("status", one, "--json", "--ledger").out)["ledger"] for one in (name, "fixed"))
     assert [{**line, "generation": 1} for line in found] == [{**line, "generation": 1} for line in fixed]
     assert len(found) == STEPS
-    pairs = list(zip(place.lines(name), place.lines("fixed"), strict=True))
+    losses = [[line for line in place.lines(one) if "loss" in line] for one in (name, "fixed")]
+    pairs = list(zip(*losses, strict=True))
     assert max(abs(one["loss"] - other["loss"]) / other["loss"] for one, other in pairs) <= LIKE
     status = json.loads(place.run("status", name, "--json").out)
     assert status["samples_lost"] == status["samples_repeated"] == 0
@@ -130,6 +142,11 @@ def assert_like_the_fixed_run(place: Place, name: str) -> None:
 
 HOSTS_WITHOUT_NAMES = "[c10d] The hostname of the client socket cannot be retrieved"
 """torch's warning where addresses have no names, as in these namespaces."""
+
+
+def without_torch(one: Ended) -> Ended:
+    """The same, without that warning."""
+    return replace(one, err="".join(line for line in one.err.splitlines(True) if HOSTS_WITHOUT_NAMES not in line))
 
 
 def test_four_hosts_become_two_three_and_four_again(apart: Hosts) -> None:
@@ -150,18 +167,32 @@ def test_four_hosts_become_two_three_and_four_again(apart: Hosts) -> None:
     goes_on(apart, name, "abcd", lead)
     first, *others = (ended(process, PATIENCE_S) for process in (lead, guests[0], *again))
     assert [one.code for one in (first, *others)] == [0, 0, 0, 0], (first, others)
-    assert all(HOSTS_WITHOUT_NAMES in line for line in first.err.splitlines()), first.err
-    told = _hosts_lines(first)
-    assert any("c is gone" in line or "d is gone" in line or "c and d are gone" in line for line in told), told
-    assert "2 copies in place of" in "".join(told) and "until" in "".join(told), told
-    assert any(line.startswith("hosts    c joined: 3 copies in place of 2, ") for line in told), told
-    assert any(line.startswith("hosts    d joined: 4 copies in place of 3, ") for line in told), told
+    assert not without_torch(first).err, first.err
+    told, plans = _changes(first), plans_of(place, name)
+    # How many hosts go at once hangs on when each is missed.
+    *lost, left, c_came, d_came = plans
+    assert [one.world_size for one in (lost[0], left, c_came, d_came)] == [4, 2, 3, 4] and len(lost) <= 2
+    chosen = [in_place_of(old, new) for old, new in pairwise(plans)]
+    pairs = list(zip(told, chosen, strict=True))
+    assert all(line.partition(": ")[2].startswith(what) for line, what in pairs), pairs
+    *gone, c_joined, d_joined = told
+    assert all(" gone: " in line and " slower until " in line for line in gone), told
+    assert {name for name in "cd" if any(name in line.partition(":")[0].split() for line in gone)} == {"c", "d"}, told
+    assert c_joined.startswith("c joined: ") and d_joined.startswith("d joined: "), told
     assert "taken in at its next checkpoint" in others[1].out and "pauses the run" in others[0].out
     assert_like_the_fixed_run(place, name)
 
 
-def _hosts_lines(one: Ended) -> list[str]:
-    return [line for line in one.out.splitlines() if line.startswith("hosts ")]
+def plans_of(place: Place, name: str) -> list[Plan]:
+    """All plans that a run has had, the first one first."""
+    kept = sorted(place.path(name).glob("plan-*.json"), key=lambda path: int(path.stem[5:]))
+    return [read_plan(path) for path in (*kept, place.path(name) / "plan.json")]
+
+
+def _changes(one: Ended) -> list[str]:
+    """What the leader said of hosts that came and went."""
+    lines = [line.removeprefix("hosts    ") for line in one.out.splitlines() if line.startswith("hosts ")]
+    return [line for line in lines if " gone: " in line or " joined: " in line]
 
 
 def test_a_host_that_is_stopped_leaves_and_nothing_is_done_twice(apart: Hosts) -> None:
@@ -174,7 +205,10 @@ def test_a_host_that_is_stopped_leaves_and_nothing_is_done_twice(apart: Hosts) -
     goes_on(apart, name, "ac", lead)
     first, other = ended(lead, PATIENCE_S), ended(guests[1], PATIENCE_S)
     assert (first.code, other.code) == (0, 0), (first, other)
-    assert "hosts    b is gone: 2 copies in place of 3, " in first.out and "failure  " not in first.out
+    before, after = plans_of(place, name)
+    assert [before.world_size, after.world_size] == [3, 2] and "failure  " not in first.out
+    (told,) = _changes(first)
+    assert told.startswith(f"b is gone: {in_place_of(before, after)}, "), told
     assert not (place.path(name) / "incidents.jsonl").exists()
     assert_like_the_fixed_run(place, name)
 
@@ -184,11 +218,12 @@ def test_a_recipe_that_cannot_fit_on_what_is_left_stops_saved_and_says_what_is_m
     lead, guests = apart.lead(name, 2, "layout.replicate=2"), [apart.join(1)]
     wait_while_running(lambda: bool(place.checkpoints(name)), lead, within_s=PATIENCE_S)
     late = ended(apart.join(2), PATIENCE_S)
-    assert late.code == 2 and "the recipe's layout needs 2 workers, and the run has 2 hosts" in late.sentence()
+    wanted = "the recipe's layout needs 2 workers, and the run has 2 hosts"
+    assert late.code == 2 and wanted in without_torch(late).sentence()
     guests[0].kill()
     stopped = ended(lead, PATIENCE_S)
     assert stopped.code == 1, stopped
-    sentence = stopped.sentence()
+    sentence = without_torch(stopped).sentence()
     assert sentence.startswith(
         "b was lost: its connection was closed, and the hosts that are left cannot carry the run: "
     )

@@ -31,6 +31,8 @@ def test_a1_killed_workers_change_nothing(
     workers, settings = LAYOUTS[layout]
     asked, place = pytestconfig.getoption("--seeds"), list(LAYOUTS).index(layout)
     count = asked // len(LAYOUTS) + (place < asked % len(LAYOUTS))
+    if not count:
+        pytest.skip(f"none of {asked} seeds is left for it")
     name, dice, reports, phases = (
         f"a1-{layout}",
         random.Random(f"{seed} {layout}"),
@@ -61,7 +63,7 @@ def test_a1_killed_workers_change_nothing(
         "phases": dict(phases),
         "found_after_s_median": median(fault["found_after_s"] for fault in faults),
         "back_after_s_median": median(back),
-        "back_after_s_p95": quantiles(back, n=20)[-1],
+        "back_after_s_p95": quantiles(back, n=20, method="inclusive")[-1] if len(back) > 1 else back[0],
         "steps_lost_most": max(fault["steps_lost"] for fault in faults),
     }
 

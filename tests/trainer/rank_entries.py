@@ -141,26 +141,34 @@ def restore_and_save(context: RankContext, argument: str) -> None:
 
 def save_meanwhile(context: RankContext, argument: str) -> None:
     """Save in the background after each of two steps while the next goes on, in a folder where a rank may be unable to
-    write the first; tells how each save ended."""
+    write the first; tells how each save ended. Where ranks are "apart", each has a folder of its own, nobody fetches
+    their parts, and that rank can write neither."""
     asked = json.loads(argument)
     folder, new = Path(asked["folder"]), Path(asked["new"])
+    apart = asked["apart"] and context.rank > 0
+    if asked["apart"]:
+        new = new / f"host-{context.rank}"
+        new.mkdir()
     with assembled(context, folder, [{}]) as (assembly,):
         torch.manual_seed(context.rank)
-        saver = saver_of(assembly, new, "here", asked["generation"], context.send)
-        ends, end, state = list[SaveEnd](), None, TrainState()
+        saver = saver_of(assembly, new, "sent" if apart else "here", asked["generation"], context.send)
+        ends, end, state, waited_s = list[SaveEnd](), None, TrainState(), 0.0
         (new / "checkpoints").mkdir(exist_ok=True)
         for step in range(3):
             state, scalars = assembly.step(state)
             torch.rand(3)
             state = replace(state, tokens=state.tokens + int(scalars.totals[1]))
+            began_s = time.monotonic()
             while step and (end := _agreed_end(saver, assembly)) is None:
                 time.sleep(0.01)
+            waited_s = max(waited_s, time.monotonic() - began_s)
             ends += [end] if end is not None else []
             if step < 2:
-                limit = 1 if asked["fails"] == context.rank and step == 0 else resource.RLIM_INFINITY
+                limit = 1 if asked["fails"] == context.rank and (step == 0 or apart) else resource.RLIM_INFINITY
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
                 saver.begin(state)
-        context.send("ends", ends=[[end.step, end.failure] for end in ends], now=asked["now"])
+        told = [[end.step, end.failure] for end in ends]
+        context.send("ends", ends=told, now=asked["now"], waited_s=waited_s)
         if asked["now"]:
             saver.save_now(state)
 

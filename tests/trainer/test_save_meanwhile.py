@@ -10,7 +10,6 @@ import pytest
 from plait.checkpoint.generation import raise_generation, read_generation, require_newest
 from plait.checkpoint.store import published_checkpoints, verify_checkpoint
 from plait.errors import RunFailed
-from plait.trainer.checkpointing.background import free_memory
 from tests.trainer.tiny import make_tiny
 
 
@@ -23,7 +22,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(folder: Path, new: Path, **more: object) -> str:
     new.mkdir(exist_ok=True)
-    return json.dumps({"folder": str(folder), "new": str(new), "generation": 1, "fails": -1, "now": False, **more})
+    return json.dumps(
+        {"folder": str(folder), "new": str(new), "generation": 1, "fails": -1, "now": False, "apart": False, **more}
+    )
 
 
 def test_it_holds_the_bits_of_its_step_although_training_went_on(run_ranks, folder: Path, tmp_path: Path) -> None:
@@ -49,6 +50,15 @@ def test_where_a_rank_cannot_write_all_hear_of_it_and_the_next_save_goes_well(
     checkpoints = tmp_path / "new" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-2"]
     verify_checkpoint(checkpoints / "step-2")
+
+
+def test_a_rank_whose_refusal_arrives_nowhere_holds_nobody_up(run_ranks, folder: Path, tmp_path: Path) -> None:
+    """As on a host with a folder of its own, whose disk is full: rank 0 waited a minute for its part, and all waited
+    for rank 0."""
+    told = run_ranks("save_meanwhile", asked(folder, tmp_path / "new", fails=1, apart=True), 2)
+    (first, why), (second, again) = told[0]["ends"]
+    assert (first, second) == (1, 2) and "File too large" in why and "File too large" in again
+    assert told[0]["waited_s"] < 20 and not list((tmp_path / "new").glob("*/checkpoints/.*"))
 
 
 def test_an_older_start_publishes_nothing(run_ranks, folder: Path, tmp_path: Path) -> None:
@@ -78,10 +88,3 @@ def test_a_generation_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     assert read_generation(tmp_path) == 0
     (tmp_path / ".generation").write_text("many")
     assert read_generation(tmp_path) == 0 and raise_generation(tmp_path) == 1
-
-
-def test_free_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
-    assert 2**20 < free_memory() < 2**50
-    assert free_memory(tmp_path / "nowhere") == float("inf")
-    (tmp_path / "odd").write_text("MemAvailable:\n")
-    assert free_memory(tmp_path / "odd") == float("inf")

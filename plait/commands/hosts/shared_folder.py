@@ -53,7 +53,7 @@ def has_nonce(folder: Path, name: str, content: str) -> bool:
         ) from None
     except (OSError, UnicodeDecodeError):
         return False
-    own = path.with_name(f"{name}.seen")
+    own = path.with_name(f"{name}.{secrets.token_hex(4)}.seen")  # several hosts may look at the same moment
     with convert_disk_errors(own):
         own.write_bytes(b"")
         own.unlink()

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -16,6 +16,7 @@ from plait.checkpoint.arrival import refuse_part
 from plait.checkpoint.generation import require_newest
 from plait.checkpoint.store import checkpoint_for, staging_for
 from plait.checkpoint.transfer import TensorSlice, write_rank
+from plait.cluster.topology import free_memory_bytes
 from plait.errors import PlaitError, RunFailed
 from plait.parallel.mesh import Sums
 from plait.trainer.assemble import Assembly
@@ -61,6 +62,7 @@ class _Writing:
     thread: threading.Thread | None = None
     from_memory: bool = False
     """Whether what is written is a copy for the case that a worker dies."""
+    given_up: threading.Event = field(default_factory=threading.Event)  # a rank cannot write: rank 0 need not wait
 
 
 class CheckpointSaver:
@@ -125,6 +127,8 @@ class CheckpointSaver:
         if now is None:
             return None
         if now.thread is not None:
+            if self._agreed == FAILED:
+                now.given_up.set()
             now.thread.join()
         clears = self._send is not None or self._world.index == 0
 
@@ -162,7 +166,7 @@ class CheckpointSaver:
             self._world, look, None, number=lambda: int(how == "copies" and self._is_short(slices))
         )
         now = _Writing(state=state, staging=staging_for(self._folder, state.step, self._generation), began_s=began_s)
-        self._now = now
+        self._now, self._agreed = now, WRITING
         if how == "copies" and not is_short:
             copies = self._copied(now, slices)
             now.thread = threading.Thread(target=self._write_copies, args=(now, copies), name="save", daemon=True)
@@ -176,7 +180,7 @@ class CheckpointSaver:
         if self._makes_copies:
             return False
         nbytes = sum(one.tensor.nbytes for some in slices.values() for one in some)
-        return nbytes * self._world.size > (1 - _MEMORY_KEPT) * free_memory()
+        return nbytes * self._world.size > (1 - _MEMORY_KEPT) * free_memory_bytes()
 
     @property
     def _makes_copies(self) -> bool:
@@ -196,20 +200,23 @@ class CheckpointSaver:
 
     def _write(self, now: _Writing, slices: Slices) -> None:
         """Write this rank's part; rank 0 then publishes the parts of all."""
+        may_write = self._send is not None  # what is sent is not asked for any more where a later start has begun
         try:
-            if self._send is None:  # what is sent is not asked for any more where a later start has begun
+            if not may_write:
                 self.fence()
+                may_write = True
             write_rank(now.staging, self._world.index, slices)
             if self._send is not None:
                 self._send(now.staging)
             if self._world.index == 0:
-                final = checkpoint_for(self._folder, now.state.step)
-                publish_parts(self._assembly, now.state, (now.staging, final), self._world.size, self.fence)
+                places, given_up = (now.staging, checkpoint_for(self._folder, now.state.step)), now.given_up.is_set
+                publish_parts(self._assembly, now.state, places, self._world.size, self.fence, given_up)
             now.ended_s, now.status = time.monotonic(), NOTHING
         except (OSError, PlaitError) as error:
             now.error = error if isinstance(error, PlaitError) else _run_failed(error)
-            with suppress(OSError):  # then rank 0 finds by itself that nothing comes
-                refuse_part(now.staging, self._world.index, str(now.error))
+            with suppress(OSError):  # then rank 0 hears of it in the agreement after the next step
+                if may_write:
+                    refuse_part(now.staging, self._world.index, str(now.error))
             now.ended_s, now.status = time.monotonic(), FAILED
 
 
@@ -246,12 +253,3 @@ def _run_failed(error: OSError) -> RunFailed:
     failed = RunFailed(f"could not save the checkpoint ({error.strerror}: {error.filename}); earlier ones are whole")
     failed.__cause__ = error  # a missing file is heard last: another rank's failure took it away
     return failed
-
-
-def free_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
-    """Bytes that the kernel thinks it can give without swapping; infinite where it does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return float("inf")

@@ -72,11 +72,13 @@ def publish_parts(
     places: tuple[Path, Path],
     world_size: int,
     fence: Callable[[], None] = lambda: None,
+    is_given_up: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait for the parts of all ranks in the first of two `places`, and make them the checkpoint in the second; rank 0
-    alone calls it. `fence` raises RunFailed where it may no longer write. Raises RunFailed."""
+    alone calls it. `fence` raises RunFailed where it may no longer write. Raises RunFailed, also once it
+    `is_given_up`."""
     staging, final = places
-    await_parts(staging, world_size)
+    await_parts(staging, world_size, is_given_up=is_given_up)
     fence()
     kinds = ("model", *moment_names(assembly.plan.optimizer))
     publish(
