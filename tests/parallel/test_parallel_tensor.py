@@ -79,7 +79,9 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCases]:
         yield run
 
 
-@pytest.mark.parametrize("ranks", [ranks if ranks == 4 else pytest.param(ranks, marks=pytest.mark.slow) for ranks in CASES])
+@pytest.mark.parametrize(
+    "ranks", [ranks if ranks == 4 else pytest.param(ranks, marks=pytest.mark.slow) for ranks in CASES]
+)
 def test_any_shape_gives_the_numbers_of_one_process(ranks: int, run_cases: RunCases) -> None:
     told = run_cases("compare", ranks, CASES[ranks])
     for rank, outcomes in told.items():
