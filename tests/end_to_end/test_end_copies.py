@@ -97,11 +97,11 @@ def test_copies_that_cannot_be_used_are_passed_over_and_said(place: Place, refer
 
 LAYOUTS = {
     "replicate": ("layout.replicate=3",),
-    "shard": ("layout.shard=2", "layout.shard_what=parameters"),
-    "optimizer": ("layout.shard=2", "layout.shard_what=optimizer"),
-    "tensor": ("layout.tensor=2",),
-    "pipeline": ("layout.pipeline=2",),
-    "context": ("layout.context=2",),
+    "shard": ("layout.replicate=1", "layout.shard=2", "layout.shard_what=parameters"),
+    "optimizer": ("layout.replicate=1", "layout.shard=2", "layout.shard_what=optimizer"),
+    "tensor": ("layout.replicate=1", "layout.tensor=2"),
+    "pipeline": ("layout.replicate=1", "layout.pipeline=2"),
+    "context": ("layout.replicate=1", "layout.context=2"),
     "mixed": ("layout.replicate=2", "layout.tensor=2"),
     "experts": ("layout.replicate=2", "model.experts=4", "model.expert_balance=bias", "model.size=auto"),
 }

@@ -193,10 +193,10 @@ def test_a_stopped_rank_is_found_named_and_survived(place: Place, reference: Cal
 
 LAYOUTS = {
     "replicate": ("layout.replicate=3",),
-    "shard": ("layout.shard=2", "layout.shard_what=parameters"),
-    "tensor": ("layout.tensor=2",),
-    "pipeline": ("layout.pipeline=2",),
-    "context": ("layout.context=2",),
+    "shard": ("layout.replicate=1", "layout.shard=2", "layout.shard_what=parameters"),
+    "tensor": ("layout.replicate=1", "layout.tensor=2"),
+    "pipeline": ("layout.replicate=1", "layout.pipeline=2"),
+    "context": ("layout.replicate=1", "layout.context=2"),
     "mixed": ("layout.replicate=2", "layout.tensor=2"),
 }
 
