@@ -108,6 +108,7 @@ def check_latent_in(shape: Any) -> None:
         "biases": shape.bias not in ("none", "feedforward"),
         "learned positions": shape.positions != "rope",
         "norms of queries and keys": shape.qk_norm,
+        "scores divided by a layer's number": shape.attention_scale != "head",
         "adapter (LoRA)": shape.adapter is not None,
     }
     for what, is_there in refused.items():
