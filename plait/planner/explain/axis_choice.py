@@ -78,8 +78,8 @@ def _pays(found: Search, step_s: Reals, has_axis: NDArray[np.bool_]) -> bool:
 
 
 def _turns(found: Search, axis: CutAxis, link: TippingQuantity) -> tuple[float | None, float | None]:
-    """The multiples of the present bandwidth, below and above 1, at which the answer turns: with all layouts, or of very
-    many with those that stand for others, for on another link another one of a kind may be the fastest."""
+    """The multiples of the present bandwidth, below and above 1, at which the answer turns. Of very many layouts some
+    stand for others, though with another link another one of a kind may be the fastest."""
     every: Counts = np.arange(len(found.candidates))
     rows = every if len(every) < MANY_LAYOUTS else representatives(found)
     has_axis = getattr(found.candidates, axis)[rows] > 1
