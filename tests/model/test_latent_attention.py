@@ -95,7 +95,7 @@ def by_hand(attention: LatentAttention, shape: ModelShape, x_td: Tensor, seen: i
         scaling = shape.rope
         angles = torch.tensor(scaling.stretch(plain, shape.rope_theta) if scaling else plain, dtype=torch.float64)
         turn = torch.polar(torch.full_like(angles, scaling.table_scale if scaling else 1.0), angles * position)
-        return torch.view_as_real(torch.view_as_complex(x.view(-1, 2)) * turn).flatten()
+        return torch.view_as_real(torch.complex(x[0::2], x[1::2]) * turn).flatten()
 
     down = x_td @ weights["key_value_down.weight"].T
     c_tr = normed(down[:, :rank], "key_value_norm")
