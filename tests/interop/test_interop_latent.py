@@ -73,7 +73,7 @@ def random_deepseek(seed: int) -> DeepseekV3Config:
         initializer_range=0.2,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation=draw.choice(("sdpa", "eager")),
+        attn_implementation="sdpa",  # the eager one has an island of float32, too
     )
 
 
