@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from plait.planner.explain.tipping_points import (
     FINE_STEPS,
     LARGEST_FACTOR_TRIED,
-    MANY_LAYOUTS,
     TippingQuantity,
     representatives,
     step_s_elsewhere,
@@ -78,10 +77,8 @@ def _pays(found: Search, step_s: Reals, has_axis: NDArray[np.bool_]) -> bool:
 
 
 def _turns(found: Search, axis: CutAxis, link: TippingQuantity) -> tuple[float | None, float | None]:
-    """The multiples of the present bandwidth, below and above 1, at which the answer turns. Of very many layouts some
-    stand for others, though with another link another one of a kind may be the fastest."""
-    every: Counts = np.arange(len(found.candidates))
-    rows = every if len(every) < MANY_LAYOUTS else representatives(found)
+    """The multiples of the present bandwidth, below and above 1, at which the answer turns."""
+    rows: Counts = representatives(found)
     has_axis = getattr(found.candidates, axis)[rows] > 1
     alter = with_faster_network if link == "between" else with_faster_nodes
     step_s_on = step_s_elsewhere(found, rows)
