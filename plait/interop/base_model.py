@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from plait.errors import PlaitError
 from plait.interop.config_in import family_of, shape_of_config
 from plait.interop.families import MODEL_FAMILIES, Family, StoredName, fused_name, stored_name
 from plait.interop.tensor_files import INDEX, StoredTensor, list_tensors
-from plait.model.shape import ModelShape, weight_sizes
+from plait.model.shape import ModelShape
+from plait.model.weights import stored_sizes
 
 CONFIG = "config.json"
 FUSED_END = ".experts.gate_up_proj"
@@ -37,7 +39,9 @@ class BaseModel:
     config: Mapping[str, Any]
     """config.json as it stands."""
     places: Mapping[str, WeightPlace]
-    """Every weight of the shape, by our name."""
+    """Every weight of the shape, and every router's bias, by our name."""
+    left_out: int = 0
+    """Modules that predict further tokens, whose weights lie there and are not read."""
 
     def shape_for(self, sequence: int) -> ModelShape:
         """The shape for sequences of this length; raises PlaitError where the model cannot take them."""
@@ -75,13 +79,27 @@ def read_base_model(folder: Path) -> BaseModel:
     """Look at a folder; raises PlaitError that names the first file, key or weight that does not fit."""
     config = read_config(folder)
     family, shape = family_of(config), shape_of_config(config)
+    tensors, ahead = _without_modules_ahead(list_tensors(folder), MODEL_FAMILIES[family], shape)
     return BaseModel(
         folder=folder,
         family=family,
         shape=shape,
         config=config,
-        places=_places(folder, MODEL_FAMILIES[family], shape, list_tensors(folder)),
+        places=_places(folder, MODEL_FAMILIES[family], shape, tensors),
+        left_out=ahead,
     )
+
+
+def _without_modules_ahead(
+    tensors: Mapping[str, StoredTensor], family: Family, shape: ModelShape
+) -> tuple[Mapping[str, StoredTensor], int]:
+    """The tensors without those of modules that predict further tokens, which are numbered on after the last layer, and
+    how many such modules there are."""
+    if not family.ahead:
+        return tensors, 0
+    numbered = re.compile(re.escape(family.ahead).replace(r"\*", r"(\d+)") + r"\.")
+    found = {name: match[1] for name in tensors if (match := numbered.match(name)) and int(match[1]) >= shape.layers}
+    return {name: one for name, one in tensors.items() if name not in found}, len(set(found.values()))
 
 
 def _places(
@@ -94,7 +112,7 @@ def _places(
     fused = bool(family.fused) and any(name.endswith(FUSED_END) for name in tensors)
     tensors = {name: _as_matrix(one) for name, one in tensors.items()} if fused else tensors
     places: dict[str, WeightPlace] = {}
-    for name, sizes in weight_sizes(shape).items():
+    for name, sizes in stored_sizes(shape).items():
         stored = fused_name(family, name, shape.size_of("experts")) if fused else stored_name(family, name)
         own = stored.name if prefix else stored.name.removeprefix(family.prefix)
         if own not in tensors:

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from plait.errors import PlaitError
+from plait.interop.configs.latent_values import LATENT_FAMILY, deepseek_mixture, latent_of_config
 from plait.interop.configs.mixture_values import MIXTURE_FAMILIES, mixture_of_config
-from plait.interop.configs.values import ConfigValues, count_of, require
+from plait.interop.configs.values import ConfigValues, count_of, number_of, require
 from plait.interop.families import MODEL_FAMILIES
+from plait.model.parts.mixture import MixtureShape
 from plait.model.rope_scaling import RopeScaling, yarn_table_scale
 from plait.model.shape import Bias, ModelShape
 
@@ -58,7 +60,7 @@ def _gpt2_shape(values: ConfigValues) -> ModelShape:
         sequence=positions,
         learned_positions=positions,
         norm="layernorm",
-        norm_eps=_number(values, "layer_norm_epsilon"),
+        norm_eps=number_of(values, "layer_norm_epsilon"),
         activation="gelu",
         positions="learned",
         bias="all",
@@ -71,27 +73,41 @@ def _llama_shape(family: str, values: ConfigValues) -> ModelShape:
     width, heads = count_of(values, "hidden_size"), count_of(values, "num_attention_heads")
     require(values, "hidden_act", ("silu", "swish", None))
     layers = _layers(values, "num_hidden_layers")
-    theta, scaling = _rope(values)
-    mixture = mixture_of_config(family, values, layers) if family in MIXTURE_FAMILIES else None
+    theta, scaling, rope = _rope(values)
+    latent = latent_of_config(values, rope if scaling else {}) if family == LATENT_FAMILY else None
     return ModelShape(
         layers=layers,
         width=width,
         heads=heads,
         kv_heads=heads if values.get("num_key_value_heads") is None else count_of(values, "num_key_value_heads"),
-        head_width=_divided(width, heads) if values.get("head_dim") is None else count_of(values, "head_dim"),
+        head_width=_head_width(family, values, width, heads),
         ffn=count_of(values, "intermediate_size"),
         vocabulary=count_of(values, "vocab_size"),
         sequence=count_of(values, "max_position_embeddings"),
-        norm_eps=_number(values, "rms_norm_eps"),
+        norm_eps=number_of(values, "rms_norm_eps"),
         rope_theta=theta,
         rope=scaling,
         bias=_bias(family, values),
         qk_norm=family in ("qwen3", "qwen3_moe", "olmoe"),
         qk_norm_width="all heads" if family == "olmoe" else "head",
-        mixture=mixture,
+        mixture=_mixture(family, values, layers),
+        latent=latent,
         tied=bool(values.get("tie_word_embeddings", False)),
         windows=_windows(family, values, layers),
     )
+
+
+def _head_width(family: str, values: ConfigValues, width: int, heads: int) -> int:
+    """Of latent attention the part without positions."""
+    if family == LATENT_FAMILY:
+        return count_of(values, "qk_nope_head_dim")
+    return _divided(width, heads) if values.get("head_dim") is None else count_of(values, "head_dim")
+
+
+def _mixture(family: str, values: ConfigValues, layers: int) -> MixtureShape | None:
+    if family == LATENT_FAMILY:
+        return deepseek_mixture(values, layers)
+    return mixture_of_config(family, values, layers) if family in MIXTURE_FAMILIES else None
 
 
 def _bias(family: str, values: ConfigValues) -> Bias:
@@ -106,7 +122,7 @@ def _bias(family: str, values: ConfigValues) -> Bias:
 
 def _windows(family: str, values: ConfigValues, layers: int) -> tuple[int, ...]:
     """The window of each layer; empty where no layer has one."""
-    if family in ("llama", "olmoe") or values.get("sliding_window") is None:
+    if family in ("llama", "olmoe", LATENT_FAMILY) or values.get("sliding_window") is None:
         return ()
     if family in ("qwen2", "qwen3", "qwen3_moe") and not values["use_sliding_window"]:
         return ()
@@ -128,9 +144,9 @@ def _windows(family: str, values: ConfigValues, layers: int) -> tuple[int, ...]:
     return windows if any(windows) else ()
 
 
-def _rope(values: ConfigValues) -> tuple[float, RopeScaling | None]:
-    """theta, and how frequencies are stretched: from `rope_parameters` (transformers 5), `rope_scaling` and
-    `rope_theta` (4)."""
+def _rope(values: ConfigValues) -> tuple[float, RopeScaling | None, ConfigValues]:
+    """theta, how frequencies are stretched, and the table that says so: from `rope_parameters` (transformers 5),
+    `rope_scaling` and `rope_theta` (4)."""
     tables = [values.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     if not all(isinstance(table, Mapping) for table in tables):
         raise PlaitError("rope_parameters in config.json is not a table of keys and values; mend it")
@@ -142,20 +158,20 @@ def _rope(values: ConfigValues) -> tuple[float, RopeScaling | None]:
         raise PlaitError(
             f"config.json turns {share} of each head (partial_rotary_factor); plait turns whole heads only"
         )
-    theta = _number({"rope_theta": rope.get("rope_theta") or values.get("rope_theta") or DEFAULT_THETA}, "rope_theta")
+    theta = number_of({"rope_theta": rope.get("rope_theta") or values.get("rope_theta") or DEFAULT_THETA}, "rope_theta")
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     if kind == "default":
-        return theta, None
+        return theta, None, rope
     if kind not in ("linear", "llama3", "yarn"):
         raise PlaitError(
             f"rotary positions of type {kind!r} in config.json are none that plait computes: default, linear, llama3, "
             "yarn; take a model with one of these"
         )
-    return theta, _scaling(kind, rope, values)
+    return theta, _scaling(kind, rope, values), rope
 
 
 def _scaling(kind: str, rope: ConfigValues, values: ConfigValues) -> RopeScaling:
-    factor = _number(rope, "factor")
+    factor = number_of(rope, "factor")
     if kind == "linear":
         return RopeScaling(kind="linear", factor=factor)
     original = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
@@ -165,15 +181,15 @@ def _scaling(kind: str, rope: ConfigValues, values: ConfigValues) -> RopeScaling
             kind="llama3",
             factor=factor,
             original_sequence=count_of(known, "original"),
-            low_frequency=_number(rope, "low_freq_factor"),
-            high_frequency=_number(rope, "high_freq_factor"),
+            low_frequency=number_of(rope, "low_freq_factor"),
+            high_frequency=number_of(rope, "high_freq_factor"),
         )
     return RopeScaling(
         kind="yarn",
         factor=factor,
         original_sequence=count_of(known, "original"),
-        beta_fast=_number({"beta_fast": rope.get("beta_fast") or 32}, "beta_fast"),
-        beta_slow=_number({"beta_slow": rope.get("beta_slow") or 1}, "beta_slow"),
+        beta_fast=number_of({"beta_fast": rope.get("beta_fast") or 32}, "beta_fast"),
+        beta_slow=number_of({"beta_slow": rope.get("beta_slow") or 1}, "beta_slow"),
         whole_pairs="no" if rope.get("truncate") is False else "yes",
         table_scale=_yarn_scale(rope, factor),
     )
@@ -181,9 +197,9 @@ def _scaling(kind: str, rope: ConfigValues, values: ConfigValues) -> RopeScaling
 
 def _yarn_scale(rope: ConfigValues, factor: float) -> float:
     if rope.get("attention_factor") is not None:
-        return _number(rope, "attention_factor")
+        return number_of(rope, "attention_factor")
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        scales = [1 + _number(rope, key) * (yarn_table_scale(factor) - 1) for key in ("mscale", "mscale_all_dim")]
+        scales = [1 + number_of(rope, key) * (yarn_table_scale(factor) - 1) for key in ("mscale", "mscale_all_dim")]
         return scales[0] / scales[1]
     return yarn_table_scale(factor)
 
@@ -193,15 +209,6 @@ def _layers(values: ConfigValues, key: str) -> int:
     if (layers := count_of(values, key)) > MOST_LAYERS:
         raise PlaitError(f"{key} in config.json is {layers}, more than any model has; take the one of these weights")
     return layers
-
-
-def _number(values: ConfigValues, key: str) -> float:
-    value = values.get(key)
-    if value is None:
-        raise PlaitError(f"config.json lacks {key}; take the one that came with the weights")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise PlaitError(f"{key} in config.json is {value!r:.40}; it should be a number above 0")
-    return float(value)
 
 
 def _divided(width: int, heads: int) -> int:

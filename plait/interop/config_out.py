@@ -8,6 +8,7 @@ from typing import Any
 
 from plait.errors import PlaitError
 from plait.interop.config_in import shape_of_config
+from plait.interop.configs.latent_values import LATENT_FAMILY, latent_values
 from plait.interop.configs.mixture_values import mixture_values
 from plait.interop.families import MODEL_FAMILIES
 from plait.model.parts.mixture import USUAL_BIAS_RATE, MixtureShape
@@ -27,7 +28,8 @@ def config_of_shape(shape: ModelShape, dtype: str, preferred: str = "") -> dict[
         raise PlaitError(
             f"no family that plait writes has experts of this kind (router {shape.mixture.router}, balance "
             f"{' and '.join(shape.mixture.balance) or 'none'}); train with model.router softmax, no shared experts and "
-            "model.expert_balance global or none"
+            "model.expert_balance global or none, or as DeepSeek-V3 with model.key_value_rank, shared experts, router "
+            "sigmoid and expert_balance bias"
         )
     raise PlaitError(
         f"no family of transformers has models of this kind (norm {shape.norm}, activation {shape.activation}, "
@@ -100,6 +102,7 @@ def _llama_values(family: str, shape: ModelShape) -> dict[str, Any]:
         **_bias_values(family, shape),
         **_window_values(family, shape),
         **_rope_values(shape),
+        **(latent_values(shape) if family == LATENT_FAMILY else {}),
     }
 
 
@@ -142,5 +145,7 @@ def _rope_values(shape: ModelShape) -> dict[str, Any]:
     if scaling.kind == "yarn":
         table |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
         table |= {"attention_factor": scaling.table_scale, "truncate": scaling.whole_pairs == "yes"}
+    if shape.latent and shape.latent.mscale_all_dim:
+        table["mscale_all_dim"] = shape.latent.mscale_all_dim
     theta = {"rope_theta": shape.rope_theta}
     return {"rope_parameters": {**table, **theta}, **theta, "rope_scaling": table}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from plait.model.names import expert_of, layer_of, pattern_of
+from plait.model.names import BALANCE, expert_of, layer_of, pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,8 @@ class StoredName:
     """Of the tensor's dims; ours is [out, in]."""
     part: int = 0
     parts: int = 1
+    dtype: Literal["", "F32"] = ""
+    """In what it is written whatever the others are written in; "": as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,9 @@ class Family:
     weights that lie elsewhere there; parts are those of one expert."""
     ignored: tuple[str, ...] = ()
     """Ends of names that are no weights: tables and masks that older files hold."""
+    ahead: str = ""
+    """Name of a layer whose numbers from the last layer's on are modules that predict further tokens, which are not
+    read; "": there are none."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of keys that config.json leaves out."""
 
@@ -114,6 +119,22 @@ MIXTRAL_NAMES = {
     **_attention_of(LLAMA_NAMES),
     **_expert_names("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
 }
+_LATENTS = {
+    "query": "q_proj",
+    "query_down": "q_a_proj",
+    "query_norm": "q_a_layernorm",
+    "query_up": "q_b_proj",
+    "key_value_down": "kv_a_proj_with_mqa",
+    "key_value_norm": "kv_a_layernorm",
+    "key_value_up": "kv_b_proj",
+}
+_SHARED = {one: f"mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")}
+DEEPSEEK_NAMES = {
+    **QWEN_MOE_NAMES,
+    **_table({f"layers.*.attention.{own}": _same(f"{_LAYER}.self_attn.{name}") for own, name in _LATENTS.items()}),
+    **_table({f"layers.*.feedforward.shared.{own}": _same(f"{_LAYER}.{name}") for own, name in _SHARED.items()}),
+    f"layers.*.{BALANCE}": StoredName(name=f"{_LAYER}.mlp.gate.e_score_correction_bias", dtype="F32"),
+}
 GPT2_NAMES = _table(
     {
         "embed.tokens": _same("transformer.wte"),
@@ -131,14 +152,38 @@ GPT2_NAMES = _table(
     }
 )
 
-_LLAMA_IGNORED = (".rotary_emb.inv_freq",)
-_QWEN_DEFAULTS = {
+
+def _like_llama(
+    architecture: str,
+    names: Mapping[str, StoredName],
+    fused: Mapping[str, StoredName] | None = None,
+    *,
+    ahead: str = "",
+    **defaults: Any,
+) -> Family:
+    return Family(
+        architecture=architecture,
+        prefix="model.",
+        names=names,
+        fused=fused or {},
+        ignored=(".rotary_emb.inv_freq",),
+        ahead=ahead,
+        defaults=defaults,
+    )
+
+
+_QWEN_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_EIGHT: dict[str, Any] = {"num_experts_per_tok": 8, "norm_topk_prob": False}
+_DEEPSEEK_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "first_k_dense_replace": 3, "num_experts_per_tok": 8,
+    "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "q_lora_rank": 1536,
+}  # fmt: skip
 MODEL_FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
@@ -152,76 +197,42 @@ MODEL_FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
         },
     ),
-    "llama": Family(
-        architecture="LlamaForCausalLM",
-        prefix="model.",
-        names=LLAMA_NAMES,
-        ignored=_LLAMA_IGNORED,
-        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    "llama": _like_llama("LlamaForCausalLM", LLAMA_NAMES, max_position_embeddings=2048, rms_norm_eps=1e-6),
+    "mistral": _like_llama(
+        "MistralForCausalLM", LLAMA_NAMES, max_position_embeddings=131072, rms_norm_eps=1e-6, sliding_window=4096
     ),
-    "mistral": Family(
-        architecture="MistralForCausalLM",
-        prefix="model.",
-        names=LLAMA_NAMES,
-        ignored=_LLAMA_IGNORED,
-        defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+    "qwen2": _like_llama("Qwen2ForCausalLM", LLAMA_NAMES, **_QWEN_DEFAULTS),
+    "qwen3": _like_llama("Qwen3ForCausalLM", LLAMA_NAMES, **_QWEN_DEFAULTS, head_dim=128),
+    "mixtral": _like_llama(
+        "MixtralForCausalLM",
+        MIXTRAL_NAMES,
+        FUSED_EXPERTS,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        num_key_value_heads=8,
+        num_experts_per_tok=2,
     ),
-    "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
-        prefix="model.",
-        names=LLAMA_NAMES,
-        ignored=_LLAMA_IGNORED,
-        defaults=_QWEN_DEFAULTS,
+    "olmoe": _like_llama(
+        "OlmoeForCausalLM", OLMOE_NAMES, FUSED_EXPERTS, **_EIGHT, max_position_embeddings=4096, rms_norm_eps=1e-5
     ),
-    "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
-        prefix="model.",
-        names=LLAMA_NAMES,
-        ignored=_LLAMA_IGNORED,
-        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+    "qwen3_moe": _like_llama(
+        "Qwen3MoeForCausalLM",
+        QWEN_MOE_NAMES,
+        FUSED_EXPERTS,
+        **_QWEN_DEFAULTS,
+        **_EIGHT,
+        num_key_value_heads=4,
+        moe_intermediate_size=768,
+        decoder_sparse_step=1,
+        mlp_only_layers=None,
     ),
-    "mixtral": Family(
-        architecture="MixtralForCausalLM",
-        prefix="model.",
-        names=MIXTRAL_NAMES,
-        fused=FUSED_EXPERTS,
-        ignored=_LLAMA_IGNORED,
-        defaults={
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "num_key_value_heads": 8,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "olmoe": Family(
-        architecture="OlmoeForCausalLM",
-        prefix="model.",
-        names=OLMOE_NAMES,
-        fused=FUSED_EXPERTS,
-        ignored=_LLAMA_IGNORED,
-        defaults={
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-        },
-    ),
-    "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM",
-        prefix="model.",
-        names=QWEN_MOE_NAMES,
-        fused=FUSED_EXPERTS,
-        ignored=_LLAMA_IGNORED,
-        defaults={
-            **_QWEN_DEFAULTS,
-            "num_key_value_heads": 4,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
-        },
+    "deepseek_v3": _like_llama(
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK_NAMES,
+        FUSED_EXPERTS,
+        ahead=_LAYER,
+        **_DEEPSEEK_DEFAULTS,
     ),
 }
 """By `model_type`; SmolLM2 is a llama. The defaults are those of transformers 5.24."""
@@ -246,4 +257,4 @@ def _numbered(row: StoredName, name: str) -> StoredName:
     layer, expert = layer_of(name), expert_of(name)
     written = row.name if layer is None else row.name.replace("*", str(layer), 1)
     written = written if expert is None else written.replace("*", str(expert), 1)
-    return StoredName(name=written, order=row.order, part=row.part, parts=row.parts)
+    return replace(row, name=written)

@@ -26,7 +26,7 @@ from plait.interop.base_model import BaseModel, WeightPlace
 from plait.interop.tensor_files import ITEM_SIZES, StoredTensor
 from plait.model.gpt import GPT, reset_biases
 from plait.model.names import dims_of
-from plait.model.shape import weight_sizes
+from plait.model.weights import kept_values, stored_sizes
 from plait.partition.boxes import Box, whole_box
 
 READ_BYTES = 1 << 24
@@ -41,7 +41,7 @@ def read_boxes(base: BaseModel, boxes: Iterable[tuple[str, Box, Tensor]]) -> Non
     """Fill each tensor with the box of the weight of that name, in the tensor's own precision; on any rank, without the
     others. A weight may have more rows than the model's: Note [new tokens]. Raises PlaitError where a file changed or
     cannot be read."""
-    sizes = weight_sizes(base.shape)
+    sizes = stored_sizes(base.shape)
     with _open_files() as open_file:
         for name, box, tensor in boxes:
             place, own = base.places[name], sizes[name]
@@ -61,8 +61,14 @@ def load_model_from(base: BaseModel, sequence: int, device: torch.device) -> GPT
         model = GPT(base.shape_for(sequence))
     model.to_empty(device=device)
     reset_biases(model)
-    read_boxes(base, ((name, whole_box(p.shape), p.data) for name, p in model.named_parameters()))
+    read_boxes(base, ((name, whole_box(one.shape), one) for name, one in file_tensors(model)))
     return model.eval()
+
+
+def file_tensors(model: GPT) -> Iterator[tuple[str, Tensor]]:
+    """All tensors that a whole model's files hold, by name: its weights and its routers' biases."""
+    yield from ((name, parameter.data) for name, parameter in model.named_parameters())
+    yield from ((name, model.get_buffer(name)) for name in kept_values(model.shape))
 
 
 def _fill_box(place: WeightPlace, box: Box, tensor: Tensor, open_file: _Opener) -> None:

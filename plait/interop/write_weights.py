@@ -18,7 +18,8 @@ from plait.checkpoint.transfer import DTYPES
 from plait.interop.base_model import stored_shape
 from plait.interop.families import Family, StoredName, stored_name
 from plait.interop.tensor_files import INDEX, ITEM_SIZES, WHOLE
-from plait.model.shape import ModelShape, weight_sizes
+from plait.model.shape import ModelShape
+from plait.model.weights import stored_sizes
 
 WRITE_BYTES = 1 << 24
 """Bytes of a tensor that are in memory at a time, about."""
@@ -37,27 +38,30 @@ class WrittenTensor:
     shape: tuple[int, ...]
     weights: tuple[str, ...]
     order: str
+    dtype: str = ""
+    """Its own, where it is not that of the other tensors."""
 
 
 def written_tensors(shape: ModelShape, family: Family) -> list[WrittenTensor]:
     """Every tensor of a model's files, in the order of the forward pass."""
     places: dict[str, list[tuple[str, StoredName]]] = {}
-    for name in weight_sizes(shape):
+    sizes = stored_sizes(shape)
+    for name in sizes:
         stored = stored_name(family, name)
         places.setdefault(stored.name, []).append((name, stored))
     found: list[WrittenTensor] = []
     for name, parts in places.items():
         parts.sort(key=lambda part: part[1].part)
-        whole = stored_shape(parts[0][1], weight_sizes(shape)[parts[0][0]])
-        found.append(
-            WrittenTensor(name=name, shape=whole, weights=tuple(own for own, _ in parts), order=parts[0][1].order)
-        )
+        first, stored = parts[0]
+        weights = tuple(own for own, _ in parts)
+        whole = stored_shape(stored, sizes[first])
+        found.append(WrittenTensor(name=name, shape=whole, weights=weights, order=stored.order, dtype=stored.dtype))
     return found
 
 
 def files_bytes(tensors: Sequence[WrittenTensor], dtype: str) -> int:
     """Bytes of all tensors together, headers aside, in a dtype of ITEM_SIZES."""
-    return sum(prod(one.shape) for one in tensors) * ITEM_SIZES[dtype]
+    return sum(prod(one.shape) * ITEM_SIZES[one.dtype or dtype] for one in tensors)
 
 
 def write_weights(
@@ -93,14 +97,14 @@ def _write_shard(out: BufferedWriter, shard: Sequence[WrittenTensor], dtype: str
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for one in shard:
-        begin, end = end, end + prod(one.shape) * ITEM_SIZES[dtype]
-        table[one.name] = {"dtype": dtype, "shape": one.shape, "data_offsets": [begin, end]}
+        begin, end = end, end + files_bytes([one], dtype)
+        table[one.name] = {"dtype": one.dtype or dtype, "shape": one.shape, "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     out.write(struct.pack("<Q", len(text)) + text)
     for one in shard:
         for block in _blocks(one, read):
-            numbers = block.to(DTYPES[dtype]).contiguous().view(-1).view(torch.uint8).numpy()
+            numbers = block.to(DTYPES[one.dtype or dtype]).contiguous().view(-1).view(torch.uint8).numpy()
             out.write(numbers.data)
 
 

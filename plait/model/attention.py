@@ -65,20 +65,22 @@ def of_any_length(ends: Tensor) -> Tensor:
 
 
 class Cache:
-    """Keys and values of the tokens already read, for sampling: one prompt first, then token by token."""
+    """Keys and values of the tokens already read, or the latents that they are made from, for sampling: one prompt
+    first, then token by token."""
 
     def __init__(self, shape: ModelShape, *, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        sizes = (shape.layers, 2, rows, shape.sequence, shape.kv_heads, shape.head_width)
-        self._kept = torch.empty(sizes, dtype=dtype, device=device)
+        heads = (2, shape.kv_heads, shape.head_width) if shape.latent is None else (1, 1, shape.size_of("latent"))
+        kinds, *head = heads
+        self._kept = torch.empty((shape.layers, kinds, rows, shape.sequence, *head), dtype=dtype, device=device)
         self.length = 0
 
-    def extend(self, layer: int, k_bthd: Tensor, v_bthd: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a layer's new keys and values; returns all that are kept. `length` grows only after the last layer."""
-        end = self.length + k_bthd.shape[1]
-        keys, values = self._kept[layer]
-        keys[:, self.length : end] = k_bthd
-        values[:, self.length : end] = v_bthd
-        return keys[:, :end], values[:, :end]
+    def extend(self, layer: int, *new_bthd: Tensor) -> list[Tensor]:
+        """Append what is new of a layer: keys and values, or latents; returns all that are kept of each. `length` grows
+        only after the last layer."""
+        end = self.length + new_bthd[0].shape[1]
+        for kept_bthd, added_bthd in zip(self._kept[layer], new_bthd, strict=True):
+            kept_bthd[:, self.length : end] = added_bthd
+        return [kept_bthd[:, :end] for kept_bthd in self._kept[layer]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,8 @@ class Attention(nn.Module):
         if self.query_scale != 1.0:
             q_bthd = q_bthd * self.query_scale
         if rows.cache is not None:
-            mixed_bthd = attend_cached(q_bthd, *rows.cache.extend(self.layer, k_bthd, v_bthd), self.window)
+            k_bthd, v_bthd = rows.cache.extend(self.layer, k_bthd, v_bthd)
+            mixed_bthd = attend_cached(q_bthd, k_bthd, v_bthd, self.window)
         else:
             mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents, self.window)
         return self.o(mixed_bthd.reshape(len(x_nd), -1))

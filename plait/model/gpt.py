@@ -13,16 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.model.attention import Attention, Cache, Documents, Rows
+from plait.model.attention import Cache, Documents, Rows
 from plait.model.auxiliary.heads import AheadInput, AuxiliaryHead, MicroObjectives, hand_over
 from plait.model.experts.mixture import Mixture
 from plait.model.feedforward import FeedForward
 from plait.model.kernels.norm import make_norm
 from plait.model.kernels.rotary import Rotary
+from plait.model.latent.attention import make_attention
 from plait.model.linear import Linear
 from plait.model.names import EMBEDDING, HEAD
 from plait.model.shape import ModelPart, ModelShape, whole_model
-from plait.model.weights import heads_in, holds_weight, is_trained
+from plait.model.weights import heads_in, holds_weight, is_trained, rotary_width
 
 
 class GPT(nn.Module):
@@ -51,7 +52,7 @@ class GPT(nn.Module):
         self.lenders: tuple[GPT, ...] = ()
         """Parts on the same rank that hold the tables which this one borrows; no modules of this one."""
         self.rotary = (
-            Rotary(sequence=shape.sequence, head_width=shape.head_width, theta=shape.rope_theta, scaling=shape.rope)
+            Rotary(sequence=shape.sequence, head_width=rotary_width(shape), theta=shape.rope_theta, scaling=shape.rope)
             if shape.positions == "rope"
             else None
         )
@@ -179,7 +180,7 @@ class Layer(nn.Module):
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
         self.attention_norm = make_norm(shape)
-        self.attention = Attention(shape, layer)
+        self.attention = make_attention(shape, layer)
         self.feedforward_norm = make_norm(shape)
         mixture = shape.mixture_of(layer)
         self.feedforward = FeedForward(shape) if mixture is None else Mixture(shape, mixture)

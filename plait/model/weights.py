@@ -6,7 +6,7 @@ The strands, the optimizer, checkpoints and proofs read these descriptions, so t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from plait.model.names import (
     pattern_of,
     within_layer,
 )
+from plait.model.parts.objectives import NO_OBJECTIVES
 from plait.model.shape import ModelPart, ModelShape, weight_sizes
 
 
@@ -111,6 +112,11 @@ def kept_values(shape: ModelShape) -> tuple[str, ...]:
     return tuple(f"layers.{layer}.{BALANCE}" for layer in layers if shape.mixture_of(layer))
 
 
+def stored_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Shape of all that makes a model what it is, by name: its weights, and the values of `kept_values`."""
+    return {**weight_sizes(shape), **{name: (shape.size_of("experts"),) for name in kept_values(shape)}}
+
+
 @lru_cache(maxsize=64)
 def active_parameter_count(shape: ModelShape) -> int:
     """Number of parameters that one token meets: of a layer's experts those that it goes to."""
@@ -166,6 +172,23 @@ def scored_width(shape: ModelShape) -> int:
     twice the heads' width unless attention is latent."""
     queries = shape.size_of("query_heads") if shape.latent else shape.size_of("heads")
     return queries + shape.size_of("heads")
+
+
+def attention_matrices(shape: ModelShape) -> list[tuple[int, ...]]:
+    """Sizes [outputs, inputs] of the matrices of one layer's attention, in the order of the forward pass."""
+    sizes = weight_sizes(replace(shape, layers=1, windows=(), mixture=None, objectives=NO_OBJECTIVES, adapter=None))
+    return [own for name, own in sizes.items() if name.startswith("layers.0.attention.") and len(own) == 2]
+
+
+def rotary_width(shape: ModelShape) -> int:
+    """Numbers of a head that rotary positions turn: all, unless attention is latent."""
+    return shape.latent.rope_width if shape.latent else shape.head_width
+
+
+def kernel_width(shape: ModelShape) -> int:
+    """Width of a head as attention's kernel takes it: of latent attention's queries or values the wider."""
+    latent = shape.latent
+    return max(shape.head_width + latent.rope_width, latent.value_width) if latent else shape.head_width
 
 
 @lru_cache(maxsize=64)

@@ -96,8 +96,9 @@ def cut_box(name: str, shape: ModelShape, tensor: int, index: int) -> Box:
     if dim is None or tensor == 1:
         return whole_box(sizes)
     match weight.dims[dim]:
-        case "heads":
-            first, length = (shape.head_width * number for number in equal_share(shape.heads, tensor, index))
+        case "heads" | "query_heads" | "key_value_heads":
+            each = sizes[dim] // shape.heads
+            first, length = (each * number for number in equal_share(shape.heads, tensor, index))
         case "kv_heads":
             first, length = (shape.head_width * number for number in kv_heads_of(shape, tensor, index))
         case _:

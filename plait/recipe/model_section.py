@@ -26,8 +26,7 @@ class ModelSection(RecipeSection):
     head_width: Width | Auto = "auto"
     """Width of one head; "auto" is width / heads."""
     key_value_rank: Width | Auto = "auto"
-    """Latent attention (MLA, DeepSeek-V3): width of the vector that keys and values of all heads are made from. It is
-    planned on paper, and not trained yet."""
+    """Latent attention (MLA, DeepSeek-V3): width of the vector that keys and values of all heads are made from."""
     query_rank: Width | Auto = "auto"
     """Width of the vector that latent attention's queries are made from; "auto": they come from the stream itself."""
     rope_head_width: Width | Auto = "auto"

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from plait.errors import RunFailed
 from plait.interop.base_fingerprint import base_fingerprint
 from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import read_boxes
+from plait.model.gpt import mixtures_of
 from plait.model.init import AdapterStart, first_value
+from plait.model.names import BALANCE
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import HeldWeight, ShardedModel
+from plait.partition.boxes import Box, whole_box
 from plait.planner.plan import Plan
 
 WhichWeights = Literal["all", "frozen"]
@@ -33,7 +37,18 @@ def fill_first_weights(sharded: ShardedModel, plan: Plan, seed: int, *, which: W
     base = read_base_model(Path(plan.base))
     check_base(base, plan)
     read_boxes(base, ((one.name, one.box, one.tensor) for one in held if one.name in base.places))
+    if which == "all":
+        read_boxes(base, _biases_in(base, sharded))
     initialize_weights([one for one in held if one.name not in base.places], plan.shape, seed)
+
+
+def _biases_in(base: BaseModel, sharded: ShardedModel) -> Iterable[tuple[str, Box, Tensor]]:
+    """The routers' biases of this rank that the model has values for; all others begin at zero."""
+    for chunk in sharded.chunks:
+        for layer, mixture in mixtures_of(chunk).items():
+            name, balance = f"layers.{layer}.{BALANCE}", mixture.router.balance
+            if name in base.places:
+                yield name, whole_box(balance.shape), balance
 
 
 def check_base(base: BaseModel, plan: Plan) -> None:

@@ -51,7 +51,7 @@ INNER_FLOORS = {
     "launch": {"values": 0, "network": 0, "watching": 1, "in_memory": 1, "local": 2, "remote": 3},
     "model": {"names": 0, "adapter_shape": 0, "rope_scaling": 0, "matmul": 0, "parts": 0, "shape": 1, "weights": 2,
               "sizes": 2, "requested_size": 3, "kernels": 2, "linear": 3, "attention": 4, "feedforward": 4,
-              "experts": 5, "auxiliary": 5, "gpt": 6, "init": 7, "adapters": 7},
+              "experts": 5, "auxiliary": 5, "latent": 5, "gpt": 6, "init": 7, "adapters": 7},
     "parallel": {"comm": 0, "mesh": 0, "sharded_model": 0, "compile": 1, "context": 1, "frozen": 1, "materialize": 1,
                  "recompute": 1, "gradients": 1, "tensor": 1, "expert": 1, "pipeline": 2, "sharding": 2,
                  "replicate": 3, "apply": 4},

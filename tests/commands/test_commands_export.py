@@ -25,6 +25,7 @@ from plait.interop.base_model import read_base_model
 from plait.interop.read_weights import load_model_from
 from plait.layout import Layout
 from plait.model.gpt import GPT
+from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.rope_scaling import RopeScaling
 from plait.model.shape import ModelShape
 from plait.partition.boxes import weight_boxes
@@ -40,6 +41,11 @@ CHANGES: dict[str, dict[str, object]] = {
     "gpt2": {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": "all", "tied": True},
     "qwen2": {"bias": "qkv", "tied": True, "windows": (0, 4), "rope": RopeScaling(kind="linear", factor=2.0)},
     "qwen3": {"qk_norm": True, "head_width": 12, "norm_eps": 1e-6},
+    "deepseek_v3": {
+        "latent": LatentAttentionShape(key_value_rank=5, query_rank=6, rope_width=4, value_width=3),
+        "head_width": 6,
+        "rope": RopeScaling(kind="linear", factor=2.0),
+    },
     "mistral": {"windows": (5, 5), "rope": RopeScaling(kind="yarn", factor=4.0, original_sequence=4)},
 }
 

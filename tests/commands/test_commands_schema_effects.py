@@ -21,7 +21,7 @@ from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
 from plait.planner.derive.compile_mode import compile_of
-from plait.planner.derive.model_size import BaseFacts, CorpusFacts, TrainingRate, derive_run_size
+from plait.planner.derive.model_size import BaseFacts, CorpusFacts
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
@@ -45,16 +45,9 @@ def facts_of(config: RunConfig) -> CorpusFacts:
     return replace(FACTS, base=BaseFacts(folder="base", shape=BASE)) if config.model.from_ else FACTS
 
 
-def plan_of(config: RunConfig) -> Plan | None:
-    """What will be done, without what only tells of where it came from; None of what is planned on paper alone."""
-    if config.model.key_value_rank != "auto":
-        return None
+def plan_of(config: RunConfig) -> Plan:
+    """What will be done, without what only tells of where it came from."""
     return replace(planned(config, facts_of(config), LAPTOP), recipe_hash="", reasons=())
-
-
-def shape_of(config: RunConfig) -> ModelShape:
-    """The model of a recipe, also of one that no rank computes yet."""
-    return derive_run_size(config, facts_of(config), TrainingRate(flops_per_s=1e12, source="assumed"), []).shape
 
 
 def gpu_kernels(config: RunConfig) -> bool:
@@ -69,7 +62,6 @@ def first_weights(config: RunConfig) -> list[float]:
 
 
 EFFECTS: dict[str, Callable[[RunConfig], object]] = {
-    "the model's shape": shape_of,
     "the plan": plan_of,
     "the data": data_request,
     "the windows": lambda config: EXAMPLES.epoch_windows(64, config.data.overlong),
@@ -82,10 +74,6 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "what follows a failure": lambda config: [decision_after(config.recover, n, "may pass") for n in range(1, 7)],
 }
 ELSEWHERE = {
-    **dict.fromkeys(
-        ("model.key_value_rank", "model.query_rank", "model.rope_head_width", "model.value_head_width"),
-        "the model's shape",
-    ),
     "model.from": "the model's folder",
     "run.devices": "the GPUs",
     "run.workers": "the GPUs",

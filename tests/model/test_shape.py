@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plait.errors import PlaitError
 from plait.model.gpt import GPT
+from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.rope_scaling import RopeScaling
 from plait.model.shape import (
     ModelShape,
@@ -35,10 +36,15 @@ QWEN3 = replace(LLAMA, qk_norm=True, activation="relu2")
 STRETCHED = RopeScaling(kind="yarn", factor=4.0, original_sequence=16)
 WINDOWS = replace(LLAMA, windows=(0, 8, 8), bias="attention", rope=STRETCHED)
 SCALED = replace(GPT2, learned_positions=48, bias="feedforward", attention_scale="head and layer")
+# Values are as wide as queries: no zeros are added, which torch would count.
+LATENT = replace(
+    LLAMA, kv_heads=6, latent=LatentAttentionShape(key_value_rank=5, query_rank=7, rope_width=4, value_width=20)
+)
+FROM_THE_STREAM = replace(LATENT, latent=LatentAttentionShape(key_value_rank=5, rope_width=4, value_width=20))
 SHAPES = pytest.mark.parametrize(
     "shape",
-    [LLAMA, GPT2, QWEN2, QWEN3, WINDOWS, SCALED],
-    ids=["llama", "gpt2", "qwen2", "qwen3", "windows", "scaled"],
+    [LLAMA, GPT2, QWEN2, QWEN3, WINDOWS, SCALED, LATENT, FROM_THE_STREAM],
+    ids=["llama", "gpt2", "qwen2", "qwen3", "windows", "scaled", "latent", "latent, queries from the stream"],
 )
 
 

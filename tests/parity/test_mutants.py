@@ -60,6 +60,12 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "capacity-of-a-part-of-a-row": ("layout.context=2", "model.experts=6", "model.expert_capacity=1.25"),
     "gates-learn-from-own-experts-alone": ("layout.replicate=2", "layout.expert=2", "model.experts=6"),
     "expert-parts-not-summed": ("layout.tensor=2", "model.experts=6"),
+    "latents-of-own-heads-alone": (
+        "layout.tensor=2",
+        "model.key_value_rank=16",
+        "model.kv_heads=4",
+        "model.bias=none",
+    ),
     "balance-times-accumulation": ("layout.replicate=2", "model.experts=6", "model.expert_balance=sequence"),
     "global-balance-divided-by-ranks": ("layout.replicate=2", "model.experts=6", "model.expert_balance=global"),
     "balance-of-the-first-chunk-alone": (

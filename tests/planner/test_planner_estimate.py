@@ -230,6 +230,7 @@ def server() -> Iterator[ForkServer]:
         ["pipeline=2", "schedule=interleaved", "virtual_stages=4", "micro_sequences=2"],
         ["pipeline=2", "schedule=zero-bubble", "micro_sequences=1"],
         ["shard=2", "shard_what=optimizer", "micro_sequences=2", "kind=sgd", "lr=0.1"],
+        ["tensor=2", "micro_sequences=4", "key_value_rank=24", "query_rank=32"],
         *(
             pytest.param(some, marks=pytest.mark.slow)
             for some in (
@@ -240,6 +241,12 @@ def server() -> Iterator[ForkServer]:
                 ["tensor=2", "micro_sequences=16", "recompute=full"],
                 ["pipeline=2", "schedule=gpipe", "micro_sequences=2"],
                 ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "kind=sgd", "lr=0.1", "momentum=0"],
+                ["replicate=2", "micro_sequences=8", "key_value_rank=24", "query_rank=32"],
+                ["replicate=2", "micro_sequences=4", "key_value_rank=24", "value_head_width=36", "recompute=selective"],
+                ["tensor=2", "micro_sequences=8", "key_value_rank=24", "recompute=full"],
+                ["context=2", "micro_sequences=4", "key_value_rank=24", "query_rank=32"],
+                ["shard=2", "shard_what=parameters", "micro_sequences=2", "key_value_rank=24", "query_rank=32"],
+                ["pipeline=2", "schedule=zero-bubble", "micro_sequences=1", "key_value_rank=24", "query_rank=32"],
                 ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "vocabulary=2500", "auxiliary_heads=[2,5]"],
                 ["pipeline=2", "schedule=gpipe", "micro_sequences=2", "auxiliary_heads=[2]", "predict_ahead=2"],
                 ["replicate=2", "micro_sequences=2", "predict_ahead=1"],
@@ -253,6 +260,7 @@ def test_ranks_on_processors_hold_what_was_foretold(
 ):
     elsewhere = {"vocabulary": "model", "kind": "optimizer", "lr": "optimizer", "momentum": "optimizer"}
     elsewhere |= dict.fromkeys(("auxiliary_heads", "predict_ahead"), "model")
+    elsewhere |= dict.fromkeys(("key_value_rank", "query_rank", "value_head_width"), "model")
     keys = [f"{elsewhere.get(one.partition('=')[0], 'layout')}.{one}" for one in layout]
     _, plan = make_tiny(tmp_path, *SMALL, "layout.replicate=1", "model.vocabulary=300", *keys, precision=precision)
     held: dict[int, int] = {}

@@ -111,7 +111,7 @@ def test_unequal_loads_cost_time_and_memory() -> None:
     assert there.products[0] > 1.03 * here.products[0]
     assert there.experts[0] == pytest.approx(load * here.experts[0], rel=0.01)
     more, less = (estimate_memory(one.workload, one.candidates, PLAIT_PROFILE) for one in (uneven, even))
-    assert more.activations[0] > 1.05 * less.activations[0]
+    assert more.activations[0] > 1.04 * less.activations[0]  # latent attention keeps more than half of all
     assert more.parameters[0] == less.parameters[0]
 
 

@@ -31,6 +31,7 @@ from plait.model.attention import Documents, Rows
 from plait.model.gpt import Embedding, Layer, row_positions
 from plait.model.kernels.rotary import Rotary
 from plait.model.shape import whole_model
+from plait.model.weights import kernel_width, rotary_width
 
 MAX_HEAD_FLOPS: Mapping[str, float] = {"cpu": 1.6e10, "cuda": 4e13}
 HEAD_TOKENS = 256
@@ -98,7 +99,7 @@ def timed_pieces(figures: Mapping[PieceKey, TimingSummary], models: Sequence[Pro
 def attention_sizes(model: ProbedModel) -> tuple[int, ...]:
     """The sizes of a probed model's attention, in the order of WORK_SIZES."""
     shape = model.shape
-    return model.sequences, model.sequence, shape.heads, shape.kv_heads, shape.head_width
+    return model.sequences, model.sequence, shape.heads, shape.kv_heads, kernel_width(shape)
 
 
 def _timed(work: str, sizes: tuple[int, ...], took: TimingSummary) -> WorkTiming:
@@ -145,7 +146,7 @@ def _layer_runs(
     shape, sizes = model.shape, _layer_sizes(model)
     layer = _small_weights(Layer(shape, 0).to(device))
     training.prepare_layer(layer)
-    rotary = Rotary(sequence=model.sequence, head_width=shape.head_width, theta=shape.rope_theta, scaling=shape.rope)
+    rotary = Rotary(sequence=model.sequence, head_width=rotary_width(shape), theta=shape.rope_theta, scaling=shape.rope)
     positions = row_positions(torch.empty(model.sequences, model.sequence, device=device))
     rows = Rows(
         rows=model.sequences,

@@ -11,7 +11,7 @@ from plait.checked_json import parse_json, typed_value
 from plait.errors import PlaitError
 from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
-from plait.model.weights import training_flops_per_token
+from plait.model.weights import attention_matrices, training_flops_per_token
 from plait.partition.execution import Compile, MatmulBackend
 
 TYPICAL: Mapping[str, tuple[tuple[str, int, int], ...]] = {
@@ -127,12 +127,9 @@ def model_probe_request(
 def layer_products(model: ProbedModel) -> tuple[tuple[int, int, int], ...]:
     """(rows, inner, columns) of the products in one layer's forward pass, each as often as the layer has it."""
     shape, tokens = model.shape, model.tokens
-    heads, kv_heads = shape.size_of("heads"), shape.size_of("kv_heads")
     widen = [(tokens, shape.width, shape.ffn)] * (2 if shape.activation == "swiglu" else 1)
     return (
-        (tokens, shape.width, heads),
-        *([(tokens, shape.width, kv_heads)] * 2),
-        (tokens, heads, shape.width),
+        *((tokens, inner, columns) for columns, inner in attention_matrices(shape)),
         *widen,
         (tokens, shape.ffn, shape.width),
     )
@@ -156,7 +153,7 @@ def _request(device: Any, precision: Any, threads: int, models: list[ProbedModel
 def _cut_products(model: ProbedModel) -> list[tuple[int, int, int]]:
     """The products of a layer whose matrices are split over 2 and 4 ranks."""
     shape, found = model.shape, []
-    for parts in (2, 4):
+    for parts in (2, 4) if shape.latent is None else ():
         if shape.heads % parts == 0 and shape.ffn % parts == 0:
             heads, ffn = shape.size_of("heads") // parts, shape.ffn // parts
             found += [(model.tokens, shape.width, heads), (model.tokens, heads, shape.width)]

@@ -15,6 +15,7 @@ from plait.interop.small_files import CONFIGS, LICENCES, TOKENIZER, copy_small_f
 from plait.planner.derive.model_size import BaseFacts
 from plait.private_folder import make_private_folder
 from plait.recipe.schema import RunConfig
+from plait.units import counted
 from plait.working_folder import WorkingFolder
 
 GGUF = ".gguf"
@@ -28,7 +29,9 @@ def base_facts(config: RunConfig, working: WorkingFolder) -> BaseFacts | None:
         return None
     base = read_base_model(folder)
     fingerprint = base_fingerprint(base) if config.finetune.method == "lora" else ""
-    return BaseFacts(folder=str(folder), shape=base.shape, fingerprint=fingerprint)
+    left_out = f"{counted(base.left_out, 'module')} of {folder.name} for tokens further ahead (multi-token prediction)"
+    reasons = (f"left out: {left_out}; the model goes on without",) if base.left_out else ()
+    return BaseFacts(folder=str(folder), shape=base.shape, fingerprint=fingerprint, reasons=reasons)
 
 
 def base_folder(config: RunConfig, working: WorkingFolder) -> Path | None:

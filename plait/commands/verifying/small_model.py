@@ -9,9 +9,9 @@ from dataclasses import replace
 from math import lcm
 from typing import Literal
 
+from plait.commands.verifying.small_parts import shrunk_latent, shrunk_mixture, shrunk_objectives, widened_latent
 from plait.layout import Layout
-from plait.model.parts.mixture import MixtureShape
-from plait.model.parts.objectives import OBJECTIVE_KEYS, ObjectivesShape, objectives_of_keys
+from plait.model.parts.objectives import OBJECTIVE_KEYS, objectives_of_keys
 from plait.model.requested_size import shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import MODEL_SIZES, explicit_shape
@@ -31,11 +31,6 @@ SHRUNK_WINDOW = 3
 """Tokens that a query of a windowed layer sees in a small model."""
 SHRUNK_RANK = 3
 """Of a small model's adapters: fewer rows than many layouts have ranks."""
-SHRUNK_EXPERTS, SHRUNK_EXPERT_GROUPS, SHRUNK_BIAS_RATE, SHRUNK_Z_WEIGHT = 5, 3, 0.05, 0.1
-SHRUNK_DEPTHS = 2
-"""Of prediction ahead: the second reads the first one's stream."""
-SHRUNK_CAPACITY = 0.8
-"""Of a small model's experts where the large one's have a capacity: some choices are dropped at each step."""
 ROUTING = "routing.safetensors"
 """Where the one process of a proof leaves which experts each token went to."""
 CHECK_LR = 0.01
@@ -130,44 +125,7 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
         vocabulary=8 * layout.tensor + 45,
         sequence=sequence,
         adapter=replace(shape.adapter, rank=min(shape.adapter.rank, SHRUNK_RANK)) if shape.adapter else None,
-    )
-
-
-def shrunk_mixture(mixture: MixtureShape, layers: int, ffn: int, parts: int) -> MixtureShape:
-    """Few narrow experts, some of whose tokens go elsewhere at each step: the bias moves far, and losses weigh much.
-    `parts` hold them together."""
-    groups = min(mixture.groups, SHRUNK_EXPERT_GROUPS)
-    chosen = min(mixture.groups_chosen, max(1, groups - (mixture.groups_chosen < mixture.groups)))
-    # A multiple of the parts, of which some get few tokens.
-    experts = lcm(parts, groups * (2 if groups > 1 else min(mixture.experts, SHRUNK_EXPERTS)))
-    dense = min(mixture.dense_layers, 1, layers - 1)
-    every = min(mixture.every, 2, layers - dense)
-    return replace(
-        mixture,
-        experts=experts,
-        experts_per_token=min(mixture.experts_per_token, 2, chosen * experts // groups),
-        expert_ffn=ffn,
-        shared_experts=min(mixture.shared_experts, 2),
-        dense_layers=dense,
-        every=every,
-        groups=groups,
-        groups_chosen=chosen,
-        balance_rate=SHRUNK_BIAS_RATE,
-        balance_weights=tuple(float(weight > 0) for weight in mixture.balance_weights),
-        z_weight=SHRUNK_Z_WEIGHT if mixture.z_weight else 0.0,
-        capacity=SHRUNK_CAPACITY if mixture.capacity else None,
-    )
-
-
-def shrunk_objectives(objectives: ObjectivesShape, layers: int, small: int) -> ObjectivesShape:
-    """Heads at about the same places of a model of `small` layers in place of `layers`, and at most two depths."""
-    places = {min(small - 1, max(1, round(after * small / layers))): after for after in objectives.heads if small > 1}
-    weights = dict(zip(objectives.heads, objectives.head_weights, strict=True))
-    return replace(
-        objectives,
-        heads=tuple(sorted(places)),
-        head_weights=tuple(weights[places[place]] for place in sorted(places)),
-        ahead=min(objectives.ahead, SHRUNK_DEPTHS),
+        latent=shrunk_latent(shape.latent, shape.head_width) if shape.latent else None,
     )
 
 
@@ -191,6 +149,7 @@ def plan_for_device(plan: Plan, device: Literal["cpu", "cuda"], precision: Preci
         head_width=8 * old.head_width,
         ffn=8 * old.ffn,
         mixture=replace(old.mixture, expert_ffn=8 * old.mixture.expert_ffn) if old.mixture else None,
+        latent=widened_latent(old.latent, 8) if old.latent else None,
         vocabulary=8 * old.vocabulary,
         learned_positions=sequence + 3 if old.learned_positions else 0,
         sequence=sequence,

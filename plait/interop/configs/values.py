@@ -20,6 +20,16 @@ def count_of(values: ConfigValues, key: str) -> int:
     return value
 
 
+def number_of(values: ConfigValues, key: str) -> float:
+    """A number above 0."""
+    value = values.get(key)
+    if value is None:
+        raise PlaitError(f"config.json lacks {key}; take the one that came with the weights")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise PlaitError(f"{key} in config.json is {value!r:.40}; it should be a number above 0")
+    return float(value)
+
+
 def require(values: ConfigValues, key: str, known: tuple[object, ...]) -> None:
     """Refuse a value that is none of those that plait computes."""
     if values.get(key) not in known:

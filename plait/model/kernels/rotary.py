@@ -60,6 +60,12 @@ def rotate(x_bthd: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_bthd.dtype)
 
 
+def rotate_pairs(x_bthd: Tensor, rotation: Rotation) -> Tensor:
+    """The same where a pair is two numbers side by side, as in DeepSeek's weights. The first numbers of all pairs come
+    out in front, in queries and keys alike: a score does not ask for the order."""
+    return rotate(x_bthd.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), rotation)
+
+
 class _Rotate(torch.autograd.Function):
     """The rotation; its gradient is the inverse rotation."""
 

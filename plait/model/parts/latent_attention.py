@@ -1,19 +1,21 @@
 """The shape of multi-head latent attention (MLA): keys and values of all heads are made from one narrow vector a token.
 
-DeepSeek-V2 (2405.04434, section 2.1), V3 and Kimi K2 are points of it. It is there to be planned: no rank computes it
-yet, see `refuse_to_train`.
+DeepSeek-V2 (2405.04434, section 2.1), V3 and Kimi K2 are points of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log
 from typing import Any
 
 from plait.errors import PlaitError
 
 MOST_WIDE = 10_000_000
 """Of a rank or a width: far above every published model."""
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever that of the other norms is: as transformers and DeepSeek's own code have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ class LatentAttentionShape:
     """Width of one head's values."""
     query_rank: int = 0
     """Width of the vector that queries are made from; 0: they come from the stream itself."""
+    mscale_all_dim: float = 0.0
+    """DeepSeek's factor of stretched rotary positions, by which scores grow, too: see `score_factor`."""
 
     def __post_init__(self) -> None:
         for key, field in LATENT_KEYS.items():
@@ -39,6 +43,8 @@ class LatentAttentionShape:
             raise PlaitError(
                 f"rotary positions turn pairs, and model.rope_head_width is {self.rope_width}; choose an even one"
             )
+        if not 0 <= self.mscale_all_dim < 1e6:
+            raise PlaitError(f"mscale_all_dim is {self.mscale_all_dim}; it should be a number of at least 0")
 
 
 LATENT_KEYS: Mapping[str, str] = {
@@ -63,6 +69,12 @@ def latent_of_keys(named: Mapping[str, Any], head_width: int) -> LatentAttention
             raise PlaitError(f"model.{key} is of latent attention; name model.key_value_rank, too, or take {key} out")
         return None
     return LatentAttentionShape(**{"rope_width": max(2, head_width // 4 * 2), "value_width": head_width, **values})
+
+
+def score_factor(latent: LatentAttentionShape, stretch: float) -> float:
+    """By how much scores grow where rotary positions are stretched `stretch` times: (0.1 × mscale_all_dim × ln(stretch)
+    + 1)², DeepSeek's square of YaRN's factor (2309.00071, equation 22)."""
+    return (0.1 * latent.mscale_all_dim * log(stretch) + 1.0) ** 2 if stretch > 1 else 1.0
 
 
 def latent_sizes(latent: LatentAttentionShape | None, heads: int, head_width: int) -> dict[str, int]:
@@ -96,17 +108,9 @@ def check_latent_in(shape: Any) -> None:
         "biases": shape.bias not in ("none", "feedforward"),
         "learned positions": shape.positions != "rope",
         "norms of queries and keys": shape.qk_norm,
-        "an adapter": shape.adapter is not None,
+        "scores divided by a layer's number": shape.attention_scale != "head",
+        "adapter (LoRA)": shape.adapter is not None,
     }
     for what, is_there in refused.items():
         if is_there:
             raise PlaitError(f"latent attention has no {what}; take out either, or model.key_value_rank")
-
-
-def refuse_to_train(latent: LatentAttentionShape | None) -> None:
-    """Raise PlaitError for a model that can be planned on paper alone."""
-    if latent is not None:
-        raise PlaitError(
-            "latent attention (model.key_value_rank) is planned and not trained yet; name machines on paper, for "
-            "example plait plan --cluster 256xTPUv5p, or take the key out"
-        )

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.model.attention import Attention, Documents
 from plait.model.experts.capacity import RowSpans
 from plait.model.experts.mixture import Mixture
+from plait.model.latent.attention import LatentAttention
 from plait.parallel.context.cut import ContextCut, Rectangle, cut_attention
 from plait.parallel.context.exchange import Exchange
 from plait.parallel.context.kernels import Kernel, kernel_for, merge_results
@@ -41,7 +42,7 @@ def context(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sh
     spans = RowSpans(of=2 * parts, own=(index, 2 * parts - 1 - index))
     for chunk in sharded.chunks:
         for module in chunk.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, (Attention, LatentAttention)):
                 module.attend = attend
             elif isinstance(module, Mixture):
                 module.over_sequence, module.spans = sums, spans

@@ -27,6 +27,7 @@ from plait.model.attention import Attention, Rows
 from plait.model.experts.mixture import Mixture
 from plait.model.feedforward import FeedForward
 from plait.model.gpt import GPT, Embedding, Layer
+from plait.model.latent.attention import LatentAttention
 from plait.model.linear import Around, Multiply, to_compute_precision
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import ShardedModel
@@ -79,7 +80,10 @@ def split_layers(chunk: GPT, stream: SequenceSplit) -> None:
         chunk.add_module("embed", SharedEmbedding(chunk.embed, chunk.shape, stream))
     for layer in chunk.layers.values():
         assert isinstance(layer, Layer)
-        split_attention(layer.attention, chunk.shape, stream)
+        if isinstance(layer.attention, LatentAttention):
+            split_latent_attention(layer.attention, stream)
+        else:
+            split_attention(layer.attention, chunk.shape, stream)
         if isinstance(layer.feedforward, Mixture):
             split_mixture(layer.feedforward, stream)
         else:
@@ -99,6 +103,13 @@ def split_attention(attention: Attention, shape: ModelShape, stream: SequenceSpl
     if places is not None:
         for linear in (attention.k, attention.v):
             linear.around = with_repeated_heads(places, shape.head_width)
+
+
+def split_latent_attention(attention: LatentAttention, stream: SequenceSplit) -> None:
+    """The same through latents: each rank makes those of its own rows, all ranks gather them, and each computes its own
+    heads of all tokens. So what stands before heads is computed once, and its gradients are sums of rows' parts."""
+    attention.gather = stream.gather
+    attention.o.around = with_all_reduce(stream)
 
 
 def split_feedforward(feedforward: FeedForward, stream: SequenceSplit) -> None:

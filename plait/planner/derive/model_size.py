@@ -36,6 +36,8 @@ class BaseFacts:
     """Its `sequence` is the longest that the model takes."""
     fingerprint: str = ""
     """Tells it from every other model; empty where nobody asks."""
+    reasons: tuple[str, ...] = ()
+    """What is to be said of it once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +137,8 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
         size = nearest_size(best, vocabulary)
     shape = _model_shape(config, size, vocabulary, corpus, why)
     if config.model.size == "auto" and not spelt_out:
-        rule = "20 tokens a parameter"
-        if budget.unit == "seconds":
-            rule += f", at most four passes over the text, {rate}"
+        timed = f", at most four passes over the text, {rate}" if budget.unit == "seconds" else ""
+        rule = f"20 tokens a parameter{timed}"
         why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
     return _run_size(config, corpus, shape, budget, rate)
 
@@ -158,6 +159,7 @@ def _size_of_base(
     if config.train.budget == "auto":
         tuned = "the usual passes over the data in fine-tuning (Taori 2023)"
         why.append(f"budget {budget}: {'none was asked for' if config.finetune.method == 'auto' else tuned}")
+    why += base.reasons
     sequence = _sequence(config, parameter_count(shape), corpus, why, longest_of_model=shape.sequence)
     if sequence > shape.sequence:
         raise PlaitError(
@@ -171,8 +173,7 @@ def _size_of_base(
 
 
 def _best_parameter_count(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
-    """Number of parameters that suits the budget: for a time, the size that learns most in it; for tokens, the size
-    that they are enough to train."""
+    """Parameters that suit the budget: the size that learns most in a time, or that its tokens are enough to train."""
     if budget.unit == "seconds":
         return scaling_rules.compute_optimal_parameters(flops=rate * budget.value, unique_tokens=unique_tokens)
     parameters, flops = 1e6, 1e12
@@ -195,8 +196,7 @@ def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, seq
         return budget.value * budget.epoch_tokens
     if budget.unit == "seconds":
         return budget.value * tokens_per_s
-    requested = config.train.batch_tokens
-    batch = 16384 if requested == "auto" else requested
+    batch = 16384 if (requested := config.train.batch_tokens) == "auto" else requested
     return budget.value * max(batch, sequence)
 
 

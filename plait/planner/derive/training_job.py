@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from plait.errors import PlaitError
-from plait.model.parts.latent_attention import refuse_to_train
 from plait.model.shape import ModelShape
 from plait.partition.execution import MatmulBackend, MatmulPrecision, Precision
 from plait.planner.derive.finetuning import finetuning_batch
@@ -57,7 +56,6 @@ def new_job(
     precision = precision_of(config, resources, precision_reasons)
     rate = rate or assumed_rate(resources.machine, resources.peak_flops)
     scale = derive_run_size(config, corpus, rate, why)
-    refuse_to_train(scale.shape.latent if resources.is_here else None)
     method = config.finetune.method
     if method != "auto" and config.train.batch_tokens == "auto":
         batch = finetuning_batch(method, scale.shape.sequence, corpus, why)

@@ -202,6 +202,9 @@ def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> R
     stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
     keys = np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
     heads = w.heads / c.tensor * w.head_width
+    attention = 4 * (heads + keys)
+    if w.latent is not None:
+        heads, attention = w.latent.values / c.tensor, 2 * (w.latent.kept(c.tensor) - w.width / stream)
     sparse = w.moe_layers / w.layers
     # Products keep their inputs as they multiply them (8 bits in fp8, as TransformerEngine does), all else is 16 bits.
     less = 1.0 if w.precision in ("fp8", "fp4") else 0.0
@@ -210,7 +213,7 @@ def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> R
     routed = sparse * (4.0 - less) * load * w.experts_per_token * w.routed_width / c.tensor
     streamed = (profile.stream_held_bytes - 2 * less) * w.width / stream
     narrow = 2.0 * w.adapter_rank * len(w.adapter_targets)
-    held = streamed + (4 - less) * heads + 4 * keys + inner + routed + narrow
+    held = streamed + attention - less * heads + inner + routed + narrow
     return tokens * held * (w.element_bytes / 2) + scores_held(w, c)
 
 
@@ -219,6 +222,8 @@ def split_activations(w: Workload, c: Candidates) -> Reals:
     products, and the gradients of their results."""
     stream = 4 * w.width / np.where(c.sequence_parallel > 0, c.tensor, 1)
     heads = 2 * w.head_width * (w.heads / c.tensor + np.maximum(w.kv_heads / c.tensor, 1))
+    if w.latent is not None:
+        heads = w.latent.turned(c.tensor) - w.width / c.tensor
     inner = w.feedforward_matrices * _ffn_per_token(w, busiest_rank_load(w, c)) / c.tensor
     return w.element_bytes * local_tokens(w, c) * (stream + heads + inner)
 

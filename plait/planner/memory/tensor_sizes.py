@@ -78,7 +78,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     stream, every = FLOAT32_BYTES * local_tokens(w, c) * w.width / t, FLOAT32_BYTES * local_tokens(w, c) * w.width
     product, narrow = number * w.width, w.element_bytes < FLOAT32_BYTES
     gathered, wide = np.where(t > 1, product, 0.0), number * w.ffn / t
-    attention = number * w.head_width * 2 * (w.heads / t + np.maximum(w.kv_heads / t, 1))
+    attention = _attention_sizes(w, t, number)
     # Attention's logsumexp, the norms' scales.
     sums = FLOAT32_BYTES * local_tokens(w, c) * (w.heads / t + 2 / t)
     wide_kept = 4 if w.gated else 2  # SwiGLU: gate, up, silu(gate) and their product; else up and its activation
@@ -88,12 +88,14 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     deferred = c.schedule == SCHEDULES.index("zero-bubble")
     rounded = np.where(fully | deferred | (not narrow), 0.0, own["layer_trained"] / 2)
     # The streams before attention and before the feedforward; the normed inputs of their products; attention.
-    whole = 2 * stream + 2 * product + attention + sums + wide_kept * wide
+    whole = 2 * stream + product + attention["kept"] + sums + wide_kept * wide
     whole = whole + number * w.adapter_rank * len(w.adapter_targets)  # between an adapter's two products
     # "selective" keeps the stream, what products give, and attention's outcome.
     # Of a layer with an adapter both its own product and the sum of both.
     twice = number * sum((outputs for _, outputs in local_target_sizes(w, c)), np.zeros(len(c)))
-    kept = {"none": whole + rounded, "selective": whole + twice - stream - wide_kept / 2 * wide, "full": stream}
+    thinned = stream + 2 * product + attention["products"] + sums + (wide_kept - wide_kept / 2) * wide
+    thinned = thinned + number * w.adapter_rank * len(w.adapter_targets) + twice
+    kept = {"none": whole + rounded, "selective": thinned, "full": stream}
     layer = np.choose(c.recompute, [kept[way] for way in RECOMPUTE_MODES])
     none, selective, full = (c.recompute == RECOMPUTE_MODES.index(way) for way in RECOMPUTE_MODES)
     recomputed = whole + np.where(selective, twice, 0.0)
@@ -106,7 +108,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
         wide=wide,
         layer=layer,
         # Inputs of products (two normed streams, attention's result, the feedforward's), and gradients of results.
-        turned=4 * product + attention + (wide_kept / 2 + 1) * wide,
+        turned=3 * product + attention["turned"] + (wide_kept / 2 + 1) * wide,
         # `gathered`: a product's result before the ranks' addends are summed.
         forward=np.where(full, 2 * product + (wide_kept - 1) * wide, (product if narrow else stream) + 2 * gathered)
         + unrounded,
@@ -118,10 +120,21 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     )
 
 
+def _attention_sizes(w: Workload, t: Counts, number: Reals) -> dict[str, Reals]:
+    """Bytes that attention keeps, of which its input counts for all but "products": for the backward pass, where it is
+    computed again but for its products and its core, and between the halves of a split backward pass."""
+    if w.latent is not None:
+        sizes = {"kept": w.latent.kept(t), "products": w.latent.products_kept(t), "turned": w.latent.turned(t)}
+        return {name: number * size for name, size in sizes.items()}
+    heads = number * w.head_width * 2 * (w.heads / t + np.maximum(w.kv_heads / t, 1))
+    return {"kept": number * w.width + heads, "products": heads, "turned": number * w.width + heads}
+
+
 def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
     """Bytes of weights and their gradients on one rank, by the names of TensorSizes' fields."""
     t, narrow = c.tensor, w.element_bytes < FLOAT32_BYTES
-    matrices = (w.attention_parameters + w.dense_feedforward_parameters) / t
+    whole = w.latent.whole_weights if w.latent else 0
+    matrices = (w.attention_parameters + w.dense_feedforward_parameters - whole) / t + whole
     adapters = FLOAT32_BYTES * adapter_parameters(w, c)
     # Frozen matrices are kept as they are multiplied (parallel/frozen.py), all that learns in float32.
     weights = (w.element_bytes if w.is_frozen else FLOAT32_BYTES) * matrices + adapters
@@ -131,7 +144,8 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
     fully = (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))
     split = np.where(fully, c.shard, 1)
     sides = [w.adapter_rank * np.maximum(*both) for both in local_target_sizes(w, c)]
-    widest = np.maximum.reduce(sides) if sides else w.width * max(w.ffn, w.heads * w.head_width) / t
+    attention = w.latent.widest if w.latent else w.width * w.heads * w.head_width
+    widest = np.maximum.reduce(sides) if sides else max(w.width * w.ffn, attention) / t
     return {
         "table": learns,
         "table_weights": table,

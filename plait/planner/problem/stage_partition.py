@@ -160,7 +160,8 @@ def layer_parameters(workload: Workload, candidates: Candidates) -> tuple[Reals,
     )
     across = ranks_of_an_expert(w, candidates)
     experts = sparse * w.experts * w.expert_parameters / candidates.expert / across
-    return common / candidates.tensor, experts * np.ones(len(candidates))
+    whole = w.latent.whole_weights if w.latent else 0
+    return (common - whole) / candidates.tensor + whole, experts * np.ones(len(candidates))
 
 
 def ranks_of_an_expert(workload: Workload, candidates: Candidates) -> Counts:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal
 
 from plait.model.adapter_shape import AdapterTarget
-from plait.model.names import dims_of
-from plait.model.parts.latent_attention import latent_weights
 from plait.model.shape import ModelShape
-from plait.model.weights import scored_width
+from plait.planner.problem.latent_work import LatentWork, latent_numbers
 
 PricedPrecision = Literal["float32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """tf32: float32 throughout, but for products in TF32."""
@@ -62,6 +59,8 @@ class Workload:
     or nothing balances."""
     norms_all_heads: bool = False
     """Whether queries of all heads are normed as one (OLMoE), so that heads cannot be divided."""
+    latent: LatentWork | None = None
+    """Latent attention as plait computes it; `head_width` is then that of keys and values on average."""
     projection_weights: int = 0
     """Weights of one layer's attention where heads do not tell (latent attention, state-space layers); 0: they do."""
     attending_layers: int = -1
@@ -102,6 +101,11 @@ class Workload:
         if self.projection_weights:
             return self.projection_weights
         return self.width * self.head_width * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def kernel_width(self) -> int:
+        """Width of a head as attention's kernel takes it."""
+        return self.latent.kernel // self.heads if self.latent else self.head_width
 
     @property
     def moe_layers(self) -> int:
@@ -205,7 +209,7 @@ def workload_of(
     moments: int = 2,
 ) -> Workload:
     """The workload of a model that plait trains."""
-    numbers = {"head_width": shape.head_width, **_mixture_numbers(shape), **_latent_numbers(shape)}
+    numbers = {"head_width": shape.head_width, **_mixture_numbers(shape), **latent_numbers(shape)}
     return Workload(
         layers=shape.layers,
         width=shape.width,
@@ -227,15 +231,6 @@ def workload_of(
         heads_after=shape.objectives.heads,
         predict_ahead=shape.objectives.ahead,
     )
-
-
-def _latent_numbers(shape: ModelShape) -> dict[str, Any]:
-    """The fields of a Workload that latent attention sets: heads are as wide as keys and values are on average."""
-    if shape.latent is None:
-        return {}
-    names = latent_weights(shape.latent)
-    sizes = (prod(shape.size_of(dim) for dim in dims_of(f"layers.0.{name}")) for name in names if "norm" not in name)
-    return {"head_width": scored_width(shape) // (2 * shape.heads), "projection_weights": sum(sizes)}
 
 
 def _mixture_numbers(shape: ModelShape) -> dict[str, Any]:

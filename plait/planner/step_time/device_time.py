@@ -6,13 +6,14 @@ They are measured where the cluster was probed, else computed by the formulas of
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from plait.cluster.cluster import Cluster
 from plait.cluster.measured import MeasuredDevice, Measurements
 from plait.planner.calibration.constants import constant
-from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Reals
+from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import micro_batches_per_step
 from plait.planner.problem.trained_weights import local_target_sizes, trained_layer_parameters
@@ -98,29 +99,24 @@ def slowest_device(measured: Measurements | None) -> MeasuredDevice | None:
 
 def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Candidates) -> LayerTime:
     tokens, tensor = local_tokens(w, candidates), candidates.tensor
-    heads, keys = w.heads * w.head_width / tensor, np.maximum(w.kv_heads / tensor, 1.0) * w.head_width
     ffn = w.ffn / tensor
     products = [
-        (w.width, heads, 1),
-        (w.width, keys, 2),
-        (heads, w.width, 1),
-        (w.width, ffn, w.feedforward_matrices - 1),
+        *_attention_products(w, tokens, tensor),
+        (tokens, w.width, ffn, w.feedforward_matrices - 1),
+        (tokens, ffn, w.width, 1),
     ]
-    products.append((ffn, w.width, 1))
     forward = backward = np.zeros(len(candidates))
-    for inner, columns, times in products:
-        forward = forward + times * measured_compute.measured_product_s(measured, tokens, inner, columns)
-        backward = backward + times * measured_compute.measured_product_s(
-            measured, tokens, columns, inner, form="input"
-        )
+    for tall, inner, columns, times in products:
+        forward = forward + times * measured_compute.measured_product_s(measured, tall, inner, columns)
+        backward = backward + times * measured_compute.measured_product_s(measured, tall, columns, inner, form="input")
         if not w.is_frozen:
             backward = backward + times * measured_compute.measured_product_s(
-                measured, columns, tokens, inner, form="weight"
+                measured, columns, tall, inner, form="weight"
             )
     there, back = _measured_adapter_times(w, measured, candidates)
     # Cut sequences: each rank has its queries, and all that they look back on.
     rows = candidates.micro_sequences / candidates.context
-    size = rows, w.sequence, w.heads / tensor, w.head_width
+    size = rows, w.sequence, w.heads / tensor, w.kernel_width
     streamed = tokens / np.where(candidates.sequence_parallel > 0, tensor, 1), w.width, w.ffn
     micros = micro_batches_per_step(w, candidates)
     # Gradients that are summed over ranks are added to zeros in their buckets; others stay where the first one is.
@@ -135,6 +131,18 @@ def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Cand
         stream=measured_compute.stream_s(measured, *streamed, "forward"),
         stream_backward=measured_compute.stream_s(measured, *streamed, "backward") + added,
     )
+
+
+def _attention_products(w: Workload, tokens: Reals, tensor: Counts) -> list[tuple[Any, Any, Any, int]]:
+    """Rows, inner and columns of the products of one layer's attention, and how many of them are alike."""
+    if w.latent is None:
+        heads, keys = w.heads * w.head_width / tensor, np.maximum(w.kv_heads / tensor, 1.0) * w.head_width
+        return [(tokens, w.width, heads, 1), (tokens, w.width, keys, 2), (tokens, heads, w.width, 1)]
+    shares = {True: tensor, False: 1}
+    return [
+        (tokens / shares[cut == "rows"], inner / shares[cut == "inner"], columns / shares[cut == "columns"], 1)
+        for inner, columns, cut in w.latent.products
+    ]
 
 
 def _measured_adapter_times(w: Workload, measured: MeasuredDevice, candidates: Candidates) -> tuple[Reals, Reals]:

@@ -147,6 +147,9 @@ def _all_reduce_s(inputs: CostInputs, common: Reals, experts: Reals, pieces: Rea
     if inputs.workload.is_frozen:  # one of an adapter's two weights is whole on each rank of a tensor group
         own = rank_layers(inputs.workload, c).fullest * repeated_adapter_parameters(inputs.workload)
         summed += collective_s(inputs.network, "reduce", profile.gradient_message_bytes * own, c.tensor, 1, pieces)
+    if (latent := inputs.workload.latent) is not None:  # so are its down-projections
+        own = rank_layers(inputs.workload, c).fullest * latent.whole_weights
+        summed += collective_s(inputs.network, "reduce", profile.gradient_message_bytes * own, c.tensor, 1, pieces)
     return summed + collective_s(
         inputs.network, "reduce", profile.gradient_message_bytes * common, near, c.tensor, pieces
     )

@@ -189,20 +189,20 @@ def _attention_times(
     w, tokens = workload, local_tokens(workload, candidates)
     heads = w.heads / candidates.tensor
     if workload.attention == "flash":
-        flops = 2.0 * tokens * w.mean_keys_per_query * heads * w.head_width  # causal: half of 4 per key
+        flops = 2.0 * tokens * w.mean_keys_per_query * heads * w.kernel_width  # causal: half of 4 per key
         # Narrow heads and short sequences leave the kernel less to reuse.
         habits = rates.kernels
-        narrow = min(1.0, (w.head_width / 128) ** habits.head_power)
+        narrow = min(1.0, (w.kernel_width / 128) ** habits.head_power)
         shape = narrow * w.mean_keys_per_query / (w.mean_keys_per_query + habits.few_keys)
         there = flops / (rates.attention_flops * profile.flash_share * shape)
         return there, habits.attention_backward * there
     batch = candidates.micro_sequences * heads
-    there = product_s(rates, w.sequence, w.head_width, w.sequence, flops=rates.high_precision_flops, batch=batch)
+    there = product_s(rates, w.sequence, w.kernel_width, w.sequence, flops=rates.high_precision_flops, batch=batch)
     there = there + product_s(
-        rates, w.sequence, w.sequence, w.head_width, flops=rates.high_precision_flops, batch=batch
+        rates, w.sequence, w.sequence, w.kernel_width, flops=rates.high_precision_flops, batch=batch
     )
     # The tensor units' loads need 16 bytes; plain float32 products do not run there.
-    aligned = w.head_width * w.element_bytes % 16 == 0 or w.precision == "float32"
+    aligned = w.kernel_width * w.element_bytes % 16 == 0 or w.precision == "float32"
     ragged = 1.0 if aligned else UNALIGNED_SLOWDOWN
     moved = batch * float(w.sequence) ** 2 * profile.score_bytes * (w.element_bytes / 2) / rates.stream_bytes_per_s
     return there * ragged + moved, 2 * there * ragged + 1.3 * moved

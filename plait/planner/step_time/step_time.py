@@ -148,8 +148,9 @@ def _exposed_communication(inputs: CostInputs, layer: LayerTime) -> _ExposedComm
     tokens = local_tokens(w, c)
     full = c.recompute == RECOMPUTE_MODES.index("full")
     tensor = (4 + 2 * full) * collective_s(inputs.network, "stream", w.element_bytes * tokens * w.width, c.tensor, 1)
+    tensor = tensor * ((3 + w.latent.gathered_share) / 4 if w.latent else 1.0)
     # Keys and values travel round the context axis, and back with their gradients.
-    keys = 2.0 * w.element_bytes * tokens * c.context * np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
+    keys = 2.0 * w.element_bytes * tokens * c.context * np.maximum(w.kv_heads / c.tensor, 1) * w.kernel_width
     once = collective_s(inputs.network, "keys", keys, c.context, c.tensor)
     context = (3 + full) * once
     under = np.minimum(profile.hides_context * (layer.scores + layer.scores_backward), context * inputs.largest_overlap)

@@ -1,0 +1,80 @@
+"""Parts of a shrunk model, which go wrong where those of the large model do: experts, objectives, latent attention.
+
+Pure: values in, values out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+
+from plait.model.parts.latent_attention import LatentAttentionShape
+from plait.model.parts.mixture import MixtureShape
+from plait.model.parts.objectives import ObjectivesShape
+
+SHRUNK_EXPERTS, SHRUNK_EXPERT_GROUPS, SHRUNK_BIAS_RATE, SHRUNK_Z_WEIGHT = 5, 3, 0.05, 0.1
+SHRUNK_DEPTHS = 2
+"""Of prediction ahead: the second reads the first one's stream."""
+SHRUNK_CAPACITY = 0.8
+"""Of a small model's experts where the large one's have a capacity: some choices are dropped at each step."""
+
+
+def shrunk_mixture(mixture: MixtureShape, layers: int, ffn: int, parts: int) -> MixtureShape:
+    """Few narrow experts, some of whose tokens go elsewhere at each step: the bias moves far, and losses weigh much.
+    `parts` hold them together."""
+    groups = min(mixture.groups, SHRUNK_EXPERT_GROUPS)
+    chosen = min(mixture.groups_chosen, max(1, groups - (mixture.groups_chosen < mixture.groups)))
+    # A multiple of the parts, of which some get few tokens.
+    experts = lcm(parts, groups * (2 if groups > 1 else min(mixture.experts, SHRUNK_EXPERTS)))
+    dense = min(mixture.dense_layers, 1, layers - 1)
+    every = min(mixture.every, 2, layers - dense)
+    return replace(
+        mixture,
+        experts=experts,
+        experts_per_token=min(mixture.experts_per_token, 2, chosen * experts // groups),
+        expert_ffn=ffn,
+        shared_experts=min(mixture.shared_experts, 2),
+        dense_layers=dense,
+        every=every,
+        groups=groups,
+        groups_chosen=chosen,
+        balance_rate=SHRUNK_BIAS_RATE,
+        balance_weights=tuple(float(weight > 0) for weight in mixture.balance_weights),
+        z_weight=SHRUNK_Z_WEIGHT if mixture.z_weight else 0.0,
+        capacity=SHRUNK_CAPACITY if mixture.capacity else None,
+    )
+
+
+def shrunk_objectives(objectives: ObjectivesShape, layers: int, small: int) -> ObjectivesShape:
+    """Heads at about the same places of a model of `small` layers in place of `layers`, and at most two depths."""
+    places = {min(small - 1, max(1, round(after * small / layers))): after for after in objectives.heads if small > 1}
+    weights = dict(zip(objectives.heads, objectives.head_weights, strict=True))
+    return replace(
+        objectives,
+        heads=tuple(sorted(places)),
+        head_weights=tuple(weights[places[place]] for place in sorted(places)),
+        ahead=min(objectives.ahead, SHRUNK_DEPTHS),
+    )
+
+
+def shrunk_latent(latent: LatentAttentionShape, head_width: int) -> LatentAttentionShape:
+    """Narrow latents, of no width like another; values are wider than a head's keys if the large model's are."""
+    wider = latent.value_width > head_width + latent.rope_width
+    return replace(
+        latent,
+        key_value_rank=5,
+        query_rank=min(latent.query_rank, 7),
+        rope_width=2,
+        value_width=9 if wider else 3,
+    )
+
+
+def widened_latent(latent: LatentAttentionShape, times: int) -> LatentAttentionShape:
+    """All its widths so many times as large, for the kernels that large models use."""
+    return replace(
+        latent,
+        key_value_rank=times * latent.key_value_rank,
+        query_rank=times * latent.query_rank,
+        rope_width=times * latent.rope_width,
+        value_width=times * latent.value_width,
+    )
