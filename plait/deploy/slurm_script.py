@@ -50,9 +50,9 @@ def _job_options(job: ClusterJob, request: SlurmRequest) -> list[str]:
     options = [f"--job-name={job.name}", *(f"--{key}={shlex.quote(value)}" for key, value in named if value)]
     if job.time_s is not None:
         options.append(f"--time={slurm_time(job.time_s)}")
-        options.append(f"--signal=USR1@{job.grace_s}  # so many seconds before that, all agents are told to save")
     return [
         *options,
+        f"--signal=USR1@{job.grace_s}  # so many seconds before its time is over, all agents are told to save",
         "--requeue  # what was saved goes on when the job starts again",
         "--open-mode=append",
         "--output=%x-%j.log",
@@ -81,6 +81,8 @@ def _meeting_lines(job: ClusterJob) -> list[str]:
         f"export {LEADER_VARIABLE} {PORT_VARIABLE}=$((20000 + (SLURM_JOB_ID + 7 * ${{SLURM_RESTART_COUNT:-0}}) % "
         f"10000))",
         "# two jobs of a node do not meet, nor do two starts of one job, of which a lost node may still have the first",
+        "# a start whose node 0 was lost has left its secret behind",
+        f'for ((n = 0; n < ${{SLURM_RESTART_COUNT:-0}}; n++)); do rm -f ".plait/{job.name}-$n.secret"; done',
     ]
 
 

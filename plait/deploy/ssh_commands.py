@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from plait.deploy.cluster_job import (
     LEADER_VARIABLE,
@@ -34,6 +35,8 @@ class SshRequest:
     environment: str = ""
     """Name of that environment: a hash of the wheel and of the versions it is installed with."""
     port: int = USUAL_PORT
+    gpus: int | None = None
+    """Only the first so many of each machine's; None: all that it has."""
 
 
 def python_path(request: SshRequest) -> str:
@@ -68,13 +71,16 @@ def install_command(request: SshRequest, wheel: str) -> str:
 def start_command(job: ClusterJob, request: SshRequest, rank: int) -> str:
     """Starts a machine's agent, which stays when the connection ends; reads the secret from standard input."""
     agent = f"{python_path(request)} {shlex.join(node_arguments(job))}"
-    log, stem = f"{job.name}.node-{rank}.log", f"{job.name}.node-{rank}"
+    stem = f"{job.name}.node-{rank}"
     variables = f"{RANK_VARIABLE}={rank} {LEADER_VARIABLE}={shlex.quote(request.leader)} {PORT_VARIABLE}={request.port}"
+    if request.gpus is not None:
+        variables += f" CUDA_VISIBLE_DEVICES={','.join(map(str, range(request.gpus)))}"
     secret = "" if job.nodes == 1 else "IFS= read -r PLAIT_SECRET; export PLAIT_SECRET; "
     inner = f"trap : TERM INT USR1; {agent}; echo $? >{stem}.code"
     return (
         f"set -e; umask 077; cd {request.folder}; {secret}export {variables}; rm -f {stem}.code; "
-        f"setsid nohup sh -c {shlex.quote(inner)} >{log} 2>&1 </dev/null & echo $! >{stem}.pid"
+        f"setsid nohup sh -c {shlex.quote(inner)} >{stem}.log 2>&1 </dev/null & echo $! >{stem}.pid; "
+        f"cut -d' ' -f22 /proc/$!/stat >{stem}.since 2>/dev/null || true"
     )
 
 
@@ -86,29 +92,36 @@ def follow_command(name: str, folder: str) -> str:
 
 def running_command(name: str, folder: str, rank: int) -> str:
     """Says whether a machine's agent runs, or with which exit code it ended."""
-    stem = f"{folder}/{name}.node-{rank}"
-    running = f'[ -e {stem}.pid ] && kill -0 "$(cat {stem}.pid)" 2>/dev/null && echo running'
+    stem = f"{name}.node-{rank}"
     ended = f'[ -e {stem}.code ] && echo "ended with exit code $(cat {stem}.code)" || echo "not running"'
-    return f"{running} || {{ {ended}; }}"
+    return f"cd {folder} && {_is_running(stem)} && echo running || {{ {ended}; }}"
+
+
+def _is_running(stem: str) -> str:
+    """True in the shell while the process lives that was started. Since a reboot another one may have its number, so
+    the time at which it began is compared (field 22 of /proc/PID/stat, proc(5)); a zombie has ended."""
+    process = f'/proc/"$(cat {stem}.pid)"'
+    return (
+        f'[ -s {stem}.since ] && [ "$(cut -d\' \' -f22 {process}/stat 2>/dev/null)" = "$(cat {stem}.since)" ] '
+        f"&& ! grep -q '^State:.Z' {process}/status"
+    )
 
 
 def end_agent_command(name: str, folder: str, rank: int) -> str:
     """Tells a machine's agent to save and end."""
-    return f'cd {folder} && kill -TERM -- "-$(cat {name}.node-{rank}.pid)" 2>/dev/null || true'
+    stem = f"{name}.node-{rank}"
+    return f'cd {folder} && {_is_running(stem)} && kill -s TERM -- "-$(cat {stem}.pid)" 2>/dev/null || true'
 
 
-def ssh_script(job: ClusterJob, request: SshRequest, wheel: str, inputs: tuple[str, ...]) -> str:
-    """All that would be done, as a shell script; the secret goes from a variable of the shell into standard input."""
+def ssh_script(job: ClusterJob, request: SshRequest, wheel: str, lock: str, inputs: tuple[str, ...]) -> str:
+    """All that would be done, as a shell script; the secret goes from a variable of the shell into standard input.
+    `wheel` and `inputs` are files here, `lock` is the text of the lock file."""
     lines = ["#!/bin/bash", "# Made by plait submit, which does the same and says what to mend where a step fails."]
     lines += [f"# {sentence}" for sentence in job.why]
     lines += ["set -eu", ""]
     for machine in request.machines:
         lines.append(f"ssh {shlex.quote(machine)} {shlex.quote(check_command(request))}")
-    if not request.python:
-        lines += ["", "# the environment, once: plait's wheel, and the versions that are installed here"]
-        for machine in request.machines:
-            lines.append(f"scp dist/{wheel} lock.txt {shlex.quote(machine)}:{request.folder}/")
-            lines.append(f"ssh {shlex.quote(machine)} {shlex.quote(install_command(request, wheel))}")
+    lines += [] if request.python else _installation(request, wheel, lock)
     lines += ["", "# what is to run; node 0 sends the others what they need"]
     lines.append(f"scp {shlex.join(inputs)} {shlex.quote(request.machines[0])}:{request.folder}/")
     secret = ["", "secret=$(tr -dc 0-9A-HJKMNP-TV-Z </dev/urandom | head -c 28)  # never an argument, in no file"]
@@ -118,3 +131,14 @@ def ssh_script(job: ClusterJob, request: SshRequest, wheel: str, inputs: tuple[s
         lines.append(f"{hand}ssh {shlex.quote(machine)} {shlex.quote(start_command(job, request, rank))}")
     lines += ["", f"ssh {shlex.quote(request.machines[0])} {shlex.quote(follow_command(job.name, request.folder))}"]
     return "\n".join(lines) + "\n"
+
+
+def _installation(request: SshRequest, wheel: str, lock: str) -> list[str]:
+    """The environment on each machine, for who has none yet."""
+    lines = ["", "# the environment, once: plait's wheel, and the versions that are installed here"]
+    lines += ["lock=$(cat <<'END'", *lock.splitlines(), "END", ")"]
+    for machine in map(shlex.quote, request.machines):
+        lines.append(f"scp {shlex.quote(wheel)} {machine}:{request.folder}/")
+        lines.append(f'printf "%s\\n" "$lock" | ssh {machine} {shlex.quote(f"cat >{request.folder}/lock.txt")}')
+        lines.append(f"ssh {machine} {shlex.quote(install_command(request, Path(wheel).name))}")
+    return lines

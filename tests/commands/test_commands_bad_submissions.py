@@ -95,7 +95,7 @@ CASES: dict[str, tuple[tuple[str, ...], Tools, str]] = {
     ),
     "a login that talks": (SSH, {"ssh": answers("Welcome!\n")}, "ann answers something else than it was asked"),
     "two submits of one run by ssh": (
-        SSH, {"ssh": by_word("kill -0", answers("running\n"), answers(CHECKED))}, "plait stop play",
+        SSH, {"ssh": by_word("node-0.since", answers("running\n"), answers(CHECKED))}, "plait stop play",
     ),
 }  # fmt: skip
 

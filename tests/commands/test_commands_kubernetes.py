@@ -29,7 +29,9 @@ here=$(dirname "$0")/..
 printf '%s\n' "$*" >>"$here/calls"
 case "$*" in
   "get pods"*) cat "$here/pods.json";;
-  "get "*) [ ! -e "$here/no-crd" ] || { echo "error: the server doesn't have a resource type \"$2\"" >&2; exit 1; };;
+  "get workloads"*|"get events"*) cat "$here/$2.json" 2>/dev/null || { echo "no such kind: $2" >&2; exit 1; };;
+  "get "*) [ ! -e "$here/is-there" ] || echo "$2/$3"
+    [ ! -e "$here/no-crd" ] || { echo "error: the server doesn't have a resource type \"$2\"" >&2; exit 1; };;
   apply*) cat >>"$here/applied";;
   create*) cat >"$here/secret";;
   wait*) [ ! -e "$here/full" ] || { echo "error: timed out waiting for the condition on $3" >&2; exit 1; };;
@@ -132,6 +134,42 @@ def test_alike_pods_are_one_line_and_only_a_running_first_one_is_read() -> None:
     assert pod_lines({}) == [] and pod_lines({"items": None}) == []
 
 
+def workload(name: str, **conditions: str) -> dict[str, Any]:
+    said = [{"type": kind, "status": "False", "message": text} for kind, text in conditions.items()]
+    return {"metadata": {"ownerReferences": [{"kind": "JobSet", "name": name}]}, "status": {"conditions": said}}
+
+
+def warning(name: str, at: str, message: str) -> dict[str, Any]:
+    return {"involvedObject": {"name": name}, "lastTimestamp": f"2026-11-25T{at}:00Z", "message": message}
+
+
+QUOTA = 'Error creating: pods "play-node-0-0-x" is forbidden: exceeded quota: gpus, requested: 8, limited: 8'
+
+
+@pytest.mark.parametrize(
+    ("workloads", "events", "says"),
+    [
+        ([workload("play", QuotaReserved="LocalQueue research doesn't exist")], [],
+         "it waits in Kueue's queue (LocalQueue research doesn't exist): kubectl describe localqueue shows it"),
+        ([workload("other", QuotaReserved="no room")], [warning("other-node-0", "10:00", "not ours")],
+         "it waits in the queue, or is about to start"),
+        (None, [warning("play", "09:00", "an older one"), warning("play-node-0", "10:00", QUOTA)],
+         f"it waits ({QUOTA}): ask for less, or end other jobs of the namespace"),
+        (None, None, "it waits in the queue, or is about to start"),
+    ],
+)  # fmt: skip
+def test_a_job_without_pods_says_why(
+    workloads: list[Any] | None, events: list[Any] | None, says: str, kubernetes: KubernetesInAFolder
+) -> None:
+    """By Kueue, by a quota, or by nobody: a cluster need not know workloads, nor let people read events."""
+    send()
+    (kubernetes.folder / "is-there").touch()
+    for kind, items in (("workloads", workloads), ("events", events)):
+        if items is not None:
+            (kubernetes.folder / f"{kind}.json").write_text(json.dumps({"items": items}))
+    assert job_state_line("play") == f"job      play on kubernetes: no pods: {says}"
+
+
 def send(*, kind: str = "jobset") -> str:
     told = io.StringIO()
     request = SubmitRequest(
@@ -166,9 +204,12 @@ def test_files_come_from_the_first_pod_or_once_it_ended_from_the_volume(
     assert Path("runs/play/recipe.toml").read_text() == "[run]\n"
     calls, applied = kubernetes.calls(), (kubernetes.folder / "applied").read_text()
     if runs == "still":
-        assert "exec --namespace train play-0-abcde --container node -- tar" in calls and "kind: Pod\n" not in applied
+        assert (
+            "exec --namespace train play-0-abcde --container node -- sh -c tar" in calls
+            and "kind: Pod\n" not in applied
+        )
         return
-    assert "exec --namespace train play-fetch --container reader -- tar" in calls
+    assert "exec --namespace train play-fetch --container reader -- sh -c tar" in calls
     assert calls.rstrip().split("\n")[-2].startswith("delete pod play-fetch --ignore-not-found --wait=false")
     reader = yaml.safe_load(applied[applied.rindex("apiVersion:") :])
     assert reader["kind"] == "Pod" and not restricted_faults(reader["spec"])

@@ -187,6 +187,19 @@ def _own_program_hosts(path: Path) -> Figures:
     }
 
 
+def _many_agents(path: Path) -> Figures:
+    """Of all rounds the slowest."""
+    found = json.loads(path.read_text())
+    rounds = found["rounds"]
+    slowest = {key: max(one[key] for one in rounds) for key in ("joined_s", "reached_s", "running_s", "ended_s")}
+    return {"agents": found["agents"], "told_s": max(max(one["told_s"]) for one in rounds), **slowest}
+
+
+def _submit_start(path: Path) -> Figures:
+    found = json.loads(path.read_text())
+    return {"beyond_s": found["beyond_s"], "rounds": len(found["rounds"])}
+
+
 def _finetune_speed(path: Path) -> Figures:
     """By kind of comparison: speed over TRL's, and peak memory over TRL's."""
     found = json.loads(path.read_text())["results"]
@@ -228,6 +241,8 @@ _READERS: dict[str, Callable[[Path], Figures]] = {
     "expert-speed": _expert_speed,
     "own-program-hosts": _own_program_hosts,
     "real-model": _real_model,
+    "many-agents": _many_agents,
+    "submit-start": _submit_start,
     "lab": _lab,
     "lab-2026-11-25-quick": _lab_quick,
     "unequal": _unequal,

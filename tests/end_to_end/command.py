@@ -55,6 +55,12 @@ evaluate = "30 steps"
 """Seven sequences a step: no number of workers but one shares them evenly, and the last micro-batch is short. The
 library of products is named: runs of one recipe are compared to the bit, and "auto" measures it for each anew."""
 
+SUMMED = (
+    "layout", "device", "precision", "compile", "shape", "sequence", "batch_sequences", "micro_sequences",
+    "micro_limits", "shares", "balance_every_steps", "gradient_transfer", "stage_transfer", "deterministic",
+    "matmul_precision", "matmul_backend", "host_backends", "steps", "optimizer", "documents", "corpus_hash",
+)  # fmt: skip
+"""What of a plan decides how sums are made, and with that each bit, beside the threads of each worker."""
 COUNTED = ("step", "tokens", "loss", "grad_norm", "lr")
 EVALUATED = ("step", "eval_loss", "eval_nats_per_byte")
 
@@ -163,6 +169,13 @@ class Place:
 
     def plan(self, name: str, file: str = "plan.json") -> dict[str, Any]:
         return json.loads((self.path(name) / file).read_text())
+
+    def sums(self, name: str) -> dict[str, Any]:
+        """What of a run's plan decides each bit, wherever it runs."""
+        plan = self.plan(name)
+        hosts = [host["threads"] for host in plan["hosts"] for _ in range(host["workers"])]
+        threads = hosts or [plan["threads"]] * plan["layout"]["replicate"]
+        return {"threads": threads, **{key: plan[key] for key in SUMMED}}
 
     def copy_run(self, old: str, new: str) -> Path:
         """Another run in the same state, under a name of its own."""

@@ -22,7 +22,7 @@ from tests.slurm.cluster import SlurmCluster, started_with, wait_for
 
 STEPS = 100
 LONGER = RECIPE.replace('budget = "60 steps"', f'budget = "{STEPS} steps"')
-EVEN = ("layout.shares=[4, 3]", 'balance.every="never"')
+EVEN = ("layout.shares=[4, 3]", 'balance.every="never"', "run.threads=1")
 """The shares of equal workers: what nodes measure of each other hangs on what else the machine does."""
 
 ROUNDS = int(os.environ.get("PLAIT_SLURM_ROUNDS", "1"))
@@ -54,6 +54,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """The folder that all nodes share."""
     return Place(tmp_path_factory.mktemp("shared"), LONGER)
+
+
+@pytest.fixture(scope="module")
+def here(place: Place) -> str:
+    """The same run without Slurm, by two workers of this machine."""
+    alone = place.train("here", *EVEN, within_s=400)
+    assert alone.code == 0, alone
+    return "here"
 
 
 class Submitter:
@@ -106,6 +114,19 @@ class Submitter:
         return not [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
+@pytest.fixture(scope="module")
+def whole(slurm: SlurmCluster, place: Place) -> tuple[str, tuple[str, ...], int]:
+    """A run that is longer than a job's limit of time, without one: its name, its settings and its steps."""
+    cluster = Submitter(slurm, place, 0)
+    step_s = [line["step_s"] for line in metrics(place, "two")]
+    steps = math.ceil(RUNS_S / median(step_s) / 100) * 100
+    longer = (f"train.budget={steps} steps", "checkpoint.every=500 steps", "report.evaluate=never")
+    reference = cluster.submit("whole", *longer, "--nodes", "2")
+    cluster.ended(reference)
+    assert cluster.seconds(reference) > LIMIT_S, "it would not have reached its limit"
+    return "whole", longer, steps
+
+
 @pytest.fixture(scope="module", params=range(ROUNDS))
 def cluster(slurm: SlurmCluster, place: Place, request: pytest.FixtureRequest) -> Submitter:
     return Submitter(slurm, place, request.param)
@@ -117,7 +138,7 @@ def assert_same_end(place: Place, name: str, other: str, steps: int = STEPS) -> 
     assert place.manifest(name, steps) == place.manifest(other, steps)
 
 
-def test_two_nodes_train_and_fetch_shows_the_receipt(cluster: Submitter) -> None:
+def test_two_nodes_train_as_one_machine_does_and_fetch_shows_the_receipt(cluster: Submitter, here: str) -> None:
     two = cluster.named("two")
     number = cluster.submit(two, "--nodes", "2")
     job = cluster.ended(number)
@@ -129,17 +150,15 @@ def test_two_nodes_train_and_fetch_shows_the_receipt(cluster: Submitter) -> None
     assert "network  127.0.0.1 on lo" in log and "is also that of" in log  # the disk that they share, said by node 0
     assert cluster.type("logs", two).out == log
     assert not list((cluster.place.folder / ".plait").glob("*.secret"))
+    assert cluster.place.sums(two) == cluster.place.sums(here)
+    assert_same_end(cluster.place, two, here)
 
 
-def test_the_end_of_its_time_is_warned_of_and_costs_no_bit(cluster: Submitter) -> None:
+def test_the_end_of_its_time_is_warned_of_and_costs_no_bit(
+    cluster: Submitter, whole: tuple[str, tuple[str, ...], int]
+) -> None:
     """Slurm's own limit, and its own signal before that; it may send that a minute earlier than asked."""
-    two, whole, limited = (cluster.named(name) for name in ("two", "whole", "limited"))
-    step_s = [line["step_s"] for line in metrics(cluster.place, two)]
-    steps = math.ceil(RUNS_S / median(step_s) / 100) * 100
-    longer = (f"train.budget={steps} steps", "checkpoint.every=500 steps", "report.evaluate=never")
-    reference = cluster.submit(whole, *longer, "--nodes", "2")
-    cluster.ended(reference)
-    assert cluster.seconds(reference) > LIMIT_S, "it would not have reached its limit"
+    limited, (reference, longer, steps) = cluster.named("limited"), whole
     number = cluster.submit(
         limited, *longer, "--nodes", "2", "--time", f"{LIMIT_S} seconds", "--with", "grace=20 seconds"
     )
@@ -147,7 +166,7 @@ def test_the_end_of_its_time_is_warned_of_and_costs_no_bit(cluster: Submitter) -
     assert int(job["Restarts"]) >= 1 and job["ExitCode"] == "0:0" and job["TimeLimit"] == "00:02:00", job
     ends = [line["JobState"] for line in cluster.slurm.accounting() if line.get("JobId") == number]
     assert "TIMEOUT" not in ends, ends
-    assert_same_end(cluster.place, limited, whole, steps)
+    assert_same_end(cluster.place, limited, reference, steps)
 
 
 def metrics(place: Place, name: str) -> list[dict[str, float]]:
@@ -234,7 +253,9 @@ def is_alive(pid: int) -> bool:
 def test_unequal_partitions_are_one_job(cluster: Submitter) -> None:
     words = ("--cluster", "1x(1xserver)+1x(1xdesktop)", "--nodes", "2", "--with", "partition=old+new")
     unequal = cluster.named("unequal")
-    number = cluster.submit(unequal, *words)
+    number = cluster.submit(unequal, *words, "--time", "10 minutes", "--with", "grace=1 minute")
+    parts = cluster.slurm.ask("scontrol", "show", "job", number).split("\n\n")
+    assert ["TimeLimit=00:10:00" in part for part in parts if "JobId=" in part] == [True, True], parts
     job = cluster.ended(number)
     assert job["HetJobId"] == number and job["Partition"] == "old"
     assert_same_end(cluster.place, unequal, cluster.named("two"))
@@ -245,7 +266,7 @@ def test_four_nodes(cluster: Submitter) -> None:
     words = ("layout.replicate=4", "layout.shares=[2, 2, 2, 1]", f"run.name={four}", 'balance.every="never"')
     told = cluster.type("submit", "tiny.toml", *words, "--on", "slurm", "--nodes", "4")
     assert told.code == 0, told
-    wait_for((cluster.place.path(four) / "metrics.jsonl").exists, "a step", 240, cluster.slurm.explain)
+    wait_for((cluster.place.path(four) / "metrics.jsonl").exists, "a step", 600, cluster.slurm.explain)
     assert_secret_is_in_its_file_alone(cluster)
     assert cluster.ended(told.out.split("job ")[1].split()[0])["NumNodes"] == "4"
 

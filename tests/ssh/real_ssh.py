@@ -24,7 +24,7 @@ from tests.ssh.machines import ADDRESSES, SSHD, Machines
 
 STEPS = 100
 LONGER = RECIPE.replace('budget = "60 steps"', f'budget = "{STEPS} steps"')
-EVEN = ("layout.shares=[4, 3]", 'balance.every="never"')
+EVEN = ("layout.shares=[4, 3]", 'balance.every="never"', "run.threads=1")
 ROOT = Path(__file__).parents[2]
 WHEELHOUSE = os.environ.get("PLAIT_WHEELHOUSE", "")
 
@@ -55,8 +55,8 @@ def environment(machines: Machines) -> dict[str, str]:
     return {"PATH": machines.path}
 
 
-def type_(place: Place, machines: Machines, *words: str) -> Ended:
-    return place.run(*words, environment=environment(machines))
+def type_(place: Place, machines: Machines, *words: str, within_s: float = 400) -> Ended:
+    return place.run(*words, environment=environment(machines), within_s=within_s)
 
 
 def test_two_machines_train_and_their_files_come_back(place: Place, machines: Machines) -> None:
@@ -66,8 +66,9 @@ def test_two_machines_train_and_their_files_come_back(place: Place, machines: Ma
     assert not (machines.home("bob") / "plait-runs" / "play.txt").exists()  # node 0 sends what the others need
     fetched = type_(place, machines, "fetch", "two")
     assert fetched.code == 0 and place.checkpoints("two")[-1] == STEPS, fetched
-    alone = place.train("here", "layout.replicate=2", *EVEN)
-    assert alone.code == 0 and place.manifest("here", STEPS) == place.manifest("two", STEPS)
+    alone = place.train("here", *EVEN)
+    assert alone.code == 0 and place.sums("here") == place.sums("two"), alone
+    assert place.manifest("here", STEPS) == place.manifest("two", STEPS)
     assert place.numbers("here") == place.numbers("two")
 
 
@@ -78,11 +79,25 @@ def test_it_goes_on_when_the_laptop_sleeps(place: Place, machines: Machines) -> 
     assert_secret_is_nowhere(machines, place)
     following.kill()
     ended(following)
-    again = ended(submit(place, machines, "asleep"), within_s=100)
-    assert again.code == 2 and "plait stop asleep" in again.sentence()
     wait_until((run / "receipt.json").exists, within_s=300)
     assert type_(place, machines, "fetch", "asleep").code == 0
     assert place.numbers("asleep") == place.numbers("two")
+
+
+def test_a_run_is_not_started_twice_and_ends_saved_by_its_name(place: Place, machines: Machines) -> None:
+    long = ("train.budget=100000 steps", "checkpoint.every=50 steps", "report.evaluate=never")
+    following = submit(place, machines, "long", *long)
+    run = machines.home("ann") / "plait-runs" / "runs" / "long"
+    wait_until(lambda: bool(list(run.glob("checkpoints/step-*"))), within_s=300)
+    again = ended(submit(place, machines, "long", *long), within_s=400)
+    assert again.code == 2 and "plait stop long" in again.sentence()
+    assert "ann running, bob running" in type_(place, machines, "status", "long").out
+    fetched = type_(place, machines, "fetch", "long")
+    assert fetched.code == 0 and "it is not finished: plait status long" in fetched.out, fetched
+    assert type_(place, machines, "stop", "long").code == 0
+    told = ended(following, within_s=300)
+    assert told.code == 1 and "saved" in told.out and "submit again" in told.err, told
+    wait_until(lambda: "running" not in type_(place, machines, "status", "long").out, within_s=100)
 
 
 def assert_secret_is_nowhere(machines: Machines, place: Place) -> None:
@@ -162,7 +177,7 @@ def test_a_machine_without_plait_gets_it_once_and_trains_to_the_end(
     pip.parent.mkdir(parents=True)
     pip.write_text(f"[global]\nno-index = true\nfind-links = {WHEELHOUSE}\n")
     words = ("submit", "tiny.toml", "run.name=fresh", "layout.replicate=1", "--on", "ssh", "--with", f"wheel={wheel}")
-    told = type_(place, machines, *words, "--machines", "cy")
+    told = type_(place, machines, *words, "--machines", "cy", within_s=1800)
     assert told.code == 0 and "installing plait, once" in told.out, told
     assert (machines.home("cy") / "plait-runs" / "runs" / "fresh" / "receipt.json").exists()
     own = Path(".plait") / "environments" / environment_files(str(wheel)).name

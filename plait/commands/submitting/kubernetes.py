@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.checked_json import parse_object
-from plait.commands.submitting.over_ssh.transfer import unpack_answer
-from plait.commands.submitting.pod_states import pod_lines, running_pod
+from plait.commands.submitting.over_ssh.transfer import archive_command, unpack_answer
+from plait.commands.submitting.pod_states import pod_lines, queue_sentence, running_pod, warning_sentence
 from plait.commands.submitting.records import Submitted, keep_record
 from plait.commands.submitting.tools import require_tool, tool_answer
 from plait.deploy.cluster_job import ClusterJob
@@ -82,21 +82,31 @@ def _is_there(record: Submitted) -> bool:
 
 def kubernetes_state(record: Submitted) -> str:
     """What the run's pods are up to, why one waits or ended, and what helps."""
-    lines = pod_lines(_pods(record))
-    return "; ".join(lines) or (
-        "no pods: it waits in the queue"
-        if _is_there(record)
-        else "it is not in the cluster any more; plait fetch has its run"
-    )
+    if lines := pod_lines(_asked(record, "pods", "--selector", _selector(record))):
+        return "; ".join(lines)
+    if not _is_there(record):
+        return "it is not in the cluster any more; plait fetch has its run"
+    return f"no pods: {queue_sentence(_asked(record, 'workloads'), record.label) or _newest_warning(record)}"
 
 
-def _pods(record: Submitted) -> Mapping[str, Any]:
-    get = ["kubectl", "get", "pods", "--selector", _selector(record), "--output", "json", *namespace_words(record)]
-    said = tool_answer(get, about=f"the pods of {record.name}")
+def _newest_warning(record: Submitted) -> str:
+    warnings = _asked(record, "events", "--field-selector", "type=Warning")
+    return warning_sentence(warnings, record.label) or "it waits in the queue, or is about to start"
+
+
+def _asked(record: Submitted, kind: str, *which: str) -> Mapping[str, Any]:
+    """A list of objects; an empty one where the cluster does not know that kind, or does not tell."""
+    get = ["kubectl", "get", kind, *which, "--output", "json", *namespace_words(record)]
     try:
-        return parse_object(said.encode())
+        said = tool_answer(get, about=f"the {kind} of {record.name}")
+    except PlaitError:
+        if kind == "pods":
+            raise
+        return {}
+    try:
+        return parse_object(said.encode()) if said.strip() else {}
     except ValueError as error:
-        raise PlaitError(f"the pods of {record.name}: kubectl answers what is no JSON ({error}); update it") from None
+        raise PlaitError(f"the {kind} of {record.name}: kubectl answers what is no JSON ({error}); update it") from None
 
 
 def kubernetes_log_lines(record: Submitted) -> Iterator[str]:
@@ -114,7 +124,7 @@ def end_in_kubernetes(record: Submitted) -> None:
 
 def copy_from_kubernetes(record: Submitted, folder: Path, working: WorkingFolder, screen: Screen) -> None:
     """Copy the run's folder from node 0's pod while it runs, else by a pod that only reads the volume."""
-    pod = running_pod(_pods(record))
+    pod = running_pod(_asked(record, "pods", "--selector", _selector(record)))
     if pod is not None:
         _unpack(record, pod, CONTAINER, folder, working)
         return
@@ -134,8 +144,8 @@ def copy_from_kubernetes(record: Submitted, folder: Path, working: WorkingFolder
 
 
 def _unpack(record: Submitted, pod: str, container: str, folder: Path, working: WorkingFolder) -> None:
-    tar = ["tar", "-c", "-C", WORK_FOLDER, str(folder)]
-    command = ["kubectl", "exec", *namespace_words(record), pod, "--container", container, "--", *tar]
+    archive = archive_command(WORK_FOLDER, folder)
+    command = ["kubectl", "exec", *namespace_words(record), pod, "--container", container, "--", *archive]
     unpack_answer(command, working.path, f"the pod {pod} does not give {folder}")
 
 

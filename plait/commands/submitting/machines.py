@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from plait.checked_json import parse_object
 from plait.cluster.catalog import find_device, find_device_by_driver_name
 from plait.cluster.cluster import FASTEST, Cluster, read_cluster
 from plait.commands.submitting.tools import require_tool, tool_answer
@@ -83,7 +83,11 @@ def kubernetes_cluster() -> Cluster:
     """The nodes that take pods, by kubectl."""
     require_tool("kubectl", f"install it, or {DESCRIBE}")
     said = tool_answer(["kubectl", "get", "nodes", "--output", "json"], about="the nodes of Kubernetes", within_s=30)
-    return cluster_of_node_kinds(kubernetes_nodes(json.loads(said)), "Kubernetes")
+    try:
+        nodes = kubernetes_nodes(parse_object(said.encode()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise PlaitError(f"the nodes of Kubernetes: kubectl's answer is not understood ({error}); {DESCRIBE}") from None
+    return cluster_of_node_kinds(nodes, "Kubernetes")
 
 
 def kubernetes_nodes(answer: Mapping[str, object]) -> list[NodeKind]:

@@ -49,6 +49,8 @@ OPTION_KEYS: Mapping[Scheduler, Mapping[str, str]] = {
 }
 _CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,4}):(\d\d)(?::(\d\d))?")
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+,=-]+")
+_ANY_TEXT = ("grace", "wheel")
+"""A time of two words, and a file of this machine, whose folder may have a blank in its name."""
 SHORTEST_TIME_S = 60
 
 
@@ -64,7 +66,7 @@ def parse_options(texts: Sequence[str], scheduler: Scheduler) -> dict[str, str]:
             raise PlaitError(f"--with {key} has no value; write --with {key}=VALUE ({known[key]})")
         if key in found:
             raise PlaitError(f"--with {key} is given twice; write it once")
-        if not (_PLAIN.fullmatch(value) or key == "grace"):
+        if not (_PLAIN.fullmatch(value) or key in _ANY_TEXT):
             raise PlaitError(f"--with {key}={value!r} has signs that no scheduler takes; use letters, digits and -_./:")
         found[key] = value
     return found
@@ -84,6 +86,13 @@ def parse_kind(text: str) -> JobKind:
         if text == kind:
             return kind
     raise PlaitError(f'--kind "{text}" is no kind of job; write jobset, trainjob or job')
+
+
+def parse_port(text: str) -> int:
+    """A port of "--with port="; raises PlaitError for anything else."""
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise PlaitError(f"--with port={text} is no port; write a number from 1024 to 65535, or leave it out")
+    return int(text)
 
 
 def parse_grace_s(text: str) -> int:

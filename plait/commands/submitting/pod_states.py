@@ -1,4 +1,5 @@
-"""What a run's pods are up to, as sentences: why one waits, why one ended, and what helps; from kubectl's JSON."""
+"""What a run's pods are up to, as sentences: why one waits, why one ended, why there are none, and what helps; from
+kubectl's JSON."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ _CODES = {
     2: "its input is wrong: plait logs says what",
     75: "all is saved, and it goes on",
     93: "it came no further than before: plait logs says why",
+    143: "it was told to end, and saved",
     137: "it was killed, most likely for its memory: submit again with more, --with memory=",
 }
 
@@ -40,6 +42,34 @@ def running_pod(answer: Mapping[str, Any]) -> str | None:
         if _order(item)[1] in ("0", "") and item.get("status", {}).get("phase") == "Running":
             return str(item["metadata"]["name"])
     return None
+
+
+def queue_sentence(workloads: Mapping[str, Any], name: str) -> str:
+    """Why Kueue has not let a job in, by its Workload, which the job owns; empty where there is none, or it is in."""
+    for item in _items(workloads):
+        owners = item.get("metadata", {}).get("ownerReferences") or []
+        conditions = {one.get("type"): one for one in _conditions(item.get("status", {}))}
+        is_in = conditions.get("Admitted", {}).get("status") == "True"
+        if not is_in and any(owner.get("name") == name for owner in owners):
+            said = _one_line(conditions.get("QuotaReserved", {}).get("message", ""))
+            return f"it waits in Kueue's queue ({said or 'it does not say why'}): kubectl describe localqueue shows it"
+    return ""
+
+
+def warning_sentence(events: Mapping[str, Any], name: str) -> str:
+    """The newest warning about a job or what it made, such as a quota that keeps pods away; empty where there is
+    none."""
+    about = [one for one in _items(events) if _is_about(str(one.get("involvedObject", {}).get("name", "")), name)]
+    newest = max(about, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""), default=None)
+    if newest is None:
+        return ""
+    said = _one_line(newest.get("message", ""))
+    mend = "ask for less, or end other jobs of the namespace" if "exceeded quota" in said else "see kubectl get events"
+    return f"it waits ({said}): {mend}"
+
+
+def _is_about(other: str, name: str) -> bool:
+    return other == name or other.startswith(f"{name}-")
 
 
 def _items(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:

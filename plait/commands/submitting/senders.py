@@ -10,6 +10,7 @@ from pathlib import Path
 
 from plait.commands.programs.program_file import program_bytes
 from plait.commands.submitting.kubernetes import send_to_kubernetes
+from plait.commands.submitting.options import parse_port
 from plait.commands.submitting.over_ssh.files import environment_files, input_files
 from plait.commands.submitting.over_ssh.sending import leader_address, send_by_ssh
 from plait.commands.submitting.slurm import send_to_slurm
@@ -87,6 +88,7 @@ def ssh_job(
     job: ClusterJob,
     options: Mapping[str, str],
     machines: Sequence[str],
+    gpus: int | None,
     config: RunConfig | None,
     screen: Screen,
     working: WorkingFolder,
@@ -100,14 +102,15 @@ def ssh_job(
         folder=options.get("folder", "plait-runs"),
         python=options.get("python", ""),
         environment=environment.name if environment else "",
-        port=int(options.get("port", USUAL_PORT)),
+        port=parse_port(options["port"]) if "port" in options else USUAL_PORT,
+        gpus=gpus,
     )
     names = [Path(job.target[0]).name, *job.target[1:]]
     if config is not None:  # over there all lie in one folder, whatever their places are here
         names.append(f"data.files={json.dumps([path.name for path in inputs[1:]])}")
     there = replace(job, target=tuple(names))
-    wheel = environment.wheel.name if environment else ""
-    script = ssh_script(there, request, wheel, tuple(_shown(path) for path in inputs))
+    wheel, lock = (_shown(environment.wheel), environment.lock) if environment else ("", "")
+    script = ssh_script(there, request, wheel, lock, tuple(_shown(path) for path in inputs))
     return Outgoing(
         file=f"{job.name}.ssh.sh",
         text=script,

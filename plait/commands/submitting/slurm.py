@@ -12,7 +12,10 @@ from plait.errors import PlaitError
 from plait.screen.screen import Screen
 from plait.working_folder import WorkingFolder
 
-_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "gone")
+_ENDED = (
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "NODE_FAIL", "PREEMPTED",
+    "gone",
+)  # fmt: skip
 
 
 def send_to_slurm(job: ClusterJob, script: str, screen: Screen, working: WorkingFolder) -> None:
@@ -60,6 +63,12 @@ def _reason_text(reason: str) -> str:
         "QOSMaxJobsPerUserLimit": "you have as many jobs running as you may",
         "AssocGrpGRES": "your account has no more GPUs free",
         "BeginTime": "was queued again, and starts in a moment",
+        "JobHeldUser": "it waits for ever: it is held, scontrol release lets it go",
+        "JobHeldAdmin": "it waits for ever: an administrator holds it, ask there",
+        "launch failed requeued held": "it waits for ever: it could not be started, and is held; scontrol release "
+        "tries again",
+        "InvalidAccount": "it waits for ever: sacctmgr show associations lists the accounts that you may use",
+        "InvalidQOS": "it waits for ever: sacctmgr show qos lists the qualities of service",
     }
     return words.get(reason.partition(",")[0], reason)
 

@@ -121,7 +121,7 @@ def outgoing_job(request: SubmitRequest, screen: Screen, working: WorkingFolder 
         case "kubernetes":
             return kubernetes_job(job, options, request.kind, screen, working)
         case "ssh":
-            return ssh_job(job, options, request.machines[: job.nodes], config, screen, working)
+            return ssh_job(job, options, request.machines[: job.nodes], request.gpus, config, screen, working)
 
 
 def _check_request(request: SubmitRequest, options: dict[str, str]) -> None:

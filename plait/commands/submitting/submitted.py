@@ -71,11 +71,19 @@ def _copy(record: Submitted, folder: RunFolder, working: WorkingFolder, screen: 
     mark, inside = folder.path / FETCHED_MARK, folder.path.relative_to(working.path)
     if folder.path.exists() and not mark.exists():
         raise PlaitError(f"{folder.path} here is a run of its own, which would be overwritten; move it elsewhere first")
-    if record.scheduler == "ssh":
-        copy_by_ssh(record, inside, working)
-    else:
-        copy_from_kubernetes(record, inside, working, screen)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    # Before the copy: one that broke off is known as a copy, too.
     replace_file(mark, f"{json.dumps({'from': record.scheduler, 'machines': record.machines})}\n".encode())
+    try:
+        if record.scheduler == "ssh":
+            copy_by_ssh(record, inside, working)
+        else:
+            copy_from_kubernetes(record, inside, working, screen)
+    except BaseException:
+        if list(folder.path.iterdir()) == [mark]:
+            mark.unlink()
+            folder.path.rmdir()
+        raise
 
 
 def fetch_job(name: str, screen: Screen, working: WorkingFolder = CURRENT_FOLDER) -> None:

@@ -15,6 +15,9 @@ _MENDS = (
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is another than before: make sure that the machine was "
      "installed anew, then type ssh-keygen -R NAME"),
     ("Host key verification failed", "its host key is not known here: log in once by ssh, and compare the key"),
+    ("ensurepip is not", "its Python has no module venv: install python3-venv there"),
+    ("No matching distribution found", "it reaches no package index that has the versions which are installed here: "
+     "install plait there yourself, and name its Python by --with python=PATH"),
     ("Permission denied", "it does not let you in without a password: put your public key there by ssh-copy-id"),
     ("Could not resolve hostname", "no such name is known here: check it, or write an address"),
     ("Connection timed out", "it does not answer: check that it is on, and that port 22 is open"),
@@ -38,6 +41,7 @@ _MENDS = (
     ("exceeded quota", "the namespace's quota is too small: kubectl describe quota shows it, ask for less"),
     ("AlreadyExists", "it is there already: end it by plait stop NAME, or choose another run.name"),
     ("connection to the server", "the cluster does not answer: kubectl cluster-info shows which one is meant"),
+    ("namespaces \"", "there is no such namespace: kubectl get namespaces lists them"),
     ("forbidden", "you may not do that in this namespace: kubectl auth can-i shows what you may"),
     ("Read-only file system", "that folder cannot be written: name another by --with folder=FOLDER"),
     ("No space left on device", "its disk is full: free some space"),

@@ -42,8 +42,7 @@ def opening_advice(firewall: Firewall, source: str) -> str:
         case "iptables":
             return f"{tables} --insert INPUT --source {source} --jump ACCEPT"
         case "NetworkPolicy":
-            return "a NetworkPolicy of the namespace that lets the run's pods talk to each other, as plait submit "
-            "makes one"
+            return "a NetworkPolicy of the namespace that lets the run's pods talk to each other, as plait submit makes"
         case "unknown":
             return f"for example: ufw allow from {source}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,11 +110,8 @@ def send_by_ssh(
         _prepare(machine, look_at_machine(machine, request), request, environment, screen)
     _refuse_running(job, request)
     send_files(request.machines[0], request.folder, inputs)
-    secret = new_secret().text
-    for rank, machine in enumerate(request.machines):
-        on_machine(machine, start_command(job, request, rank), stdin=f"{secret}\n" if job.nodes > 1 else "")
-        screen.print(f"started  node {rank}: {machine}")
     record = Submitted(name=job.run, label=job.name, scheduler="ssh", machines=request.machines, folder=request.folder)
+    _start(job, request, record, screen)
     keep_record(record, working)
     screen.print(
         f"         it goes on without this machine: plait logs {job.run}, plait stop {job.run}, or plait fetch"
@@ -123,17 +120,43 @@ def send_by_ssh(
     _end(record, screen)
 
 
+def _start(job: ClusterJob, request: SshRequest, record: Submitted, screen: Screen) -> None:
+    """Start an agent on each machine; where one cannot be started, those that were would wait for it in vain."""
+    secret = new_secret().text
+    try:
+        for rank, machine in enumerate(request.machines):
+            on_machine(machine, start_command(job, request, rank), stdin=f"{secret}\n" if job.nodes > 1 else "")
+            screen.print(f"started  node {rank}: {machine}")
+    except BaseException:
+        _end_agents(record, range(job.nodes))
+        raise
+
+
 def _end(record: Submitted, screen: Screen) -> None:
     """What became of the run once nothing more is printed: its exit code is the command's. Machines that still wait for
     node 0 are sent home."""
-    state = on_machine(record.machines[0], running_command(record.label, record.folder, 0)).strip()
+    leader = record.machines[0]
+    try:
+        state = on_machine(leader, running_command(record.label, record.folder, 0)).strip()
+    except PlaitError as error:
+        raise RunFailed(f"{error}. If {leader} lives, the run goes on: plait status {record.name} says so") from None
     if state == "running":
         screen.print(f"lost     the connection; the run goes on: plait logs {record.name}")
         return
-    for rank, machine in enumerate(record.machines[1:], 1):
-        on_machine(machine, end_agent_command(record.label, record.folder, rank))
+    _end_agents(record, range(1, len(record.machines)))
     if state != "ended with exit code 0":
-        raise RunFailed(f"node 0 ({record.machines[0]}) {state}; see what it printed, then submit again")
+        raise RunFailed(f"node 0 ({leader}) {state}; see what it printed, then submit again")
+
+
+def _end_agents(record: Submitted, ranks: Iterable[int]) -> list[PlaitError]:
+    """Tell machines to save and end; returns what was wrong with those that were not reached."""
+    complaints = []
+    for rank in ranks:
+        try:
+            on_machine(record.machines[rank], end_agent_command(record.label, record.folder, rank))
+        except PlaitError as error:
+            complaints.append(error)
+    return complaints
 
 
 def _prepare(
@@ -180,9 +203,10 @@ def ssh_log_lines(record: Submitted) -> Iterator[str]:
 
 
 def end_by_ssh(record: Submitted) -> None:
-    """Tell all machines to save and end."""
-    for rank, machine in enumerate(record.machines):
-        on_machine(machine, end_agent_command(record.label, record.folder, rank))
+    """Tell all machines to save and end; raises PlaitError that names one which was not reached, after all others were
+    told."""
+    for complaint in _end_agents(record, range(len(record.machines))):
+        raise complaint
 
 
 def copy_by_ssh(record: Submitted, inside: Path, working: WorkingFolder) -> None:
@@ -192,8 +216,12 @@ def copy_by_ssh(record: Submitted, inside: Path, working: WorkingFolder) -> None
 
 def ssh_state(record: Submitted) -> str:
     """On which machines it runs."""
-    states = [
-        f"{machine} {on_machine(machine, running_command(record.label, record.folder, rank)).strip()}"
-        for rank, machine in enumerate(record.machines)
-    ]
-    return ", ".join(states)
+    return ", ".join(_machine_state(record, rank) for rank in range(len(record.machines)))
+
+
+def _machine_state(record: Submitted, rank: int) -> str:
+    machine = record.machines[rank]
+    try:
+        return f"{machine} {on_machine(machine, running_command(record.label, record.folder, rank)).strip()}"
+    except PlaitError as error:
+        return f"{error} ({machine} does not answer)"

@@ -14,7 +14,11 @@ from types import MappingProxyType
 from plait.commands.submitting.tools import complaint_text, require_tool, tool_answer
 from plait.errors import PlaitError
 
-SSH_WORDS = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
+SSH_WORDS = (
+    "ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15",
+    "-o", "ServerAliveCountMax=4",
+)  # fmt: skip
+"""A machine that does not answer for a minute is lost: a connection that only stands still would be waited for."""
 
 
 def on_machine(machine: str, command: str, *, stdin: str = "", within_s: float = 120.0) -> str:
@@ -58,8 +62,14 @@ def _sha256_of(path: Path) -> str:
 
 def bring_folder(machine: str, folder: str, inside: Path, target: Path) -> None:
     """Copy `inside` of a machine's folder into `target` here; raises PlaitError where it is not there."""
-    command = [*SSH_WORDS, machine, f"tar -c -C {folder} {shlex.quote(str(inside))}"]
+    command = [*SSH_WORDS, machine, shlex.join(archive_command(folder, inside))]
     unpack_answer(command, target, f"{machine} does not give {inside}")
+
+
+def archive_command(folder: str, inside: Path) -> list[str]:
+    """A program that prints `inside` of a folder as a tar archive. Runs go on meanwhile: tar ends with 1 where a file
+    grew or was removed as it was read, and what it has read is whole nevertheless."""
+    return ["sh", "-c", 'tar -c -C "$0" "$1" || [ $? = 1 ]', folder, str(inside)]
 
 
 def unpack_answer(command: Sequence[str], target: Path, refusal: str) -> None:
