@@ -201,14 +201,16 @@ def kill_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
     os.killpg(process.pid, number)
 
 
-def wait_while_running(fact: Callable[[], bool], process: subprocess.Popen[str], *, within_s: float = 90) -> None:
+def wait_while_running(
+    fact: Callable[[], bool], process: subprocess.Popen[str], *, within_s: float = 90, look_s: float = 0.0005
+) -> None:
     """Block until a fact holds; fails at once, with what it said, when the process ends before that."""
     deadline = time.monotonic() + within_s
     while not fact():
         if process.poll() is not None:
             raise AssertionError(f"over too soon: {ended(process)}")
         assert time.monotonic() < deadline, f"not so within {within_s} s"
-        threading.Event().wait(0.0005)
+        threading.Event().wait(look_s)
 
 
 def wait_until(fact: Callable[[], bool], *, within_s: float) -> None:
