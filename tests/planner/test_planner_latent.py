@@ -8,14 +8,20 @@ from math import prod
 import numpy as np
 import pytest
 
+from plait.cluster.catalog import find_device
+from plait.cluster.measured import WorkKind
 from plait.layout import Layout
 from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.shape import ModelShape, parameter_count, weight_sizes
 from plait.model.weights import attention_matrices, training_flops_per_token
 from plait.partition.boxes import weight_boxes
 from plait.planner.problem.candidates import Candidates
+from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.stage_partition import layer_parameters
 from plait.planner.problem.workload import Workload, workload_of
+from plait.planner.step_time.device_rates import device_rates
+from plait.planner.step_time.device_time import DeviceTime
+from tests.cluster.probed import device, timed
 
 LATENT = LatentAttentionShape(key_value_rank=24, query_rank=32, rope_width=12, value_width=20)
 SHAPE = ModelShape(
@@ -59,3 +65,16 @@ def test_attention_is_priced_as_wide_as_its_kernel_takes_it() -> None:
     # Where values get zeros, the product behind attention keeps them once more, without the zeros.
     alone = np.array([1])
     assert padded.kept(alone)[0] - replace(padded, values=padded.kernel).kept(alone)[0] == padded.values
+
+
+def test_measured_products_are_those_of_latents() -> None:
+    rate, sizes = 1e11, (256, 256, 256)
+    kinds: tuple[WorkKind, ...] = ("product", "product_input", "product_weight")
+    probed = device(*(timed(kind, sizes, 2.0 * prod(sizes) / rate) for kind in kinds), timed("launch", (), 1e-12))
+    work = replace(work_of(SHAPE), precision="float32")
+    few = Candidates.from_rows([{"micro_sequences": 2}, {"micro_sequences": 2, "tensor": 2}], layer_split="balanced")
+    rates = device_rates(find_device("H100"), "float32", PLAIT_PROFILE)
+    found = DeviceTime(workload=work, profile=PLAIT_PROFILE, rates=rates, measured=probed).layer_time(few)
+    matrices = sum(prod(matrix) for matrix in attention_matrices(SHAPE)) + 3 * 96 * 128
+    # Each rank of `tensor` has its rows of what is whole, and its part of the columns of all else.
+    np.testing.assert_allclose(found.products, [2 * 128 * matrices / rate, 2 * 128 * matrices / rate / 2], rtol=1e-6)

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.planner.explain.tipping_points import (
-    FINE_STEPS,
-    LARGEST_FACTOR_TRIED,
+    MANY_LAYOUTS,
     TippingQuantity,
+    crossing,
+    number_of_layouts,
     representatives,
+    search_again,
     step_s_elsewhere,
     with_faster_network,
     with_faster_nodes,
@@ -26,6 +28,10 @@ from plait.planner.search.found import Search
 CutAxis = Literal["pipeline", "expert"]
 AXIS_BITS = {"pipeline": 4, "expert": 8}
 """The axes' bits in a kind of layout (layout_kinds.kinds_of), above the three of what copies split."""
+
+
+NEARBY = 1.1
+"""Power of a turning point's factor at which a whole search must agree with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,26 +83,27 @@ def _pays(found: Search, step_s: Reals, has_axis: NDArray[np.bool_]) -> bool:
 
 
 def _turns(found: Search, axis: CutAxis, link: TippingQuantity) -> tuple[float | None, float | None]:
-    """The multiples of the present bandwidth, below and above 1, at which the answer turns."""
+    """The multiples of the present bandwidth, below and above 1, at which the answer turns: found among
+    representatives, and where whole searches are quick and say otherwise nearby, by these."""
     rows: Counts = representatives(found)
     has_axis = getattr(found.candidates, axis)[rows] > 1
     alter = with_faster_network if link == "between" else with_faster_nodes
     step_s_on = step_s_elsewhere(found, rows)
+    here = _pays(found, found.step_s[rows], has_axis)
 
-    def pays(factor: float) -> bool:
-        return _pays(found, step_s_on(alter(found.cluster, factor)), has_axis)
+    def quick(factor: float) -> bool:
+        return _pays(found, step_s_on(alter(found.cluster, factor)), has_axis) != here
 
-    here = pays(1.0)
+    def whole(factor: float) -> bool:
+        other = search_again(found, found.workload, alter(found.cluster, factor))
+        return _pays(other, other.step_s, getattr(other.candidates, axis) > 1) != here
 
     def turn(step: float) -> float | None:
-        same, other = 1.0, step
-        while pays(other) == here:
-            same, other = other, other * step
-            if not 1 / LARGEST_FACTOR_TRIED <= other <= LARGEST_FACTOR_TRIED:
-                return None
-        while max(same / other, other / same) > FINE_STEPS:
-            middle = (same * other) ** 0.5
-            same, other = (middle, other) if pays(middle) == here else (same, middle)
-        return other
+        limits = crossing(quick, (1.0, step), step)
+        if limits is not None and number_of_layouts(found) < MANY_LAYOUTS:
+            same, other = limits
+            if whole(same ** (1 / NEARBY)) or not whole(other**NEARBY):
+                limits = crossing(whole, (same**0.7, other), step**0.5)
+        return limits[1] if limits else None
 
     return turn(0.5), turn(2.0)

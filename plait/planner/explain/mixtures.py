@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from plait.planner.explain.axis_choice import LARGEST_FACTOR_TRIED, AxisChoice, CutAxis, axis_choice
+from plait.planner.explain.axis_choice import AxisChoice, CutAxis, axis_choice
 from plait.planner.explain.compared_layouts import time_compared
 from plait.planner.explain.confidence import inside_rate_text, link_rate_text
+from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates
 from plait.planner.problem.expert_loads import EARLY_LOAD, busiest_rank_load
 from plait.planner.problem.stage_partition import rank_layers

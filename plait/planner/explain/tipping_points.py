@@ -63,15 +63,15 @@ def _of_link(found: Search, what: TippingQuantity, altered: AlteredCluster) -> l
     quick = _among_representatives(found, altered)
 
     def whole(factor: float) -> tuple[int, CandidateRow] | None:
-        return _winner(lambda f: _search_again(found, found.workload, altered(found.cluster, f)), factor)
+        return _winner(lambda f: search_again(found, found.workload, altered(found.cluster, f)), factor)
 
     lines = []
     for step in (0.5, 2.0):
-        limits = _crossing(found, quick, (1.0, step), step)
-        if limits and _n_layouts(found) < MANY_LAYOUTS:
+        limits = crossing(_differs(found, quick), (1.0, step), step)
+        if limits and number_of_layouts(found) < MANY_LAYOUTS:
             same, other = limits
-            limits = _crossing(found, whole, (same**0.7, other), step**0.5)
-        if limits and (winner := (quick if _n_layouts(found) >= MANY_LAYOUTS else whole)(limits[1])):
+            limits = crossing(_differs(found, whole), (same**0.7, other), step**0.5)
+        if limits and (winner := (quick if number_of_layouts(found) >= MANY_LAYOUTS else whole)(limits[1])):
             lines.append(TippingPoint(what=what, factor=limits[1], winner=winner[1]))
     return lines
 
@@ -92,16 +92,20 @@ def _among_representatives(found: Search, altered: AlteredCluster) -> ChooseAt:
     return winner
 
 
-def _crossing(
-    found: Search, chooses: ChooseAt, between: tuple[float, float], step: float
-) -> tuple[float, float] | None:
-    """The last factor with the present kind and, close to it, the first with another; None where there is none."""
+def _differs(found: Search, chooses: ChooseAt) -> Callable[[float], bool]:
+    """Whether another kind than the present one would be chosen at a factor."""
     here = int(kinds_of(found.candidates)[found.chosen])
 
     def differs(factor: float) -> bool:
         other = chooses(factor)
         return other is not None and other[0] != here
 
+    return differs
+
+
+def crossing(differs: Callable[[float], bool], between: tuple[float, float], step: float) -> tuple[float, float] | None:
+    """The last factor at which an answer is the present one and, close to it, the first at which it `differs`; None
+    where there is none."""
     same, other = between
     if differs(same):
         same, other = 1.0, same
@@ -156,15 +160,16 @@ def _faster(link: Link, factor: float) -> Link:
     return replace(link, bytes_per_s=link.bytes_per_s * factor)
 
 
-def _search_again(found: Search, workload: Workload, cluster: Cluster) -> Search:
+def search_again(found: Search, workload: Workload, cluster: Cluster) -> Search:
+    """The same search of another workload or cluster."""
     return search(workload, cluster, profile=found.profile, tolerance=found.tolerance)
 
 
 def _of_memory(found: Search) -> list[TippingPoint]:
     def again(factor: float) -> Search:
-        return _search_again(found, found.workload, with_memory(found.cluster, factor))
+        return search_again(found, found.workload, with_memory(found.cluster, factor))
 
-    tried = ((0.8, 0.6), (1.5, 2.0, 4.0)) if _n_layouts(found) < MANY_LAYOUTS else ((0.7,), (2.0,))
+    tried = ((0.8, 0.6), (1.5, 2.0, 4.0)) if number_of_layouts(found) < MANY_LAYOUTS else ((0.7,), (2.0,))
     return [flip for factors in tried for flip in _first(found, "memory", factors, again)]
 
 
@@ -184,13 +189,14 @@ def _of_batch(found: Search) -> list[TippingPoint]:
         batch = round(found.workload.batch_sequences * factor)
         if batch < 1:
             raise PlaitError("no batch is less than one sequence; take one")
-        return _search_again(found, replace(found.workload, batch_sequences=batch), found.cluster)
+        return search_again(found, replace(found.workload, batch_sequences=batch), found.cluster)
 
-    tried = ((0.5, 0.25), (2.0, 4.0, 8.0)) if _n_layouts(found) < MANY_LAYOUTS else ((0.5,), (4.0,))
+    tried = ((0.5, 0.25), (2.0, 4.0, 8.0)) if number_of_layouts(found) < MANY_LAYOUTS else ((0.5,), (4.0,))
     return [flip for factors in tried for flip in _first(found, "batch", factors, again)]
 
 
-def _n_layouts(found: Search) -> int:
+def number_of_layouts(found: Search) -> int:
+    """All that a search looked at, priced or refused."""
     return len(found.candidates) + found.n_refused
 
 
@@ -200,7 +206,7 @@ def _first(
     """The first of the factors, going away from 1, at which another kind wins; for memory narrowed down to where one
     wins from there on, not at a single size with the present kind beyond it."""
     here, same = kinds_of(found.candidates)[found.chosen], 1.0
-    narrow = what == "memory" and _n_layouts(found) < MANY_LAYOUTS
+    narrow = what == "memory" and number_of_layouts(found) < MANY_LAYOUTS
     for factor in factors:
         if not (other := _winner(again, factor)) or other[0] == here:
             same = factor
