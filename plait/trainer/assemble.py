@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.data.loader import Loader, Micro, SampleSelection, heldout_micros
-from plait.data.samples.opening import training_samples
+from plait.data.samples.opening import all_pairs, training_samples
 from plait.data.shards import Corpus, open_corpus
 from plait.layout import Layout
 from plait.model.gpt import GPT, reset_biases
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.mesh import Sums
-from plait.parallel.sharded_model import ShardedModel
+from plait.parallel.sharded_model import LossOf, ShardedModel
 from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -28,6 +28,7 @@ from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, KeptBias
 from plait.trainer.first_weights import fill_first_weights
 from plait.trainer.optim import learning_rate, make_optimizer, set_learning_rate
+from plait.trainer.preference.pair_losses import PairLosses
 from plait.trainer.score_passes import score_passes
 from plait.trainer.state import TrainState
 from plait.trainer.step import (
@@ -63,6 +64,8 @@ class Assembly:
     """The experts' loads; of a model without experts it counts nothing."""
     auxiliary: AuxiliaryLosses
     """The losses beside that of the next token."""
+    pairs: PairLosses | None = None
+    """The loss of a run that learns from pairs of answers."""
 
     def step(self, state: TrainState) -> tuple[TrainState, Scalars]:
         """Take the update that follows `state`, and return the new state and the step's scalars.
@@ -77,6 +80,8 @@ class Assembly:
             with self.auxiliary.also_without_gradients():
                 self.loads.count_first(lambda: self.evaluate_micros(micros), self.sums, like)
         set_learning_rate(self.optimizer, learning_rate(plan.optimizer, state.step, plan.steps))
+        if self.pairs is not None:
+            self.pairs.begin()
         scalars = take_step(
             micros,
             sharded=self.model,
@@ -86,13 +91,18 @@ class Assembly:
             clip=plan.optimizer.clip,
             loads=self.loads,
             auxiliary=self.auxiliary,
+            pairs=self.pairs,
         )
         return replace(state, step=state.step + 1, position=state.position + plan.batch_sequences), scalars
 
     def evaluate(self) -> Tensor:
-        """[sum of losses, counted tokens] over the whole held-out split, with each of its tokens counted once. Every
-        rank must call it."""
-        return self.sums(self.evaluate_micros(self.heldout()))
+        """[sum of losses, counted tokens] over the whole held-out split, with each of its tokens counted once; of pairs
+        [sum of losses, pairs, and what PairLosses.take gives]. Every rank must call it."""
+        if self.pairs is None:
+            return self.sums(self.evaluate_micros(self.heldout()))
+        self.pairs.begin()
+        totals = self.evaluate_micros(self.heldout())
+        return self.sums(torch.cat([totals, self.pairs.take(like=totals)]))
 
     def set_sequences_per_replica(self, sequences: tuple[int, ...]) -> None:
         """From the next step on, data-parallel rank p reads `sequences[p]` sequences; every rank must
@@ -154,8 +164,12 @@ def assemble(
     loader = Loader(corpus, reader, samples)
     autocast, compile = make_autocast(plan.precision, device), plan.compile if stages else "off"
     auxiliary = AuxiliaryLosses(sharded, plan.shape, autocast, score_passes(compile))
+    objective, beta = config.finetune.objective, config.finetune.beta
+    pairs = None
+    if objective == "dpo":
+        pairs = PairLosses(sharded, all_pairs(corpus), beta, autocast, score_passes(compile))
     run_micros, evaluate_micros = make_runners(
-        sharded, autocast, casts=weight_casts(plan), compile=compile, auxiliary=auxiliary
+        sharded, autocast, casts=weight_casts(plan), compile=compile, auxiliary=auxiliary, pairs=pairs
     )
     return Assembly(
         plan=plan,
@@ -170,6 +184,7 @@ def assemble(
         evaluate_micros=evaluate_micros,
         loads=ExpertLoads(sharded, plan.shape),
         auxiliary=auxiliary,
+        pairs=pairs,
     )
 
 
@@ -202,10 +217,13 @@ def make_runners(
     casts: WeightCasts = "each micro-batch",
     compile: Compile = "off",
     auxiliary: AuxiliaryLosses | None = None,
+    pairs: PairLosses | None = None,
 ) -> tuple[RunMicros, EvaluateMicros]:
     """Functions that run micro-batches through the sharded model in training and in evaluation: one micro-batch
-    after another, or through a pipeline, which casts weights for each micro-batch."""
+    after another, or through a pipeline, which casts weights for each micro-batch. The loss is that of the next token,
+    or of `pairs`."""
     forward, loss_of = make_forward(autocast, auxiliary), make_loss(autocast, sharded.vocabulary, score_passes(compile))
+    loss_of = loss_of if pairs is None else _loss_of_either(loss_of, pairs)
     pipe = sharded.pipe
     if pipe is None:
         return (
@@ -218,6 +236,11 @@ def make_runners(
         ),
         lambda micros: pipe.evaluate(list(micros), forward=forward, loss_of=loss_of) * sharded.reports,
     )
+
+
+def _loss_of_either(plain: LossOf, pairs: PairLosses) -> LossOf:
+    """The loss of pairs, or of the next token in a micro-batch without any, such as a multiple-choice question's."""
+    return lambda hidden_nd, chunk, micro: (plain if micro.pairs is None else pairs.loss_of)(hidden_nd, chunk, micro)
 
 
 def weight_casts(plan: Plan) -> WeightCasts:

@@ -51,6 +51,9 @@ class Scalars:
     auxiliary: Tensor = field(default_factory=lambda: torch.zeros(0, 2))
     """[sum of losses, counted tokens] of each auxiliary objective, over all ranks."""
     objective_names: tuple[str, ...] = ()
+    pairs: Tensor = field(default_factory=lambda: torch.full((3,), float("nan")))
+    """[sum of margins, pairs ranked right, tokens of answers] over all ranks; not numbers where no pairs are learnt from,
+    whose number is in `totals` in place of tokens."""
 
     @property
     def expert_load_max(self) -> Tensor:
@@ -84,6 +87,14 @@ class AuxiliarySums(Protocol):
         ...
 
 
+class PairSums(Protocol):
+    """What a rank sums up of pairs beside their loss."""
+
+    def take(self, like: Tensor) -> Tensor:
+        """The step's [sum of margins, pairs ranked right, tokens of answers] on this rank."""
+        ...
+
+
 def take_step(
     micros: Sequence[Micro],
     *,
@@ -94,6 +105,7 @@ def take_step(
     clip: float | None,
     loads: ExpertLoads | None = None,
     auxiliary: AuxiliarySums | None = None,
+    pairs: PairSums | None = None,
 ) -> Scalars:
     """One update from one step's micro-batches; every rank must call it. Never waits for the device.
 
@@ -103,14 +115,17 @@ def take_step(
     local = run_micros(micros)
     counts = [] if loads is None else [loads.take(like=local)]
     more = local[:0] if auxiliary is None else auxiliary.take(like=local)
-    whole = sums(torch.cat([local, owned_squares(sharded.units, like=local), *counts, more]))
-    found, more = whole.split([len(whole) - len(more), len(more)])
+    of_pairs = local[:0] if pairs is None else pairs.take(like=local)
+    whole = sums(torch.cat([local, owned_squares(sharded.units, like=local), *counts, more, of_pairs]))
+    found, more, of_pairs = whole.split([len(whole) - len(more) - len(of_pairs), len(more), len(of_pairs)])
     loss_sum, tokens, squares = found[:3].unbind()
     count = tokens.clamp(min=1)
     norm = squares.sqrt() / count
     update(optimizer, sharded.units, factor=clip_factor(norm, clip) / count, norm=norm)
     sharded.gradients.publish()
     scalars = Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
+    if pairs is not None:
+        scalars = replace(scalars, pairs=of_pairs)
     if auxiliary is not None:
         scalars = replace(scalars, auxiliary=auxiliary.table(more), objective_names=auxiliary.names)
     if loads is None:
@@ -198,5 +213,6 @@ def make_loss(autocast: Autocast, vocabulary: VocabularySplit, passes: ScorePass
 
 
 def counted_tokens(micro: Micro) -> Tensor:
-    """Number of a micro-batch's tokens that enter the loss, as a float64 scalar on the device."""
-    return (micro.targets != IGNORED).sum().double()
+    """What a micro-batch adds to the number by which the sum of losses is divided: its tokens that enter the loss, or its
+    pairs of answers; a float64 scalar on the device."""
+    return micro.counted

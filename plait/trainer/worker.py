@@ -29,6 +29,7 @@ from plait.trainer.checkpointing.copy_actions import CopyActions
 from plait.trainer.checkpointing.persist import prune_old, restore, verify_together
 from plait.trainer.choices import load_choices
 from plait.trainer.loop import LoopIntervals
+from plait.trainer.preference.reference import KeptReference
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
 from plait.trainer.watching.loop_actions import loop_actions
@@ -54,8 +55,11 @@ def main(context: WorkerContext, argument: str) -> None:
         mesh = make_mesh(plan.layout, plan.device)
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)
+        reference = KeptReference(config, plan, world)
         # A run that goes on has all its weights in the checkpoint, or in memory.
-        assembly = build(plan, initialize=not (requested["resume"] or requested["from_copies"]))
+        goes_on = requested["resume"] or requested["from_copies"]
+        assembly = build(plan, initialize=reference.is_missing or not goes_on)
+        _give_reference(reference, assembly, context)
         assembly, meter = attach_meter(assembly, clock_of(assembly.device), context.progress)
         copying = _copying(context, requested["lineage"], world)
         state, whole = TrainState(), set[int]()
@@ -76,6 +80,7 @@ def main(context: WorkerContext, argument: str) -> None:
 
             def restage(stage_layers: tuple[int, ...]) -> Meter:
                 moved = move_layers(assembly, build, stage_layers)
+                reference.give(moved)
                 new, own = attach_meter(moved, clock_of(assembly.device), context.progress)
                 assembly.replace_by(new)
                 if copying.copies is not None:
@@ -129,6 +134,13 @@ def select_deterministic_kernels(plan: Plan) -> None:
     are deterministic already at a fixed number of threads."""
     torch.use_deterministic_algorithms(plan.deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _give_reference(reference: KeptReference, assembly: Assembly, context: WorkerContext) -> None:
+    """The log-probabilities that pairs are compared with; the first rank of each host keeps them."""
+    sentence = reference.give(assembly, context.progress, writes=context.local_rank == 0)
+    if sentence and context.rank == 0:
+        context.send("note", text=sentence)
 
 
 def _copying(context: WorkerContext, lineage: int, world: Sums) -> CopyActions:
