@@ -122,8 +122,8 @@ def _check_pairs(config: RunConfig) -> None:
     data, pairs = config.data, config.finetune.objective == "dpo"
     if pairs and data.format not in ("auto", "preference"):
         raise PlaitError(
-            f'finetune.objective = "dpo" learns from pairs and data.format = "{data.format}" has none; write data.format '
-            '= "preference", or take objective out'
+            f'finetune.objective = "dpo" learns from pairs and data.format = "{data.format}" has none; write '
+            'data.format = "preference", or take objective out'
         )
     if not pairs and data.format == "preference":
         raise PlaitError(

@@ -28,8 +28,8 @@ LEFT_OUT_IF_NONE = (
     "pair_accuracy",
     "eval_nats_per_byte",
 )
-"""Keys of runs that ask multiple-choice questions, of models with experts or with auxiliary objectives, and of runs that
-learn from pairs or do not."""
+"""Keys of runs that ask multiple-choice questions, of models with experts or with auxiliary objectives, and of runs
+that learn from pairs or do not."""
 MAY_BE_NULL = frozenset({"mfu", "step", "tokens", "expert_load_max", "expert_dropped", "auxiliary_losses"})
 
 
@@ -74,8 +74,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """One evaluation, after `step`: the exact mean loss over the held-out part, in nats per token and per byte; of pairs
-    of answers the loss a pair, the mean margin and the share with a margin above 0.
+    """One evaluation, after `step`: the exact mean loss over the held-out part, in nats per token and per byte; of
+    pairs of answers the loss a pair, the mean margin and the share with a margin above 0.
 
     In a run that asks multiple-choice questions also the share that it answers right, by the log-probability of a
     choice and by that a byte of it; else these are None, and not in the file.

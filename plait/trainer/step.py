@@ -52,8 +52,8 @@ class Scalars:
     """[sum of losses, counted tokens] of each auxiliary objective, over all ranks."""
     objective_names: tuple[str, ...] = ()
     pairs: Tensor = field(default_factory=lambda: torch.full((3,), float("nan")))
-    """[sum of margins, pairs ranked right, tokens of answers] over all ranks; not numbers where no pairs are learnt from,
-    whose number is in `totals` in place of tokens."""
+    """[sum of margins, pairs ranked right, tokens of answers] over all ranks; not numbers where no pairs are learnt
+    from, whose number is in `totals` in place of tokens."""
 
     @property
     def expert_load_max(self) -> Tensor:
@@ -213,6 +213,6 @@ def make_loss(autocast: Autocast, vocabulary: VocabularySplit, passes: ScorePass
 
 
 def counted_tokens(micro: Micro) -> Tensor:
-    """What a micro-batch adds to the number by which the sum of losses is divided: its tokens that enter the loss, or its
-    pairs of answers; a float64 scalar on the device."""
+    """What a micro-batch adds to the number by which the sum of losses is divided: its tokens that enter the loss, or
+    its pairs of answers; a float64 scalar on the device."""
     return micro.counted

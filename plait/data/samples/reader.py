@@ -11,7 +11,6 @@ import numpy as np
 from plait.data.balance import IntArray
 from plait.data.rows import IGNORED_TARGET
 
-
 NO_SEQUENCE = -1
 """Of a token that belongs to no pair."""
 

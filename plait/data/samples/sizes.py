@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 
 from plait.data.balance import IntArray
-from plait.data.samples.best_fit import best_fit
 from plait.data.index import SampleLayout
+from plait.data.samples.best_fit import best_fit
 from plait.data.shards import Corpus, Shard
 from plait.errors import PlaitError
 from plait.units import counted

@@ -40,14 +40,16 @@ def refuse_pairs(config: RunConfig, shape: ModelShape) -> None:
     """Raise PlaitError where a model cannot learn from pairs of answers."""
     if config.finetune.objective == "dpo" and shape.mixture is not None:
         raise PlaitError(
-            "pairs of answers are not learnt from by a mixture of experts: the losses that balance its experts are means "
-            "over tokens, and DPO's is one over pairs; choose a model without experts, or take finetune.objective out"
+            "pairs of answers are not learnt from by a mixture of experts: the losses that balance its experts are "
+            "means over tokens, and DPO's is one over pairs; choose a model without experts, or take "
+            "finetune.objective out"
         )
 
 
 def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int, why: list[str]) -> AdapterShape:
-    """The adapters of a LoRA run for a model that has none yet, to learn from so many tokens, or pairs of answers, which
-    tell about a bit each; raises PlaitError for targets that match nothing and for a rank above a weight's size."""
+    """The adapters of a LoRA run for a model that has none yet, to learn from so many tokens, or pairs of answers,
+    which tell about a bit each; raises PlaitError for targets that match nothing and for a rank above a weight's
+    size."""
     targets = linear_layers(shape) if requested.targets == "auto" else named_targets(requested.targets, shape)
     rank = _rank(requested, shape, targets, bits)
     alpha = USUAL_ALPHA[requested.variant] if requested.alpha == "auto" else requested.alpha

@@ -44,8 +44,8 @@ def finetuning_optimizer(
     objective = config.finetune.objective
     if objective == "dpo":
         why.append(
-            f"DPO with beta {config.finetune.beta:g}: answers are compared with what the model gave before; that takes one "
-            "forward pass over all pairs before the first step, and is kept beside the prepared data"
+            f"DPO with beta {config.finetune.beta:g}: answers are compared with what the model gave before; that takes "
+            "one forward pass over all pairs before the first step, and is kept beside the prepared data"
         )
     requested, lr = config.optimizer, finetuning_lr(method, objective)
     if requested.kind == "adamw" and requested.lr == "auto":

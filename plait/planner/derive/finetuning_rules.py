@@ -6,9 +6,9 @@ all linear layers, alpha 32, about ten times the rate of full fine-tuning at any
 about two bits and a token to learn is about one), Biderman et al. 2024 ("LoRA Learns Less and Forgets Less",
 2405.09673: all linear layers, ranks from 16 to 256, alpha twice the rank at 16), Dettmers et al. 2023 (QLoRA,
 2305.14314: 2e-4 and no weight decay for LoRA), Kalajdzievski 2023 (rsLoRA, 2312.03732: alpha over the rank's root).
-Of pairs of answers: Rafailov et al. 2023 (DPO, 2305.18290, appendix B: a rate of 1e-6 for all weights, beta 0.1, 64 pairs a
-step, a warm-up of 150 steps), Lambert et al. 2024 (Tulu 3, 2411.15124: one epoch, a tenth of the run as warm-up, no
-weight decay). None of them asks how many devices there are.
+Of pairs of answers: Rafailov et al. 2023 (DPO, 2305.18290, appendix B: a rate of 1e-6 for all weights, beta 0.1, 64
+pairs a step, a warm-up of 150 steps), Lambert et al. 2024 (Tulu 3, 2411.15124: one epoch, a tenth of the run as
+warm-up, no weight decay). None of them asks how many devices there are.
 """
 
 from __future__ import annotations

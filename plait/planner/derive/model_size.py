@@ -107,7 +107,7 @@ class RunSize:
 
 
 def budget_of(config: RunConfig) -> Amount:
-    """The recipe's budget; without one the usual epochs of tuning, 20 tokens a parameter of a named size, or 10 minutes."""
+    """The recipe's budget; else the usual epochs of tuning, 20 tokens a parameter of a named size, or 10 minutes."""
     if config.train.budget != "auto":
         return parse_amount(config.train.budget)
     if config.finetune.method != "auto":

@@ -83,7 +83,7 @@ def frozen_head_share(width: int) -> float:
 
 
 def logits_share(width: int) -> float:
-    """What of head_s the logits and their loss take, without any gradient: a third of the products, half of the rest."""
+    """What of head_s logits and loss take, without any gradient: a third of the products, half of the rest."""
     return (2.0 * width + 100.0) / (6.0 * width + 200.0)
 
 

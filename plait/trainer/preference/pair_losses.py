@@ -1,7 +1,7 @@
 """The loss of pairs of answers on one rank: DPO (Rafailov et al. 2023, 2305.18290, equation 7).
 
-Of a pair with log-probabilities c and r of the chosen and the rejected answer, c₀ and r₀ by the reference, the margin of
-rewards is m = beta · ((c − c₀) − (r − r₀)) and the loss −log sigmoid(m). Log-probabilities are sums over an answer's
+Of a pair with log-probabilities c and r of the chosen and the rejected answer, c₀ and r₀ by the reference, the margin
+of rewards is m = beta · ((c − c₀) − (r − r₀)) and the loss −log sigmoid(m). Log-probabilities are sums over an answer's
 tokens, not means. See Note [loss is a sum] in trainer/loss.py: here too ranks and micro-batches only ever add, and what
 the sum is divided by is the global number of pairs.
 
@@ -57,8 +57,8 @@ class PairLosses:
         self._sums = None
 
     def take(self, like: Tensor) -> Tensor:
-        """[sum of margins, pairs of which the chosen answer has the larger reward, tokens of answers] on this rank since
-        `begin`; dtype and device of `like`."""
+        """[sum of margins, pairs of which the chosen answer has the larger reward, tokens of answers] on this rank
+        since `begin`; dtype and device of `like`."""
         return like.new_zeros(3) if self._sums is None else self._sums.to(like)
 
     def loss_of(self, hidden_nd: Tensor, chunk: GPT, micro: Micro) -> Tensor:
@@ -79,8 +79,8 @@ class PairLosses:
 
     @contextmanager
     def record(self) -> Iterator[Tensor]:
-        """In this block `loss_of` only fills the table that it gives, [pairs, 2] float64, with the log-probabilities that
-        this rank reports; those of other ranks stay zero."""
+        """In this block `loss_of` only fills the table that it gives, [pairs, 2] float64, with the log-probabilities
+        that this rank reports; those of other ranks stay zero."""
         assert not torch.is_grad_enabled()
         (first, *_) = (tensor for chunk in self._sharded.chunks for tensor in chunk.parameters())
         self._recorded = torch.zeros(self.pairs, 2, dtype=torch.float64, device=first.device)

@@ -1,7 +1,7 @@
 """The reference of a run on pairs: the log-probabilities that its first weights give to all answers, computed once.
 
-They are kept beside the prepared data, under a hash of all that they depend on, so that a run that goes on, on any number
-of workers, reads the same bits.
+They are kept beside the prepared data, under a hash of all that they depend on, so that a run that goes on, on any
+number of workers, reads the same bits.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def token_losses(
     vocabulary: VocabularySplit = WHOLE_VOCABULARY,
     passes: ScorePasses = IN_PLACE,
 ) -> Tensor:
-    """The cross-entropy, in nats, of each next-token prediction: [n], in float32, or float64 for float64 inputs; 0 where
-    the target is ignored.
+    """The cross-entropy, in nats, of each next-token prediction: [n], in float32, or float64 for float64 inputs; 0
+    where the target is ignored.
 
     As `sum_of_losses`, and differentiable once. Where the vocabulary is split over ranks, all of them must give the
     same gradient of the result.
