@@ -20,7 +20,7 @@ from plait.layout import Layout
 from plait.model.gpt import GPT, reset_biases
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.mesh import Sums
-from plait.parallel.sharded_model import LossOf, ShardedModel
+from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -80,8 +80,6 @@ class Assembly:
             with self.auxiliary.also_without_gradients():
                 self.loads.count_first(lambda: self.evaluate_micros(micros), self.sums, like)
         set_learning_rate(self.optimizer, learning_rate(plan.optimizer, state.step, plan.steps))
-        if self.pairs is not None:
-            self.pairs.begin()
         scalars = take_step(
             micros,
             sharded=self.model,
@@ -164,10 +162,7 @@ def assemble(
     loader = Loader(corpus, reader, samples)
     autocast, compile = make_autocast(plan.precision, device), plan.compile if stages else "off"
     auxiliary = AuxiliaryLosses(sharded, plan.shape, autocast, score_passes(compile))
-    objective, beta = config.finetune.objective, config.finetune.beta
-    pairs = None
-    if objective == "dpo":
-        pairs = PairLosses(sharded, all_pairs(corpus), beta, autocast, score_passes(compile))
+    pairs = pair_losses_of(config, sharded, all_pairs(corpus), autocast, compile)
     run_micros, evaluate_micros = make_runners(
         sharded, autocast, casts=weight_casts(plan), compile=compile, auxiliary=auxiliary, pairs=pairs
     )
@@ -185,6 +180,16 @@ def assemble(
         loads=ExpertLoads(sharded, plan.shape),
         auxiliary=auxiliary,
         pairs=pairs,
+    )
+
+
+def pair_losses_of(
+    config: RunConfig, sharded: ShardedModel, pairs: int, autocast: Autocast, compile: Compile
+) -> PairLosses | None:
+    """The loss of a recipe that learns from so many pairs; None where it learns from no pairs."""
+    tuning = config.finetune
+    return (
+        PairLosses(sharded, pairs, tuning.beta, autocast, score_passes(compile)) if tuning.objective == "dpo" else None
     )
 
 
@@ -219,11 +224,10 @@ def make_runners(
     auxiliary: AuxiliaryLosses | None = None,
     pairs: PairLosses | None = None,
 ) -> tuple[RunMicros, EvaluateMicros]:
-    """Functions that run micro-batches through the sharded model in training and in evaluation: one micro-batch
-    after another, or through a pipeline, which casts weights for each micro-batch. The loss is that of the next token,
-    or of `pairs`."""
+    """Functions that run micro-batches through the sharded model in training and in evaluation: one after another, or
+    through a pipeline, which casts weights for each. The loss is that of the next token, or of `pairs`."""
     forward, loss_of = make_forward(autocast, auxiliary), make_loss(autocast, sharded.vocabulary, score_passes(compile))
-    loss_of = loss_of if pairs is None else _loss_of_either(loss_of, pairs)
+    loss_of = loss_of if pairs is None else pairs.beside(loss_of)
     pipe = sharded.pipe
     if pipe is None:
         return (
@@ -236,11 +240,6 @@ def make_runners(
         ),
         lambda micros: pipe.evaluate(list(micros), forward=forward, loss_of=loss_of) * sharded.reports,
     )
-
-
-def _loss_of_either(plain: LossOf, pairs: PairLosses) -> LossOf:
-    """The loss of pairs, or of the next token in a micro-batch without any, such as a multiple-choice question's."""
-    return lambda hidden_nd, chunk, micro: (plain if micro.pairs is None else pairs.loss_of)(hidden_nd, chunk, micro)
 
 
 def weight_casts(plan: Plan) -> WeightCasts:

@@ -90,6 +90,10 @@ class AuxiliarySums(Protocol):
 class PairSums(Protocol):
     """What a rank sums up of pairs beside their loss."""
 
+    def begin(self) -> None:
+        """Begin a step."""
+        ...
+
     def take(self, like: Tensor) -> Tensor:
         """The step's [sum of margins, pairs ranked right, tokens of answers] on this rank."""
         ...
@@ -112,6 +116,8 @@ def take_step(
     See Note [loss is a sum] in loss.py: the one division by the global number of tokens is here. An update whose
     gradient is not finite is skipped on all ranks, so that it cannot reach the weights.
     """
+    if pairs is not None:
+        pairs.begin()
     local = run_micros(micros)
     counts = [] if loads is None else [loads.take(like=local)]
     more = local[:0] if auxiliary is None else auxiliary.take(like=local)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.data.loader import Micro
 from plait.model.gpt import GPT
-from plait.parallel.sharded_model import ShardedModel
+from plait.parallel.sharded_model import LossOf, ShardedModel
 from plait.trainer.loss import IN_PLACE
 from plait.trainer.preference.token_losses import token_losses
 from plait.trainer.score_passes import ScorePasses
@@ -76,6 +76,10 @@ class PairLosses:
         loss = -F.logsigmoid(margins_p).sum()
         self._add(margins_p.detach(), micro)
         return loss if micro.pairs.reported else loss - loss.detach()
+
+    def beside(self, plain: LossOf) -> LossOf:
+        """This loss, or the plain one in a micro-batch without pairs, such as that of a multiple-choice question."""
+        return lambda hidden_nd, chunk, micro: (plain if micro.pairs is None else self.loss_of)(hidden_nd, chunk, micro)
 
     @contextmanager
     def record(self) -> Iterator[Tensor]:
