@@ -23,7 +23,7 @@ from plait.recipe.load import read_saved_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
-from plait.trainer.balance.move_layers import move_layers
+from plait.trainer.balance.move_layers import BuildAssembly, move_layers
 from plait.trainer.checkpointing.background import saver_of
 from plait.trainer.checkpointing.copy_actions import CopyActions
 from plait.trainer.checkpointing.persist import prune_old, restore, verify_together
@@ -55,11 +55,8 @@ def main(context: WorkerContext, argument: str) -> None:
         mesh = make_mesh(plan.layout, plan.device)
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)
-        reference = KeptReference(config, plan, world)
-        # A run that goes on has all its weights in the checkpoint, or in memory.
-        goes_on = requested["resume"] or requested["from_copies"]
-        assembly = build(plan, initialize=reference.is_missing or not goes_on)
-        _give_reference(reference, assembly, context)
+        reference = KeptReference(plan, world, objective=config.finetune.objective, overlong=config.data.overlong)
+        assembly = _assembled(build, plan, reference, context, requested["resume"] or requested["from_copies"])
         assembly, meter = attach_meter(assembly, clock_of(assembly.device), context.progress)
         copying = _copying(context, requested["lineage"], world)
         state, whole = TrainState(), set[int]()
@@ -136,11 +133,17 @@ def select_deterministic_kernels(plan: Plan) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _give_reference(reference: KeptReference, assembly: Assembly, context: WorkerContext) -> None:
-    """The log-probabilities that pairs are compared with; the first rank of each host keeps them."""
+def _assembled(
+    build: BuildAssembly, plan: Plan, reference: KeptReference, context: WorkerContext, goes_on_from: str | int
+) -> Assembly:
+    """This rank's part of the run, with the log-probabilities that pairs are compared with; the first rank of each host
+    keeps them."""
+    # A run that goes on has all its weights in the checkpoint, or in memory.
+    assembly = build(plan, initialize=reference.is_missing or not goes_on_from)
     sentence = reference.give(assembly, context.progress, writes=context.local_rank == 0)
     if sentence and context.rank == 0:
         context.send("note", text=sentence)
+    return assembly
 
 
 def _copying(context: WorkerContext, lineage: int, world: Sums) -> CopyActions:

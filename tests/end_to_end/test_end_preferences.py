@@ -1,5 +1,5 @@
-"""DPO from the command line: two workers learn which answer is preferred, the reference is computed once and kept, and a
-killed run goes on bit for bit, on one worker too."""
+"""DPO from the command line: two workers learn which answer is preferred, the reference is computed once and kept, and
+a killed run goes on bit for bit, on one worker too."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_pairs_are_shown_learnt_from_and_measured(home: Place, method: str) -> N
     assert "reference log-probabilities of 100 pairs" in told and "pairs ranked right" in told
     steps = [line for line in home.lines("go") if "loss" in line]
     (*_, held_out) = [line for line in home.lines("go") if "eval_loss" in line]
-    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and steps[0]["reward_margin"] == pytest.approx(0, abs=1e-3)
+    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and steps[0]["reward_margin"] == pytest.approx(
+        0, abs=1e-3
+    )
     assert steps[-1]["loss"] < 0.5 and steps[-1]["pair_accuracy"] > 0.9 and steps[-1]["reward_margin"] > 0.3
     assert held_out["eval_loss"] < 0.6 and held_out["pair_accuracy"] > 0.8 and "eval_nats_per_byte" not in held_out
     refused = ended(home.start("eval", "go"))
@@ -132,7 +134,7 @@ def test_one_worker_goes_on_with_what_two_began_and_makes_the_reference_anew_whe
 @pytest.mark.parametrize(
     ("change", "override", "words"),
     [
-        ({"rejected": "yes!", "chosen": "yes!", "prompt": "a"}, "", "pairs.jsonl:1: the chosen and the rejected answer are"),
+        ({"rejected": "yes!", "chosen": "yes!", "prompt": "a"}, "", "pairs.jsonl:1: the chosen and the rejected"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "", "pairs.jsonl:1: the chosen answer is empty"),
         ({"prompt": "a", "rejected": "b"}, "", 'pairs.jsonl:1 has no column "chosen"'),
         ({"prompt": "a" * 70, "chosen": "b", "rejected": "c"}, "", "1 pair is longer than a window of 64 tokens"),

@@ -7,30 +7,31 @@ number of workers, reads the same bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
+from typing import Literal, Protocol
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from plait.data.loader import micros_of_pairs
+from plait.data.loader import Loader, Micro, micros_of_pairs
 from plait.data.samples.opening import all_pairs
-from plait.data.shards import open_corpus
+from plait.data.samples.sizes import Overlong
+from plait.data.shards import Corpus, open_corpus
 from plait.errors import RunFailed
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.model.names import ADAPTER_B
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import ShardedModel
 from plait.planner.plan import Plan
-from plait.recipe.schema import RunConfig
 from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
-from plait.trainer.assemble import Assembly
+from plait.trainer.preference.pair_losses import PairLosses
 
 _FORMAT = 1
 _MICROS_AT_ONCE = 16
@@ -39,38 +40,58 @@ _MOST_BYTES = 1 << 34
 _TABLE, _SHA256 = "log_probabilities", "sha256"
 
 
+class LearnsPairs(Protocol):
+    """What computing the reference needs of a rank's assembly."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def model(self) -> ShardedModel: ...
+    @property
+    def corpus(self) -> Corpus: ...
+    @property
+    def loader(self) -> Loader: ...
+    @property
+    def sums(self) -> Sums: ...
+    @property
+    def pairs(self) -> PairLosses | None: ...
+    @property
+    def evaluate_micros(self) -> Callable[[Iterable[Micro]], Tensor]: ...
+
+
 class KeptReference:
     """The reference of one run, found or missing; of a run that learns from no pairs there is nothing to find. Every
     rank must make the same calls."""
 
-    def __init__(self, config: RunConfig, plan: Plan, world: Sums) -> None:
-        self._world, self._overlong = world, config.data.overlong
+    def __init__(self, plan: Plan, world: Sums, *, objective: Literal["sft", "dpo"], overlong: Overlong) -> None:
+        self._world, self._overlong = world, overlong
         self._table = torch.zeros(0, 2, dtype=torch.float64)
         self.is_missing = False
         """Whether it must be computed: then the assembly that `give` gets needs the weights that the run begins
         with."""
-        self.learns_pairs = config.finetune.objective == "dpo"
+        self.learns_pairs = objective == "dpo"
         if self.learns_pairs:
-            self._path = Path(plan.corpus) / f"reference-{reference_key(config, plan)}.safetensors"
+            self._path = Path(plan.corpus) / f"reference-{reference_key(plan, overlong)}.safetensors"
             self._pairs = all_pairs(open_corpus(Path(plan.corpus)))
             self._find()
 
-    def give(self, assembly: Assembly, progress: ProgressReport = NO_REPORT, *, writes: bool = False) -> str:
-        """Hand the reference to an assembly; where it is missing it is computed first, which blocks, and kept by the
-        ranks that are asked to write. Returns a sentence about what was done, or "". Raises RunFailed where the numbers
-        are not finite or cannot be kept."""
+    def give(self, assembly: LearnsPairs, progress: ProgressReport = NO_REPORT, *, writes: bool = False) -> str:
+        """Hand the reference to an assembly; where it is missing it is computed first, which blocks. The ranks that are
+        asked to write keep it on their host. Returns a sentence about what was done, or "". Raises RunFailed where the
+        numbers are not finite or cannot be kept."""
         if not self.learns_pairs:
             return ""
         sentence, began = "", perf_counter()
         if self.is_missing:
             self._table = compute_reference(assembly, self._overlong, progress).cpu()
-            if writes:
-                replace_file(self._path, _file_of(self._table))
             self.is_missing = False
             sentence = (
                 f"reference log-probabilities of {self._pairs:,} pairs by the first weights in "
                 f"{perf_counter() - began:.0f} s; kept with the prepared data"
             )
+        if writes and not self._is_here:
+            replace_file(self._path, _file_of(self._table))
+            self._is_here = True
         assert assembly.pairs is not None
         assembly.pairs.set_reference(self._table.to(assembly.device))
         return sentence
@@ -78,6 +99,7 @@ class KeptReference:
     def _find(self) -> None:
         """The table of the first rank whose host has it: so all have the same bits."""
         own = _read(self._path, self._pairs)
+        self._is_here = own is not None
         have = [bool(one) for one in self._world.gather(torch.tensor([own is not None]).double())]
         self.is_missing = not any(have)
         if not self.is_missing:
@@ -85,22 +107,24 @@ class KeptReference:
             self._table = self._world(torch.zeros(self._pairs, 2, dtype=torch.float64) if table is None else table)
 
 
-def reference_key(config: RunConfig, plan: Plan) -> str:
+def reference_key(plan: Plan, overlong: Overlong) -> str:
     """A name for all that the reference depends on: weights, tokens (and with them the template), the longest pair and
     what becomes of longer ones, and the arithmetic."""
     weights = [plan.base_fingerprint, plan.shape.vocabulary]
     arithmetic = [plan.precision, plan.matmul_precision]
-    parts = [_FORMAT, weights, plan.corpus_hash, [plan.sequence, config.data.overlong], arithmetic]
+    parts = [_FORMAT, weights, plan.corpus_hash, [plan.sequence, overlong], arithmetic]
     return sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 @torch.no_grad()
-def compute_reference(assembly: Assembly, overlong: str = "refuse", progress: ProgressReport = NO_REPORT) -> Tensor:
+def compute_reference(
+    assembly: LearnsPairs, overlong: Overlong = "refuse", progress: ProgressReport = NO_REPORT
+) -> Tensor:
     """Log-probabilities of the answers of all pairs by the weights of an assembly without its adapters, [pairs, 2] in
     float64, the same on every rank; pairs that are left out are zeros. Every rank must call it; blocks."""
     pairs = assembly.pairs
     assert pairs is not None
-    micros = micros_of_pairs(assembly.corpus, assembly.loader.selection, "drop" if overlong == "drop" else "refuse")
+    micros = micros_of_pairs(assembly.corpus, assembly.loader.selection, overlong)
     with _without_adapters(assembly.model), pairs.record() as table:
         while some := list(islice(micros, _MICROS_AT_ONCE)):
             progress.phase("the reference")
