@@ -82,16 +82,17 @@ def _write_whole(
 def _write_pairs(
     folder: Path, split: HoldoutSplit, vocabulary: int, sequence: int, draws: np.random.Generator
 ) -> ShardWriter:
-    """Write pairs with one prompt and answers of unlike lengths; a third of them fill their window."""
+    """Write pairs with one prompt and answers of unlike lengths; a quarter of them fill their window."""
     tokens = _TOKENS[split] * sequence
     dtype = token_dtype(vocabulary)
     limit = -(-tokens // _SHARDS) + 2 * sequence
     writer = ShardWriter(folder, split, eot=0, dtype=dtype, shard_tokens=limit, marks="kept")
     while tokens > 0:
-        prompt = int(draws.integers(1, sequence // 2))
+        prompt = int(draws.integers(1, max(3, sequence // 4)))
         room = sequence - 2 * (prompt - 1)  # for the answers' tokens: all of an example but one token takes room
-        first = int(draws.integers(1, room))
-        second = room - first if draws.random() < 1 / 3 else int(draws.integers(1, room - first + 1))
+        first = min(room - 1, 1 + int(draws.exponential() * sequence / 6))
+        second = room - first if draws.random() < 1 / 4 else 1 + int(draws.exponential() * sequence / 6)
+        second = min(second, room - first)
         asked = _drawn(prompt, vocabulary, draws)
         answers = [_drawn(length, vocabulary, draws) for length in (first, second)]
         left = 2 * prompt + first + second
