@@ -1,6 +1,7 @@
 """One step's loss of pairs and its gradients, in float64, by plait and by plain torch with transformers' own model.
 
-The model that learns and the reference are two random Llamas, saved by transformers and read by plait. By hand each
+The model that learns and the reference are two random GPT-2, saved by transformers and read by plait (of other families
+transformers computes rotary positions in float32, whatever the model's precision). By hand each
 answer is one sequence of its own, its log-probability the sum that log_softmax gives, and the loss TRL's formula. As a
 program it prints the largest relative error, so that a mutated copy of plait can be asked.
 """
@@ -32,6 +33,7 @@ from plait.trainer.step import make_forward
 from tests.interop.random_models import SEQUENCE, VOCABULARY, random_config, random_model
 
 BETA, ROWS = 0.7, 9
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WAYS = ("one micro-batch", "a row at a time", "by hand")
 
 
@@ -41,7 +43,7 @@ def losses_and_gradients(folder: Path) -> dict[str, dict[str, Tensor]]:
     corpus = open_corpus(
         write_synthetic(folder / "corpus", vocabulary=VOCABULARY, sequence=SEQUENCE, seed=5, layout="pairs")
     )
-    learning, reference = saved(folder / "learning", 1), saved(folder / "reference", 1, another=True)
+    learning, reference = saved(folder / "learning", 0), saved(folder / "reference", 0, another=True)
     return {
         "one micro-batch": _through_plait(corpus, ROWS, learning, reference),
         "a row at a time": _through_plait(corpus, 1, learning, reference),
@@ -50,7 +52,7 @@ def losses_and_gradients(folder: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def saved(folder: Path, seed: int, *, another: bool = False) -> BaseModel:
-    """A random Llama's folder; `another` has the same shape and other weights."""
+    """A random GPT-2's folder; `another` has the same shape and other weights."""
     model: Any = random_model(random_config(seed))
     if another:
         torch.manual_seed(8)
@@ -99,12 +101,13 @@ def _through_plait(corpus: Corpus, micro: int, learning: BaseModel, reference: B
 
 
 def _gradients(model: GPT, base: BaseModel, count: float) -> dict[str, Tensor]:
-    """By transformers' names."""
-    found = {}
+    """By transformers' names, and as it lays them out: queries, keys and values as one, [in, out]."""
+    parts: dict[str, list[Tensor]] = {}
     for name, weight in model.named_parameters():
         assert weight.grad is not None
-        found[base.places[name].stored.name] = weight.grad / count
-    return found
+        parts.setdefault(base.places[name].stored.name, []).append(weight.grad / count)
+    found = {name: torch.cat(grads) for name, grads in parts.items()}
+    return {name: grad.T if name.endswith(TRANSPOSED) else grad for name, grad in found.items()}
 
 
 def _by_hand(corpus: Corpus, learning: BaseModel, reference: BaseModel) -> dict[str, Tensor]:
@@ -134,9 +137,8 @@ def _pair(corpus: Corpus, number: int) -> Iterator[tuple[Tensor, Tensor]]:
             assert shard.mask is not None
             for one in (2 * number, 2 * number + 1):
                 part = slice(bounds[one], bounds[one + 1])
-                yield (
-                    torch.from_numpy(np.array(values[part]).astype(np.int64)) for values in (shard.tokens, shard.mask)
-                )
+                tokens, marks = (np.array(values[part]).astype(np.int64) for values in (shard.tokens, shard.mask))
+                yield torch.from_numpy(tokens), torch.from_numpy(marks)
             return
         number -= len(shard.starts) // 2
 

@@ -123,7 +123,7 @@ def test_value_gradients_margins_and_accuracy_are_trls() -> None:
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * float(other.abs().max()))
     margin, right, tokens = objective.take(like=loss).tolist()
-    assert margin == pytest.approx(float(margins.sum()), rel=1e-12)
+    assert margin == pytest.approx(float(margins.detach().sum()), rel=1e-12)
     assert right == int((margins > 0).sum()) and 0 < right < 3 and tokens == int((targets != IGNORED).sum())
     objective.begin()
     assert objective.take(like=loss).tolist() == [0.0, 0.0, 0.0]
@@ -155,7 +155,9 @@ def test_parts_of_a_sequence_are_added_up_before_the_sigmoid() -> None:
     assert total == pytest.approx(float(exact.sum()), rel=1e-12)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * float(other.abs().max()))
-    assert taken.tolist() == pytest.approx([float(margins.sum()), int((margins > 0).sum()), int((targets >= 0).sum())])
+    assert taken.tolist() == pytest.approx(
+        [float(margins.detach().sum()), int((margins > 0).sum()), int((targets >= 0).sum())]
+    )
 
 
 def test_a_micro_batch_without_pairs_has_no_loss_and_a_gradient_of_zeros() -> None:

@@ -87,8 +87,6 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) ->
         state, scalars = plain.step(TrainState())
         found = {"sums/norm": scalars.norm.reshape(1), "sums/loss": scalars.totals, **dict(_gradients(assembly))}
         counts.append(scalars.expert_counts)
-        if assembly.pairs is not None:
-            found["sums/pairs"] = scalars.pairs
         if scalars.auxiliary.numel():
             found["sums/auxiliary"] = scalars.auxiliary.flatten()
         if scope == "all":
@@ -102,6 +100,10 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) ->
                 state, scalars = assembly.step(state)
                 counts.append(scalars.expert_counts)
             found |= dict(_weights(assembly, _KINDS[assembly.plan.optimizer.kind]))
+            if (
+                assembly.pairs is not None
+            ):  # before the first update margins may be zero but for rounding, and have no sign
+                found["sums/pairs"] = scalars.pairs
             record.passes = "held-out"
             found["sums/evaluation"] = assembly.evaluate()
     finally:

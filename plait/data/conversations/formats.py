@@ -28,10 +28,16 @@ _LARGEST_WHOLE_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFormat:
-    """What a source holds, and the column of its conversations where it holds any."""
+    """What a source holds, and the column of its conversations where it holds any; of pairs that of the first answer,
+    where it is one."""
 
     kind: SampleFormat
     column: str = ""
+
+    @property
+    def may_hold_chats(self) -> bool:
+        """Whether a chat template may be needed."""
+        return self.kind in ("chat", "preference")
 
     def __str__(self) -> str:
         named = {
@@ -58,13 +64,15 @@ def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceForma
     field = opened.source.field
     if requested == "auto" and isinstance(first.values.get(field), str):
         return SourceFormat(kind="text")
-    if requested == "prompt-completion" or requested == "preference":
-        return SourceFormat(kind=requested)
+    if requested == "prompt-completion":
+        return SourceFormat(kind="prompt-completion")
+    if requested == "preference":
+        return _pairs(first)
     columns = (*(() if field == _USUAL_FIELD else (field,)), *_CHAT_COLUMNS)
     found = next((column for column in columns if _is_list(first, column)), None)
     if found is None and requested == "auto":
         if all(column in first.values for column in ANSWERS):
-            return SourceFormat(kind="preference")
+            return _pairs(first)
         whole = all(column in first.values for column in _PROMPT_COLUMNS)
         return SourceFormat(kind="prompt-completion" if whole else "text")
     return SourceFormat(kind="chat", column=found or columns[0])
@@ -97,6 +105,10 @@ def holds_pairs(forms: Sequence[SourceFormat]) -> bool:
 def holds_examples(forms: Sequence[SourceFormat]) -> bool:
     """Whether samples are whole examples, which are packed and never cut, and not windows of one stream of text."""
     return any(form.kind != "text" for form in forms)
+
+
+def _pairs(first: Record) -> SourceFormat:
+    return SourceFormat(kind="preference", column=ANSWERS[0] if _is_list(first, ANSWERS[0]) else "")
 
 
 def _first(opened: OpenSource, requested: RequestedFormat) -> Record | None:

@@ -78,7 +78,7 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
     index = {
         "format": SHARD_FORMAT,
         "layout": "pairs" if holds_pairs(work.formats) else "whole",
-        "template": template.where if any(form.kind == "chat" for form in work.formats) else "",
+        "template": template.where if any(form.column for form in work.formats) else "",
         "dtype": token_dtype(tokenizer.vocabulary).str,
         "vocabulary": tokenizer.vocabulary,
         "eot": tokenizer.eot,

@@ -64,7 +64,8 @@ class KeptReference:
     rank must make the same calls."""
 
     def __init__(self, plan: Plan, world: Sums, *, objective: Literal["sft", "dpo"], overlong: Overlong) -> None:
-        self._world, self._overlong = world, overlong
+        self._world = world
+        self._overlong: Overlong = overlong
         self._table = torch.zeros(0, 2, dtype=torch.float64)
         self.is_missing = False
         """Whether it must be computed: then the assembly that `give` gets needs the weights that the run begins
