@@ -20,7 +20,7 @@ from plait.layout import Layout
 from plait.model.gpt import GPT, reset_biases
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.mesh import Sums
-from plait.parallel.sharded_model import ShardedModel
+from plait.parallel.sharded_model import Forward, LossOf, ShardedModel
 from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -44,6 +44,7 @@ from plait.trainer.step import (
 )
 
 EvaluateMicros = Callable[[Iterable[Micro]], Tensor]
+Runners = tuple[RunMicros, EvaluateMicros]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +66,6 @@ class Assembly:
     auxiliary: AuxiliaryLosses
     """The losses beside that of the next token."""
     pairs: PairLosses | None = None
-    """The loss of a run that learns from pairs of answers."""
 
     def step(self, state: TrainState) -> tuple[TrainState, Scalars]:
         """Take the update that follows `state`, and return the new state and the step's scalars.
@@ -89,18 +89,13 @@ class Assembly:
             clip=plan.optimizer.clip,
             loads=self.loads,
             auxiliary=self.auxiliary,
-            pairs=self.pairs,
         )
         return replace(state, step=state.step + 1, position=state.position + plan.batch_sequences), scalars
 
     def evaluate(self) -> Tensor:
         """[sum of losses, counted tokens] over the whole held-out split, with each of its tokens counted once; of pairs
-        [sum of losses, pairs, and what PairLosses.take gives]. Every rank must call it."""
-        if self.pairs is None:
-            return self.sums(self.evaluate_micros(self.heldout()))
-        self.pairs.begin()
-        totals = self.evaluate_micros(self.heldout())
-        return self.sums(torch.cat([totals, self.pairs.take(like=totals)]))
+        as RunMicros says. Every rank must call it."""
+        return self.sums(self.evaluate_micros(self.heldout()))
 
     def set_sequences_per_replica(self, sequences: tuple[int, ...]) -> None:
         """From the next step on, data-parallel rank p reads `sequences[p]` sequences; every rank must
@@ -154,11 +149,9 @@ def assemble(
     for chunk in sharded.chunks:
         reset_biases(chunk)
     fill_first_weights(sharded, plan, config.run.seed, which="all" if initialize else "frozen")
-    corpus = open_corpus(Path(plan.corpus))
+    corpus, overlong = open_corpus(Path(plan.corpus)), config.data.overlong
     samples = select_samples(plan, layout, sums.index, device)
-    reader = training_samples(
-        corpus, config.run.seed, plan.sequence, overlong=config.data.overlong, epochs=plan.budget.epochs
-    )
+    reader = training_samples(corpus, config.run.seed, plan.sequence, overlong=overlong, epochs=plan.budget.epochs)
     loader = Loader(corpus, reader, samples)
     autocast, compile = make_autocast(plan.precision, device), plan.compile if stages else "off"
     auxiliary = AuxiliaryLosses(sharded, plan.shape, autocast, score_passes(compile))
@@ -173,7 +166,7 @@ def assemble(
         optimizer=make_optimizer(sharded.units, plan.optimizer),
         corpus=corpus,
         loader=loader,
-        heldout=lambda: heldout_micros(corpus, loader.selection, config.data.overlong),
+        heldout=lambda: heldout_micros(corpus, loader.selection, overlong),
         sums=sums,
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
@@ -223,11 +216,17 @@ def make_runners(
     compile: Compile = "off",
     auxiliary: AuxiliaryLosses | None = None,
     pairs: PairLosses | None = None,
-) -> tuple[RunMicros, EvaluateMicros]:
+) -> Runners:
     """Functions that run micro-batches through the sharded model in training and in evaluation: one after another, or
     through a pipeline, which casts weights for each. The loss is that of the next token, or of `pairs`."""
-    forward, loss_of = make_forward(autocast, auxiliary), make_loss(autocast, sharded.vocabulary, score_passes(compile))
-    loss_of = loss_of if pairs is None else pairs.beside(loss_of)
+    forward, plain = make_forward(autocast, auxiliary), make_loss(autocast, sharded.vocabulary, score_passes(compile))
+    if pairs is None:
+        return _runners(sharded, forward, plain, casts)
+    run_micros, evaluate_micros = _runners(sharded, forward, pairs.beside(plain), casts)
+    return pairs.with_sums(run_micros), pairs.with_sums(evaluate_micros)
+
+
+def _runners(sharded: ShardedModel, forward: Forward, loss_of: LossOf, casts: WeightCasts) -> Runners:
     pipe = sharded.pipe
     if pipe is None:
         return (

@@ -33,7 +33,8 @@ WeightCasts = Literal["each micro-batch", "each step"]
 
 RunMicros = Callable[[Sequence[Micro]], Tensor]
 """Runs forward and backward of this rank's micro-batches. Returns this rank's [sum of losses, counted tokens] in
-float64, zeros where another rank reports the same ones; afterwards each unit's `.grad` is the sum over all ranks."""
+float64, zeros where another rank reports the same ones; of pairs of answers their number, and then what PairLosses.take
+gives. Afterwards each unit's `.grad` is the sum over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,18 +88,6 @@ class AuxiliarySums(Protocol):
         ...
 
 
-class PairSums(Protocol):
-    """What a rank sums up of pairs beside their loss."""
-
-    def begin(self) -> None:
-        """Begin a step."""
-        ...
-
-    def take(self, like: Tensor) -> Tensor:
-        """The step's [sum of margins, pairs ranked right, tokens of answers] on this rank."""
-        ...
-
-
 def take_step(
     micros: Sequence[Micro],
     *,
@@ -109,19 +98,16 @@ def take_step(
     clip: float | None,
     loads: ExpertLoads | None = None,
     auxiliary: AuxiliarySums | None = None,
-    pairs: PairSums | None = None,
 ) -> Scalars:
     """One update from one step's micro-batches; every rank must call it. Never waits for the device.
 
     See Note [loss is a sum] in loss.py: the one division by the global number of tokens is here. An update whose
     gradient is not finite is skipped on all ranks, so that it cannot reach the weights.
     """
-    if pairs is not None:
-        pairs.begin()
-    local = run_micros(micros)
+    totals = run_micros(micros)
+    local, of_pairs = totals[:2], totals[2:]
     counts = [] if loads is None else [loads.take(like=local)]
     more = local[:0] if auxiliary is None else auxiliary.take(like=local)
-    of_pairs = local[:0] if pairs is None else pairs.take(like=local)
     whole = sums(torch.cat([local, owned_squares(sharded.units, like=local), *counts, more, of_pairs]))
     found, more, of_pairs = whole.split([len(whole) - len(more) - len(of_pairs), len(more), len(of_pairs)])
     loss_sum, tokens, squares = found[:3].unbind()
@@ -130,7 +116,7 @@ def take_step(
     update(optimizer, sharded.units, factor=clip_factor(norm, clip) / count, norm=norm)
     sharded.gradients.publish()
     scalars = Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
-    if pairs is not None:
+    if len(of_pairs):
         scalars = replace(scalars, pairs=of_pairs)
     if auxiliary is not None:
         scalars = replace(scalars, auxiliary=auxiliary.table(more), objective_names=auxiliary.names)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from plait.trainer.loss import IN_PLACE
 from plait.trainer.preference.token_losses import token_losses
 from plait.trainer.score_passes import ScorePasses
 
+_Micros = TypeVar("_Micros")
 _Autocast = Callable[[], AbstractContextManager[object]]
 CHOSEN, REJECTED = 0, 1
 """Columns of a table of pairs."""
@@ -80,6 +82,16 @@ class PairLosses:
     def beside(self, plain: LossOf) -> LossOf:
         """This loss, or the plain one in a micro-batch without pairs, such as that of a multiple-choice question."""
         return lambda hidden_nd, chunk, micro: (plain if micro.pairs is None else self.loss_of)(hidden_nd, chunk, micro)
+
+    def with_sums(self, run: Callable[[_Micros], Tensor]) -> Callable[[_Micros], Tensor]:
+        """A function that runs micro-batches, with what `take` gives of them behind its own result."""
+
+        def run_and_take(micros: _Micros) -> Tensor:
+            self.begin()
+            totals = run(micros)
+            return torch.cat([totals, self.take(like=totals)])
+
+        return run_and_take
 
     @contextmanager
     def record(self) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ Legend: n tokens (rows times columns, flattened), d width, v vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class _TokenLosses(torch.autograd.Function):
         targets_n: Tensor,
         vocabulary: VocabularySplit,
         passes: ScorePasses,
-        want_grads: bool,
+        want_grads: Literal[True, False],
     ) -> Tensor:
         learns = want_grads and ctx.needs_input_grad[1]
         early = want_grads and ctx.needs_input_grad[0] and not learns
