@@ -56,7 +56,7 @@ finetune-full: chats  ## the same model, all of its weights, on a mixed layout o
 	@echo; echo "after:"
 	$(CHAT) chats-full --temperature 0 --tokens 48
 
-pairs: chats  ## 385 pairs of answers made of those chats: one that ends, and one that runs on
+pairs: chats  ## 193 pairs of answers made of those chats: one that ends, and one that runs on
 	$(BIN)/python install/pairs.py
 
 preferences: pairs  ## teach that model by DPO which answers are preferred, on two workers: answers before and after

@@ -3,7 +3,7 @@ on; for `make preferences`.
 
     .venv/bin/python install/pairs.py
 
-Of every fifth chat the first question is the prompt and its answer the one that is chosen. The rejected answer is the
+Of every tenth chat the first question is the prompt and its answer the one that is chosen. The rejected answer is the
 same text and then those of the next two chats, as of a model that does not know when to stop. Where the set is there
 already, this ends at once.
 """
@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterator, List
 ROOT = Path(__file__).resolve().parents[1]
 CHATS = ROOT / "models" / "chats.jsonl"
 PAIRS = CHATS.with_name("pairs.jsonl")
-EVERY, RUNS_ON = 5, 2
+EVERY, RUNS_ON = 10, 2
 LONGEST_ANSWER = 200
 """Characters; the few longer answers are left out on both sides."""
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def pairs_of(lines: List[str]) -> Iterator[Dict[str, Any]]:
-    """A pair for every fifth of these chats."""
+    """A pair for every tenth of these chats."""
     chats = [json.loads(line)["messages"][:2] for line in lines]
     chats = [chat for chat in chats if len(chat[1]["content"]) <= LONGEST_ANSWER]
     for at in range(0, len(chats), EVERY):

@@ -148,7 +148,7 @@ def test_parts_of_a_sequence_are_added_up_before_the_sigmoid() -> None:
         objective.set_reference(reference)
         micro = micro_of(targets[part], sequence[part], NUMBERS, 3 if rank == 0 else 0)
         loss = objective.loss_of(hidden[part], chunk, micro)
-        total += float(loss)
+        total += float(loss.detach())
         taken += objective.take(like=taken)
         grads = torch.autograd.grad(loss, (hidden, head))
         found = [one + other for one, other in zip(found, grads, strict=True)]
