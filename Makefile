@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full test test-commands test-pieces test-all test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -55,6 +55,17 @@ finetune-full: chats  ## the same model, all of its weights, on a mixed layout o
 	$(BIN)/plait train recipes/06-full-finetuning.toml $(SETTINGS)
 	@echo; echo "after:"
 	$(CHAT) chats-full --temperature 0 --tokens 48
+
+pairs: chats  ## 193 pairs of answers made of those chats: one that ends, and one that runs on
+	$(BIN)/python install/pairs.py
+
+preferences: pairs  ## teach that model by DPO which answers are preferred, on two workers: answers before and after
+	@echo; echo "before:"
+	$(CHAT) $(SMOLLM2) --temperature 0 --tokens 96
+	@echo
+	$(BIN)/plait train recipes/08-dpo-pairs.toml $(SETTINGS)
+	@echo; echo "after:"
+	$(CHAT) preferences --temperature 0 --tokens 96
 
 # Two parts run side by side: most of the first is waiting for commands to start. Each tells its results when it is done.
 PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-commands test-pieces

@@ -100,6 +100,11 @@ def _plan_with_heldout(run: str, working: WorkingFolder, given_as: str) -> Plan:
     """The plan of a run whose held-out text is there and whole."""
     plan = find_run(run, working).saved_plan()
     corpus = open_corpus(working.path / plan.corpus)
+    if corpus.layout == "pairs":
+        raise PlaitError(
+            f"the run {run} held out pairs of answers, whose loss and accuracy stand in its metrics.jsonl; plait eval "
+            f"measures text or chats, so name files with {given_as}"
+        )
     if not corpus.heldout_tokens:
         raise PlaitError(f"the run {run} held out no text (data.holdout = 0); name a file with {given_as}")
     corpus.verify("heldout")
@@ -131,6 +136,10 @@ def _prepare_files(
         template_folders=tuple(template_folders(found.run, found.tokenizer_folder, working)),
     )
     corpus = open_corpus(prepare_corpus(request, cache, show))
+    if corpus.layout == "pairs":
+        raise PlaitError(
+            f"{sources[0].path} holds pairs of answers; plait eval measures text or chats, name such files"
+        )
     return MeasuredText(folder=corpus.folder, part="train", tokens=corpus.train_tokens), corpus.train_bytes
 
 

@@ -22,8 +22,9 @@ _OWN_HASH = "index_sha256"
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-SampleLayout = Literal["stream", "whole"]
-"""Whether samples are windows of one stream of documents, or whole examples that are packed into windows."""
+SampleLayout = Literal["stream", "whole", "pairs"]
+"""Whether samples are windows of one stream of documents, or whole examples that are packed into windows; of "pairs"
+two and two examples, the preferred one first, are packed together."""
 
 _Weight = Annotated[int | float, Field(gt=0, allow_inf_nan=False)]
 
@@ -178,4 +179,5 @@ def _agrees(index: CorpusIndex) -> bool:
         and len(set(names)) == len(names)
         and any(entry.split == "train" for entry in index.shards)
         and (index.layout == "stream" or all(entry.mask_sha256 for entry in index.shards))
+        and (index.layout != "pairs" or all(entry.documents % 2 == 0 for entry in index.shards))
     )

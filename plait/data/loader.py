@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,72 +17,11 @@ from plait.data.integrity import BackgroundVerification
 from plait.data.micro_sizes import micro_sizes
 from plait.data.packing import Lengths, restarting_positions, rows_ahead, zigzag_columns
 from plait.data.rows import IGNORED_TARGET
-from plait.data.samples.opening import heldout_samples
-from plait.data.samples.reader import RowReader, SampleReader
+from plait.data.samples.micro import Ahead, Micro, MicroPairs, SampleSelection
+from plait.data.samples.opening import all_training_samples, heldout_samples
+from plait.data.samples.reader import PairRows, RowReader, SampleReader
 from plait.data.samples.sizes import Overlong
 from plait.data.shards import Corpus
-
-DocumentMode = Literal["mask", "join"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ahead:
-    """What tokens predict at one depth beyond the next, int64 [B, T] each: `tokens` are those so many further on (any,
-    where there is none), `targets` the ones after them, IGNORED_TARGET also if of another row or document."""
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Micro:
-    """One micro-batch of B rows and T tokens.
-
-    `inputs` and `targets` are int64 [B, T]; a target of IGNORED_TARGET does not enter the loss. Where documents are
-    masked, `positions` [B, T] restart at each document and `lengths` are the segments of the flattened rows. Where this
-    rank holds only a part of each sequence (context parallelism), `positions` are those in the whole sequence ([1, T]
-    if equal in all rows), and `lengths`, if documents are masked, are those of the whole rows. Else they are None.
-    `numbers` [B, T] are those of the tokens in the run (T0 × sample + place in it, of T0 tokens; negative in a row that
-    is no sample), if known. `ahead` is for each depth of prediction beyond the next token, from 1 on.
-    """
-
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    positions: torch.Tensor | None
-    lengths: tuple[int, ...] | None
-    numbers: torch.Tensor | None = None
-    ahead: tuple[Ahead, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSelection:
-    """The samples of each step that a rank reads, and how they are divided into micro-batches."""
-
-    sequence: int
-    sequences_per_replica: tuple[int, ...]
-    """Sequences of a step for each data-parallel rank; sums to the global batch."""
-    data_parallel_rank: int
-    """This rank's data-parallel rank."""
-    lockstep_replicas: range
-    """The data-parallel ranks that communicate in the middle of each micro-batch, this one included: all run equally
-    many."""
-    micro_sequences: int
-    """Largest number of sequences in a micro-batch."""
-    documents: DocumentMode
-    device: torch.device
-    micro_limits: tuple[int, ...] = ()
-    """`micro_sequences` of each data-parallel rank where they differ; else empty."""
-    context_rank: int = 0
-    """This rank's context-parallel rank: the part of each sequence that it holds."""
-    context_degree: int = 1
-    """Context-parallel degree: the number of parts of each sequence."""
-    predict_ahead: int = 0
-    """Depths of prediction beyond the next token."""
-
-    @property
-    def batch_sequences(self) -> int:
-        """Sequences of a step over all data-parallel ranks."""
-        return sum(self.sequences_per_replica)
 
 
 class Loader:
@@ -158,8 +97,18 @@ def heldout_micros(corpus: Corpus, samples: SampleSelection, overlong: Overlong 
     The data-parallel ranks take turns, each with the same share of the windows as of a training step. Raises
     PlaitError for examples that are too long where that is refused.
     """
+    yield from _each_once(corpus, heldout_samples(corpus, samples.sequence, overlong), samples)
+
+
+def micros_of_pairs(corpus: Corpus, samples: SampleSelection, overlong: Overlong = "refuse") -> Iterator[Micro]:
+    """This rank's micro-batches of all pairs of a corpus of pairs, the training part's first, as in `heldout_micros`:
+    over all data-parallel ranks each pair is there exactly once."""
+    yield from _each_once(corpus, all_training_samples(corpus, samples.sequence, overlong), samples)
+    yield from heldout_micros(corpus, samples, overlong)
+
+
+def _each_once(corpus: Corpus, reader: RowReader, samples: SampleSelection) -> Iterator[Micro]:
     samples = replace(samples, predict_ahead=0)
-    reader = heldout_samples(corpus, samples.sequence, overlong)
     if not reader.samples:
         return
     takers = np.resize(interleaved_replicas(samples.sequences_per_replica), reader.samples)
@@ -178,7 +127,22 @@ def _read_micro(
         return _uncounted_micro(corpus, samples)
     rows = reader.read(places)
     lengths = rows.lengths if samples.documents == "mask" else None
-    return make_micro(rows.inputs, rows.targets, lengths, samples, numbers)
+    micro = make_micro(rows.inputs, rows.targets, lengths, samples, numbers)
+    return _with_pairs(micro, corpus, rows.pairs, samples)
+
+
+def _with_pairs(micro: Micro, corpus: Corpus, pairs: PairRows | None, samples: SampleSelection) -> Micro:
+    """The micro-batch with the pairs in it; of a corpus that has none as it is."""
+    if corpus.layout != "pairs":
+        return micro
+    pairs = pairs or PairRows.none((len(micro.inputs), samples.sequence))
+    columns = zigzag_columns(samples.sequence, samples.context_degree, samples.context_rank)
+    held = MicroPairs(
+        numbers=_tensor(pairs.numbers, samples.device),
+        sequence=_tensor(pairs.sequence[:, columns], samples.device),
+        reported=len(pairs.numbers) if samples.context_rank == 0 else 0,
+    )
+    return replace(micro, pairs=held)
 
 
 def _own_samples(reader: SampleReader, places: Lengths, samples: SampleSelection) -> Lengths:
@@ -221,7 +185,8 @@ def interleaved_replicas(sequences_per_replica: tuple[int, ...]) -> Lengths:
 def _uncounted_micro(corpus: Corpus, samples: SampleSelection) -> Micro:
     inputs = np.full((1, samples.sequence), corpus.eot, dtype=np.int64)
     lengths = np.array([samples.sequence]) if samples.documents == "mask" else None
-    return make_micro(inputs, np.full_like(inputs, IGNORED_TARGET), lengths, samples)
+    micro = make_micro(inputs, np.full_like(inputs, IGNORED_TARGET), lengths, samples)
+    return _with_pairs(micro, corpus, None, samples)
 
 
 def make_micro(

@@ -19,7 +19,8 @@ from plait.data.index import SampleLayout, ShardEntry, damaged, file_sha256, rea
 # began there: one false end in SHARD_TOKENS. Where some tokens are never to be learned (a prompt, say), a mask beside
 # the shard marks them with 1, one byte a token. In a corpus of whole examples (layout "whole") an example is all tokens
 # from its start to the next one's, with the ends of text that it has itself; its first token is marked, as nothing
-# stands before it, and so is the <eot> that closes the shard.
+# stands before it, and so is the <eot> that closes the shard. Of pairs (layout "pairs") documents 2i and 2i + 1 are the
+# chosen and the rejected example of one, in the same shard.
 
 SHARD_TOKENS = 2**28
 _MOST_STARTS_CHECKED = 1 << 20

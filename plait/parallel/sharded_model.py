@@ -182,6 +182,8 @@ class ShardedModel:
     """Whether this rank's loss enters the global sum: true on one of the ranks that compute the same loss."""
     reports_objectives: bool = True
     """The same of the losses of heads that stand on this rank, on whichever stage of a pipeline."""
+    over_sequence: Callable[[Tensor], Tensor] = lambda values: values
+    """The sum of values over the ranks that hold parts of the same sequences; each of them must call it."""
 
     def settle(self) -> None:
         """Block until every number of every weight on this rank is current. Every rank must call it."""

@@ -10,6 +10,7 @@ from plait.recipe.section import RecipeSection
 from plait.recipe.values import Auto, Width
 
 FinetuneMethod = Literal["full", "lora"]
+FinetuneObjective = Literal["sft", "dpo"]
 _LORA_KEYS = ("rank", "alpha", "targets", "variant")
 
 
@@ -26,6 +27,19 @@ class FinetuneSection(RecipeSection):
     """The linear layers that get adapters: ["q_proj", "v_proj"], ["attention"]; "auto": all."""
     variant: Literal["lora", "rslora"] = "lora"
     """"rslora" divides by the root of the rank (Kalajdzievski 2023)."""
+
+    objective: FinetuneObjective = "sft"
+    """"sft": from examples; "dpo": from pairs of an answer that is preferred and one that is not (Rafailov 2023)."""
+    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    """DPO's: how strongly the model is held to what it was; 0.1 is the paper's, 0.01 lets it go further."""
+
+    @model_validator(mode="after")
+    def _check_objective(self) -> Self:
+        if self.objective == "dpo" and self.method == "auto":
+            raise ValueError('objective = "dpo" tunes a model; write method = "lora" or method = "full" beside it')
+        if self.objective != "dpo" and self.beta != type(self).model_fields["beta"].default:
+            raise ValueError('beta is DPO\'s; write objective = "dpo", or take beta out')
+        return self
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:

@@ -113,7 +113,26 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
             f'finetune.method = "{config.finetune.method}" tunes a model that is trained already; name it, for example '
             'model.from = "smollm2", or take [finetune] out'
         )
+    _check_pairs(config)
     return config
+
+
+def _check_pairs(config: RunConfig) -> None:
+    """Raise PlaitError unless [finetune] and [data] agree on whether pairs of answers are learnt from."""
+    data, pairs = config.data, config.finetune.objective == "dpo"
+    if pairs and data.format not in ("auto", "preference"):
+        raise PlaitError(
+            f'finetune.objective = "dpo" learns from pairs and data.format = "{data.format}" has none; write '
+            'data.format = "preference", or take objective out'
+        )
+    if not pairs and data.format == "preference":
+        raise PlaitError(
+            'data.format = "preference" is learnt from by finetune.objective = "dpo"; write it in [finetune]'
+        )
+    if pairs and data.overlong == "cut":
+        raise PlaitError(
+            'data.overlong = "cut" would compare answers without their ends; write "drop" (or "refuse") for pairs'
+        )
 
 
 def parse_recipe(text: str, where: str) -> RunConfig:

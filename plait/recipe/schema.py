@@ -67,8 +67,8 @@ class DataSection(RecipeSection):
     """The part kept out of training for evaluation; 0 for none."""
     mask_documents: bool | Auto = "auto"
     """Keep attention inside a document."""
-    format: Literal["text", "chat", "prompt-completion"] | Auto = "auto"
-    """What files hold: text, chats ("messages"), or "prompt" and "completion"; "auto" tells it by the columns."""
+    format: Literal["text", "chat", "prompt-completion", "preference"] | Auto = "auto"
+    """What files hold: text, chats, prompts with completions, or pairs of answers; "auto" tells it by the columns."""
     overlong: Literal["refuse", "drop", "cut"] = "refuse"
     """What becomes of a chat that is longer than a window: refused, left out, or cut at the window's end."""
 

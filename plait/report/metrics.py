@@ -24,8 +24,12 @@ LEFT_OUT_IF_NONE = (
     "expert_load_max",
     "expert_dropped",
     "auxiliary_losses",
+    "reward_margin",
+    "pair_accuracy",
+    "eval_nats_per_byte",
 )
-"""Keys of runs that ask multiple-choice questions, and of models with experts or with auxiliary objectives."""
+"""Keys of runs that ask multiple-choice questions, of models with experts or with auxiliary objectives, and of runs
+that learn from pairs or do not."""
 MAY_BE_NULL = frozenset({"mfu", "step", "tokens", "expert_load_max", "expert_dropped", "auxiliary_losses"})
 
 
@@ -33,7 +37,8 @@ MAY_BE_NULL = frozenset({"mfu", "step", "tokens", "expert_load_max", "expert_dro
 class StepReport:
     """One optimizer step. `tokens` counts those that entered the loss since the run began, on all ranks together.
 
-    `loss` is the mean over this step's tokens in nats; `mfu` a fraction of the peak, None where the peak is unknown.
+    `loss` is the mean over this step's tokens in nats, or over its pairs of answers; `mfu` a fraction of the peak, None
+    where the peak is unknown.
     """
 
     step: int
@@ -52,6 +57,10 @@ class StepReport:
     auxiliary_losses: Mapping[str, float | None] | None = None
     """The mean loss of each head in the middle ("layer_4") and depth of prediction ahead ("ahead_1"), without its
     weight; `loss` is that of the next token alone. None as a value is what was not finite."""
+    reward_margin: float | None = None
+    """Where pairs are learnt from, the mean of beta × the log-ratio of the chosen answer less that of the rejected."""
+    pair_accuracy: float | None = None
+    """Of those pairs the share whose margin is above 0."""
 
     @property
     def is_finite(self) -> bool:
@@ -65,7 +74,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """One evaluation, after `step`: the exact mean loss over the held-out part, in nats per token and per byte.
+    """One evaluation, after `step`: the exact mean loss over the held-out part, in nats per token and per byte; of
+    pairs of answers the loss a pair, the mean margin and the share with a margin above 0.
 
     In a run that asks multiple-choice questions also the share that it answers right, by the log-probability of a
     choice and by that a byte of it; else these are None, and not in the file.
@@ -73,9 +83,11 @@ class EvalReport:
 
     step: int
     eval_loss: float
-    eval_nats_per_byte: float
+    eval_nats_per_byte: float | None = None
     choices_accuracy: float | None = None
     choices_accuracy_per_byte: float | None = None
+    reward_margin: float | None = None
+    pair_accuracy: float | None = None
 
     def to_line(self) -> str:
         """The JSON line, newline included; what is not finite becomes null."""

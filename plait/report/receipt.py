@@ -82,11 +82,12 @@ class Receipt:
     """Share of the recipe's multiple-choice questions (report.choices) that the last evaluation answered right."""
     choices_accuracy_per_byte: float | None = None
     """The same, where log-probabilities are divided by the bytes of a choice."""
+    pair_accuracy: float | None = None
+    """Share of pairs of answers that the last evaluation ranked right, or the last step where nothing is held out."""
     incidents: tuple[str, ...] = ()
     """A sentence for each failure that ended workers of the run."""
     useful_share: float | None = None
     """Seconds of the steps that count over `wall_s`; the rest went to starts, saves, evaluations and failures."""
-
     samples_skipped: int = 0
     """Samples that the run left out on purpose, because loss or gradient were bad twice at their step."""
     copy_every_steps: float | None = None
@@ -143,14 +144,14 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     degrees: Mapping[str, Any] = receipt.layout
     layout, ranks = Layout(**degrees), receipt.world_size
     speed = f"{format_count(receipt.tokens_per_s)} tokens/s, {format_duration(receipt.step_s_median)} a step (median)"
-    held_out = _text(receipt.eval_loss, "{:.4f} nats per token") + _text(
-        receipt.eval_nats_per_byte, ", {:.4f} per byte"
-    )
+    unit = "nats per token" if receipt.pair_accuracy is None else "a pair"
+    held_out = _text(receipt.eval_loss, f"{{:.4f}} {unit}") + _text(receipt.eval_nats_per_byte, ", {:.4f} per byte")
+    held_out += _text(receipt.pair_accuracy if held_out else None, ", {:.1%} of pairs ranked right")
     copied = _text(receipt.copy_every_steps, "copied every {:.3g} steps")
     return [
         ("trained", f"{counted(receipt.steps, 'step')}, {format_count(receipt.tokens)} tokens"),
         ("on", f"{receipt.device}, {counted(ranks, 'rank')} ({layout})"),
-        ("training loss", f"{receipt.train_loss:.4f} nats per token in the last step"),
+        ("training loss", f"{receipt.train_loss:.4f} {unit} in the last step"),
         ("held-out loss", held_out),
         ("speed", speed),
         ("forecast", _forecast(receipt)),
@@ -241,10 +242,8 @@ def _lost(receipt: Receipt) -> str:
 
 def _costs(receipt: Receipt) -> str:
     watts_h = receipt.energy_wh
-    parts = [
-        _text(receipt.cost_usd, "${:,.2f}"),
-        "" if watts_h is None else f"{plain_number(watts_h)} Wh of the devices",
-    ]
+    energy = "" if watts_h is None else f"{plain_number(watts_h)} Wh of the devices"
+    parts = [_text(receipt.cost_usd, "${:,.2f}"), energy]
     return ", ".join(part for part in parts if part)
 
 

@@ -63,7 +63,9 @@ class Console:
             self._print(aligned_facts(self._facts(report), self._total))
 
     def evaluation(self, report: EvalReport) -> None:
-        per_byte = f"{report.eval_nats_per_byte:.3g} nats per byte"
+        per_byte = "" if report.eval_nats_per_byte is None else f"{report.eval_nats_per_byte:.3g} nats per byte"
+        if report.pair_accuracy is not None and report.reward_margin is not None:
+            per_byte = f"a pair; {report.pair_accuracy:.1%} ranked right, margin {report.reward_margin:.3g}"
         right = "" if report.choices_accuracy is None else f", {report.choices_accuracy:.1%} of choices right"
         self._print(f"step {report.step}: held-out loss {report.eval_loss:.3f} ({per_byte}){right}")
 
@@ -98,6 +100,7 @@ class Console:
             f"{format_count(self._smooth.tokens_per_s)} tokens/s",
         ]
         facts += [] if report.mfu is None else [f"MFU {mfu_text(report.mfu)}"]
+        facts += [] if report.pair_accuracy is None else [f"{report.pair_accuracy:.0%} ranked right"]
         load = report.expert_load_max
         return facts if load is None else [*facts, f"busiest expert {load:.2f} × the mean"]
 

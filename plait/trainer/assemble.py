@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.data.loader import Loader, Micro, SampleSelection, heldout_micros
-from plait.data.samples.opening import training_samples
+from plait.data.samples.opening import all_pairs, training_samples
 from plait.data.shards import Corpus, open_corpus
 from plait.layout import Layout
 from plait.model.gpt import GPT, reset_biases
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.mesh import Sums
-from plait.parallel.sharded_model import ShardedModel
+from plait.parallel.sharded_model import Forward, LossOf, ShardedModel
 from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -28,6 +28,7 @@ from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, KeptBias
 from plait.trainer.first_weights import fill_first_weights
 from plait.trainer.optim import learning_rate, make_optimizer, set_learning_rate
+from plait.trainer.preference.pair_losses import PairLosses
 from plait.trainer.score_passes import score_passes
 from plait.trainer.state import TrainState
 from plait.trainer.step import (
@@ -43,6 +44,7 @@ from plait.trainer.step import (
 )
 
 EvaluateMicros = Callable[[Iterable[Micro]], Tensor]
+Runners = tuple[RunMicros, EvaluateMicros]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class Assembly:
     """The experts' loads; of a model without experts it counts nothing."""
     auxiliary: AuxiliaryLosses
     """The losses beside that of the next token."""
+    pairs: PairLosses | None = None
 
     def step(self, state: TrainState) -> tuple[TrainState, Scalars]:
         """Take the update that follows `state`, and return the new state and the step's scalars.
@@ -90,8 +93,8 @@ class Assembly:
         return replace(state, step=state.step + 1, position=state.position + plan.batch_sequences), scalars
 
     def evaluate(self) -> Tensor:
-        """[sum of losses, counted tokens] over the whole held-out split, with each of its tokens counted once. Every
-        rank must call it."""
+        """[sum of losses, counted tokens] over the whole held-out split, with each of its tokens counted once; of pairs
+        as RunMicros says. Every rank must call it."""
         return self.sums(self.evaluate_micros(self.heldout()))
 
     def set_sequences_per_replica(self, sequences: tuple[int, ...]) -> None:
@@ -146,16 +149,15 @@ def assemble(
     for chunk in sharded.chunks:
         reset_biases(chunk)
     fill_first_weights(sharded, plan, config.run.seed, which="all" if initialize else "frozen")
-    corpus = open_corpus(Path(plan.corpus))
+    corpus, overlong = open_corpus(Path(plan.corpus)), config.data.overlong
     samples = select_samples(plan, layout, sums.index, device)
-    reader = training_samples(
-        corpus, config.run.seed, plan.sequence, overlong=config.data.overlong, epochs=plan.budget.epochs
-    )
+    reader = training_samples(corpus, config.run.seed, plan.sequence, overlong=overlong, epochs=plan.budget.epochs)
     loader = Loader(corpus, reader, samples)
     autocast, compile = make_autocast(plan.precision, device), plan.compile if stages else "off"
     auxiliary = AuxiliaryLosses(sharded, plan.shape, autocast, score_passes(compile))
+    pairs = pair_losses_of(config, sharded, all_pairs(corpus), autocast, compile)
     run_micros, evaluate_micros = make_runners(
-        sharded, autocast, casts=weight_casts(plan), compile=compile, auxiliary=auxiliary
+        sharded, autocast, casts=weight_casts(plan), compile=compile, auxiliary=auxiliary, pairs=pairs
     )
     return Assembly(
         plan=plan,
@@ -164,12 +166,23 @@ def assemble(
         optimizer=make_optimizer(sharded.units, plan.optimizer),
         corpus=corpus,
         loader=loader,
-        heldout=lambda: heldout_micros(corpus, loader.selection, config.data.overlong),
+        heldout=lambda: heldout_micros(corpus, loader.selection, overlong),
         sums=sums,
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
         loads=ExpertLoads(sharded, plan.shape),
         auxiliary=auxiliary,
+        pairs=pairs,
+    )
+
+
+def pair_losses_of(
+    config: RunConfig, sharded: ShardedModel, pairs: int, autocast: Autocast, compile: Compile
+) -> PairLosses | None:
+    """The loss of a recipe that learns from so many pairs; None where it learns from no pairs."""
+    tuning = config.finetune
+    return (
+        PairLosses(sharded, pairs, tuning.beta, autocast, score_passes(compile)) if tuning.objective == "dpo" else None
     )
 
 
@@ -202,10 +215,18 @@ def make_runners(
     casts: WeightCasts = "each micro-batch",
     compile: Compile = "off",
     auxiliary: AuxiliaryLosses | None = None,
-) -> tuple[RunMicros, EvaluateMicros]:
-    """Functions that run micro-batches through the sharded model in training and in evaluation: one micro-batch
-    after another, or through a pipeline, which casts weights for each micro-batch."""
-    forward, loss_of = make_forward(autocast, auxiliary), make_loss(autocast, sharded.vocabulary, score_passes(compile))
+    pairs: PairLosses | None = None,
+) -> Runners:
+    """Functions that run micro-batches through the sharded model in training and in evaluation: one after another, or
+    through a pipeline, which casts weights for each. The loss is that of the next token, or of `pairs`."""
+    forward, plain = make_forward(autocast, auxiliary), make_loss(autocast, sharded.vocabulary, score_passes(compile))
+    if pairs is None:
+        return _runners(sharded, forward, plain, casts)
+    run_micros, evaluate_micros = _runners(sharded, forward, pairs.beside(plain), casts)
+    return pairs.with_sums(run_micros), pairs.with_sums(evaluate_micros)
+
+
+def _runners(sharded: ShardedModel, forward: Forward, loss_of: LossOf, casts: WeightCasts) -> Runners:
     pipe = sharded.pipe
     if pipe is None:
         return (

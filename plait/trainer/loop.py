@@ -202,10 +202,11 @@ def _flush(
     rows = torch.stack([_row(one.scalars) for one in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
     tokens, bad = state.tokens, None
-    for one, (loss_sum, counted, norm, load, idle_count, dropped, choices, *auxiliary) in zip(
+    for one, (loss_sum, counted, norm, load, idle_count, dropped, choices, margins, right, answers, *auxiliary) in zip(
         pending, rows, strict=True
     ):
-        tokens += int(counted)
+        learnt = counted if isnan(answers) else answers
+        tokens += int(learnt)
         report = StepReport(
             step=one.state.step,
             tokens=tokens,
@@ -213,12 +214,14 @@ def _flush(
             grad_norm=norm,
             lr=one.lr,
             step_s=step_s,
-            tokens_per_s=counted / step_s,
-            mfu=actions.mfu(counted / step_s),
+            tokens_per_s=learnt / step_s,
+            mfu=actions.mfu(learnt / step_s),
             data_wait_s=one.data_wait_s,
             expert_load_max=None if isnan(load) else load,
             expert_dropped=None if isnan(dropped) else dropped / max(choices, 1),
             auxiliary_losses=_auxiliary_losses(one.scalars.objective_names, auxiliary),
+            reward_margin=None if isnan(answers) else margins / max(counted, 1),
+            pair_accuracy=None if isnan(answers) else right / max(counted, 1),
         )
         sink.step(report)
         watches.divergence.add(report)
@@ -235,10 +238,12 @@ def _flush(
 
 def _row(scalars: Scalars) -> Tensor:
     """What is fetched of a step: [sum of losses, counted tokens, norm, the busiest expert's load, idle experts, choices
-    that were dropped, all choices of experts], and [sum of losses, counted tokens] of each auxiliary objective."""
+    that were dropped, all choices of experts], what is summed of pairs, and [sum of losses, counted tokens] of each
+    auxiliary objective."""
     of_experts = (scalars.expert_load_max, scalars.idle_experts, scalars.dropped, scalars.expert_counts.sum())
     others = torch.stack([value.to(scalars.totals) for value in (scalars.norm, *of_experts)])
-    return torch.cat([scalars.totals, others, scalars.auxiliary.to(others).flatten()]).double()
+    more = scalars.pairs.to(others), scalars.auxiliary.to(others).flatten()
+    return torch.cat([scalars.totals, others, *more]).double()
 
 
 def _auxiliary_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float | None] | None:

@@ -51,6 +51,12 @@ def sum_of_losses(
     return total
 
 
+def loss_pieces(hidden_nd: Tensor, head_vd: Tensor, vocabulary: VocabularySplit) -> list[slice]:
+    """The tokens whose logits are there at a time: the same on every rank that the vocabulary is split over."""
+    most = _PIECE_NUMBERS.get(hidden_nd.device.type, _USUAL_PIECE_NUMBERS)
+    return even_pieces(len(hidden_nd), most // vocabulary.most_entries(len(head_vd)))
+
+
 def even_pieces(tokens: int, most: int) -> list[slice]:
     """As few pieces of at most `most` tokens as there can be, of one size but for the last, which may be smaller: a
     compiled kernel is made for a size."""
@@ -75,8 +81,7 @@ class _SumOfLosses(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=hidden_nd.device)
         grad_hidden = torch.empty_like(hidden_nd) if want_grads and ctx.needs_input_grad[0] else None
         grad_head = torch.zeros_like(head_vd, dtype=exact) if want_grads and ctx.needs_input_grad[1] else None
-        most = _PIECE_NUMBERS.get(hidden_nd.device.type, _USUAL_PIECE_NUMBERS)
-        for part in even_pieces(len(hidden_nd), most // vocabulary.most_entries(len(head_vd))):
+        for part in loss_pieces(hidden_nd, head_vd, vocabulary):
             hidden = hidden_nd[part].detach()
             targets = LocalTargets(targets_n[part], vocabulary.first, len(weight_vd))
             own_grad = None if grad_hidden is None else grad_hidden[part]
@@ -110,7 +115,8 @@ def _add_piece(
 ) -> Tensor:
     """The summed loss of a piece, whose gradients are put into `grad_hidden_nd` and added to `grad_head_vd`. When it
     returns, nothing that is as large as the piece's logits is there any more."""
-    losses, kept = passes.losses(hidden_nd @ weight_vd.T, targets, vocabulary)
+    losses_n, kept = passes.losses(hidden_nd @ weight_vd.T, targets, vocabulary)
+    losses = losses_n.sum()
     if grad_hidden_nd is None and grad_head_vd is None:
         return losses
     grad_nv = passes.gradient(kept, targets, hidden_nd.dtype)
@@ -118,11 +124,11 @@ def _add_piece(
     if grad_hidden_nd is not None:
         torch.mm(grad_nv, weight_vd, out=grad_hidden_nd)
     if grad_head_vd is not None:
-        _add_product(grad_head_vd, grad_nv.T, hidden_nd)
+        add_product(grad_head_vd, grad_nv.T, hidden_nd)
     return losses
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, accumulated in total's precision."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)

@@ -39,12 +39,13 @@ class LocalTargets:
 
 
 class ScorePasses(Protocol):
-    """From a piece's scores to its summed cross-entropy and to the gradient of the scores."""
+    """From a piece's scores to its tokens' cross-entropies and to the gradient of the scores."""
 
     def losses(
         self, scores_nv: Tensor, targets: LocalTargets, vocabulary: VocabularySplit
     ) -> tuple[Tensor, KeptScores]:
-        """The sum over all ranks' entries, in at least float32; may overwrite the scores."""
+        """Of each token over all ranks' entries, 0 where its target is ignored: [n], in at least float32; may overwrite
+        the scores."""
         ...
 
     def gradient(self, kept: KeptScores, targets: LocalTargets, dtype: torch.dtype) -> Tensor:
@@ -64,7 +65,7 @@ class InPlacePasses:
         picked_n = shifted_nv.gather(1, targets.index_n1).squeeze(1) * targets.here_n
         exponentials_nv = shifted_nv.exp_()
         sums_n, picked_n = vocabulary.sum(torch.stack([exponentials_nv.sum(dim=1), picked_n]))
-        return _summed(sums_n, picked_n, targets), (exponentials_nv, largest_n1, sums_n)
+        return _counted(sums_n, picked_n, targets), (exponentials_nv, largest_n1, sums_n)
 
     def gradient(self, kept: KeptScores, targets: LocalTargets, dtype: torch.dtype) -> Tensor:
         exponentials_nv, _, sums_n = kept
@@ -86,7 +87,7 @@ class FusedPasses:
         largest_n1 = vocabulary.largest(self._row_largest(scores_nv))
         own = self._row_sums(scores_nv, largest_n1, targets.index_n1, targets.here_n)
         sums_n, picked_n = vocabulary.sum(own)
-        return _summed(sums_n, picked_n, targets), (scores_nv, largest_n1, sums_n)
+        return _counted(sums_n, picked_n, targets), (scores_nv, largest_n1, sums_n)
 
     def gradient(self, kept: KeptScores, targets: LocalTargets, dtype: torch.dtype) -> Tensor:
         grad_nv: Tensor = self._row_gradients(*kept, targets.index_n1, targets.here_n, targets.counted_n)
@@ -126,5 +127,5 @@ def row_gradients(
     return grad_nv.to(scores_nv.dtype)
 
 
-def _summed(sums_n: Tensor, picked_n: Tensor, targets: LocalTargets) -> Tensor:
-    return ((sums_n.log() - picked_n) * targets.counted_n).sum()
+def _counted(sums_n: Tensor, picked_n: Tensor, targets: LocalTargets) -> Tensor:
+    return (sums_n.log() - picked_n) * targets.counted_n

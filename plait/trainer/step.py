@@ -33,7 +33,8 @@ WeightCasts = Literal["each micro-batch", "each step"]
 
 RunMicros = Callable[[Sequence[Micro]], Tensor]
 """Runs forward and backward of this rank's micro-batches. Returns this rank's [sum of losses, counted tokens] in
-float64, zeros where another rank reports the same ones; afterwards each unit's `.grad` is the sum over all ranks."""
+float64, zeros where another rank reports the same ones; of pairs of answers their number, and then what PairLosses.take
+gives. Afterwards each unit's `.grad` is the sum over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,9 @@ class Scalars:
     auxiliary: Tensor = field(default_factory=lambda: torch.zeros(0, 2))
     """[sum of losses, counted tokens] of each auxiliary objective, over all ranks."""
     objective_names: tuple[str, ...] = ()
+    pairs: Tensor = field(default_factory=lambda: torch.full((3,), float("nan")))
+    """[sum of margins, pairs ranked right, tokens of answers] over all ranks; not numbers where no pairs are learnt
+    from, whose number is in `totals` in place of tokens."""
 
     @property
     def expert_load_max(self) -> Tensor:
@@ -100,17 +104,20 @@ def take_step(
     See Note [loss is a sum] in loss.py: the one division by the global number of tokens is here. An update whose
     gradient is not finite is skipped on all ranks, so that it cannot reach the weights.
     """
-    local = run_micros(micros)
+    totals = run_micros(micros)
+    local, of_pairs = totals[:2], totals[2:]
     counts = [] if loads is None else [loads.take(like=local)]
     more = local[:0] if auxiliary is None else auxiliary.take(like=local)
-    whole = sums(torch.cat([local, owned_squares(sharded.units, like=local), *counts, more]))
-    found, more = whole.split([len(whole) - len(more), len(more)])
+    whole = sums(torch.cat([local, owned_squares(sharded.units, like=local), *counts, more, of_pairs]))
+    found, more, of_pairs = whole.split([len(whole) - len(more) - len(of_pairs), len(more), len(of_pairs)])
     loss_sum, tokens, squares = found[:3].unbind()
     count = tokens.clamp(min=1)
     norm = squares.sqrt() / count
     update(optimizer, sharded.units, factor=clip_factor(norm, clip) / count, norm=norm)
     sharded.gradients.publish()
     scalars = Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
+    if len(of_pairs):
+        scalars = replace(scalars, pairs=of_pairs)
     if auxiliary is not None:
         scalars = replace(scalars, auxiliary=auxiliary.table(more), objective_names=auxiliary.names)
     if loads is None:
@@ -198,5 +205,6 @@ def make_loss(autocast: Autocast, vocabulary: VocabularySplit, passes: ScorePass
 
 
 def counted_tokens(micro: Micro) -> Tensor:
-    """Number of a micro-batch's tokens that enter the loss, as a float64 scalar on the device."""
-    return (micro.targets != IGNORED).sum().double()
+    """What a micro-batch adds to the number by which the sum of losses is divided: its tokens that enter the loss, or
+    its pairs of answers; a float64 scalar on the device."""
+    return micro.counted

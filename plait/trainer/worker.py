@@ -23,12 +23,13 @@ from plait.recipe.load import read_saved_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
-from plait.trainer.balance.move_layers import move_layers
+from plait.trainer.balance.move_layers import BuildAssembly, move_layers
 from plait.trainer.checkpointing.background import saver_of
 from plait.trainer.checkpointing.copy_actions import CopyActions
 from plait.trainer.checkpointing.persist import prune_old, restore, verify_together
 from plait.trainer.choices import load_choices
 from plait.trainer.loop import LoopIntervals
+from plait.trainer.preference.reference import KeptReference
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
 from plait.trainer.watching.loop_actions import loop_actions
@@ -54,8 +55,8 @@ def main(context: WorkerContext, argument: str) -> None:
         mesh = make_mesh(plan.layout, plan.device)
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)
-        # A run that goes on has all its weights in the checkpoint, or in memory.
-        assembly = build(plan, initialize=not (requested["resume"] or requested["from_copies"]))
+        reference = KeptReference(plan, world, objective=config.finetune.objective, overlong=config.data.overlong)
+        assembly = _assembled(build, plan, reference, context, requested["resume"] or requested["from_copies"])
         assembly, meter = attach_meter(assembly, clock_of(assembly.device), context.progress)
         copying = _copying(context, requested["lineage"], world)
         state, whole = TrainState(), set[int]()
@@ -76,6 +77,7 @@ def main(context: WorkerContext, argument: str) -> None:
 
             def restage(stage_layers: tuple[int, ...]) -> Meter:
                 moved = move_layers(assembly, build, stage_layers)
+                reference.give(moved)
                 new, own = attach_meter(moved, clock_of(assembly.device), context.progress)
                 assembly.replace_by(new)
                 if copying.copies is not None:
@@ -129,6 +131,19 @@ def select_deterministic_kernels(plan: Plan) -> None:
     are deterministic already at a fixed number of threads."""
     torch.use_deterministic_algorithms(plan.deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _assembled(
+    build: BuildAssembly, plan: Plan, reference: KeptReference, context: WorkerContext, goes_on_from: str | int
+) -> Assembly:
+    """This rank's part of the run, with the log-probabilities that pairs are compared with; the first rank of each host
+    keeps them."""
+    # A run that goes on has all its weights in the checkpoint, or in memory.
+    assembly = build(plan, initialize=reference.is_missing or not goes_on_from)
+    sentence = reference.give(assembly, context.progress, writes=context.local_rank == 0)
+    if sentence and context.rank == 0:
+        context.send("note", text=sentence)
+    return assembly
 
 
 def _copying(context: WorkerContext, lineage: int, world: Sums) -> CopyActions:

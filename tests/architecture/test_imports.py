@@ -60,7 +60,7 @@ INNER_FLOORS = {
                 "diagnosis": 7, "page": 7, "resolve": 7},
     "trainer": {"choices": 4, "first_weights": 1, "state": 0, "optim": 0, "score_passes": 0, "experts": 0, "loss": 1,
                 "divergence": 0, "step": 2, "assemble": 3, "rank_sinks": 3, "checkpointing": 4, "loop": 5, "balance": 5,
-                "auxiliary": 2, "watching": 6, "worker": 7, "time_steps": 8},
+                "auxiliary": 2, "preference": 2, "watching": 6, "worker": 7, "time_steps": 8},
 }  # fmt: skip
 MODULES_OF_A_FOLDER = 14
 FAN_OUT = 20

@@ -34,6 +34,8 @@ OTHER_VALUES = {
     "finetune.alpha": "3.0",
     "finetune.targets": '["attention"]',
     "finetune.variant": "rslora",
+    "finetune.objective": "dpo",
+    "finetune.beta": "0.5",
     "model.size": "3M",
     "model.layers": "3",
     "model.width": "256",
@@ -127,6 +129,8 @@ BESIDE = {
     "model.from": ("model.size=auto",),
     "finetune.method": TUNED,
     **dict.fromkeys(("finetune.rank", "finetune.alpha", "finetune.targets", "finetune.variant"), LORA),
+    "finetune.objective": (*TUNED, "finetune.method=full"),
+    "finetune.beta": (*TUNED, "finetune.method=full", "finetune.objective=dpo"),
     **{key: ("model.experts=8",) for key in OTHER_VALUES if key.startswith(("model.expert_", "model.router"))},
     **dict.fromkeys(
         ("model.query_rank", "model.rope_head_width", "model.value_head_width"), ("model.key_value_rank=16",)

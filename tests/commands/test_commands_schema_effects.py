@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
+from plait.parallel.sharded_model import unsharded
 from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
+from plait.trainer.assemble import pair_losses_of
 from plait.working_folder import CURRENT_FOLDER
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
 from tests.planner.machines import LAPTOP, ONE_H100, corpus, planned
@@ -61,6 +64,12 @@ def first_weights(config: RunConfig) -> list[float]:
     return torch.cat([weight.detach().reshape(-1) for weight in model.parameters()]).tolist()
 
 
+def beta_of_pairs(config: RunConfig) -> float | None:
+    """How strongly a run's loss of pairs holds the model to what it was."""
+    losses = pair_losses_of(config, unsharded(GPT(SMALL)), 3, nullcontext, "off")
+    return None if losses is None else losses.beta
+
+
 EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the plan": plan_of,
     "the data": data_request,
@@ -69,12 +78,14 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the first weights": first_weights,
     "compiled layers": lambda config: compile_of(config, [ONE_H100], []),
     "kernels of GPUs": gpu_kernels,
+    "the loss of pairs": beta_of_pairs,
     "the model's folder": lambda config: base_folder(config, CURRENT_FOLDER),
     "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
     "what follows a failure": lambda config: [decision_after(config.recover, n, "may pass") for n in range(1, 7)],
 }
 ELSEWHERE = {
     "model.from": "the model's folder",
+    "finetune.beta": "the loss of pairs",
     "run.devices": "the GPUs",
     "run.workers": "the GPUs",
     "train.compile": "compiled layers",

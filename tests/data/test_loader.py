@@ -10,7 +10,6 @@ import torch
 
 from plait.data.loader import (
     IGNORED_TARGET,
-    DocumentMode,
     Loader,
     Micro,
     SampleSelection,
@@ -19,6 +18,7 @@ from plait.data.loader import (
 )
 from plait.data.order import make_order
 from plait.data.packing import zigzag_columns
+from plait.data.samples.micro import DocumentMode
 from plait.data.samples.opening import training_samples
 from plait.data.shards import Corpus
 

@@ -27,7 +27,7 @@ RECEIPT = {
     "device", "predicted_step_s", "predicted_peak_bytes_per_device", "step_error", "memory_error", "cost_usd",
     "energy_wh", "sha256", "one_device_step_s", "speedup_vs_one", "efficiency", "one_device_from", "predicted_items",
     "measured_items", "predicted_rss_bytes", "rss_error", "taught_by_runs", "timed_step_s", "untimed_step_s",
-    "matmul_backend", "matmul_flops", "matmul_error", "choices_accuracy", "choices_accuracy_per_byte",
+    "matmul_backend", "matmul_flops", "matmul_error", "choices_accuracy", "choices_accuracy_per_byte", "pair_accuracy",
     "incidents", "useful_share", "samples_skipped", "copy_every_steps", "copy_share",
     "lost_by_cause",
 }  # fmt: skip

@@ -38,7 +38,7 @@ def run_evaluation_rank(context: RankContext, argument: str) -> None:
     text, rows = list[tuple[float, float]](), list[tuple[float, float]]()
     if request.corpus:
         corpus = _measured_text(request)
-        if corpus.layout == "whole":
+        if corpus.layout != "stream":
             samples = replace(samples, documents="mask")
         micros = heldout_micros(corpus, samples, request.overlong)
         text = turns.take("measuring the loss", micros, corpus.heldout_tokens)

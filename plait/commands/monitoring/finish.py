@@ -120,6 +120,7 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         train_loss=steps[-1].loss,
         eval_loss=evaluation.eval_loss if evaluation else None,
         eval_nats_per_byte=evaluation.eval_nats_per_byte if evaluation else None,
+        pair_accuracy=evaluation.pair_accuracy if evaluation else steps[-1].pair_accuracy,
         choices_accuracy=evaluation.choices_accuracy if evaluation else None,
         choices_accuracy_per_byte=evaluation.choices_accuracy_per_byte if evaluation else None,
         step_s_median=speed.step_s_median,

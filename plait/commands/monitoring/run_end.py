@@ -40,6 +40,10 @@ def doubt_lines(receipt: Receipt) -> list[str]:
 
 
 def _loss_text(receipt: Receipt) -> str:
+    if receipt.pair_accuracy is not None:
+        held_out = receipt.eval_loss is not None
+        text = f"{receipt.eval_loss if held_out else receipt.train_loss:.4f} a pair, {receipt.pair_accuracy:.1%} of "
+        return f"{text}{'held-out ' if held_out else ''}pairs ranked right{'' if held_out else ' in the last step'}"
     if receipt.eval_nats_per_byte is None:
         return f"{receipt.train_loss:.4f} nats per token in the last step"
     text = f"{receipt.eval_nats_per_byte:.4f} nats per byte held out"

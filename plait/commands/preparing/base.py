@@ -12,6 +12,7 @@ from plait.interop.base_model import read_base_model
 from plait.interop.gguf import convert_gguf
 from plait.interop.hub import PREFIX, fetch_model
 from plait.interop.small_files import CONFIGS, LICENCES, TOKENIZER, copy_small_files
+from plait.planner.derive.adapters import refuse_pairs
 from plait.planner.derive.model_size import BaseFacts
 from plait.private_folder import make_private_folder
 from plait.recipe.schema import RunConfig
@@ -28,7 +29,9 @@ def base_facts(config: RunConfig, working: WorkingFolder) -> BaseFacts | None:
     if folder is None:
         return None
     base = read_base_model(folder)
-    fingerprint = base_fingerprint(base) if config.finetune.method == "lora" else ""
+    refuse_pairs(config, base.shape)
+    told_apart = config.finetune.method == "lora" or config.finetune.objective == "dpo"
+    fingerprint = base_fingerprint(base) if told_apart else ""
     left_out = f"{counted(base.left_out, 'module')} of {folder.name} for tokens further ahead (multi-token prediction)"
     reasons = (f"left out: {left_out}; the model goes on without",) if base.left_out else ()
     return BaseFacts(folder=str(folder), shape=base.shape, fingerprint=fingerprint, reasons=reasons)

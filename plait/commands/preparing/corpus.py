@@ -37,6 +37,11 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
         corpus = open_corpus(folder)
         show(0, 0, "comparing hashes")
         verify_at_start(corpus)
+    if corpus.layout == "pairs" and config.finetune.objective != "dpo":
+        raise PlaitError(
+            'data.files hold pairs of answers (chosen, rejected), which finetune.objective = "dpo" learns from; write '
+            "it in [finetune], or name other files"
+        )
     if corpus.template:
         screen.print(f"template {_template_text(corpus)}")
     return corpus
@@ -79,7 +84,7 @@ def data_request(config: RunConfig, base: Path | None = None) -> DataRequest:
         tokenizer=_usual_tokenizer(base) if tokenizer == "auto" else tokenizer,
         vocabulary=None if vocabulary == "auto" else vocabulary,
         holdout=config.data.holdout,
-        format=config.data.format,
+        format="preference" if config.finetune.objective == "dpo" else config.data.format,
         template_folders=(base,) if base else (),
     )
 
@@ -114,5 +119,5 @@ def corpus_facts(corpus: Corpus) -> CorpusFacts:
         layout=corpus.layout,
         sizes=corpus_sizes(corpus),
         heldout_tokens=corpus.heldout_tokens,
-        documents=sum(len(shard.starts) for shard in corpus.train),
+        documents=sum(len(shard.starts) for shard in corpus.train) // (2 if corpus.layout == "pairs" else 1),
     )

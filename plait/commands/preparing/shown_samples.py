@@ -31,22 +31,24 @@ def packing_lines(config: RunConfig, corpus: Corpus) -> list[str]:
     lines = [
         f"learnt   {learned / corpus.train_tokens:.1%} of the tokens; the others are only read",
         f"packing  {packed.windows:,} windows of {sequence} tokens, {packed.share:.1%} full{asked}; "
-        f"the longest example has {counted(sizes.longest_example, 'token', ',')}",
+        f"the longest {sizes.unit} has {counted(sizes.longest_example, 'token', ',')}",
     ]
     if packed.overlong:
         fates = {"refuse": "refused", "drop": "left out", "cut": "cut at a window's end"}
         fate = fates[config.data.overlong]
-        longer = counted(packed.overlong, "example", ",")
+        longer = counted(packed.overlong, sizes.unit, ",")
         lines.append(f"overlong {longer} of more than {sequence} tokens: {fate} (data.overlong)")
     return lines
 
 
 def shown_samples(corpus: Corpus, count: int) -> Iterator[Sequence[TextPiece]]:
-    """So many training examples, evenly chosen from all, each as pieces of text of which the learnt ones stand out."""
+    """So many training examples, or pairs of them, evenly chosen from all, each as pieces of text of which the
+    learnt ones stand out."""
     if not count:
         return
     tokenizer = corpus_tokenizer(corpus)
-    ends = list(accumulate(len(shard.starts) for shard in corpus.train))
+    names = ("chosen", "rejected") if corpus.layout == "pairs" else ("example",)
+    ends = list(accumulate(len(shard.starts) // len(names) for shard in corpus.train))
     total = ends[-1]
     count = min(count, total)
     yield [("what stands out so is learnt from: ", "plain"), ("like this", "emphasized")]
@@ -54,9 +56,10 @@ def shown_samples(corpus: Corpus, count: int) -> Iterator[Sequence[TextPiece]]:
         place = turn * total // count
         number = int(np.searchsorted(ends, place, side="right"))
         shard = corpus.train[number]
-        yield from _shown(
-            corpus, tokenizer, shard, place - (ends[number] - len(shard.starts)), f"{place + 1} of {total}"
-        )
+        first = place * len(names) - (ends[number] * len(names) - len(shard.starts))
+        for which, name in enumerate(names):
+            title = f"{name:<8} {'of pair ' if len(names) > 1 else ''}{place + 1} of {total}"
+            yield from _shown(corpus, tokenizer, shard, first + which, title)
 
 
 def _shown(
@@ -72,7 +75,7 @@ def _shown(
     marks[0] = True  # nothing stands before it
     learned = int((~marks).sum()) if stop == last else None
     about = f", {learned} of them learnt" if learned is not None else f", the first {stop - first} of them"
-    yield [(f"example  {title}: {counted(last - first, 'token', ',')}{about}", "plain")]
+    yield [(f"{title}: {counted(last - first, 'token', ',')}{about}", "plain")]
     runs = groupby(zip(ids, marks.tolist(), strict=True), key=lambda pair: pair[1])
     pieces: list[TextPiece] = [
         (_printable(tokenizer.decode([token for token, _ in run])), "plain" if mark else "emphasized")

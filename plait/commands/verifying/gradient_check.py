@@ -64,7 +64,15 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
     small = shrunk_plan(config, plan.shape, plan.layout, plan.shares)
     if plan.device == "cuda":
         small = replace(plan_for_device(small, "cuda", "float32"), gpus=plan.gpus)
-    what = [asdict(small.layout), small.sequences_per_replica, asdict(small.shape), plan.device, dict(plan.fingerprint)]
+    objective = [config.finetune.objective, config.finetune.beta] if config.finetune.objective == "dpo" else []
+    what = [
+        *objective,
+        asdict(small.layout),
+        small.sequences_per_replica,
+        asdict(small.shape),
+        plan.device,
+        dict(plan.fingerprint),
+    ]
     key = sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
     kept = workers.working_folder.cache / "verified" / f"{key}.json"
     if kept.exists():
@@ -119,6 +127,7 @@ def _write_inputs(folder: Path, config: RunConfig, plan: Plan) -> None:
     corpus = folder / "corpus"
     corpus.mkdir()
     layout = "whole" if config.data.format in ("chat", "prompt-completion") else "stream"
+    layout = "pairs" if config.finetune.objective == "dpo" else layout
     sizes = {"vocabulary": plan.shape.vocabulary, "sequence": plan.sequence}
     write_synthetic(corpus, **sizes, seed=config.run.seed, layout=layout)
     write_plan(replace(plan, corpus=str(corpus)), folder / "plan.json")

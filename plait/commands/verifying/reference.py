@@ -30,6 +30,7 @@ from plait.recipe.load import read_saved_recipe
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.experts.replay import RoutingRecord
+from plait.trainer.preference.reference import compute_reference
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
 
@@ -78,6 +79,8 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) ->
     where the file says, which is written where there is none."""
     record = RoutingRecord(assembly.loads.own, routing if routing.exists() else None)
     counts: list[Tensor] = []
+    if assembly.pairs is not None:
+        assembly.pairs.set_reference(compute_reference(assembly))
     units = [unit.parameter for unit in assembly.model.units]
     plain = replace(assembly, optimizer=torch.optim.SGD(units, lr=assembly.plan.optimizer.lr, fused=True))
     try:
@@ -97,6 +100,10 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) ->
                 state, scalars = assembly.step(state)
                 counts.append(scalars.expert_counts)
             found |= dict(_weights(assembly, _KINDS[assembly.plan.optimizer.kind]))
+            if (
+                assembly.pairs is not None
+            ):  # before the first update margins may be zero but for rounding, and have no sign
+                found["sums/pairs"] = scalars.pairs
             record.passes = "held-out"
             found["sums/evaluation"] = assembly.evaluate()
     finally:

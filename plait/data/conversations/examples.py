@@ -9,7 +9,7 @@ from typing import Literal
 from plait.data.documents import Record
 from plait.errors import PlaitError
 
-SampleFormat = Literal["text", "chat", "prompt-completion"]
+SampleFormat = Literal["text", "chat", "prompt-completion", "preference"]
 
 _OLDER_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 _ROLES = ("system", "user", "assistant")
@@ -30,6 +30,8 @@ class ChatExample:
 
     place: str
     messages: tuple[ChatMessage, ...]
+    learned_from: int = 0
+    """Messages before this one are only read, those of the assistant too."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -86,11 +88,11 @@ def chat_example(record: Record, column: str) -> ChatExample:
     """The conversation in one column; raises PlaitError naming the record where it is none, or nothing in it can be
     learnt."""
     place = record.place
-    turns = _value(record, column, "a chat", 'the list of messages ("messages")')
+    turns = column_value(record, column, "a chat", 'the list of messages ("messages")')
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise PlaitError(f'{place}: "{column}" is no list of messages; write [{{"role": …, "content": …}}, …]')
-    messages = tuple(_message(f"{place}, message {number}", turn) for number, turn in enumerate(turns, start=1))
-    _check_turns(place, messages)
+    messages = tuple(chat_message(f"{place}, message {number}", turn) for number, turn in enumerate(turns, start=1))
+    check_turns(place, messages)
     return ChatExample(place=place, messages=messages)
 
 
@@ -98,19 +100,20 @@ def prompt_example(record: Record) -> PromptExample:
     """The texts in the columns "prompt" and "completion"; raises PlaitError naming the record that has none."""
     texts = []
     for column in ("prompt", "completion"):
-        text = _value(record, column, "a prompt with its completion", '"prompt" and "completion"')
+        text = column_value(record, column, "a prompt with its completion", '"prompt" and "completion"')
         if not isinstance(text, str):
             raise PlaitError(
-                f'{record.place}: "{column}" is {_kind(text)}, not a text; write a string (lists of messages are '
-                'read as a chat: one list under "messages")'
+                f'{record.place}: "{column}" is {kind_of_value(text)}, not a text; write a string (lists of messages '
+                'are read as a chat: one list under "messages")'
             )
-        texts.append(_encodable(record.place, text))
+        texts.append(encodable_text(record.place, text))
     if not texts[1]:
         raise PlaitError(f"{record.place}: the completion is empty, so nothing is learnt; mend or remove that record")
     return PromptExample(place=record.place, prompt=texts[0], completion=texts[1])
 
 
-def _value(record: Record, column: str, what: str, wanted: str) -> object:
+def column_value(record: Record, column: str, what: str, wanted: str) -> object:
+    """What stands in a column; raises PlaitError, naming the columns that there are, where it is not there."""
     if column in record.values:
         return record.values[column]
     raise PlaitError(f'{record.place} has no column "{column}": {what} needs {wanted}; there are {_names(record)}')
@@ -122,22 +125,22 @@ def _names(record: Record) -> str:
     return (", ".join(names[:_MOST_NAMES]) + more) or "none"
 
 
-def _message(place: str, turn: object) -> ChatMessage:
-    """A message as {"role", "content"}, or in the older form {"from", "value"}."""
+def chat_message(place: str, turn: object) -> ChatMessage:
+    """A message as {"role", "content"}, or in the older form {"from", "value"}; raises PlaitError for what is none."""
     if not isinstance(turn, Mapping):
-        raise PlaitError(f'{place} is {_kind(turn)}; write {{"role": "user", "content": "…"}}')
+        raise PlaitError(f'{place} is {kind_of_value(turn)}; write {{"role": "user", "content": "…"}}')
     role, content = (turn.get(key, turn.get(older)) for key, older in (("role", "from"), ("content", "value")))
     known = _OLDER_ROLES.get(role) if isinstance(role, str) else None
     if known is None:
         named = f'has the role "{role}"' if isinstance(role, str) else "has no role"
         raise PlaitError(f"{place} {named}; known are {', '.join(_ROLES)}")
     if not isinstance(content, str):
-        raise PlaitError(f"{place}: its content is {_kind(content)}, not a text; write a string")
-    return ChatMessage(role=_ROLES[_ROLES.index(known)], content=_encodable(place, content))
+        raise PlaitError(f"{place}: its content is {kind_of_value(content)}, not a text; write a string")
+    return ChatMessage(role=_ROLES[_ROLES.index(known)], content=encodable_text(place, content))
 
 
-def _check_turns(place: str, messages: Sequence[ChatMessage]) -> None:
-    """System first if at all, then user and assistant in turn, with something to learn."""
+def check_turns(place: str, messages: Sequence[ChatMessage]) -> None:
+    """Raise PlaitError unless system comes first, if at all, then user and assistant in turn, with an answer."""
     for number, message in enumerate(messages, start=1):
         before = messages[number - 2].role if number > 1 else None
         allowed = {None: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",)}[
@@ -159,7 +162,8 @@ def _first_answer(messages: Sequence[ChatMessage]) -> int:
     return next((n for n, message in enumerate(messages) if message.role == "assistant"), len(messages))
 
 
-def _encodable(place: str, text: str) -> str:
+def encodable_text(place: str, text: str) -> str:
+    """The text; raises PlaitError where it has no bytes in UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -167,5 +171,6 @@ def _encodable(place: str, text: str) -> str:
     return text
 
 
-def _kind(value: object) -> str:
+def kind_of_value(value: object) -> str:
+    """What a value is that should have been another, in words."""
     return "nothing" if value is None else f"of the type {type(value).__name__}"

@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plait.data.conversations.examples import (
-    ChatExample,
     Example,
-    PromptExample,
     SampleFormat,
     TextExample,
     chat_example,
     prompt_example,
 )
+from plait.data.conversations.pairs import ANSWERS, PairExample, preference_example
 from plait.data.documents import Document, Record
 from plait.data.sources import OpenSource
 from plait.errors import PlaitError
 
-RequestedFormat = Literal["auto", "text", "chat", "prompt-completion"]
+RequestedFormat = Literal["auto", "text", "chat", "prompt-completion", "preference"]
 
 _USUAL_FIELD = "text"
 _CHAT_COLUMNS = ("messages", "conversations")
@@ -29,14 +28,24 @@ _LARGEST_WHOLE_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFormat:
-    """What a source holds, and the column of its conversations where it holds any."""
+    """What a source holds, and the column of its conversations where it holds any; of pairs that of the first answer,
+    where it is one."""
 
     kind: SampleFormat
     column: str = ""
 
+    @property
+    def may_hold_chats(self) -> bool:
+        """Whether a chat template may be needed."""
+        return self.kind in ("chat", "preference")
+
     def __str__(self) -> str:
-        named = {"text": "text", "chat": f'chat ("{self.column}")', "prompt-completion": "prompts with completions"}
-        return named[self.kind]
+        named = {
+            "chat": f'chat ("{self.column}")',
+            "prompt-completion": "prompts with completions",
+            "preference": "pairs",
+        }
+        return named.get(self.kind, self.kind)
 
 
 def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceFormat:
@@ -57,28 +66,49 @@ def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceForma
         return SourceFormat(kind="text")
     if requested == "prompt-completion":
         return SourceFormat(kind="prompt-completion")
+    if requested == "preference":
+        return _pairs(first)
     columns = (*(() if field == _USUAL_FIELD else (field,)), *_CHAT_COLUMNS)
     found = next((column for column in columns if _is_list(first, column)), None)
     if found is None and requested == "auto":
+        if all(column in first.values for column in ANSWERS):
+            return _pairs(first)
         whole = all(column in first.values for column in _PROMPT_COLUMNS)
         return SourceFormat(kind="prompt-completion" if whole else "text")
     return SourceFormat(kind="chat", column=found or columns[0])
 
 
-def read_examples(opened: OpenSource, form: SourceFormat) -> Iterator[Example]:
+def read_examples(opened: OpenSource, form: SourceFormat) -> Iterator[Example | PairExample]:
     """The examples of a source, in its order; raises PlaitError naming the record that is none."""
+    readers: dict[SampleFormat, Callable[[Record], Example | PairExample]] = {
+        "chat": lambda record: chat_example(record, form.column),
+        "prompt-completion": prompt_example,
+        "preference": preference_example,
+    }
     if form.kind == "text":
         yield from _whole_texts(opened.documents())
-    read: Callable[[Record], ChatExample | PromptExample] = (
-        prompt_example if form.kind == "prompt-completion" else lambda record: chat_example(record, form.column)
-    )
-    if form.kind != "text":
-        yield from map(read, opened.records())
+    else:
+        yield from map(readers[form.kind], opened.records())
+
+
+def holds_pairs(forms: Sequence[SourceFormat]) -> bool:
+    """Whether samples are pairs of answers; raises PlaitError where some are and some are not."""
+    kinds = [form.kind == "preference" for form in forms]
+    if any(kinds) and not all(kinds):
+        raise PlaitError(
+            "some of data.files hold pairs (prompt, chosen, rejected) and some do not; a run learns from one or the "
+            "other, so take one of them out"
+        )
+    return any(kinds)
 
 
 def holds_examples(forms: Sequence[SourceFormat]) -> bool:
     """Whether samples are whole examples, which are packed and never cut, and not windows of one stream of text."""
     return any(form.kind != "text" for form in forms)
+
+
+def _pairs(first: Record) -> SourceFormat:
+    return SourceFormat(kind="preference", column=ANSWERS[0] if _is_list(first, ANSWERS[0]) else "")
 
 
 def _first(opened: OpenSource, requested: RequestedFormat) -> Record | None:

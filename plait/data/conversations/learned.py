@@ -40,7 +40,13 @@ def marked_text(example: ChatExample, template: ChatTemplate, ends: Sequence[str
 
 
 def _by_marks(example: ChatExample, template: ChatTemplate) -> tuple[str, tuple[tuple[int, int], ...]]:
-    return template.render_marked(_chat(example))
+    text, spans = template.render_marked(_chat(example))
+    if not example.learned_from:
+        return text, spans
+    before = template.render(_chat(example)[: example.learned_from])
+    if not text.startswith(before):
+        raise _changes_earlier_text(example.learned_from)
+    return text, tuple((max(start, len(before)), stop) for start, stop in spans if stop > len(before))
 
 
 def _by_prefixes(example: ChatExample, template: ChatTemplate) -> tuple[str, tuple[tuple[int, int], ...]]:
@@ -48,17 +54,21 @@ def _by_prefixes(example: ChatExample, template: ChatTemplate) -> tuple[str, tup
     whole, _ = template.render_marked(chat)
     spans = []
     for number, message in enumerate(chat):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or number < example.learned_from:
             continue
         before = template.render(chat[:number])
         after, _ = template.render_marked(chat[: number + 1])
         if not (whole.startswith(after) and after.startswith(before)):
-            raise PlaitError(
-                f"the chat template changes earlier text once message {number + 1} follows, so it cannot be told what "
-                "the model would read; bring a template that only adds, or one with {% generation %} around answers"
-            )
+            raise _changes_earlier_text(number)
         spans.append((len(before), len(after)))
     return whole, tuple(spans)
+
+
+def _changes_earlier_text(number: int) -> PlaitError:
+    return PlaitError(
+        f"the chat template changes earlier text once message {number + 1} follows, so it cannot be told what "
+        "the model would read; bring a template that only adds, or one with {% generation %} around answers"
+    )
 
 
 def _chat(example: ChatExample) -> list[dict[str, str]]:

@@ -145,7 +145,7 @@ def _ready_tokenizer(request: DataRequest) -> Tokenizer | None:
 
 def _own_template(request: DataRequest, formats: Sequence[SourceFormat]) -> TemplateText | None:
     """The chat template that belongs to the tokenizer; None where it has none, or no source needs one."""
-    if not any(form.kind == "chat" for form in formats):
+    if not any(form.may_hold_chats for form in formats):
         return None
     file = Path(request.tokenizer)
     shipped = request.tokenizer in ("gpt2", "bpe")

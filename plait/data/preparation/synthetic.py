@@ -22,9 +22,9 @@ def write_synthetic(
     folder: Path, *, vocabulary: int, sequence: int, seed: int, layout: SampleLayout = "stream"
 ) -> Path:
     """Fill an empty folder with a corpus that `open_corpus` can read, and return the folder; token 0 is the end of
-    text. Whole examples fit into a window of `sequence` tokens."""
+    text. Whole examples fit into a window of `sequence` tokens, and so do both examples of a pair together."""
     draws = np.random.default_rng(seed)
-    write = _write if layout == "stream" else _write_whole
+    write = {"stream": _write, "whole": _write_whole, "pairs": _write_pairs}[layout]
     writers = {split: write(folder, split, vocabulary, sequence, draws) for split in _TOKENS}
     index = {
         "format": SHARD_FORMAT,
@@ -77,3 +77,34 @@ def _write_whole(
         tokens -= length
     writer.close_shard()
     return writer
+
+
+def _write_pairs(
+    folder: Path, split: HoldoutSplit, vocabulary: int, sequence: int, draws: np.random.Generator
+) -> ShardWriter:
+    """Write pairs with one prompt and answers of unlike lengths; a quarter of them fill their window."""
+    tokens = _TOKENS[split] * sequence
+    dtype = token_dtype(vocabulary)
+    limit = -(-tokens // _SHARDS) + 2 * sequence
+    writer = ShardWriter(folder, split, eot=0, dtype=dtype, shard_tokens=limit, marks="kept")
+    while tokens > 0:
+        prompt = int(draws.integers(1, max(3, sequence // 4)))
+        room = sequence - 2 * (prompt - 1)  # for the answers' tokens: all of an example but one token takes room
+        first = min(room - 1, 1 + int(draws.exponential() * sequence / 6))
+        second = room - first if draws.random() < 1 / 4 else 1 + int(draws.exponential() * sequence / 6)
+        second = min(second, room - first)
+        asked = _drawn(prompt, vocabulary, draws)
+        answers = [_drawn(length, vocabulary, draws) for length in (first, second)]
+        left = 2 * prompt + first + second
+        for answer in answers:
+            ids = np.concatenate([asked, answer])
+            left -= len(ids)
+            marks = (np.arange(len(ids)) < prompt).astype(np.uint8)
+            writer.add_whole(0, ids, marks, follow_tokens=left)
+            tokens -= len(ids)
+    writer.close_shard()
+    return writer
+
+
+def _drawn(length: int, vocabulary: int, draws: np.random.Generator) -> np.ndarray:
+    return 1 + (draws.exponential(size=length) * vocabulary / 5).astype(np.int64) % (vocabulary - 1)

@@ -1,5 +1,5 @@
-"""Builds a corpus of whole examples (conversations, prompts with completions, documents), with a mark at every token
-that is not learnt."""
+"""Builds a corpus of whole examples (conversations, prompts with completions, documents, pairs of answers), with a mark
+at every token that is not learnt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
+
+import numpy as np
 
 from plait.data.conversations.chat_template import (
     PLAIN_NAME,
@@ -18,7 +20,8 @@ from plait.data.conversations.chat_template import (
 )
 from plait.data.conversations.encode import EncodedExample, ExampleEncoder
 from plait.data.conversations.examples import Example
-from plait.data.conversations.formats import read_examples
+from plait.data.conversations.formats import holds_pairs, read_examples
+from plait.data.conversations.pairs import PairExample, parts_of
 from plait.data.holdout import DocumentSurvey, HoldoutSplit, hash_fraction
 from plait.data.index import SHARD_FORMAT, index_row, token_dtype, write_index, write_synced
 from plait.data.preparation.bpe_process import train_bpe_apart
@@ -43,7 +46,7 @@ _BATCH_CHARACTERS = 1 << 19
 class _Placed:
     """An example, its source in the mix, and the split that it belongs to."""
 
-    example: Example
+    example: Example | PairExample
     source: int
     split: HoldoutSplit
 
@@ -74,8 +77,8 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
     write_synced(folder / TEMPLATE_FILE, template.text)
     index = {
         "format": SHARD_FORMAT,
-        "layout": "whole",
-        "template": template.where if any(form.kind == "chat" for form in work.formats) else "",
+        "layout": "pairs" if holds_pairs(work.formats) else "whole",
+        "template": template.where if any(form.column for form in work.formats) else "",
         "dtype": token_dtype(tokenizer.vocabulary).str,
         "vocabulary": tokenizer.vocabulary,
         "eot": tokenizer.eot,
@@ -148,8 +151,10 @@ def _write_all(
         count, done = keeper.begin(tokenizer, writers)
         for batch in _batches(work, count):
             work.on_progress(done, total, "tokenizing")
-            for one, encoded in zip(batch, encoder.encode([one.example for one in batch]), strict=True):
-                _write(writers[one.split], one, encoded, work.shard_tokens)
+            encoded = iter(encoder.encode([part for one in batch for part in parts_of(one.example)]))
+            for one in batch:
+                parts = [next(encoded) for _ in parts_of(one.example)]
+                _write(writers[one.split], one, parts, work.shard_tokens)
             count, done = count + len(batch), done + sum(one.text_bytes for one in batch)
             keeper.written(count, done, writers)
         for each in writers.values():
@@ -162,11 +167,19 @@ def _write_all(
     return writers
 
 
-def _write(writer: ShardWriter, one: _Placed, encoded: EncodedExample, shard_tokens: int) -> None:
-    if len(encoded.ids) >= shard_tokens:
-        raise PlaitError(f"{one.example.place} has {len(encoded.ids)} tokens, too many for one example; divide it")
-    writer.add_whole(one.source, encoded.ids, encoded.mask)
-    writer.text_bytes += encoded.learned_bytes
+def _write(writer: ShardWriter, one: _Placed, parts: list[EncodedExample], shard_tokens: int) -> None:
+    left = sum(len(part.ids) for part in parts)
+    if left >= shard_tokens:
+        raise PlaitError(f"{one.example.place} has {left} tokens, too many for one example; divide it")
+    if len(parts) == 2 and np.array_equal(parts[0].ids, parts[1].ids):
+        raise PlaitError(
+            f"{one.example.place}: the chosen and the rejected answer become the same tokens, so there is no "
+            "preference; mend or remove that pair"
+        )
+    for part in parts:
+        left -= len(part.ids)
+        writer.add_whole(one.source, part.ids, part.mask, follow_tokens=left)
+        writer.text_bytes += part.learned_bytes
 
 
 def _batches(work: BuildRequest, first: int) -> Iterator[list[_Placed]]:

@@ -88,11 +88,13 @@ class ShardWriter:
                 self.close_shard()
                 self.begin_document(self._source)
 
-    def add_whole(self, source: int, ids: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
+    def add_whole(
+        self, source: int, ids: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], *, follow_tokens: int = 0
+    ) -> None:
         """Append a document that has its own ends, or none, and is never divided over shards; `mask` is as for
-        `add`."""
+        `add`. As many as `follow_tokens` of what comes next stand in the same shard."""
         assert self._marks == "kept" and len(mask) == len(ids)
-        if source != self._source or self._tokens + len(ids) >= self._limit:
+        if source != self._source or self._tokens + len(ids) + follow_tokens >= self._limit:
             self.close_shard()
         self._end = _NEVER
         if self._file is None:

@@ -21,9 +21,10 @@ def training_samples(
         reader: SampleReader = WindowReader(corpus.train, make_order(corpus, seed, sequence), corpus.vocabulary)
     else:
         check_sources(corpus)
-        packed = pack_examples(corpus.train, sequence, overlong)
+        packed = pack_examples(corpus.train, sequence, overlong, layout=corpus.layout)
         if not packed.windows or (corpus.weights and not all(packed.streams)):
-            raise PlaitError(f"a source has no example that fits into {sequence} tokens; give longer windows")
+            what = "pair" if corpus.layout == "pairs" else "example"
+            raise PlaitError(f"a source has no {what} that fits into {sequence} tokens; give longer windows")
         order = make_row_order(packed.streams, corpus.weights, seed)
         reader = PackedReader(
             corpus.train, packed, order, sequence=sequence, eot=corpus.eot, vocabulary=corpus.vocabulary
@@ -39,5 +40,23 @@ def heldout_samples(corpus: Corpus, sequence: int, overlong: Overlong = "refuse"
     ids = {"eot": corpus.eot, "vocabulary": corpus.vocabulary}
     if corpus.layout == "stream" or not corpus.heldout:
         return EndToEndReader(corpus.heldout, sequence=sequence, **ids)
-    packed = pack_examples(corpus.heldout, sequence, overlong)
+    first_pair = train_pairs(corpus)
+    packed = pack_examples(corpus.heldout, sequence, overlong, layout=corpus.layout, first_pair=first_pair)
     return PackedReader(corpus.heldout, packed, None, sequence=sequence, **ids)
+
+
+def all_training_samples(corpus: Corpus, sequence: int, overlong: Overlong) -> RowReader:
+    """The windows of packed training examples in their own order, each once. Raises PlaitError where an example is too
+    long and that is refused."""
+    packed = pack_examples(corpus.train, sequence, overlong, layout=corpus.layout)
+    return PackedReader(corpus.train, packed, None, sequence=sequence, eot=corpus.eot, vocabulary=corpus.vocabulary)
+
+
+def train_pairs(corpus: Corpus) -> int:
+    """How many pairs the training part holds; the held-out ones are numbered on from it."""
+    return sum(len(shard.starts) for shard in corpus.train) // 2
+
+
+def all_pairs(corpus: Corpus) -> int:
+    """How many pairs a corpus of pairs holds, in both parts."""
+    return train_pairs(corpus) + sum(len(shard.starts) for shard in corpus.heldout) // 2

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.data.balance import IntArray
+from plait.data.index import SampleLayout
 from plait.data.order import SampleOrder
 from plait.data.rows import IGNORED_TARGET, check_ids
 from plait.data.samples.best_fit import best_fit
-from plait.data.samples.reader import TokenRows
+from plait.data.samples.reader import NO_SEQUENCE, PairRows, TokenRows
 from plait.data.samples.sizes import Overlong, example_lengths, overlong_sentence
 from plait.data.shards import Shard
 from plait.errors import PlaitError
@@ -32,44 +33,74 @@ class PackedExamples:
     first: IntArray
     streams: tuple[int, ...]
     """Windows of each stream that is shuffled as one; the streams' windows follow each other."""
+    pair: IntArray | None = None
+    """Of pairs the number of each example's: chosen and rejected follow each other, in one window."""
 
     @property
     def windows(self) -> int:
         return len(self.first) - 1
 
 
-def pack_examples(shards: Sequence[Shard], sequence: int, overlong: Overlong) -> PackedExamples:
+def pack_examples(
+    shards: Sequence[Shard],
+    sequence: int,
+    overlong: Overlong,
+    *,
+    layout: SampleLayout = "whole",
+    first_pair: int = 0,
+) -> PackedExamples:
     """Pack the examples of these shards, those of each source for itself, into windows of `sequence` tokens; raises
-    PlaitError for examples that are too long where that is refused."""
+    PlaitError for examples that are too long where that is refused.
+
+    Of "pairs" two and two stay together. The pairs are numbered from `first_pair` on in the shards' order, also those
+    that are left out.
+    """
+    together = 2 if layout == "pairs" else 1
+    before = np.cumsum([first_pair * together, *(len(shard.starts) for shard in shards)])
     parts, streams, windows = list[list[IntArray]](), list[int](), 0
     for group in sorted({shard.source for shard in shards}):
         numbers = [number for number, shard in enumerate(shards) if shard.source == group]
-        fitting = [_fitting(shards, number, sequence, overlong) for number in numbers]
-        shard, start, length, learned = (np.concatenate(arrays) for arrays in zip(*fitting, strict=True))
-        window = best_fit(length, sequence)
+        fitting = [_fitting(shards, number, sequence, overlong, together) for number in numbers]
+        shard, start, length, learned, example = (np.concatenate(arrays) for arrays in zip(*fitting, strict=True))
+        window = np.repeat(best_fit(length.reshape(-1, together).sum(axis=1), sequence), together)
         count = int(window.max(initial=-1)) + 1
         order = np.argsort(window, kind="stable")
-        parts.append([each[order] for each in (shard, start, length, learned, window + windows)])
+        found = (shard, start, length, learned, example + before[shard], window + windows)
+        parts.append([each[order] for each in found])
         streams.append(count)
         windows += count
-    shard, start, length, learned, window = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    first = np.searchsorted(window, np.arange(windows + 1))
-    return PackedExamples(shard=shard, start=start, length=length, learned=learned, first=first, streams=tuple(streams))
+    shard, start, length, learned, example, window = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return PackedExamples(
+        shard=shard,
+        start=start,
+        length=length,
+        learned=learned,
+        first=np.searchsorted(window, np.arange(windows + 1)),
+        streams=tuple(streams),
+        pair=example // 2 if layout == "pairs" else None,
+    )
 
 
-def _fitting(shards: Sequence[Shard], number: int, sequence: int, overlong: Overlong) -> tuple[IntArray, ...]:
-    """Shard, start, length and learnt targets of the examples of one shard that take part."""
+def _fitting(
+    shards: Sequence[Shard], number: int, sequence: int, overlong: Overlong, together: int
+) -> tuple[IntArray, ...]:
+    """Shard, start, length, learnt targets and number of the examples of one shard that take part; so many of them are
+    one thing, of which nothing is cut if they are several."""
     shard = shards[number]
     length, start = example_lengths(shard), np.asarray(shard.starts)
-    beyond = length > sequence
-    if beyond.any() and overlong == "refuse":
-        raise PlaitError(overlong_sentence(int(beyond.sum()), int(length.max()), sequence))
+    whole = length.reshape(-1, together).sum(axis=1)
+    beyond = whole > sequence
+    if beyond.any() and (overlong == "refuse" or (overlong == "cut" and together > 1)):
+        layout = "whole" if together == 1 else "pairs"
+        raise PlaitError(overlong_sentence(int(beyond.sum()), int(whole.max()), sequence, layout))
     length = np.minimum(length, sequence)
     assert shard.mask is not None
     until = np.concatenate([[0], np.cumsum(shard.mask == 0)])
     learned = until[start + length + 1] - until[start + 1]
-    kept = (learned > 0) & ~(beyond if overlong == "drop" else np.zeros_like(beyond))
-    return np.full(int(kept.sum()), number), start[kept], length[kept], learned[kept]
+    kept = (learned.reshape(-1, together) > 0).all(axis=1) & ~(beyond & (overlong == "drop"))
+    kept = np.repeat(kept, together)
+    example = np.flatnonzero(kept)
+    return np.full(len(example), number), start[kept], length[kept], learned[kept], example
 
 
 class PackedReader:
@@ -136,7 +167,16 @@ class PackedReader:
             inputs=inputs.reshape(shape),
             targets=targets.reshape(shape),
             lengths=np.diff(edges, append=len(inputs)),
+            pairs=self._pairs(example, _ranges(begin, length), shape),
         )
+
+    def _pairs(self, example: IntArray, places: IntArray, shape: tuple[int, int]) -> PairRows | None:
+        """The pairs of these examples, whose tokens are at these places of the flattened rows."""
+        if self._packed.pair is None:
+            return None
+        sequence = np.full(shape[0] * shape[1], NO_SEQUENCE, dtype=np.int64)
+        sequence[places] = np.repeat(np.arange(len(example)), self._packed.length[example])
+        return PairRows(numbers=self._packed.pair[example[::2]], sequence=sequence.reshape(shape))
 
     def _examples(self, places: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """The examples in these windows: number, row, input tokens, and where each begins in the flattened rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,15 +11,43 @@ import numpy as np
 from plait.data.balance import IntArray
 from plait.data.rows import IGNORED_TARGET
 
+NO_SEQUENCE = -1
+"""Of a token that belongs to no pair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PairRows:
+    """The pairs in rows of tokens: `numbers` [P] are theirs among all of the corpus, and `sequence` [B, T] says of each
+    token in which example it is: 2i in the chosen one of pair i here, 2i + 1 in the rejected one, else NO_SEQUENCE."""
+
+    numbers: IntArray
+    sequence: IntArray
+
+    @staticmethod
+    def none(shape: tuple[int, int]) -> PairRows:
+        """Of rows without any."""
+        return PairRows(numbers=np.empty(0, dtype=np.int64), sequence=np.full(shape, NO_SEQUENCE, dtype=np.int64))
+
+
+def joined_pairs(rows: Sequence[PairRows]) -> PairRows:
+    """The pairs of rows that follow each other."""
+    before = np.cumsum([0, *(2 * len(one.numbers) for one in rows)])
+    moved = [
+        np.where(one.sequence == NO_SEQUENCE, NO_SEQUENCE, one.sequence + first)
+        for one, first in zip(rows, before[:-1], strict=True)
+    ]
+    return PairRows(numbers=np.concatenate([one.numbers for one in rows]), sequence=np.concatenate(moved))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenRows:
     """Inputs and targets, each [B, T]; `lengths` are the segments of the flattened rows that attention stays in, and
-    none crosses a row."""
+    none crosses a row. `pairs` is None where samples are no pairs."""
 
     inputs: np.ndarray[Any, Any]
     targets: np.ndarray[Any, Any]
     lengths: IntArray
+    pairs: PairRows | None = None
 
 
 class RowReader(Protocol):
@@ -89,7 +118,16 @@ class FiniteReader:
         inputs = np.full((len(places), self.sequence), self._eot, dtype=np.int64)
         targets = np.full_like(inputs, IGNORED_TARGET)
         segments: list[IntArray] = [np.array([self.sequence])] * len(places)
+        pairs = [PairRows.none((1, self.sequence))] * len(places)
+        has_pairs = False
         for row in np.flatnonzero(inside).tolist():
             one = self._reader.read(places[row : row + 1])
             inputs[row], targets[row], segments[row] = one.inputs[0], one.targets[0], one.lengths
-        return TokenRows(inputs=inputs, targets=targets, lengths=np.concatenate(segments))
+            if one.pairs is not None:
+                pairs[row], has_pairs = one.pairs, True
+        return TokenRows(
+            inputs=inputs,
+            targets=targets,
+            lengths=np.concatenate(segments),
+            pairs=joined_pairs(pairs) if has_pairs else None,
+        )

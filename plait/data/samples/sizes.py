@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from plait.data.balance import IntArray
+from plait.data.index import SampleLayout
 from plait.data.samples.best_fit import best_fit
 from plait.data.shards import Corpus, Shard
 from plait.errors import PlaitError
@@ -39,6 +40,13 @@ class CorpusSizes:
     examples: tuple[LengthCounts, ...] = ()
     heldout: LengthCounts = ()
     """Of the held-out examples."""
+    layout: SampleLayout = "whole"
+    """Of "pairs" each length is that of both examples together, which are packed as one and never cut."""
+
+    @property
+    def unit(self) -> str:
+        """What is packed as one, in a word."""
+        return "pair" if self.layout == "pairs" else "example"
 
     @property
     def longest_example(self) -> int:
@@ -74,12 +82,18 @@ class CorpusSizes:
         every = (*self.examples, self.heldout)
         beyond = sum(count for counts in every for length, _, count in counts if length > sequence)
         if beyond and overlong == "refuse":
-            raise PlaitError(overlong_sentence(beyond, self.longest_example, sequence))
+            raise PlaitError(overlong_sentence(beyond, self.longest_example, sequence, self.layout))
 
 
-def overlong_sentence(number: int, longest: int, sequence: int) -> str:
+def overlong_sentence(number: int, longest: int, sequence: int, layout: SampleLayout = "whole") -> str:
     """For examples that do not fit, with the mend."""
     verb = "is" if number == 1 else "are"
+    if layout == "pairs":
+        return (
+            f"{counted(number, 'pair')} {verb} longer than a window of {sequence} tokens, which must hold the prompt "
+            f"with both answers (the longest has {longest}); give longer windows (train.sequence, or --sequence), or "
+            'write data.overlong = "drop"'
+        )
     return (
         f"{counted(number, 'example')} {verb} longer than a window of {sequence} tokens (the longest has {longest}); "
         f'give longer windows (train.sequence, or --sequence), or write data.overlong = "drop" or "cut"'
@@ -92,23 +106,30 @@ def corpus_sizes(corpus: Corpus) -> CorpusSizes:
         return CorpusSizes(stream_tokens=tuple(len(shard.tokens) for shard in corpus.train))
     groups = sorted({shard.source for shard in corpus.train})
     return CorpusSizes(
-        examples=tuple(_length_counts([one for one in corpus.train if one.source == group]) for group in groups),
-        heldout=_length_counts(corpus.heldout),
+        examples=tuple(
+            _length_counts([one for one in corpus.train if one.source == group], corpus.layout) for group in groups
+        ),
+        heldout=_length_counts(corpus.heldout, corpus.layout),
+        layout=corpus.layout,
     )
 
 
-def _length_counts(shards: Sequence[Shard]) -> LengthCounts:
+def _length_counts(shards: Sequence[Shard], layout: SampleLayout) -> LengthCounts:
     if not shards:
         return ()
-    own = np.concatenate([_lengths_and_prompts(shard) for shard in shards])
+    own = np.concatenate([_lengths_and_prompts(shard, layout) for shard in shards])
     kinds, counts = np.unique(own, axis=0, return_counts=True)
     rows = zip(kinds.tolist(), counts.tolist(), strict=True)
     return tuple((length, before, count) for (length, before), count in rows)
 
 
-def _lengths_and_prompts(shard: Shard) -> IntArray:
-    """Of each example its length, and its inputs before the first that predicts a learnt token: [N, 2]."""
+def _lengths_and_prompts(shard: Shard, layout: SampleLayout) -> IntArray:
+    """Of each example its length, and its inputs before the first that predicts a learnt token: [N, 2]. Of a pair the
+    length of both, and 0, as nothing of it is cut."""
     assert shard.mask is not None
+    if layout == "pairs":
+        both = example_lengths(shard).reshape(-1, 2).sum(axis=1)
+        return np.stack([both, np.zeros_like(both)], axis=1)
     learned, second = np.flatnonzero(shard.mask == 0), np.asarray(shard.starts) + 1
     return np.stack([example_lengths(shard), learned[np.searchsorted(learned, second)] - second], axis=1)
 

@@ -10,6 +10,7 @@ of the axis, m tokens of a chunk (t = 2m).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ def context(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sh
                 module.attend = attend
             elif isinstance(module, Mixture):
                 module.over_sequence, module.spans = sums, spans
-    return sharded
+    return replace(sharded, over_sequence=sums)
 
 
 def _summed_over(group: dist.ProcessGroup, values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.data.loader import IGNORED_TARGET, Micro
+from plait.data.loader import Micro
 from plait.model.gpt import GPT
 from plait.parallel.pipeline.deferred_gradients import DeferredGradients, defer_in
 from plait.parallel.pipeline.stage_links import StageLinks, WaitFor, wait_for
@@ -223,5 +223,4 @@ class PipelineStep:
             self.visit.after_backward(action.micro)
 
     def _count(self, loss: Tensor, micro: Micro) -> None:
-        counted = (micro.targets != IGNORED_TARGET).sum()
-        self.totals += torch.stack([loss.double(), counted.double()])
+        self.totals += torch.stack([loss.double(), micro.counted])

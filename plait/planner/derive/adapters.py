@@ -18,6 +18,7 @@ from plait.planner.derive.finetuning_rules import (
     rank_for_tokens,
 )
 from plait.recipe.finetune import FinetuneSection
+from plait.recipe.schema import RunConfig
 from plait.units import format_count
 
 PEFT_NAMES: dict[str, tuple[AdapterTarget, ...]] = {
@@ -35,11 +36,22 @@ PEFT_NAMES: dict[str, tuple[AdapterTarget, ...]] = {
 """What PEFT's users call the linear layers of Llama's and GPT-2's kind."""
 
 
-def adapter_for(requested: FinetuneSection, shape: ModelShape, train_tokens: int, why: list[str]) -> AdapterShape:
-    """The adapters of a LoRA run for a model that has none yet; raises PlaitError for targets that match nothing and
-    for a rank above a weight's size."""
+def refuse_pairs(config: RunConfig, shape: ModelShape) -> None:
+    """Raise PlaitError where a model cannot learn from pairs of answers."""
+    if config.finetune.objective == "dpo" and shape.mixture is not None:
+        raise PlaitError(
+            "pairs of answers are not learnt from by a mixture of experts: the losses that balance its experts are "
+            "means over tokens, and DPO's is one over pairs; choose a model without experts, or take "
+            "finetune.objective out"
+        )
+
+
+def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int, why: list[str]) -> AdapterShape:
+    """The adapters of a LoRA run for a model that has none yet, to learn from so many tokens, or pairs of answers,
+    which tell about a bit each; raises PlaitError for targets that match nothing and for a rank above a weight's
+    size."""
     targets = linear_layers(shape) if requested.targets == "auto" else named_targets(requested.targets, shape)
-    rank = _rank(requested, shape, targets, train_tokens)
+    rank = _rank(requested, shape, targets, bits)
     alpha = USUAL_ALPHA[requested.variant] if requested.alpha == "auto" else requested.alpha
     adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=requested.variant)
     whole = replace(shape, adapter=adapter)
@@ -52,8 +64,8 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, train_tokens: int
     if requested.rank == "auto":
         why.append(
             f"rank {rank}: adapters hold {BITS_PER_WEIGHT} bits a weight, and there are about "
-            f"{format_count(train_tokens)} tokens of a bit each ({LEAST_RANK} to {LARGEST_RANK}; Schulman 2025, "
-            "Biderman 2024)"
+            f"{format_count(bits)} {'tokens' if requested.objective == 'sft' else 'pairs'} of a bit each "
+            f"({LEAST_RANK} to {LARGEST_RANK}; Schulman 2025, Biderman 2024)"
         )
     if requested.alpha == "auto":
         source = "Schulman 2025" if requested.variant == "lora" else "Kalajdzievski 2023, as LoRA's at rank 16"
@@ -93,13 +105,13 @@ def _meanings(shape: ModelShape) -> dict[str, tuple[AdapterTarget, ...]]:
     return {name: targets for name, targets in present.items() if targets}
 
 
-def _rank(requested: FinetuneSection, shape: ModelShape, targets: Sequence[AdapterTarget], train_tokens: int) -> int:
+def _rank(requested: FinetuneSection, shape: ModelShape, targets: Sequence[AdapterTarget], bits: int) -> int:
     sizes = {target: describe_weights(shape)[f"layers.0.{target}.weight"].sizes for target in targets}
     narrowest = min(targets, key=lambda target: min(sizes[target]))
     largest = min(sizes[narrowest])
     if requested.rank == "auto":
         per_rank = shape.layers * sum(sum(size) for size in sizes.values())
-        return rank_for_tokens(train_tokens, per_rank, largest)
+        return rank_for_tokens(bits, per_rank, largest)
     if requested.rank > largest:
         raise PlaitError(
             f"finetune.rank = {requested.rank} is above the {largest} of {narrowest}'s smaller side; choose at most "

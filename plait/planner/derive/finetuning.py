@@ -14,19 +14,23 @@ from plait.planner.derive.finetuning_rules import (
 )
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.plan import OptimizerPlan
-from plait.recipe.finetune import FinetuneMethod
+from plait.recipe.finetune import FinetuneMethod, FinetuneObjective
 from plait.recipe.schema import RunConfig
 from plait.units import counted, format_count
 
 
-def finetuning_batch(method: FinetuneMethod, sequence: int, corpus: CorpusFacts, why: list[str]) -> int:
+def finetuning_batch(
+    method: FinetuneMethod, objective: FinetuneObjective, sequence: int, corpus: CorpusFacts, why: list[str]
+) -> int:
     """Sequences of a step: as many as hold the usual number of examples."""
     mean = corpus.tokens_per_document
     tokens = examples_batch_tokens(method, min(mean, sequence))
     sequences = scaling_rules.divisible_batch(tokens / sequence)
-    source = "as Llama 2 was tuned" if method == "full" else "LoRA bears large batches less well, Schulman 2025"
+    usual = "as Llama 2 was tuned" if objective == "sft" else "Rafailov 2023"
+    source = usual if method == "full" else "LoRA bears large batches less well, Schulman 2025"
+    what = "examples" if objective == "sft" else "pairs"
     why.append(
-        f"batch {sequences * sequence} tokens: about {max(sequences, round(sequences * sequence / mean))} examples of "
+        f"batch {sequences * sequence} tokens: about {max(sequences, round(sequences * sequence / mean))} {what} of "
         f"{format_count(mean)} tokens, {EXAMPLES_PER_STEP[method]} are usual ({source})"
     )
     return sequences
@@ -37,13 +41,24 @@ def finetuning_optimizer(
 ) -> OptimizerPlan:
     """The optimizer's numbers with the usual learning rate and weight decay of fine-tuning where a recipe leaves them
     open."""
-    requested, lr = config.optimizer, finetuning_lr(method)
+    objective = config.finetune.objective
+    if objective == "dpo":
+        why.append(
+            f"DPO with beta {config.finetune.beta:g}: answers are compared with what the model gave before; that takes "
+            "one forward pass over all pairs before the first step, and is kept beside the prepared data"
+        )
+    requested, lr = config.optimizer, finetuning_lr(method, objective)
     if requested.kind == "adamw" and requested.lr == "auto":
-        times = f"{LORA_LR_OVER_FULL} times that of full fine-tuning (Schulman 2025, Dettmers 2023)"
-        why.append(f"peak learning rate {lr:g}: {'that of Llama 2, tuned whole' if method == 'full' else times}")
+        whole = "that of Llama 2, tuned whole" if objective == "sft" else "DPO's for all weights (Rafailov 2023)"
+        among = "Schulman 2025, Dettmers 2023" if objective == "sft" else "Rafailov 2023, Schulman 2025"
+        times = f"{LORA_LR_OVER_FULL} times that of full fine-tuning ({among})"
+        why.append(f"peak learning rate {lr:g}: {whole if method == 'full' else times}")
         plan = replace(plan, lr=lr)
-    if method == "lora" and requested.weight_decay == "auto":
-        why.append("no weight decay: adapters are small already (Dettmers 2023)")
+    if requested.weight_decay == "auto" and (method == "lora" or objective == "dpo"):
+        small = "adapters are small already (Dettmers 2023)"
+        why.append(
+            f"no weight decay: {small if method == 'lora' else 'the reference holds the weights (Lambert 2024)'}"
+        )
         plan = replace(plan, weight_decay=0.0)
     return plan
 
@@ -52,6 +67,8 @@ def finetuning_warmup(config: RunConfig, steps: int, why: list[str]) -> int:
     """Steps over which the learning rate rises."""
     if config.optimizer.warmup_steps != "auto":
         return config.optimizer.warmup_steps
-    warmup = finetuning_warmup_steps(steps)
-    why.append(f"warm-up {counted(warmup, 'step')}: 3 % of the run, 10 steps or more (Taori 2023)")
+    warmup = finetuning_warmup_steps(steps, config.finetune.objective)
+    usual = "3 % of the run, 10 steps or more (Taori 2023)"
+    pairs = "a tenth of the run, 10 to 150 steps (Lambert 2024, Rafailov 2023)"
+    why.append(f"warm-up {counted(warmup, 'step')}: {usual if config.finetune.objective == 'sft' else pairs}")
     return warmup

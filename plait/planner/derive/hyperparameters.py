@@ -36,7 +36,7 @@ def optimizer_plan(
     requested, method = config.optimizer, config.finetune.method
     lr = requested.lr
     if method != "auto":
-        lr = FULL_LR if lr == "auto" else lr  # finetuning_optimizer says which, and why
+        lr = FULL_LR[config.finetune.objective] if lr == "auto" else lr  # finetuning_optimizer says which, and why
     elif requested.kind == "adamw" and requested.lr == "auto" and base is not None:
         lr = BASE_LR
         why.append(f"peak learning rate {lr:g}: cautious, as the model is trained already (optimizer.lr)")
@@ -113,7 +113,7 @@ def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:
 def documents_mode(config: RunConfig, corpus: CorpusFacts, sequence: int, why: list[str]) -> Literal["mask", "join"]:
     """Whether attention stays inside documents ("mask") or crosses them within a window ("join")."""
     requested = config.data.mask_documents
-    if corpus.layout == "whole":
+    if corpus.layout != "stream":
         if requested is False:
             raise PlaitError("examples never see each other; take data.mask_documents = false out")
         return "mask"

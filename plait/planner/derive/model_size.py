@@ -15,7 +15,7 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
 from plait.planner.derive import scaling_rules
 from plait.planner.derive.adapters import adapter_for
-from plait.planner.derive.finetuning_rules import EPOCHS, examples_batch_tokens
+from plait.planner.derive.finetuning_rules import EPOCHS, EPOCHS_AFTER, examples_batch_tokens
 from plait.planner.derive.sequence_length import example_sequence, stream_sequence
 from plait.planner.derive.vocabulary import fitting_vocabulary, grown_shape
 from plait.planner.problem.mixture_words import mixture_reasons
@@ -61,7 +61,7 @@ class CorpusFacts:
     def __str__(self) -> str:
         """One line, as `plait data` prints it."""
         held_out = f"{format_count(self.train_tokens)} training tokens, {format_count(self.heldout_tokens)} held out"
-        what = "document" if self.layout == "stream" else "example"
+        what = {"stream": "document", "whole": "example", "pairs": "pair"}[self.layout]
         documents = f"{format_count(self.documents)} {what}{'s' if self.documents != 1 else ''}"
         return f"data     {held_out}; {documents}, vocabulary {self.vocabulary}"
 
@@ -109,12 +109,11 @@ class RunSize:
 
 
 def budget_of(config: RunConfig) -> Amount:
-    """The recipe's budget; without one, three epochs of fine-tuning, 20 tokens a parameter where a model size is named,
-    else ten minutes."""
+    """The recipe's budget; else the usual epochs of tuning, 20 tokens a parameter of a named size, or 10 minutes."""
     if config.train.budget != "auto":
         return parse_amount(config.train.budget)
     if config.finetune.method != "auto":
-        return Amount(EPOCHS, "epochs")
+        return Amount(EPOCHS[config.finetune.objective], "epochs")
     if config.model.size != "auto":
         parameters = parameters_of_size(config.model.size, vocabulary=32768)
         return Amount(scaling_rules.TOKENS_PER_PARAMETER * parameters, "tokens")
@@ -157,7 +156,7 @@ def _size_of_base(
     """The size of a run that goes on from a model; raises PlaitError where text and model do not fit each other."""
     shape = grown_shape(base.shape, corpus.vocabulary, corpus.added_tokens, config.finetune.method, why)
     if config.train.budget == "auto":
-        tuned = "the usual passes over the data in fine-tuning (Taori 2023)"
+        tuned = f"the usual passes over the data in fine-tuning ({EPOCHS_AFTER[config.finetune.objective]})"
         why.append(f"budget {budget}: {'none was asked for' if config.finetune.method == 'auto' else tuned}")
     why += base.reasons
     sequence = _sequence(config, parameter_count(shape), corpus, why, longest_of_model=shape.sequence)
@@ -168,7 +167,8 @@ def _size_of_base(
         )
     shape = replace(shape, sequence=sequence)
     if config.finetune.method == "lora":
-        shape = replace(shape, adapter=adapter_for(config.finetune, shape, corpus.train_tokens, why))
+        learnt = corpus.documents if config.finetune.objective == "dpo" else corpus.train_tokens
+        shape = replace(shape, adapter=adapter_for(config.finetune, shape, learnt, why))
     return _run_size(config, corpus, shape, budget, rate)
 
 
@@ -222,7 +222,7 @@ def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFa
 def _sequence(
     config: RunConfig, parameters: int, corpus: CorpusFacts, why: list[str], longest_of_model: int | None = None
 ) -> int:
-    if corpus.layout == "whole" and corpus.sizes:
+    if corpus.layout != "stream" and corpus.sizes:
         return example_sequence(
             config, parameters, corpus.sizes, why, longest_of_model, _example_step_tokens(config, corpus)
         )

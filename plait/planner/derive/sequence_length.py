@@ -58,17 +58,19 @@ def example_sequence(
     sequence = longest = min(needed, longest_of_model or needed) if requested == "auto" else requested
     sizes.check_overlong(longest, overlong)
     if requested == "auto":
-        reason = "usual for this size" if longest == usual else "the longest example fits into it"
+        reason = "usual for this size" if longest == usual else f"the longest {sizes.unit} fits into it"
         reason = reason if longest == needed else "the longest that the model was made for"
         if step_tokens is not None and (shorter := _shorter_window(sizes, longest, step_tokens, overlong)) < longest:
             sequence, number = shorter, round(step_tokens / shorter)
-            reason = f"examples are short, and a step has {counted(number, 'such window')}"
+            reason = f"{sizes.unit}s are short, and a step has {counted(number, 'such window')}"
         why.append(f"sequence {sequence}: {reason}")
     packed = sizes.packed(sequence, overlong)
-    why.append(f"windows {packed.share:.1%} full: whole examples, packed by best fit into {packed.windows:,} of them")
+    why.append(
+        f"windows {packed.share:.1%} full: whole {sizes.unit}s, packed by best fit into {packed.windows:,} of them"
+    )
     if packed.overlong:
         what = "left out" if overlong == "drop" else "cut at a window's end"
-        why.append(f"{counted(packed.overlong, 'example')} of more than {sequence} tokens {what} (data.overlong)")
+        why.append(f"{counted(packed.overlong, sizes.unit)} of more than {sequence} tokens {what} (data.overlong)")
     return sequence
 
 

@@ -21,6 +21,7 @@ from plait.planner.derive.scaling_rules import training_flops_of_weights
 from plait.planner.plan import WARNING, Plan, moments_of
 from plait.planner.problem.expert_loads import assumed_load, balanced_by
 from plait.planner.problem.workload import Workload, workload_of
+from plait.recipe.finetune import FinetuneObjective
 from plait.recipe.schema import RunConfig
 from plait.units import Amount
 
@@ -58,7 +59,7 @@ def new_job(
     scale = derive_run_size(config, corpus, rate, why)
     method = config.finetune.method
     if method != "auto" and config.train.batch_tokens == "auto":
-        batch = finetuning_batch(method, scale.shape.sequence, corpus, why)
+        batch = finetuning_batch(method, config.finetune.objective, scale.shape.sequence, corpus, why)
     else:
         batch = batch_sequences(config, scale, why)
     why += [*precision_reasons, *(resources.arithmetic.reasons if resources.arithmetic else ())]
@@ -139,14 +140,14 @@ def _lacking(resources: Resources, precision: str) -> str:
     return next((device.name for device in resources.known_devices if precision not in device.peak_flops), "")
 
 
-def workload_of_job(job: TrainingJob, resources: Resources) -> Workload:
+def workload_of_job(job: TrainingJob, resources: Resources, objective: FinetuneObjective = "sft") -> Workload:
     """The job as the cost model sees it, with its experts' loads as measured or assumed. What computes in float64 is
     priced as float32: nobody trains so for speed."""
     precision = job.matmul_precision if job.precision in ("float32", "float64") else job.precision
     sequence, batch = job.shape.sequence, job.batch_sequences
     whole = workload_of(job.shape, sequence=sequence, batch_sequences=batch, precision=precision, moments=job.moments)
     if job.shape.mixture is None:
-        return whole
+        return replace(whole, logit_passes=2) if objective == "dpo" and job.shape.adapter is None else whole
     if (measured := resources.load_expert_load(job.shape.mixture)) is not None:
         return replace(whole, expert_load=measured, expert_load_from="measured")
     return replace(whole, expert_load=assumed_load(job.shape.mixture), expert_load_from=balanced_by(job.shape.mixture))

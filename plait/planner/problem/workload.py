@@ -79,6 +79,8 @@ class Workload:
     """Heads in the middle, each after so many layers, with the model's own output matrix."""
     predict_ahead: int = 0
     """Depths of prediction ahead behind the last layer: a projection, a layer and the output matrix each."""
+    logit_passes: int = 1
+    """How often logits are computed: twice where pairs (DPO) train the head, as what a token weighs comes last."""
 
     @property
     def is_frozen(self) -> bool:

@@ -97,7 +97,7 @@ def request_of(
             compile=compiled,
         )
     )
-    workload = workload_of_job(job, resources)
+    workload = workload_of_job(job, resources, config.finetune.objective)
     program = PLAIT_PROFILE.uncompiled if (resources.machine.device, compiled) == ("cuda", "off") else PLAIT_PROFILE
     basis: ForecastBasis = "clock" if resources.cluster and was_measured(workload, resources.cluster) else "formulas"
     # Steps with TF32 products, or by another library, say nothing about steps without.

@@ -60,6 +60,7 @@ class DeviceTime:
         entries = w.vocabulary / candidates.tensor
         embedding = measured_compute.embedding_s(self.measured, tokens, w.width, entries)
         head = measured_compute.head_s(self.measured, tokens, w.width, entries)
+        head = head * (1 + (w.logit_passes - 1) * measured_compute.logits_share(w.width))
         if w.is_frozen:  # a probe times both gradients; here there is neither of the tables
             head = head * measured_compute.frozen_head_share(w.width)
             embedding = embedding * measured_compute.frozen_embedding_share(tokens, entries)

@@ -82,6 +82,11 @@ def frozen_head_share(width: int) -> float:
     return (4.0 * width + 200.0) / (6.0 * width + 200.0)
 
 
+def logits_share(width: int) -> float:
+    """What of head_s logits and loss take, without any gradient: a third of the products, half of the rest."""
+    return (2.0 * width + 100.0) / (6.0 * width + 200.0)
+
+
 def frozen_embedding_share(tokens: Any, vocabulary: Any) -> Any:
     """What of embedding_s is left where the embedding is frozen: looking tokens up."""
     return tokens / (3.0 * tokens + vocabulary)

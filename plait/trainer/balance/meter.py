@@ -229,9 +229,9 @@ def attach_meter(assembly: Assembly, clock: StepClock, progress: ProgressReport 
     if isinstance(sharded.pipe, StagePipe):
         sharded.pipe.wait = meter.wait
     sharded = replace(sharded, gradients=MeteredGradients(sharded.gradients, meter))
-    autocast = make_autocast(plan.precision, assembly.device)
+    autocast, casts = make_autocast(plan.precision, assembly.device), weight_casts(plan)
     run_micros, evaluate_micros = make_runners(
-        sharded, autocast, casts=weight_casts(plan), compile=plan.compile, auxiliary=assembly.auxiliary
+        sharded, autocast, casts=casts, compile=plan.compile, auxiliary=assembly.auxiliary, pairs=assembly.pairs
     )
     return replace(assembly, model=sharded, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
 

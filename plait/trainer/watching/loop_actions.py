@@ -83,14 +83,16 @@ def evaluate_held_out(assembly: Assembly, step: int, choices: ChoiceEvaluation |
     Raises RunFailed where no held-out token can be predicted."""
     if not assembly.corpus.heldout_tokens:
         return None
-    total, tokens = assembly.evaluate().tolist()
+    total, tokens, *of_pairs = assembly.evaluate().tolist()
     if not tokens:
         raise RunFailed("the held-out part holds no token to predict; give a larger data.holdout, or 0")
     scores = choices.scores(assembly) if choices else None
     return EvalReport(
         step=step,
         eval_loss=total / tokens,
-        eval_nats_per_byte=total / max(1, assembly.corpus.heldout_bytes),
+        eval_nats_per_byte=None if of_pairs else total / max(1, assembly.corpus.heldout_bytes),
+        reward_margin=of_pairs[0] / tokens if of_pairs else None,
+        pair_accuracy=of_pairs[1] / tokens if of_pairs else None,
         choices_accuracy=scores.choices_accuracy if scores else None,
         choices_accuracy_per_byte=scores.choices_accuracy_per_byte if scores else None,
     )
