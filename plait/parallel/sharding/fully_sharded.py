@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.model.experts.mixture import Experts
 from plait.model.experts.router import Router
@@ -38,8 +40,10 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
                 # Gathered as it is kept: a rounded router sends tokens to other experts.
                 exact = replace(policy, param_dtype=None)
                 fully_shard(router, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=exact)
+                _hide_hooks_from_recompute(router)
             for experts in [module for module in layer.modules() if apart and isinstance(module, Experts)]:
                 fully_shard(experts, mesh=apart, reshard_after_forward=again, mp_policy=policy)
+                _hide_hooks_from_recompute(experts)
             fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy, ignored_params=whole)
         # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward. It
         # is gathered as it is kept: a table in bfloat16 would round the stream, and each addition to a row's gradient.
@@ -54,6 +58,21 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
             if execution.device == "cpu":
                 module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
                 module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
+
+
+def _hide_hooks_from_recompute(inside_layer: nn.Module) -> None:
+    """Have the hooks of a module inside a layer run unseen by "selective" recomputation, which from torch 2.13 on wants
+    the layer's second run to call the operations of the first: these gather weights in one run and not in the other."""
+
+    def unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return hook(*args, **kwargs)
+
+        return run
+
+    for hooks in (inside_layer._forward_pre_hooks, inside_layer._forward_hooks):
+        hooks.update({key: unseen(hook) for key, hook in hooks.items()})
 
 
 def _experts_mesh(execution: Execution) -> DeviceMesh | None:
