@@ -37,7 +37,7 @@ _CUT, _VIRTUAL = (2, 2), (1, 2, 2, 1)
 LONG: tuple[Layout, ...] = (
     Layout(replicate=3, recompute="full"),
     Layout(shard=2),
-    Layout(shard=2, shard_what="parameters", recompute="full"),
+    Layout(shard=2, shard_what="parameters", recompute="selective"),
     Layout(replicate=2, shard=2, shard_what="parameters"),
     Layout(tensor=2, recompute="full"),
     Layout(tensor=2, recompute="selective"),
@@ -63,7 +63,7 @@ SHARED_OUT: tuple[Layout, ...] = (
     Layout(replicate=2, expert=2, tensor=2),
     Layout(context=2, expert=2, tensor=2),
     Layout(replicate=2, expert=2, pipeline=2, stage_layers=_CUT, schedule="zero-bubble"),
-    Layout(shard=2, context=2, expert=4, shard_what="parameters", recompute="full"),
+    Layout(shard=2, context=2, expert=4, shard_what="parameters", recompute="selective"),
 )
 
 
