@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not has_namespaces(), reason="network namespaces need root and `ip`"),
 ]
-STEPS, PORT, LIKE = 60, 29555, 1e-5
+STEPS, PORT, LIKE = 80, 29555, 1e-5
 # Note [the rate]: float32's last bits differ from layout to layout, and a run that learns fast makes ten times as much
 # of them every 15 steps: at the derived rate of 3.3e-3 two layouts that nobody disturbs differ by 2e-2 after these
 # steps, at 5e-4 by 3e-6.
