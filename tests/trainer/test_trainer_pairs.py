@@ -152,7 +152,7 @@ def test_parts_of_a_sequence_are_added_up_before_the_sigmoid() -> None:
         taken += objective.take(like=taken)
         grads = torch.autograd.grad(loss, (hidden, head))
         found = [one + other for one, other in zip(found, grads, strict=True)]
-    assert total == pytest.approx(float(exact.sum()), rel=1e-12)
+    assert total == pytest.approx(float(exact.detach().sum()), rel=1e-12)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * float(other.abs().max()))
     assert taken.tolist() == pytest.approx(
