@@ -11,6 +11,7 @@ from plait.deploy.pod import (
     CONTAINER,
     SECRET_KEY,
     KubernetesRequest,
+    config_map_key,
     container_command,
     container_resources,
     container_variables,
@@ -81,7 +82,7 @@ def _input(job: ClusterJob, request: KubernetesRequest) -> KubernetesObject:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _about(job, request, f"{job.name}-input"),
-        "data": dict(request.files),
+        "data": {config_map_key(name): text for name, text in request.files.items()},
     }
     return KubernetesObject(value=value, comments=("The recipe or the program.",))
 

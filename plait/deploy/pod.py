@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,11 @@ class KubernetesRequest:
     """ "host": pods use their machines' network, for RDMA that has no device plugin."""
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     """The recipe or the program by name: small texts that travel in a ConfigMap."""
+
+
+def config_map_key(name: str) -> str:
+    """A file's name as a ConfigMap takes it: letters, digits, "-", "_" and "." alone."""
+    return re.sub(r"[^-._a-zA-Z0-9]", "-", name)
 
 
 def run_labels(job: ClusterJob) -> dict[str, str]:
@@ -191,10 +197,17 @@ def _container(job: ClusterJob, request: KubernetesRequest, leader: str) -> dict
     }
 
 
+def _file_names(request: KubernetesRequest) -> dict[str, Any]:
+    """Where a file's name is not its key, the file gets its name back in the pod."""
+    if all(config_map_key(name) == name for name in request.files):
+        return {}
+    return {"items": [{"key": config_map_key(name), "path": name} for name in request.files]}
+
+
 def _volumes(job: ClusterJob, request: KubernetesRequest) -> list[dict[str, Any]]:
     return [
         {"name": "work", "persistentVolumeClaim": {"claimName": claim_name(job, request)}},
-        {"name": "input", "configMap": {"name": f"{job.name}-input"}},
+        {"name": "input", "configMap": {"name": f"{job.name}-input", **_file_names(request)}},
         {"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
     ]

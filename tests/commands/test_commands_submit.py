@@ -141,6 +141,10 @@ def test_what_a_machine_answers_by_ssh() -> None:
         ('error: resource mapping not found: no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"',
          "use --kind job"),
         ('Error from server (Forbidden): pods "x" is forbidden: exceeded quota: gpus', "kubectl describe quota"),
+        ("sinfo: fatal: Could not establish a configuration source", "set SLURM_CONF, or describe the machines"),
+        ("Error: Command '[...]' returned non-zero exit status 1. ensurepip is not available", "install python3-venv"),
+        ("ERROR: No matching distribution found for torch==2.13.0", "name its Python by --with python=PATH"),
+        ('Error from server (NotFound): namespaces "train" not found', "kubectl get namespaces"),
         ("", "exit code 3"),
     ],
 )  # fmt: skip

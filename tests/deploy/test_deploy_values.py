@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from plait.deploy.cluster_job import ClusterJob, NodeGroup
-from plait.deploy.manifests import manifests, manifests_text
+from plait.deploy.manifests import JobKind, manifests, manifests_text
 from plait.deploy.pod import USER_ID, KubernetesRequest
 from plait.deploy.yaml_text import yaml_document
-from tests.deploy.strict import documents, pod_specs
+from tests.deploy.strict import VERSIONS, complaints, documents, pod_specs
 
 ROOT = Path(__file__).parents[2]
 TEXTS = some.text(some.characters(exclude_categories=("Cs", "Cc"), exclude_characters="\u2028\u2029\ufeff\ufffe\uffff"))
@@ -54,6 +54,25 @@ def test_one_node_needs_no_meeting(kind: str) -> None:
     assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     pods = [spec for value in documents(text) for spec in pod_specs(value)]
     assert all(spec["terminationGracePeriodSeconds"] == 60 and "affinity" not in spec for spec in pods)
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob", "job"])
+def test_a_file_whose_name_no_config_map_takes_has_its_name_again_in_the_pods(kind: JobKind) -> None:
+    """A ConfigMap's keys are of letters, digits, "-", "_" and "." (its schema does not say so: validation does)."""
+    job = ClusterJob(
+        name="one", run="one", target=("/etc/plait/mein rezept.toml",), groups=(NodeGroup(nodes=2, gpus=1),)
+    )
+    values = documents(
+        manifests_text(job, KubernetesRequest(image="a:1", files={"mein rezept.toml": "[data]\n"}), kind)
+    )
+    [data] = [value["data"] for value in values if value["kind"] == "ConfigMap"]
+    assert (
+        data == {"mein-rezept.toml": "[data]\n"}
+        and [bad for value in values for bad in complaints(value, VERSIONS[0])] == []
+    )
+    volumes = [volume for value in values for spec in pod_specs(value) for volume in spec["volumes"]]
+    [mounted] = [volume["configMap"] for volume in volumes if "configMap" in volume]
+    assert mounted == {"name": "one-input", "items": [{"key": "mein-rezept.toml", "path": "mein rezept.toml"}]}
 
 
 def test_layers_that_reach_over_machines_keep_all_pods_in_one_zone() -> None:

@@ -32,6 +32,8 @@ _MENDS = (
     ("More processors requested than permitted", "ask for fewer nodes or cores: sinfo shows what there is"),
     ("Job violates accounting/QOS policy", "it is more than your account may have: ask for fewer nodes or less time"),
     ("Requested time limit is invalid", "the partition allows less time: sinfo -o %P,%l shows how much"),
+    ("Could not establish a configuration source", "no slurm.conf is here: log in where Slurm is, set SLURM_CONF, or "
+     "describe the machines, for example --cluster 4x(8xH100)"),
     ("Unable to contact slurm controller", "slurmctld does not answer: scontrol ping shows whether it runs"),
     ("no matches for kind", "this cluster has no such kind of object: have the operator installed, or use --kind job"),
     ("doesn't have a resource type", "this cluster has no such kind of object: have the operator installed (JobSet, "
