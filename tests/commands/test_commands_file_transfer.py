@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -205,7 +206,8 @@ def test_a_shared_folder_in_which_this_host_cannot_work_is_told(
 ) -> None:
     with write_nonce(tmp_path) as (name, content):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
-        (tmp_path / f"{name}.seen").mkdir()
+        monkeypatch.setattr(secrets, "token_hex", lambda size: "drawn")
+        (tmp_path / f"{name}.drawn.seen").mkdir()
         with pytest.raises(PlaitError, match=r"this host cannot write .*; mend its folder or disk, then join again"):
             has_nonce(tmp_path, name, content)
 
