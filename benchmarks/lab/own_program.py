@@ -30,9 +30,10 @@ WORK = Path(__file__).parents[2] / ".plait" / "own-program"
 RATE = 1e9
 CORES, COUNTS = 0.18, (2, 4, 8)
 UNEQUAL = (1.0, 0.4)
-WARM_UP = 1
 SETTLING = 13
 """Steps until measured shares hold."""
+MORE_THAN_ENOUGH = 10_000
+"""Steps of a host, which is ended once enough of them were counted."""
 BEGINS_WITHIN_S, ENDS_WITHIN_S = 120.0, 900.0
 
 
@@ -74,12 +75,9 @@ def _case(cores: Sequence[float], parts: Sequence[int], steps: int) -> dict[str,
     others = ("plait", "ddp") if unequal else ("plait",)
     WORK.mkdir(parents=True, exist_ok=True)
     with Lab(cores, RATE, work=WORK, files="shared") as lab:
-        before = host_turns(lab, "alone", parts, WARM_UP + steps)
-        turns = {
-            kind: host_turns(lab, kind, [examples] * len(parts), (SETTLING if unequal else WARM_UP) + steps)
-            for kind in others
-        }
-        alone = [before, host_turns(lab, "alone", parts, WARM_UP + steps)]
+        before = host_turns(lab, "alone", parts, steps)
+        turns = {kind: host_turns(lab, kind, [examples] * len(parts), SETTLING * unequal + steps) for kind in others}
+        alone = [before, host_turns(lab, "alone", parts, steps)]
     shares = {kind: reached(turn, alone) for kind, turn in turns.items()}
     for kind, share in shares.items():
         times = "" if unequal else f", {share * len(cores):.2f} times one"
@@ -114,21 +112,28 @@ def host_turns(lab: Lab, kind: str, examples: Sequence[int], steps: int) -> list
         for host, file, own in zip(lab.hosts, files, examples, strict=True):
             command = (
                 sys.executable, "-m", "benchmarks.lab.own_program_host", kind, "--examples", str(own), "--steps",
-                str(steps), "--out", str(file),
+                str(MORE_THAN_ENOUGH), "--out", str(file),
             )  # fmt: skip
             rank = "0" if kind == "alone" else str(host.index)
             lab.start(host, command, log=WORK / f"{file.stem}.log", environment={**shared, "RANK": rank})
         until(lambda: all(_lines(file) for file in files), "all hosts compute", BEGINS_WITHIN_S)
         for host, share in zip(lab.hosts, shares, strict=True):
             lab.grant(host, share)
+        # A host that is alone has taken several steps on its whole processor, and is amid one.
+        first = [len(_lines(file)) + 1 for file in files]
         began = time.monotonic()
-        until(lambda: all(len(_lines(file)) >= steps for file in files), "all hosts have computed", ENDS_WITHIN_S)
+        until(
+            lambda: all(len(_lines(file)) >= begin + steps for file, begin in zip(files, first, strict=True)),
+            "all hosts have computed",
+            ENDS_WITHIN_S,
+        )
         pace = lab.product_s(began, time.monotonic())
     finally:
         lab.end_commands()
         for host, share in zip(lab.hosts, shares, strict=True):
             lab.grant(host, share)
-    return [_told(_lines(file)[WARM_UP:], product_s) for file, product_s in zip(files, pace, strict=True)]
+    counted = [_lines(file)[begin : begin + steps] for file, begin in zip(files, first, strict=True)]
+    return [_told(lines, product_s) for lines, product_s in zip(counted, pace, strict=True)]
 
 
 def _told(lines: Sequence[dict[str, float]], product_s: float) -> HostTurn:
