@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -12,6 +13,9 @@ from plait.custom.seeds import generator_states, seed_everything, seed_from
 
 READ_AHEAD = 2
 """Batches that wait, made, beside the one in use and the one in the making."""
+
+ENDS_WITHIN_S = 10.0
+"""How long the end of a program waits for the batch in the making."""
 
 BeforeExample = Callable[[int], None]
 """Called with the position of an example before it is read."""
@@ -72,12 +76,21 @@ class BatchMaker:
         ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=READ_AHEAD)
         over = threading.Event()
         thread = threading.Thread(target=_make_all, args=(makers, ready, over), name="plait-data", daemon=True)
+        ended = False
+
+        def end() -> None:
+            over.set()
+            thread.join(ENDS_WITHIN_S)
+
+        # A program may end amid its batches. A thread that is in torch's code when the interpreter goes aborts it.
+        atexit.register(end)
         thread.start()
         try:
             while True:
                 began = time.perf_counter()
                 kind, value = ready.get()
                 self.wait_s += time.perf_counter() - began
+                ended = kind != "batch"
                 if kind == "end":
                     return
                 if kind == "raised":
@@ -85,6 +98,9 @@ class BatchMaker:
                 yield value
         finally:
             over.set()
+            if ended:
+                thread.join()
+                atexit.unregister(end)
 
 
 def unseeded(position: int) -> None:
