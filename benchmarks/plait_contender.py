@@ -25,6 +25,7 @@ from plait.parallel.mesh import make_mesh, world_sums
 from plait.partition.execution import MatmulBackend, Precision
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.trainer.assemble import make_autocast, make_runners, select_samples, weight_casts
+from plait.trainer.fused_optimizer import FusedOptimizer, ParameterGroup
 from plait.trainer.optim import make_optimizer
 from plait.trainer.step import take_step
 from plait.units import Amount, Every
@@ -74,12 +75,12 @@ def main() -> None:
         journal.step(loss / tokens)
 
 
-def decay_all_matrices(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
+def decay_all_matrices(optimizer: FusedOptimizer, weight_decay: float) -> None:
     """The peers' habit, so that all do the same: embeddings decay too, which plait leaves alone."""
-    plain = optimizer.param_groups[1]
-    tables = [parameter for parameter in plain["params"] if parameter.dim() > 1]
-    plain["params"] = [parameter for parameter in plain["params"] if parameter.dim() == 1]
-    optimizer.add_param_group({"params": tables, "weight_decay": weight_decay})
+    plain = optimizer.groups[1]
+    tables = [parameter for parameter in plain.parameters if parameter.dim() > 1]
+    plain.parameters = [parameter for parameter in plain.parameters if parameter.dim() == 1]
+    optimizer.groups.append(ParameterGroup(parameters=tables, weight_decay=weight_decay))
 
 
 def plan_for(workload: Workload, orders: Orders) -> Plan:

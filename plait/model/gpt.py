@@ -149,14 +149,19 @@ class GPT(nn.Module):
         return [table for one in (self, *self.lenders) for table in (one.embed, one.head) if table is not None]
 
 
+def _table(rows: int, width: int) -> nn.Embedding:
+    """The numbers nn.Embedding itself would draw; on the meta device its way of drawing imports torch._dynamo."""
+    return nn.Embedding.from_pretrained(torch.randn(rows, width), freeze=False)
+
+
 class Embedding(nn.Module):
     """Token embedding, plus learned position embeddings if the shape has them."""
 
     def __init__(self, shape: ModelShape, part: ModelPart) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.tokens = _table(shape.vocabulary, shape.width)
         learned = shape.positions == "learned" and part.embeds
-        self.positions = nn.Embedding(shape.size_of("positions"), shape.width) if learned else None
+        self.positions = _table(shape.size_of("positions"), shape.width) if learned else None
 
     def forward(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
         """The stream [B × T, width]."""

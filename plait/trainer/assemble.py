@@ -27,7 +27,8 @@ from plait.recipe.schema import RunConfig
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, KeptBias
 from plait.trainer.first_weights import fill_first_weights
-from plait.trainer.optim import learning_rate, make_optimizer, set_learning_rate
+from plait.trainer.fused_optimizer import FusedOptimizer
+from plait.trainer.optim import learning_rate, make_optimizer
 from plait.trainer.preference.pair_losses import PairLosses
 from plait.trainer.score_passes import score_passes
 from plait.trainer.state import TrainState
@@ -54,7 +55,7 @@ class Assembly:
     plan: Plan
     device: torch.device
     model: ShardedModel
-    optimizer: torch.optim.Optimizer
+    optimizer: FusedOptimizer
     corpus: Corpus
     loader: Loader
     heldout: Callable[[], Iterator[Micro]]
@@ -79,7 +80,7 @@ class Assembly:
             like = torch.zeros(1, dtype=torch.float64, device=self.device)
             with self.auxiliary.also_without_gradients():
                 self.loads.count_first(lambda: self.evaluate_micros(micros), self.sums, like)
-        set_learning_rate(self.optimizer, learning_rate(plan.optimizer, state.step, plan.steps))
+        self.optimizer.lr = learning_rate(plan.optimizer, state.step, plan.steps)
         scalars = take_step(
             micros,
             sharded=self.model,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import cos, pi
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.parallel.sharded_model import OptimizerUnit
 from plait.planner.plan import OptimizerPlan
+from plait.trainer.fused_optimizer import FusedAdamW, FusedOptimizer, FusedSGD, ParameterGroup
 
 FINAL_FRACTION = 0.1
 """Fraction of the peak learning rate at which "cosine" ends (Hoffmann et al. 2022)."""
@@ -23,18 +23,20 @@ DECAY_FRACTION = 0.2
 # AdamW decouples it because it divides the gradient by its size (Loshchilov & Hutter 2019); SGD divides by nothing.
 
 
-def make_optimizer(units: Sequence[OptimizerUnit], plan: OptimizerPlan) -> torch.optim.Optimizer:
+def make_optimizer(units: Sequence[OptimizerUnit], plan: OptimizerPlan) -> FusedOptimizer:
     """The plan's optimizer over this rank's units, with weight decay on matrices only."""
+    alike: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
+    for unit in sorted(units, key=lambda unit: not unit.decays):
+        alike.setdefault((unit.decays, unit.parameter.dtype), []).append(unit.parameter)
     groups = [
-        {"params": [unit.parameter for unit in units if unit.decays], "weight_decay": plan.weight_decay},
-        {"params": [unit.parameter for unit in units if not unit.decays], "weight_decay": 0.0},
+        ParameterGroup(parameters=parameters, weight_decay=plan.weight_decay if decays else 0.0)
+        for (decays, _), parameters in alike.items()
     ]
-    groups = [group for group in groups if group["params"]]
     if plan.kind == "sgd":  # see Note [SGD's weight decay is classical]
-        optimizer = torch.optim.SGD(groups, lr=plan.lr, momentum=plan.momentum, fused=True)
+        optimizer = FusedSGD(groups, lr=plan.lr, momentum=plan.momentum)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=1e-8, fused=True)
-    # As torch makes it in its first step, but from the beginning: the first step then holds what every step holds.
+        optimizer = FusedAdamW(groups, lr=plan.lr, betas=plan.betas)
+    # Not in the first step, as torch.optim does: the first step then holds what every step holds.
     for parameter in (unit.parameter for unit in units):
         moments = {name: torch.zeros_like(parameter) for name in moment_names(plan).values()}
         set_state(optimizer, parameter, moments, torch.zeros(()) if plan.kind == "adamw" else None)
@@ -49,7 +51,7 @@ def moment_names(plan: OptimizerPlan) -> Mapping[str, str]:
 
 
 def set_state(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, moments: Mapping[str, Tensor], updates: Tensor | None
+    optimizer: FusedOptimizer, parameter: Tensor, moments: Mapping[str, Tensor], updates: Tensor | None
 ) -> None:
     """Give a parameter's optimizer state these moments and, where the optimizer counts them, the number of updates."""
     # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
@@ -57,7 +59,7 @@ def set_state(
     optimizer.state[parameter] = {**count, **moments}
 
 
-def updates_counted(optimizer: torch.optim.Optimizer) -> Tensor | None:
+def updates_counted(optimizer: FusedOptimizer) -> Tensor | None:
     """AdamW's number of updates done, shape []; None for SGD, which counts none."""
     return next(iter(optimizer.state.values())).get("step")
 
@@ -73,12 +75,6 @@ def learning_rate(plan: OptimizerPlan, step: int, steps: int) -> float:
         left = (steps - step) / max(1.0, DECAY_FRACTION * steps)
         return plan.lr * min(1.0, left)
     return plan.lr
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the next update in every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
 
 
 def owned_squares(units: Sequence[OptimizerUnit], *, like: Tensor) -> Tensor:
@@ -101,7 +97,7 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-def update(optimizer: torch.optim.Optimizer, units: Sequence[OptimizerUnit], *, factor: Tensor, norm: Tensor) -> None:
+def update(optimizer: FusedOptimizer, units: Sequence[OptimizerUnit], *, factor: Tensor, norm: Tensor) -> None:
     """Take one optimizer step with the gradients times `factor`; it is skipped where the norm is not finite. The
     `.grad` tensors hold the scaled gradients afterwards.
 
@@ -109,10 +105,9 @@ def update(optimizer: torch.optim.Optimizer, units: Sequence[OptimizerUnit], *, 
     memory. Its divisor is a float32, so exact runs in float64 multiply beforehand.
     """
     gradients = [unit.parameter.grad for unit in units if unit.parameter.grad is not None]
-    fused: Any = optimizer
-    fused.found_inf = (~torch.isfinite(norm)).float()
+    optimizer.found_inf = (~torch.isfinite(norm)).float()
     if gradients and gradients[0].dtype == torch.float32:
-        fused.grad_scale = factor.reciprocal().float()
+        optimizer.grad_scale = factor.reciprocal().float()
     else:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
     optimizer.step()

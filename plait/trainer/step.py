@@ -17,6 +17,7 @@ from plait.model.gpt import GPT
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
 from plait.trainer.experts.loads import ExpertLoads, largest_load
+from plait.trainer.fused_optimizer import FusedOptimizer
 from plait.trainer.loss import IN_PLACE, sum_of_losses
 from plait.trainer.optim import clip_factor, owned_squares, update
 from plait.trainer.score_passes import IGNORED, ScorePasses
@@ -94,7 +95,7 @@ def take_step(
     sharded: ShardedModel,
     run_micros: RunMicros,
     sums: Sums,
-    optimizer: torch.optim.Optimizer,
+    optimizer: FusedOptimizer,
     clip: float | None,
     loads: ExpertLoads | None = None,
     auxiliary: AuxiliarySums | None = None,

@@ -129,6 +129,17 @@ def test_a_longer_budget_takes_a_larger_model(tmp_path: Path) -> None:
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 
+def test_a_step_that_reads_the_text_over_and_over_is_a_slip(tmp_path: Path) -> None:
+    small = corpus(40_000, 1)
+    named = ("model.size=1M", "train.sequence=64", "train.budget=3 steps")
+    fits, beyond, slip = (recipe(tmp_path, *named, f"train.batch_tokens={n}") for n in (40_000, 100_000, 10**9))
+    told = [drafted(one, small, LAPTOP).plan.reasons for one in (fits, beyond)]
+    often = "warning: train.batch_tokens = 100000 reads all 40,000 tokens of the text 2.5 times in each step"
+    assert often in told[1] and not any("of the text" in reason for reason in told[0])
+    with pytest.raises(PlaitError, match=r"40,000 tokens of the text 25,000 times in each step; choose at most 40000"):
+        refuse_unfit_names(slip, small)
+
+
 def test_the_fastest_split_is_taken_and_said(tmp_path: Path) -> None:
     config = recipe(tmp_path, *STEPS, *TINY, "model.layers=1")
     outline = drafted(config, PLAYS, LAPTOP)

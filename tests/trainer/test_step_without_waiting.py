@@ -20,6 +20,7 @@ from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.recompute import run_keeping_input
 from plait.parallel.sharded_model import ShardedModel, unsharded
 from plait.report.metrics import EvalReport, StepReport
+from plait.trainer.fused_optimizer import FusedOptimizer, ParameterGroup
 from plait.trainer.loop import Agreement, LoopActions, LoopIntervals, run_loop
 from plait.trainer.score_passes import FusedPasses, InPlacePasses, ScorePasses
 from plait.trainer.state import TrainState
@@ -74,7 +75,7 @@ def micros(shape: ModelShape) -> list[Micro]:
     return [Micro(inputs=tokens, targets=tokens, positions=None, lengths=None) for _ in range(3)]
 
 
-def take(sharded: ShardedModel, shape: ModelShape, passes: ScorePasses, optimizer: torch.optim.Optimizer) -> Scalars:
+def take(sharded: ShardedModel, shape: ModelShape, passes: ScorePasses, optimizer: FusedOptimizer) -> Scalars:
     """A step of three micro-batches; the optimizer's own kernel aside, which has no form without values, it is that of
     every run."""
 
@@ -87,26 +88,21 @@ def take(sharded: ShardedModel, shape: ModelShape, passes: ScorePasses, optimize
     )
 
 
-class PlainDescent(torch.optim.Optimizer):
+class PlainDescent(FusedOptimizer):
     """What a fused optimizer does with what `update` hands it, by operations that need no values."""
 
-    grad_scale: Tensor
-    found_inf: Tensor
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(parameter.grad / self.grad_scale * (1 - self.found_inf), alpha=group["lr"])
+    def _update(self, parameters: list[Tensor], gradients: list[Tensor], weight_decay: float) -> None:
+        assert self.grad_scale is not None and self.found_inf is not None
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.sub_(gradient / self.grad_scale * (1 - self.found_inf), alpha=self.lr)
 
 
-def built(shape: ModelShape) -> tuple[ShardedModel, torch.optim.Optimizer]:
+def built(shape: ModelShape) -> tuple[ShardedModel, FusedOptimizer]:
     with DEVICE:
         sharded = unsharded(GPT(shape))
-    return sharded, PlainDescent([unit.parameter for unit in sharded.units])
+    return sharded, PlainDescent(
+        [ParameterGroup(parameters=[unit.parameter for unit in sharded.units], weight_decay=0.0)], lr=0.1
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -13,7 +13,7 @@ from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import plain_unit, unsharded
 from plait.partition.boxes import whole_box
 from plait.planner.plan import OptimizerPlan
-from plait.trainer.optim import clip_factor, learning_rate, make_optimizer, owned_squares, set_learning_rate, update
+from plait.trainer.optim import clip_factor, learning_rate, make_optimizer, owned_squares, update
 
 SHAPE = ModelShape(
     layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8,
@@ -27,7 +27,7 @@ def test_weight_decay_is_for_the_matrices_of_linear_layers_alone() -> None:
     model = GPT(SHAPE)
     initialize(model, 1)
     optimizer = make_optimizer(unsharded(model).units, PLAN)
-    decay_of = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decay_of = {id(p): group.weight_decay for group in optimizer.groups for p in group.parameters}
     for name, parameter in model.named_parameters():
         matrix = name.endswith("weight") and parameter.ndim == 2 and not name.startswith("embed.")
         assert decay_of.pop(id(parameter)) == (0.1 if matrix else 0.0), name
@@ -38,7 +38,7 @@ def test_decay_shrinks_and_the_others_stay_without_gradient() -> None:
     model = GPT(SHAPE)
     initialize(model, 1)
     optimizer = make_optimizer(unsharded(model).units, PLAN)
-    set_learning_rate(optimizer, 0.5)
+    optimizer.lr = 0.5
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -58,7 +58,7 @@ def test_an_update_is_adamw_s_by_hand() -> None:
     for step in range(1, 4):
         grad = torch.randn(3, 4)
         weight.grad = grad.clone()
-        set_learning_rate(optimizer, 0.01 * step)
+        optimizer.lr = 0.01 * step
         optimizer.step()
         mean, square = 0.9 * mean + 0.1 * grad, 0.95 * square + 0.05 * grad**2
         value = value * (1 - 0.01 * step * 0.1)
@@ -77,7 +77,7 @@ def test_an_update_is_sgd_s_by_hand_with_decay_after_clipping(dtype: torch.dtype
     for step in range(1, 4):
         grad = torch.randn(3, 4, dtype=dtype)
         weight.grad = grad.clone()
-        set_learning_rate(optimizer, 0.01 * step)
+        optimizer.lr = 0.01 * step
         factor = torch.tensor([0.25], dtype=torch.float64)
         update(optimizer, units, factor=factor[0], norm=torch.tensor(4.0))
         buffer = momentum * buffer + 0.25 * grad + 0.1 * value
@@ -86,6 +86,40 @@ def test_an_update_is_sgd_s_by_hand_with_decay_after_clipping(dtype: torch.dtype
         torch.testing.assert_close(weight.detach(), value, rtol=tight, atol=tight)
     kept = [list(state) for state in optimizer.state.values()]
     assert kept == [["momentum_buffer"] if momentum else []]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("plan", [PLAN, SGD, replace(SGD, momentum=0.0)], ids=["adamw", "sgd", "sgd without momentum"])
+def test_five_updates_have_the_bits_of_torch_s_own_optimizer(plan: OptimizerPlan, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    ours = [torch.nn.Parameter(torch.randn(size, dtype=dtype)) for size in ((3, 4), (70,), (5,))]
+    theirs = [torch.nn.Parameter(one.detach().clone()) for one in ours]
+    optimizer = make_optimizer(
+        [plain_unit("head.weight", one, whole_box(one.shape), decays=one.ndim > 1, owned=True) for one in ours], plan
+    )
+    decays = [{"params": theirs[:1], "weight_decay": plan.weight_decay}, {"params": theirs[1:], "weight_decay": 0.0}]
+    reference = (
+        torch.optim.AdamW(decays, lr=plan.lr, betas=plan.betas, fused=True)
+        if plan.kind == "adamw"
+        else torch.optim.SGD(decays, lr=plan.lr, momentum=plan.momentum, fused=True)
+    )
+    for step, skipped in enumerate([False, False, True, False, False]):
+        optimizer.lr = 0.01 * (step + 1)
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        for one, other in zip(ours[:-1], theirs[:-1], strict=True):  # the last one never has a gradient
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for each in (optimizer, reference):
+            each.found_inf = torch.tensor(float(skipped))  # pyright: ignore[reportAttributeAccessIssue]
+            each.grad_scale = torch.tensor(0.5) if dtype == torch.float32 else None  # pyright: ignore[reportAttributeAccessIssue]
+            each.step()
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    for one, other in zip(ours[:-1], theirs[:-1], strict=True):
+        assert optimizer.state[one].keys() == {
+            name for name, value in reference.state[other].items() if value is not None
+        }
+        assert all(torch.equal(value, reference.state[other][name]) for name, value in optimizer.state[one].items())
 
 
 def test_sgd_skips_a_step_whose_norm_is_not_finite() -> None:

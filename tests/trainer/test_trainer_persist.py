@@ -15,7 +15,7 @@ from plait.checkpoint.transfer import read_tensor
 from plait.errors import PlaitError, RunFailed
 from plait.parallel.mesh import ONE_PROCESS
 from plait.trainer.assemble import assemble
-from plait.trainer.checkpointing.persist import restore
+from plait.trainer.checkpointing.persist import all_finite, restore
 from tests.trainer.tiny import make_tiny
 
 
@@ -113,6 +113,16 @@ def test_weights_that_are_not_finite_are_not_saved(run_ranks, folder: Path, tmp_
     with pytest.raises(RunFailed, match=r"model/.* is not finite after step 1, .* not saved: the run diverged"):
         run_ranks("restore_and_save", json.dumps(asked), 2)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("at", [0, 517, 999])
+def test_one_number_that_is_not_finite_is_found_wherever_it_lies(dtype: torch.dtype, at: int) -> None:
+    numbers = torch.randn(10, 100).to(dtype)
+    assert all_finite(numbers) and all_finite(numbers[:0]) and all_finite(torch.finfo(dtype).max * numbers.sign())
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        numbers.view(-1)[at] = bad
+        assert not all_finite(numbers), bad
 
 
 def test_a_checkpoint_of_another_shape_is_refused(run_ranks, folder: Path, tmp_path: Path) -> None:

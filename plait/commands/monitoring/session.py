@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor, pass_to_monitor
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.planning.workers import TRAINING_ENTRY, WorkerPool, make_log_folder
+from plait.commands.planning.workers import TRAINING_ENTRY, WorkerPool, make_log_folder, modules_needed
 from plait.errors import StopSignal
 from plait.launch.values.job import STOP_IN_WORDS, STOPPING, Job, JobResult, Message
 from plait.planner.plan import Plan
@@ -138,6 +138,7 @@ def run_session(
         world_size=plan.world_size,
         threads=plan.threads,
         log_dir=make_log_folder(folder.path),
+        needs=modules_needed(plan),
     )
     try:
         return workers.run(job, session.on_message), session.saved_step

@@ -10,7 +10,7 @@ from plait.cluster.cluster import Cluster
 from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.calibration_store import calibration_key, load_calibration, read_expert_load
-from plait.commands.planning.workers import MEASURE_ENTRY, TIMING_ENTRY, WorkerPool
+from plait.commands.planning.workers import MEASURE_ENTRY, TIMING_ENTRY, WorkerPool, modules_needed
 from plait.errors import PlaitError
 from plait.launch.values.job import Job, Message
 from plait.planner.derive.resources import Probe, Resources, on_paper
@@ -28,6 +28,8 @@ PROGRESS = "progress"
 """Kind of the message by which rank 0 of a job says how far it is, with the arguments of a ShowProgress."""
 LAYOUT_S, ARITHMETIC_S = 4.0, 1.5
 """Least seconds of timed steps: to choose among layouts, or in each round between two precisions."""
+LONGEST_TIMED_STEP_S = 4.0
+"""A step that takes longer by forecast is timed with fewer micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,34 @@ def measure(
 
 
 def time_plan(config: RunConfig, plan: Plan, workers: WorkerPool, *, least_s: float) -> float:
-    """Median seconds of a plan's steps, of which at least `least_s` are timed."""
+    """Median seconds of a plan's steps, of which at least `least_s` are timed.
+
+    A step with very many micro-batches is timed with a few and with half as many: all others take what the difference
+    took, and what a step does once is in both.
+    """
+    few = micro_batches_to_time(plan)
+    if few is None:
+        return _time_steps(config, plan, workers, least_s)
+    of_one = plan.layout.data_parallel_degree * plan.micro_sequences
+    more_s, less_s = (
+        _time_steps(config, replace(plan, batch_sequences=of_one * count), workers, least_s)
+        for count in (few, few // 2)
+    )
+    each_s = max(0.0, more_s - less_s) / (few - few // 2)
+    return more_s + (plan.batch_sequences / of_one - few) * each_s
+
+
+def micro_batches_to_time(plan: Plan) -> int | None:
+    """How many micro-batches of each data-parallel rank's are timed; None where a whole step is."""
+    if plan.forecast is None or plan.forecast.step_s <= LONGEST_TIMED_STEP_S or plan.shares:
+        return None
+    there = plan.batch_sequences // (plan.layout.data_parallel_degree * plan.micro_sequences)
+    least = 4 * plan.layout.pipeline  # then a pipeline is full most of the time, as in the whole step
+    few = max(least, int(there * LONGEST_TIMED_STEP_S / plan.forecast.step_s) // 2 * 2)
+    return few if 4 * few <= there else None  # else it spares little, and the difference is amplified noise
+
+
+def _time_steps(config: RunConfig, plan: Plan, workers: WorkerPool, least_s: float) -> float:
     with job_folder("plait-measure-") as folder:
         write_plan(plan, folder / "plan.json")
         (folder / "recipe.toml").write_text(recipe_text(config))
@@ -104,6 +133,7 @@ def time_plan(config: RunConfig, plan: Plan, workers: WorkerPool, *, least_s: fl
             world_size=plan.world_size,
             threads=plan.threads,
             log_dir=str(folder),
+            needs=modules_needed(plan),
             at_stop="abandon",
         )
         return ask_rank_0(workers, job, "measured")["step_s"]

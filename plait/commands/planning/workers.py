@@ -23,6 +23,7 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 TRAINING_ENTRY, TIMING_ENTRY, CHECK_ENTRY = "train", "time_steps", "check_gradients"
 MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY = "measure_machine", "probe", "measure_products"
 MACHINE_CHECK_ENTRY = "check_machine"
+COMPILER = "compiler"
 ENTRIES = EntryTable(
     functions={
         TRAINING_ENTRY: "plait.trainer.worker:main",
@@ -33,9 +34,7 @@ ENTRIES = EntryTable(
         PRODUCTS_ENTRY: "plait.commands.probing.products:run_products_rank",
         MACHINE_CHECK_ENTRY: "plait.commands.probing.checking.check_rank:run_machine_check_rank",
     },
-    # torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
     preload=(
-        "torch._dynamo",
         "plait.trainer.worker",
         "plait.trainer.time_steps",
         "plait.cluster.measure",
@@ -44,8 +43,18 @@ ENTRIES = EntryTable(
         "plait.commands.probing.products",
         "plait.commands.probing.checking.check_rank",
     ),
+    optional={COMPILER: "torch._dynamo"},
 )
 """All that a worker of plait's commands can do, on whichever host."""
+
+
+def modules_needed(plan: Plan) -> tuple[str, ...]:
+    """What a job of this plan needs beside the usual (Job.needs): more than a second of imports, where torch's own
+    parts meet its compiler, which split parameters and recomputed layers do without being compiled."""
+    gathers = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
+    return (COMPILER,) if gathers or plan.layout.recompute != "none" or plan.compile != "off" else ()
+
+
 OnMessage = Callable[[Message], None]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Literal
 
-from plait.commands.planning.workers import CHECK_ENTRY, WorkerPool
+from plait.commands.planning.workers import CHECK_ENTRY, WorkerPool, modules_needed
 from plait.commands.verifying.small_model import ROUTING, plan_for_device, shrunk_plan
 from plait.data.preparation.synthetic import write_synthetic
 from plait.errors import PlaitError
@@ -142,6 +142,7 @@ def _run_processes(folder: Path, plan: Plan, workers: WorkerPool, scope: CheckSc
         world_size=ranks,
         threads=plan.threads,
         log_dir=str(folder),
+        needs=modules_needed(plan),
         at_stop="abandon",
     )
     result = workers.run(job, lambda message: None)

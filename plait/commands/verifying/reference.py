@@ -30,6 +30,7 @@ from plait.recipe.load import read_saved_recipe
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.experts.replay import RoutingRecord
+from plait.trainer.fused_optimizer import FusedSGD, ParameterGroup
 from plait.trainer.preference.reference import compute_reference
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
@@ -81,8 +82,8 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) ->
     counts: list[Tensor] = []
     if assembly.pairs is not None:
         assembly.pairs.set_reference(compute_reference(assembly))
-    units = [unit.parameter for unit in assembly.model.units]
-    plain = replace(assembly, optimizer=torch.optim.SGD(units, lr=assembly.plan.optimizer.lr, fused=True))
+    weights = ParameterGroup(parameters=[unit.parameter for unit in assembly.model.units], weight_decay=0.0)
+    plain = replace(assembly, optimizer=FusedSGD([weights], lr=assembly.plan.optimizer.lr))
     try:
         state, scalars = plain.step(TrainState())
         found = {"sums/norm": scalars.norm.reshape(1), "sums/loss": scalars.totals, **dict(_gradients(assembly))}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 
 from plait.errors import PlaitError
@@ -25,6 +25,8 @@ class EntryTable:
     """The name of each entry, and its function as "package.module:function"."""
     preload: tuple[str, ...] = ()
     """Modules to import once, before the first rank is forked."""
+    optional: Mapping[str, str] = field(default_factory=dict)
+    """Modules that only some jobs need, by the names in Job.needs."""
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -34,13 +36,20 @@ class EntryTable:
 
     def require(self, name: str) -> None:
         """Raise PlaitError where no entry has this name."""
-        if name not in self.functions:
+        self._require(name, self.functions)
+
+    def load(self, name: str, needs: Iterable[str] = ()) -> Entry:
+        """Import an entry's function, and modules of `optional`; raises PlaitError for a name that the table does not
+        have."""
+        self.require(name)
+        for need in needs:
+            self._require(need, self.optional)
+            import_module(self.optional[need])
+        module, _, function = self.functions[name].partition(":")
+        return getattr(import_module(module), function)
+
+    def _require(self, name: str, table: Mapping[str, str]) -> None:
+        if name not in table:
             raise PlaitError(
                 f"plait has no job named {name!r} on this host; install the same commit of plait on all hosts"
             )
-
-    def load(self, name: str) -> Entry:
-        """Import the function of an entry; raises PlaitError for a name that the table does not have."""
-        self.require(name)
-        module, _, function = self.functions[name].partition(":")
-        return getattr(import_module(module), function)

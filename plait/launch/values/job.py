@@ -67,6 +67,8 @@ class Job:
     log_dir: str | None = None
     part: HostRanks | None = None
     at_stop: AtStop = "save"
+    needs: tuple[str, ...] = ()
+    """Names in EntryTable.optional: imported once for all ranks of a host, and not by each for itself."""
 
     def __post_init__(self) -> None:
         if not _ENTRY_NAME.fullmatch(self.entry):

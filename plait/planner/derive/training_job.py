@@ -23,7 +23,10 @@ from plait.planner.problem.expert_loads import assumed_load, balanced_by
 from plait.planner.problem.workload import Workload, workload_of
 from plait.recipe.finetune import FinetuneObjective
 from plait.recipe.schema import RunConfig
-from plait.units import Amount
+from plait.units import Amount, counted
+
+READINGS_PER_STEP_AT_MOST = 100
+"""How often a step may read the text: small examples are learnt from in the batches of large ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,7 @@ def new_job(
         batch = finetuning_batch(method, config.finetune.objective, scale.shape.sequence, corpus, why)
     else:
         batch = batch_sequences(config, scale, why)
+        check_batch_against_text(config, corpus, why)
     why += [*precision_reasons, *(resources.arithmetic.reasons if resources.arithmetic else ())]
     return TrainingJob(
         budget=scale.budget,
@@ -73,6 +77,20 @@ def new_job(
         matmul_backend=matmul_backend_of(config, resources),
         moments=moments_of(config.optimizer.kind, momentum_of(config.optimizer)),
     )
+
+
+def check_batch_against_text(config: RunConfig, corpus: CorpusFacts, why: list[str]) -> None:
+    """Say where a recipe's step reads all of the text, and more than once; raises PlaitError where it does so over and
+    over, as a slip of some zeros makes it."""
+    requested, there = config.train.batch_tokens, max(1, corpus.train_tokens)
+    if requested == "auto" or requested <= there:
+        return
+    often = f"train.batch_tokens = {requested} reads all {counted(there, 'token', ',')} of the text"
+    if requested > READINGS_PER_STEP_AT_MOST * there:
+        raise PlaitError(
+            f"{often} {requested // there:,} times in each step; choose at most {there}, or give more text"
+        )
+    why.append(f"{WARNING}{often} {requested / there:.1f} times in each step")
 
 
 def job_of_plan(plan: Plan) -> TrainingJob:

@@ -15,6 +15,7 @@ from plait.planner.derive.model_size import (
     batch_sequences,
     derive_run_size,
 )
+from plait.planner.derive.training_job import check_batch_against_text
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.validity import balanced_stages, check_layout, check_shares
 from plait.recipe.schema import RunConfig
@@ -102,6 +103,7 @@ def constraints_of(config: RunConfig, shape: ModelShape, batch_sequences: int) -
 def refuse_unfit_names(config: RunConfig, corpus: CorpusFacts) -> None:
     """Raise PlaitError where model, batch and layout do not fit each other, as far as the recipe names them: known
     before any machine is measured."""
+    check_batch_against_text(config, corpus, [])
     model = config.model
     if corpus.base is None and model.size == "auto" and "auto" in (model.layers, model.width):
         return

@@ -1,0 +1,86 @@
+"""AdamW and SGD by torch's fused kernels, without `torch.optim`: its first optimizer imports torch._dynamo, more than a
+second of every start and of every return after a failure. Bit for bit what `fused=True` does there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters of one dtype and device that are updated alike."""
+
+    parameters: list[Tensor]
+    weight_decay: float
+
+
+class FusedOptimizer(ABC):
+    """Updates its parameters in place, in one pass over weights, gradients and moments.
+
+    `state` holds each parameter's moments by their names in `torch.optim`, and `step`, the number of updates, where it
+    is counted. They are there before the first step. `grad_scale` (a divisor of the gradients; float32, shape []) and
+    `found_inf` (1.0 skips the update) may be set before a step; both stay on the device.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup], *, lr: float) -> None:
+        self.groups = list(groups)
+        self.lr = lr
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+        for group in self.groups:
+            learning = [one for one in group.parameters if one.grad is not None]
+            if learning:
+                gradients = [one.grad for one in learning if one.grad is not None]
+                self._update(learning, gradients, group.weight_decay)
+
+    @abstractmethod
+    def _update(self, parameters: list[Tensor], gradients: list[Tensor], weight_decay: float) -> None: ...
+
+    def _states(self, parameters: Sequence[Tensor], name: str) -> list[Tensor]:
+        return [self.state[one][name] for one in parameters]
+
+
+class FusedAdamW(FusedOptimizer):
+    """AdamW (Loshchilov & Hutter 2019) with its usual epsilon, 1e-8."""
+
+    def __init__(self, groups: Sequence[ParameterGroup], *, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, lr=lr)
+        self.betas = betas
+
+    def _update(self, parameters: list[Tensor], gradients: list[Tensor], weight_decay: float) -> None:
+        counts = self._states(parameters, "step")
+        torch._foreach_add_(counts, 1)  # pyright: ignore[reportPrivateImportUsage]
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+            parameters, gradients, self._states(parameters, "exp_avg"), self._states(parameters, "exp_avg_sq"), [],
+            counts, amsgrad=False, lr=self.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=weight_decay,
+            eps=1e-8, maximize=False, grad_scale=self.grad_scale, found_inf=self.found_inf,
+        )  # fmt: skip
+        if self.found_inf is not None:  # an update that was skipped does not count
+            torch._foreach_sub_(counts, [self.found_inf] * len(counts))  # pyright: ignore[reportPrivateImportUsage]
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD, with the classical momentum where it is not zero; its weight decay is added to the gradient."""
+
+    def __init__(self, groups: Sequence[ParameterGroup], *, lr: float, momentum: float = 0.0) -> None:
+        super().__init__(groups, lr=lr)
+        self.momentum = momentum
+
+    def _update(self, parameters: list[Tensor], gradients: list[Tensor], weight_decay: float) -> None:
+        buffers = self._states(parameters, "momentum_buffer") if self.momentum else []
+        torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
+            parameters, gradients, buffers, weight_decay=weight_decay, momentum=self.momentum, lr=self.lr,
+            dampening=0.0, nesterov=False, maximize=False, is_first_step=False, grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+        )  # fmt: skip
