@@ -25,8 +25,8 @@ from plait.parallel.mesh import make_mesh, world_sums
 from plait.partition.execution import MatmulBackend, Precision
 from plait.planner.plan import OptimizerPlan, Plan
 from plait.trainer.assemble import make_autocast, make_runners, select_samples, weight_casts
-from plait.trainer.fused_optimizer import FusedOptimizer, ParameterGroup
-from plait.trainer.optim import make_optimizer
+from plait.trainer.optimizer.fused import FusedOptimizer, ParameterGroup
+from plait.trainer.optimizer.optim import make_optimizer
 from plait.trainer.step import take_step
 from plait.units import Amount, Every
 

@@ -26,7 +26,7 @@ from plait.trainer.assemble import Assembly, make_autocast, make_runners, select
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads
 from plait.trainer.first_weights import initialize_weights
-from plait.trainer.optim import make_optimizer
+from plait.trainer.optimizer.optim import make_optimizer
 from plait.trainer.state import TrainState
 from plait.units import Amount, Every
 

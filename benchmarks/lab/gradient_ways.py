@@ -36,7 +36,7 @@ from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.parallel.replicate import replicate
 from plait.parallel.sharded_model import LossOf, ShardedModel
 from plait.planner.plan import OptimizerPlan, Plan
-from plait.trainer.optim import make_optimizer
+from plait.trainer.optimizer.optim import make_optimizer
 from plait.trainer.step import make_forward, make_loss, run_micros_in_turn, take_step
 from plait.units import Amount, Every
 

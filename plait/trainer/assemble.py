@@ -27,8 +27,8 @@ from plait.recipe.schema import RunConfig
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, KeptBias
 from plait.trainer.first_weights import fill_first_weights
-from plait.trainer.fused_optimizer import FusedOptimizer
-from plait.trainer.optim import learning_rate, make_optimizer
+from plait.trainer.optimizer.fused import FusedOptimizer
+from plait.trainer.optimizer.optim import learning_rate, make_optimizer
 from plait.trainer.preference.pair_losses import PairLosses
 from plait.trainer.score_passes import score_passes
 from plait.trainer.state import TrainState

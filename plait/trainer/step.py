@@ -17,9 +17,9 @@ from plait.model.gpt import GPT
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
 from plait.trainer.experts.loads import ExpertLoads, largest_load
-from plait.trainer.fused_optimizer import FusedOptimizer
 from plait.trainer.loss import IN_PLACE, sum_of_losses
-from plait.trainer.optim import clip_factor, owned_squares, update
+from plait.trainer.optimizer.fused import FusedOptimizer
+from plait.trainer.optimizer.optim import clip_factor, owned_squares, update
 from plait.trainer.score_passes import IGNORED, ScorePasses
 
 Autocast = Callable[[], AbstractContextManager[object]]

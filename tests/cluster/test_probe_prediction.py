@@ -21,7 +21,7 @@ from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded
 from plait.trainer.assemble import make_runners
 from plait.trainer.first_weights import initialize_weights
-from plait.trainer.optim import make_optimizer
+from plait.trainer.optimizer.optim import make_optimizer
 from plait.trainer.step import take_step
 from tests.cluster.step_items import step_items_s
 

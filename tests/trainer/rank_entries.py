@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -231,3 +232,15 @@ class MeanOfMeans:
             total += float(loss)
         sharded.gradients.close()
         return torch.tensor([total, own], dtype=torch.float64)
+
+
+def meet_the_compiler(context: RankContext, argument: str) -> None:
+    """Take a step, and say whether torch's compiler was imported before this rank began, and whether it is now."""
+    before = "torch._dynamo" in sys.modules
+    folder = Path(argument)
+    config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
+    with process_group_for(context, plan):
+        assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
+        assembly.step(TrainState())
+        assembly.loader.close()
+    context.send("met", before=before, after="torch._dynamo" in sys.modules)

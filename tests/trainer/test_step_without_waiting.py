@@ -20,8 +20,8 @@ from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.recompute import run_keeping_input
 from plait.parallel.sharded_model import ShardedModel, unsharded
 from plait.report.metrics import EvalReport, StepReport
-from plait.trainer.fused_optimizer import FusedOptimizer, ParameterGroup
 from plait.trainer.loop import Agreement, LoopActions, LoopIntervals, run_loop
+from plait.trainer.optimizer.fused import FusedOptimizer, ParameterGroup
 from plait.trainer.score_passes import FusedPasses, InPlacePasses, ScorePasses
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars, make_forward, make_loss, run_micros_in_turn, take_step

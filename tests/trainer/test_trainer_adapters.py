@@ -29,7 +29,7 @@ from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.checkpointing.persist import load_weights, restore
-from plait.trainer.optim import learning_rate
+from plait.trainer.optimizer.optim import learning_rate
 from plait.trainer.state import TrainState
 from tests.trainer.adapted import make_adapted
 

@@ -50,9 +50,10 @@ ENTRIES = EntryTable(
 
 def modules_needed(plan: Plan) -> tuple[str, ...]:
     """What a job of this plan needs beside the usual (Job.needs): more than a second of imports, where torch's own
-    parts meet its compiler, which split parameters and recomputed layers do without being compiled."""
+    parts meet its compiler. Split parameters, recomputed layers and the experts' products do without being compiled."""
     gathers = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
-    return (COMPILER,) if gathers or plan.layout.recompute != "none" or plan.compile != "off" else ()
+    meets = gathers or plan.layout.recompute != "none" or plan.shape.mixture is not None or plan.compile != "off"
+    return (COMPILER,) if meets else ()
 
 
 OnMessage = Callable[[Message], None]

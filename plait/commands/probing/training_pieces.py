@@ -23,7 +23,7 @@ from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import OptimizerPlan
 from plait.trainer.assemble import make_autocast
 from plait.trainer.loss import sum_of_losses
-from plait.trainer.optim import clip_factor, make_optimizer, owned_squares, update
+from plait.trainer.optimizer.optim import clip_factor, make_optimizer, owned_squares, update
 
 COLLECTIVE_PROBE_TAG = 910_000
 """Tag of the probe's point-to-point messages; training's tags count from 0 and are never in flight at the same time."""

@@ -30,7 +30,7 @@ from plait.recipe.load import read_saved_recipe
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.experts.replay import RoutingRecord
-from plait.trainer.fused_optimizer import FusedSGD, ParameterGroup
+from plait.trainer.optimizer.fused import FusedSGD, ParameterGroup
 from plait.trainer.preference.reference import compute_reference
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for

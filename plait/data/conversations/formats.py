@@ -71,10 +71,11 @@ def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceForma
     columns = (*(() if field == _USUAL_FIELD else (field,)), *_CHAT_COLUMNS)
     found = next((column for column in columns if _is_list(first, column)), None)
     if found is None and requested == "auto":
-        if all(column in first.values for column in ANSWERS):
+        # One column is enough: whoever left another out is told which.
+        if any(column in first.values for column in ANSWERS):
             return _pairs(first)
-        whole = all(column in first.values for column in _PROMPT_COLUMNS)
-        return SourceFormat(kind="prompt-completion" if whole else "text")
+        asks = any(column in first.values for column in _PROMPT_COLUMNS)
+        return SourceFormat(kind="prompt-completion" if asks else "text")
     return SourceFormat(kind="chat", column=found or columns[0])
 
 

@@ -18,7 +18,7 @@ from plait.planner.plan import Plan
 from plait.report.memory import peak_rss_bytes
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.persist import load_state, owned_state, state_boxes
-from plait.trainer.optim import updates_counted
+from plait.trainer.optimizer.optim import updates_counted
 
 SPARE_MEMORY = 0.9
 """Fraction of the free memory that new layers may take."""

@@ -20,7 +20,7 @@ from plait.parallel.mesh import Sums
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.host_cover import PartPlace, kept_beside
 from plait.trainer.checkpointing.persist import held_state, rank_slices, state_boxes
-from plait.trainer.optim import updates_counted
+from plait.trainer.optimizer.optim import updates_counted
 from plait.trainer.state import TrainState
 from plait.units import format_bytes
 

@@ -25,7 +25,7 @@ from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.all_ranks import run_on_all_ranks
 from plait.trainer.checkpointing.fits import described_model
-from plait.trainer.optim import moment_names, set_state, updates_counted
+from plait.trainer.optimizer.optim import moment_names, set_state, updates_counted
 from plait.trainer.state import TrainState
 
 Send = Callable[[Path], None]

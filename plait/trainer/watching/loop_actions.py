@@ -16,7 +16,7 @@ from plait.trainer.checkpointing.background import CheckpointSaver, SaveEnd
 from plait.trainer.checkpointing.copy_actions import CopyActions
 from plait.trainer.choices import ChoiceEvaluation
 from plait.trainer.loop import Agreement, LoopActions
-from plait.trainer.optim import learning_rate
+from plait.trainer.optimizer.optim import learning_rate
 from plait.trainer.state import TrainState
 from plait.trainer.watching.watched_actions import FirstStep, WorkerContext
 

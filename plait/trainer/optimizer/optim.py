@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.parallel.sharded_model import OptimizerUnit
 from plait.planner.plan import OptimizerPlan
-from plait.trainer.fused_optimizer import FusedAdamW, FusedOptimizer, FusedSGD, ParameterGroup
+from plait.trainer.optimizer.fused import FusedAdamW, FusedOptimizer, FusedSGD, ParameterGroup
 
 FINAL_FRACTION = 0.1
 """Fraction of the peak learning rate at which "cosine" ends (Hoffmann et al. 2022)."""
