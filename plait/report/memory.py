@@ -54,6 +54,11 @@ def peak_rss_bytes() -> int:
 class _Watch(TorchDispatchMode):
     """Sees every operation after autograd took it apart, and so every tensor that is made, also in backward."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler, which takes more than a second, to keep it from this class."""
+        return False
+
     def __init__(self, device: torch.device, roots: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak_bytes = 0

@@ -26,6 +26,7 @@ from plait.model.matmul import selected_matmul_library
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
+from plait.report.memory import LiveTensorPeak
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.checkpointing.background import CheckpointSaver, SaveEnd, saver_of
 from plait.trainer.checkpointing.persist import restore, save, verify_together
@@ -241,6 +242,7 @@ def meet_the_compiler(context: RankContext, argument: str) -> None:
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
     with process_group_for(context, plan):
         assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
-        assembly.step(TrainState())
+        with LiveTensorPeak(torch.device("cpu"), assembly.tensors()):  # as in a run's first step
+            assembly.step(TrainState())
         assembly.loader.close()
     context.send("met", before=before, after="torch._dynamo" in sys.modules)
