@@ -150,8 +150,10 @@ class GPT(nn.Module):
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    """The numbers nn.Embedding itself would draw; on the meta device its way of drawing imports torch._dynamo."""
-    return nn.Embedding.from_pretrained(torch.randn(rows, width), freeze=False)
+    """As nn.Embedding draws it; on the meta device there is nothing to draw, but torch would import more than a second
+    of its compiler for it."""
+    numbers = torch.empty(rows, width)
+    return nn.Embedding.from_pretrained(numbers if numbers.is_meta else numbers.normal_(), freeze=False)
 
 
 class Embedding(nn.Module):
