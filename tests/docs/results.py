@@ -200,6 +200,38 @@ def _submit_start(path: Path) -> Figures:
     return {"beyond_s": found["beyond_s"], "rounds": len(found["rounds"])}
 
 
+def _expert_balance(path: Path) -> Figures:
+    """Over all seeds: the greatest loads, and by how many percent the loss with the bias is below the others."""
+    seeds = json.loads(path.read_text())["seeds"]
+    below = {name: [100 * (1 - one["loss"] / one[name]) for one in seeds] for name in ("loss_without", "loss_of_dense")}
+    return {
+        "seeds": len(seeds),
+        "hold": sum(one["holds"] for one in seeds),
+        "load": max(one["load"] for one in seeds),
+        "least without": min(one["load_without"] for one in seeds),
+        "most without": max(one["load_without"] for one in seeds),
+        "below": {name: {"least": min(shares), "most": max(shares)} for name, shares in below.items()},
+    }
+
+
+def _standings(path: Path) -> Figures:
+    """Of a benchmark that keeps its own table: seconds, and shares in percent."""
+    standings = json.loads(path.read_text())["standings"]
+    return {
+        name: {
+            **one,
+            **{f"{key} in percent": 100 * one[key] for key in ("stall_p95_of_a_step",) if one.get(key) is not None},
+        }
+        for name, one in standings.items()
+    }
+
+
+def _recovery_cost(path: Path) -> Figures:
+    """By model: what it costs in all, in percent."""
+    models = json.loads(path.read_text())["models"]
+    return {name: {"share": 100 * one["share"], "step_ms": 1e3 * one["step_s"]} for name, one in models.items()}
+
+
 def _finetune_speed(path: Path) -> Figures:
     """By kind of comparison: speed over TRL's, and peak memory over TRL's."""
     found = json.loads(path.read_text())["results"]
@@ -251,4 +283,8 @@ _READERS: dict[str, Callable[[Path], Figures]] = {
     "slowdown": _slowdown,
     "watching": _watching,
     "faults": _faults,
+    "expert-balance": _expert_balance,
+    "recovery-time": _standings,
+    "save-stall": _standings,
+    "recovery-cost": _recovery_cost,
 }
