@@ -39,10 +39,9 @@ class FusedOptimizer(ABC):
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
         for group in self.groups:
-            learning = [one for one in group.parameters if one.grad is not None]
-            if learning:
-                gradients = [one.grad for one in learning if one.grad is not None]
-                self._update(learning, gradients, group.weight_decay)
+            gradients = {one: one.grad for one in group.parameters if one.grad is not None}
+            if gradients:
+                self._update(list(gradients), list(gradients.values()), group.weight_decay)
 
     @abstractmethod
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], weight_decay: float) -> None: ...
