@@ -119,6 +119,12 @@ def test_every_mutant_has_its_layout() -> None:
     assert len(SHIPPED) == 6 and set(SHIPPED) < set(SHOWN_BY)
 
 
+@pytest.mark.parametrize("patch", sorted(MUTANTS.parent.glob("*mutants/*.patch")), ids=lambda patch: patch.stem)
+def test_every_patch_applies(patch: Path, tmp_path: Path) -> None:
+    """Most mutants are only run in the long suite; that their lines are still there is known at once."""
+    mutated_copy(patch, tmp_path)
+
+
 USUAL = ("mean-of-each-rank", "pipeline-not-divided", "norm-counts-copies", "everybody-counts-alike")
 """A mutant of each kind: what a step is divided by, a pipeline, the norm, shares; the others take their time."""
 
