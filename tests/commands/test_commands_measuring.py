@@ -69,3 +69,5 @@ def test_a_step_of_seconds_is_timed_as_it_is(tmp_path: Path) -> None:
 
 def test_a_pipeline_is_timed_full(tmp_path: Path) -> None:
     assert timed(tmp_path, plan_with(tmp_path, step_s=1e4, layout="layout.pipeline=4"))[1] == [16, 8]
+    counts = timed(tmp_path, plan_with(tmp_path, step_s=6 * LONGEST_TIMED_STEP_S, layout="layout.pipeline=4"))[1]
+    assert len(counts) == 2 and counts[0] > 16 and all(count % 4 == 0 for count in counts)

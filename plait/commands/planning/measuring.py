@@ -118,8 +118,8 @@ def micro_batches_to_time(plan: Plan) -> int | None:
     if plan.forecast is None or plan.forecast.step_s <= LONGEST_TIMED_STEP_S or plan.shares:
         return None
     there = plan.batch_sequences // (plan.layout.data_parallel_degree * plan.micro_sequences)
-    least = 4 * plan.layout.pipeline  # then a pipeline is full most of the time, as in the whole step
-    few = max(least, int(there * LONGEST_TIMED_STEP_S / plan.forecast.step_s) // 2 * 2)
+    rounds = int(there * LONGEST_TIMED_STEP_S / plan.forecast.step_s) // (2 * plan.layout.pipeline)
+    few = 2 * plan.layout.pipeline * max(2, rounds)  # half of them, too, go through a pipeline in whole rounds
     return few if 4 * few <= there else None  # else it spares little, and the difference is amplified noise
 
 
