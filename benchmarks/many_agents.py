@@ -161,14 +161,14 @@ def _forked_agent(number: int, port: int, secret: Secret, board: Board) -> int:
 def _serve(number: int, port: int, secret: Secret, board: Board) -> None:
     """One agent's whole life; returns where host 0 told it, with the name, that another host was lost."""
     wire = _connected(number, port, secret)
-    door = ConnectivityListener(_name(number), wire.local_address)
+    connectivity = ConnectivityListener(_name(number), wire.local_address)
 
     def hear(subject: str, sentence: str) -> None:
         if " was lost: " in sentence:
             board.note(number, time.monotonic())
 
     try:
-        serve(wire, host_info={"name": _name(number)}, handlers=door.handlers, entries=ENTRIES, say=hear)
+        serve(wire, host_info={"name": _name(number)}, handlers=connectivity.handlers, entries=ENTRIES, say=hear)
     except RunFailed as error:
         if " was lost: " not in str(error) or "ended the run" not in str(error):
             raise

@@ -24,7 +24,7 @@ from benchmarks.recovery_cost_rank import FOLDER, Counted
 from plait.commands.monitoring import session
 from plait.commands.planning import workers
 from plait.commands.train import train
-from plait.launch.local.lookout import Lookout
+from plait.launch.local.hang_monitor import HangMonitor
 from plait.screen.screen import SilentScreen
 from plait.working_folder import WorkingFolder
 from tests.end_to_end.command import some_text
@@ -70,7 +70,7 @@ def _measured(folder: Path, model: dict[str, Any], steps: int) -> dict[str, Any]
         "layout": {"replicate": 2},
         "checkpoint": {"every": model["every"]},
     }
-    supervising, look, run = Counted(), Lookout.look, session.run_session
+    supervising, look, run = Counted(), HangMonitor.look, session.run_session
     spent = {"wall_s": 0.0, "cpu_s": 0.0}
 
     def timed_session(*values: Any) -> Any:
@@ -85,7 +85,7 @@ def _measured(folder: Path, model: dict[str, Any], steps: int) -> dict[str, Any]
     original = workers.ENTRIES
     functions = {**original.functions, workers.TRAINING_ENTRY: RANK}
     workers.ENTRIES = replace(original, functions=functions)
-    undo = [_put(Lookout, "look", supervising.wrap(look)), *_sessions(timed_session)]
+    undo = [_put(HangMonitor, "look", supervising.wrap(look)), *_sessions(timed_session)]
     try:
         end = train(recipe, check="never", screen=SilentScreen(), working=WorkingFolder(folder))
     finally:

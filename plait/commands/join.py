@@ -50,11 +50,11 @@ def join(
     with (
         program_in_environment(program),
         closing(JoinedHostFiles(working.path.absolute(), say)) as files,
-        closing(ConnectivityListener(host_info["name"], wire.local_address)) as door,
+        closing(ConnectivityListener(host_info["name"], wire.local_address)) as connectivity,
     ):
         try:
             # With a program there are no run's files: nothing here is read, written or listed for the leader.
-            handlers = {**files.handlers, **door.handlers} if program is None else door.handlers
+            handlers = {**files.handlers, **connectivity.handlers} if program is None else connectivity.handlers
             ended_by = serve(
                 wire,
                 host_info=host_info,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
 from plait.commands.hosts.joined_run import refuse_joined_folder
-from plait.commands.membership.crew_plans import CheckMode, CrewPlans, ReplanScope
-from plait.commands.membership.open_crew import open_crew
+from plait.commands.membership.open_workers import open_workers
 from plait.commands.membership.run_on_hosts import RunOnHosts
+from plait.commands.membership.run_plans import CheckMode, ReplanScope, RunPlans
 from plait.commands.monitoring.finish import is_finished, print_finished
 from plait.commands.monitoring.training import TrainingEnd, run_training
 from plait.commands.planning.begun_plan import refuse_impossible_layout, refuse_lowered_budget, refuse_other_text
@@ -61,17 +61,17 @@ def train(
         renew: ReplanScope = "all" if fresh_plan else "plan" if plan_changed else "nothing"
         try:
             run = RunOnHosts(config=config, folder=folder, screen=screen, working=working)
-            plans, begun = CrewPlans(run, check), folder.saved_plan() if folder.has_begun and renew != "all" else None
-            with open_crew(hosts, run, plans.further, begun) as crew:
-                plan = plans.first(crew.workers, renew)
+            plans, begun = RunPlans(run, check), folder.saved_plan() if folder.has_begun and renew != "all" else None
+            with open_workers(hosts, run, plans.further, begun) as elastic:
+                plan = plans.first(elastic.workers, renew)
                 screen.print(run_start(plan, folder.path, details))
                 if sharing := running_runs_text(plan, folder):
                     screen.print(sharing)
-                plans.check(plan, crew.workers)
+                plans.check(plan, elastic.workers)
                 return run_training(
                     config,
                     folder,
-                    crew,
+                    elastic,
                     plan,
                     screen,
                     details=details,

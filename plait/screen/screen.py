@@ -33,7 +33,7 @@ class StepDisplay(Protocol):
 
 
 class Screen(Protocol):
-    """The one door through which commands speak."""
+    """All that commands print goes through it."""
 
     @property
     def columns(self) -> int | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from plait.commands.hosts.joined_host import JoinedHostFiles
 from plait.launch.remote.agent import connect, serve
-from plait.launch.remote.link import Pulse
+from plait.launch.remote.link import Heartbeat
 from plait.launch.remote.secret import read_secret
 from plait.launch.values.job import RankContext
 from plait.planner.plan_file import read_plan
@@ -42,7 +42,7 @@ def main(join_address: str) -> None:
             handlers=files.handlers,
             entries=entries_of("tests.commands.joined_process"),
             while_running=files.running,
-            pulse=Pulse(period_s=0.3, lost_after_s=10.0),
+            heartbeat=Heartbeat(period_s=0.3, lost_after_s=10.0),
         )
 
 

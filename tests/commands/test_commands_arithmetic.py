@@ -75,14 +75,14 @@ def asked(folder: Path, *overrides: str, budget: str = "5 minutes") -> RunConfig
     return recipe(folder, *NAMED, f"train.budget={budget}", *overrides)
 
 
-def planned(config: RunConfig, corpus: Corpus, crew: Processor) -> Plan:
+def planned(config: RunConfig, corpus: Corpus, workers: Processor) -> Plan:
     """The plan made anew, as by --replan."""
-    return make_plan(config, corpus, crew.site, crew, fresh=True, say=lambda _: None)
+    return make_plan(config, corpus, workers.site, workers, fresh=True, say=lambda _: None)
 
 
-def next_plan(config: RunConfig, corpus: Corpus, crew: Processor) -> Plan:
+def next_plan(config: RunConfig, corpus: Corpus, workers: Processor) -> Plan:
     """The plan of a later start, which finds what earlier ones have kept."""
-    return make_plan(config, corpus, crew.site, crew, fresh=False, say=lambda _: None)
+    return make_plan(config, corpus, workers.site, workers, fresh=False, say=lambda _: None)
 
 
 @pytest.mark.parametrize(("bf16_s", "precision"), [(0.5, "bf16"), (0.79, "bf16"), (0.82, "float32"), (2.0, "float32")])
@@ -96,21 +96,21 @@ def test_bf16_is_taken_where_a_whole_step_gains_a_quarter(
 
 
 def test_bf16_is_timed_with_the_layout_that_was_fastest(tmp_path: Path, corpus: Corpus) -> None:
-    crew = Processor(LAPTOP)
+    workers = Processor(LAPTOP)
     config = recipe(tmp_path, "model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=5 minutes")
-    plan = planned(config, corpus, crew)
-    first = next(index for index, one in enumerate(crew.timed) if one.precision == "bf16")
-    assert len({one.world_size for one in crew.timed[:first]}) > 1 and plan.precision == "bf16"
-    assert crew.timed[first].world_size == crew.timed[first + 2].world_size > 1
+    plan = planned(config, corpus, workers)
+    first = next(index for index, one in enumerate(workers.timed) if one.precision == "bf16")
+    assert len({one.world_size for one in workers.timed[:first]}) > 1 and plan.precision == "bf16"
+    assert workers.timed[first].world_size == workers.timed[first + 2].world_size > 1
     assert plan.step_s == 0.5 and plan.world_size > 1
 
 
 @pytest.mark.parametrize("spoilt", [{2: 3.0}, {3: 3.0}, {2: 0.3}, {3: 0.3}])
 def test_a_disturbed_round_does_not_decide(tmp_path: Path, corpus: Corpus, spoilt: dict[int, float]) -> None:
     for bf16_s, precision in ((0.7, "bf16"), (0.9, "float32")):
-        crew = Processor(LAPTOP, bf16_s=bf16_s)
-        crew.slowed = spoilt
-        assert planned(asked(tmp_path), corpus, crew).precision == precision
+        workers = Processor(LAPTOP, bf16_s=bf16_s)
+        workers.slowed = spoilt
+        assert planned(asked(tmp_path), corpus, workers).precision == precision
 
 
 def test_nothing_is_timed_for_bf16_where_its_products_promise_too_little_or_the_run_is_short(
@@ -128,11 +128,11 @@ def test_nothing_is_timed_for_bf16_where_its_products_promise_too_little_or_the_
 def test_a_probe_times_the_library_that_a_run_would_take(
     tmp_path: Path, corpus: Corpus, gain: float, library: str
 ) -> None:
-    crew, config = Processor(LAPTOP, {"onednn": gain}), asked(tmp_path)
+    workers, config = Processor(LAPTOP, {"onednn": gain}), asked(tmp_path)
     extent = ProbeWorkers(workers=2, threads=1)
     for recipe_or_none in (config, None):
-        plain = probe_request_for(recipe_or_none, crew.site, extent, CURRENT_FOLDER)
-        requested, survey = with_fastest_library(plain, recipe_or_none, crew.site, crew)
+        plain = probe_request_for(recipe_or_none, workers.site, extent, CURRENT_FOLDER)
+        requested, survey = with_fastest_library(plain, recipe_or_none, workers.site, workers)
         assert requested == replace(plain, matmul_backend=library)
         assert survey.peak_flops == pytest.approx(4e11 * max(1, gain)), (
             "shares of the peak are shares of this library's"
@@ -166,10 +166,10 @@ def test_a_begun_run_keeps_its_arithmetic_and_on_another_processor_its_precision
 
 
 def test_a_library_that_rounds_is_refused_by_name_before_a_step_is_taken(tmp_path: Path, corpus: Corpus) -> None:
-    config, crew = asked(tmp_path, "train.matmul_backend=onednn"), Processor(LAPTOP, error=ROUNDED)
+    config, workers = asked(tmp_path, "train.matmul_backend=onednn"), Processor(LAPTOP, error=ROUNDED)
     with pytest.raises(PlaitError, match=r'less exact.*write "auto" or "default"'):
-        planned(config, corpus, crew)
-    assert not crew.timed
+        planned(config, corpus, workers)
+    assert not workers.timed
     assert planned(asked(tmp_path), corpus, Processor(LAPTOP, error=ROUNDED)).matmul_backend == "default"
 
 
@@ -182,14 +182,14 @@ def test_ranks_multiply_as_their_host_does(tmp_path: Path, corpus: Corpus) -> No
 
 def test_products_are_measured_once_for_a_processor_and_its_software(tmp_path: Path, corpus: Corpus) -> None:
     """The next plan with the same model finds the rates; another processor, other versions or another size does not."""
-    crew = Processor(LAPTOP)
-    first = next_plan(asked(tmp_path, "run.name=one"), corpus, crew)
-    again = next_plan(asked(tmp_path, "optimizer.lr=0.002"), corpus, crew)
-    assert crew.asked == 1 and (again.matmul_flops, again.reasons[0]) == (first.matmul_flops, first.reasons[0])
-    next_plan(asked(tmp_path, "train.sequence=128"), corpus, crew)
-    assert crew.asked == 2
-    planned(asked(tmp_path, "optimizer.lr=0.002"), corpus, crew)
-    assert crew.asked == 3, "--replan measures anew"
+    workers = Processor(LAPTOP)
+    first = next_plan(asked(tmp_path, "run.name=one"), corpus, workers)
+    again = next_plan(asked(tmp_path, "optimizer.lr=0.002"), corpus, workers)
+    assert workers.asked == 1 and (again.matmul_flops, again.reasons[0]) == (first.matmul_flops, first.reasons[0])
+    next_plan(asked(tmp_path, "train.sequence=128"), corpus, workers)
+    assert workers.asked == 2
+    planned(asked(tmp_path, "optimizer.lr=0.002"), corpus, workers)
+    assert workers.asked == 3, "--replan measures anew"
     for other in (SERVER, replace(LAPTOP, versions=(("torch", "another"),))):
         elsewhere = Processor(other, {"onednn": 0.5, "bf16": 0.5})
         plan = next_plan(asked(tmp_path, "optimizer.lr=0.003"), corpus, elsewhere)
@@ -198,12 +198,12 @@ def test_products_are_measured_once_for_a_processor_and_its_software(tmp_path: P
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"ranks": [{"workers": -1}]}', b"\xff\x00", b'{"ranks": 5}'], ids=str)
 def test_damaged_rates_are_measured_again(tmp_path: Path, corpus: Corpus, damage: bytes) -> None:
-    crew = Processor(LAPTOP)
-    planned(asked(tmp_path), corpus, crew)
+    workers = Processor(LAPTOP)
+    planned(asked(tmp_path), corpus, workers)
     (kept,) = (tmp_path / ".plait" / "products").glob("*.json")
     kept.write_bytes(damage)
-    assert next_plan(asked(tmp_path, "optimizer.lr=0.002"), corpus, crew).matmul_backend == "onednn"
-    assert crew.asked == 2
+    assert next_plan(asked(tmp_path, "optimizer.lr=0.002"), corpus, workers).matmul_backend == "onednn"
+    assert workers.asked == 2
 
 
 def test_a_virtual_machine_on_another_processor_says_what_changes(tmp_path: Path, corpus: Corpus) -> None:

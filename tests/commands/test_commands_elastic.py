@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from plait.commands.monitoring.account import LedgerLine, ledger_of
-from plait.commands.monitoring.crew import Renewed
+from plait.commands.monitoring.elastic_workers import Renewed
 from plait.commands.monitoring.training import TrainingEnd, run_training
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import ENTRIES, ForkedWorkers, OnMessage
@@ -33,7 +33,7 @@ How = Literal["lost", "paused"]
 
 
 class Changing:
-    """A crew of forked workers: after the given steps it has another number of them, as ranks are lost or paused."""
+    """Forked workers: after the given steps it has another number of them, as ranks are lost or paused."""
 
     may_shrink = True
 
@@ -97,8 +97,8 @@ def trained(
     for name in ("recipe.toml", "plan.json"):
         (folder / name).unlink()
     screen, run = Said(), RunFolder(folder)
-    crew = Changing(server, folder, changes)
-    end = run_training(config, run, crew, plan, screen, is_replanned=False, require_present=lambda: None)
+    workers = Changing(server, folder, changes)
+    end = run_training(config, run, workers, plan, screen, is_replanned=False, require_present=lambda: None)
     return end, run, screen.lines
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError
-from plait.launch.remote.link import HostConnection, Pulse
+from plait.launch.remote.link import Heartbeat, HostConnection
 from plait.launch.remote.listener import JoinListener
 from plait.launch.remote.secret import new_secret
 from plait.launch.values.job import HostRanks, Job
@@ -90,7 +90,9 @@ class Peer:
 def joined(folder: Path) -> Iterator[Peer]:
     """A process that joins the run of this test and works in a folder."""
     secret = new_secret()
-    listener = JoinListener(address="127.0.0.1", port=0, secret=secret, pulse=Pulse(period_s=0.3, lost_after_s=10))
+    listener = JoinListener(
+        address="127.0.0.1", port=0, secret=secret, heartbeat=Heartbeat(period_s=0.3, lost_after_s=10)
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.commands.joined_process", f"127.0.0.1:{listener.port}"],
         cwd=folder,
@@ -145,7 +147,7 @@ def test_a_plan_cannot_be_changed_once_its_job_was_checked(attacker: Attacker, t
         assert told[0]["values"]["path"] == str(attacker.received)
         peer.ask("put", {"name": "plan.json"}, attacker.evil)  # between jobs it may come, and is checked
         peer.start(2, attacker.order("tell_data"))
-        assert "is no folder of this run" in peer.events_until("over")[-1]["obituary"]
+        assert "is no folder of this run" in peer.events_until("over")[-1]["reason"]
 
 
 def test_no_race_lets_a_rank_read_another_plan(attacker: Attacker, tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ class Led:
         on_message: Callable[[Message], None],
         parts: Sequence[HostPart],
         grace_s: float = 0.0,
-        visitors: None = None,
+        membership: None = None,
     ) -> JobResult:
-        assert visitors is None, "the door is shut"
+        assert membership is None, "nobody may join"
         self.parts = parts
         if job.entry == MEASURE_ENTRY:
             for rank in range(job.world_size):
@@ -144,9 +144,9 @@ def test_only_rank_0_is_heard_by_who_runs_a_job_on_all_hosts(tmp_path: Path) -> 
     """What another host's rank says, beyond what checkpoints need, is for nobody: it may be anything."""
     heard: list[Message] = []
     hosts = Led(Guest("/a"))
-    crew = LeaderWorkers(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
+    workers = LeaderWorkers(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
     hosts.said = [Message(rank=rank, kind="probed", values={}) for rank in (1, 0)]
-    crew.run(Job(entry=PROBE_ENTRY, argument="{}", world_size=2, threads=1), heard.append)
+    workers.run(Job(entry=PROBE_ENTRY, argument="{}", world_size=2, threads=1), heard.append)
     assert [message.rank for message in heard] == [0]
 
 
@@ -204,11 +204,11 @@ def test_a_plan_over_hosts_reads_back_and_knows_each_rank(tmp_path: Path) -> Non
 def test_a_checkpoint_s_parts_are_fetched_from_the_host_of_their_rank(tmp_path: Path) -> None:
     """Of three hosts with two, one and two workers."""
     old, new = Guest("/a"), Guest("/b")
-    crew = LeaderWorkers(cast(Hosts, Led(old, new)), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
-    vars(crew)["_host_shares_as_admitted"] = tuple(
+    workers = LeaderWorkers(cast(Hosts, Led(old, new)), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
+    vars(workers)["_host_shares_as_admitted"] = tuple(
         HostShare(name=name, workers=count, threads=1) for name, count in zip("abc", (2, 1, 2), strict=True)
     )
-    assert [crew._member_of(rank) for rank in (2, 3, 4)] == [old, new, new]
+    assert [workers._member_of(rank) for rank in (2, 3, 4)] == [old, new, new]
 
 
 def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
@@ -217,22 +217,25 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
     for guest, name in zip(guests, "abc", strict=True):
         guest.name = name
     hosts = Led(*guests)
-    crew = LeaderWorkers(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
+    workers = LeaderWorkers(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
     plan = planned(recipe(tmp_path, "layout.replicate=4", "model.size=1M"), PLAYS, LAPTOP)
     lead = own_host_info()["name"]
-    assert [share.name for share in crew.with_hosts(plan).hosts] == [lead, "a", "b", "c"]
+    assert [share.name for share in workers.with_hosts(plan).hosts] == [lead, "a", "b", "c"]
     moved = replace(plan, host_order=(0, 3, 1, 2))
-    for placed in (crew.with_hosts(moved), crew.with_hosts(moved)):  # a step may have been timed for the plan before
+    for placed in (
+        workers.with_hosts(moved),
+        workers.with_hosts(moved),
+    ):  # a step may have been timed for the plan before
         assert [share.name for share in placed.hosts] == [lead, "c", "a", "b"] and not placed.host_order
         assert [share.mark for share in placed.hosts[1:]] == ["beef"] * 3
-        assert crew.with_hosts(placed) == placed
-    assert hosts.members == (guests[2], guests[0], guests[1]) and crew._member_of(1) is guests[2]
-    assert [machine.cores for machine, _, _ in crew.host_machines()] == [8, 11, 9, 10]
-    assert [flops for _, flops, _ in crew.host_machines()] == [1e11, 4e11, 2e11, 3e11]
-    crew.run(Job(entry=PROBE_ENTRY, argument="{}", world_size=4, threads=1), lambda message: None)
+        assert workers.with_hosts(placed) == placed
+    assert hosts.members == (guests[2], guests[0], guests[1]) and workers._member_of(1) is guests[2]
+    assert [machine.cores for machine, _, _ in workers.host_machines()] == [8, 11, 9, 10]
+    assert [flops for _, flops, _ in workers.host_machines()] == [1e11, 4e11, 2e11, 3e11]
+    workers.run(Job(entry=PROBE_ENTRY, argument="{}", world_size=4, threads=1), lambda message: None)
     assert [part.threads for part in hosts.parts] == [8, 11, 9, 10]
     with pytest.raises(AssertionError):
-        crew.with_hosts(replace(plan, host_order=(0, 1)))
+        workers.with_hosts(replace(plan, host_order=(0, 1)))
 
 
 def test_a_host_that_the_plan_leaves_out_is_released_and_left_out_again_when_the_run_goes_on(tmp_path: Path) -> None:
@@ -246,19 +249,19 @@ def test_a_host_that_the_plan_leaves_out_is_released_and_left_out_again_when_the
         )
 
     said: list[str] = []
-    hosts, crew = lead(said)
+    hosts, workers = lead(said)
     plan = planned(recipe(tmp_path, "layout.replicate=2", "model.size=1M"), PLAYS, LAPTOP)
-    placed = crew.with_hosts(replace(plan, host_order=(0, 1)))
+    placed = workers.with_hosts(replace(plan, host_order=(0, 1)))
     own = own_host_info()["name"]
     assert [share.name for share in placed.hosts] == [own, "a"] and placed.host_order == ()
     assert [share.name for share in placed.left_out] == ["b"] and len(hosts.members) == 1
     assert said[-1] == "left out b: a step takes no less time with it; it may be used for something else"
-    assert crew.with_hosts(placed) == placed and crew.fixed_workers.workers == 2
+    assert workers.with_hosts(placed) == placed and workers.fixed_workers.workers == 2
     write_plan(placed, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == placed
 
-    hosts, crew = lead(said)
-    assert crew.with_hosts(placed) == placed and len(hosts.members) == 1, "the same hosts joined again"
+    hosts, workers = lead(said)
+    assert workers.with_hosts(placed) == placed and len(hosts.members) == 1, "the same hosts joined again"
 
 
 def test_the_folder_of_a_job_is_its_argument_or_in_it() -> None:
@@ -278,9 +281,9 @@ def test_the_data_of_a_job_have_a_name_that_holds_where_a_shared_folder_is_mount
     named = job / "corpus" if corpus == "in the cache" else Path("/data/corpus")
     write_plan(replace(planned(config, PLAYS, LAPTOP), corpus=str(named)), job / "plan.json")
     hosts = Led(Guest("/mnt/work"))
-    crew = LeaderWorkers(cast(Hosts, hosts), folder=run, config=config, log=lambda line: None)
+    workers = LeaderWorkers(cast(Hosts, hosts), folder=run, config=config, log=lambda line: None)
     asked = json.dumps({"folder": str(job), "extent": "all", "who": "layout"})
-    crew.run(
+    workers.run(
         Job(entry=CHECK_ENTRY, argument=asked, world_size=2, threads=1),
         lambda message: None,
     )

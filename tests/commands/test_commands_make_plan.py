@@ -41,7 +41,7 @@ SLOW_BF16 = rates_of(LAPTOP, {"onednn": 0.7, "bf16": 0.5})
 
 
 class NobodyYet:
-    """A crew that only measures its products."""
+    """Workers that only measure their products."""
 
     working_folder = CURRENT_FOLDER
 
@@ -86,7 +86,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
 
 
 class OneTooMany:
-    """A crew in which whatever takes so many workers fails, and the others take a second a step."""
+    """Workers of which so many together fail, and the others take a second a step."""
 
     fixed_workers = None
     working_folder = CURRENT_FOLDER
@@ -111,9 +111,15 @@ def test_a_layout_that_fails_leaves_the_proof_to_the_others(tmp_path: Path, corp
     failed: list[WorkerLayout] = []
 
     def proven(*failing: int) -> Plan:
-        crew = OneTooMany(*failing)
+        workers = OneTooMany(*failing)
         return proven_plan(
-            config, corpus, site, crew, count=4, on_timed=timed.append, on_failed=lambda split, _: failed.append(split)
+            config,
+            corpus,
+            site,
+            workers,
+            count=4,
+            on_timed=timed.append,
+            on_failed=lambda split, _: failed.append(split),
         )[0]
 
     proven()
@@ -130,15 +136,15 @@ def test_a_plan_made_before_keeps_the_step_that_was_timed_whatever_runs_have_tau
     tmp_path: Path, corpus: Corpus
 ) -> None:
     config = recipe(tmp_path, "model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
-    site, crew, said = MachineSurvey(machine=LAPTOP, peak_flops=4e11), OneTooMany(), list[str]()
+    site, workers, said = MachineSurvey(machine=LAPTOP, peak_flops=4e11), OneTooMany(), list[str]()
 
     def forecast() -> Forecast:
-        found = make_plan(config, corpus, site, crew, fresh=False, say=said.append).forecast
+        found = make_plan(config, corpus, site, workers, fresh=False, say=said.append).forecast
         assert found is not None
         return found
 
     first = forecast()
-    assert first.step_s == pytest.approx(1.0), "as the crew timed it"
+    assert first.step_s == pytest.approx(1.0), "as the workers timed it"
     formulas_s = first.step_s / first.calibration.timed
     for _ in range(3):
         add_observation(first.calibration.ground, Observation(date="2026-11-23", compute=1.3, messages=None))
@@ -150,24 +156,24 @@ def test_a_plan_made_before_keeps_the_step_that_was_timed_whatever_runs_have_tau
 
 def test_a_plan_on_paper_says_what_a_run_here_will_take(tmp_path: Path, corpus: Corpus) -> None:
     open_layout = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "train.budget=9 steps")
-    config, site, crew = recipe(tmp_path, *open_layout), MachineSurvey(machine=LAPTOP, peak_flops=4e11), OneTooMany()
-    layouts = draft(config, corpus_facts(corpus), resources_of(site, crew), recipe_hash="").layouts
+    config, site, workers = recipe(tmp_path, *open_layout), MachineSurvey(machine=LAPTOP, peak_flops=4e11), OneTooMany()
+    layouts = draft(config, corpus_facts(corpus), resources_of(site, workers), recipe_hash="").layouts
 
     def section(kept: Plan | None, *, among: int = len(layouts), forecast: Layout = layouts[0].layout) -> str:
         return " / ".join(training_section(kept, layouts[:among], forecast).lines)
 
-    assert len(layouts) > 1 and kept_plan(config, corpus, site, crew) is None
+    assert len(layouts) > 1 and kept_plan(config, corpus, site, workers) is None
     assert f"times {len(layouts)} layouts on this machine, then chooses: " in section(None) and "forecast" in section(
         None
     )
     assert section(None, among=1) == "a new run takes one copy (1 worker × 8 threads)"
 
     proven, _ = proven_plan(
-        config, corpus, site, crew, count=2, on_timed=lambda _: None, on_failed=lambda _, error: None
+        config, corpus, site, workers, count=2, on_timed=lambda _: None, on_failed=lambda _, error: None
     )
-    kept = kept_plan(config, corpus, site, crew)
+    kept = kept_plan(config, corpus, site, workers)
     assert kept is not None and kept.layout == proven.layout
-    assert make_plan(config, corpus, site, crew, fresh=False, say=lambda _: None) == kept
+    assert make_plan(config, corpus, site, workers, fresh=False, say=lambda _: None) == kept
     assert "1 s a step, as timed here when it was planned; --replan plans again" in section(kept)
     assert "forecast" not in section(kept, among=1, forecast=kept.layout)
     assert "forecast" in section(kept, among=1, forecast=Layout(tensor=2))
@@ -202,11 +208,11 @@ def test_a_plan_over_hosts_is_made_anew_once_a_look_finds_other_roads(tmp_path: 
             looks.append(need)
             return probed(*hosts, rate=rate)
 
-        site, crew = (
+        site, workers = (
             MachineSurvey(machine=HOST, peak_flops=None, probe=look),
             NobodyYet(FixedWorkers(workers=4, threads=1)),
         )
-        forecast = make_plan(config, corpus, site, crew, fresh=fresh, say=said.append).forecast
+        forecast = make_plan(config, corpus, site, workers, fresh=fresh, say=said.append).forecast
         assert forecast is not None
         return forecast.step_s
 

@@ -15,7 +15,14 @@ from plait.commands.membership import run_hosts
 from plait.commands.membership.one_machine import OneMachine
 from plait.commands.membership.run_hosts import RunHosts
 from plait.commands.membership.run_on_hosts import RunOnHosts
-from plait.commands.monitoring.crew import CannotGoOn, Renewed, came_and_went, change_of_speed, change_text, in_place_of
+from plait.commands.monitoring.elastic_workers import (
+    CannotGoOn,
+    Renewed,
+    came_and_went,
+    change_of_speed,
+    change_text,
+    in_place_of,
+)
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import HostWorkers
 from plait.commands.probing.survey import places_in
@@ -113,7 +120,7 @@ def gone(*names: str, by: StopSignal | None = None) -> HostChange:
     return HostChange(gone=tuple(Departure(name=name, why=why, by=by) for name in names), came=())
 
 
-class _Crew(RunHosts):
+class _TestedHosts(RunHosts):
     """Whose new hosts reach all others, but for those with a firewall."""
 
     firewalled: Sequence[str] = ()
@@ -124,10 +131,10 @@ class _Crew(RunHosts):
         return [one for one in came if one.name not in self.firewalled]
 
 
-def crew_of(
+def workers_of(
     folder: Path, membership: _Membership, plan_for: Callable[[tuple[str, ...]], Plan]
-) -> tuple[_Crew, list[str]]:
-    """A crew, and what it prints."""
+) -> tuple[_TestedHosts, list[str]]:
+    """Workers on several hosts, and what they print."""
     said: list[str] = []
 
     class Said(SilentScreen):
@@ -137,12 +144,12 @@ def crew_of(
     run = RunOnHosts(config=recipe(folder), folder=RunFolder(folder), screen=Said())
     hosts = _Hosts(membership)
     plan_of = lambda workers: plan_for(tuple(one.name for one in membership.members))  # noqa: E731
-    return _Crew(cast(Hosts, hosts), run, plan_of), said
+    return _TestedHosts(cast(Hosts, hosts), run, plan_of), said
 
 
 def test_without_a_change_nothing_is_planned(tmp_path: Path, plan: Plan) -> None:
-    crew, _ = crew_of(tmp_path, _Membership([member("b")]), lambda names: pytest.fail("planned anew"))
-    assert crew.may_shrink and crew.renewed(plan, None) is None
+    workers, _ = workers_of(tmp_path, _Membership([member("b")]), lambda names: pytest.fail("planned anew"))
+    assert workers.may_shrink and workers.renewed(plan, None) is None
 
 
 def test_a_lost_host_is_planned_without_and_workers_are_those_of_the_others(tmp_path: Path, plan: Plan) -> None:
@@ -152,10 +159,10 @@ def test_a_lost_host_is_planned_without_and_workers_are_those_of_the_others(tmp_
         planned_for.append(names)
         return copies(plan, 1 + len(names), 1.0)
 
-    crew, said = crew_of(tmp_path, _Membership([member("b"), member("c")], gone("c")), plan_for)
-    before = crew.workers
-    renewed = crew.renewed(plan, None)
-    assert planned_for == [("b",)] and said == [] and crew.workers is not before, "no membership is kept"
+    workers, said = workers_of(tmp_path, _Membership([member("b"), member("c")], gone("c")), plan_for)
+    before = workers.workers
+    renewed = workers.renewed(plan, None)
+    assert planned_for == [("b",)] and said == [] and workers.workers is not before, "no membership is kept"
     assert renewed and (renewed.who, renewed.plan.layout.replicate) == ("c is gone", 2)
     assert renewed.until == "until it returns (plait join 10.0.0.1:24717)"
 
@@ -166,8 +173,8 @@ def test_a_host_that_is_lost_while_the_others_are_planned_for_is_left_out_too(tm
             raise PlaitError("b (10.0.0.2) was lost")
         return copies(plan, 1, 1.0)
 
-    crew, _ = crew_of(tmp_path, _Membership([member("b"), member("c")], gone("c"), gone("b")), plan_for)
-    renewed = crew.renewed(plan, None)
+    workers, _ = workers_of(tmp_path, _Membership([member("b"), member("c")], gone("c"), gone("b")), plan_for)
+    renewed = workers.renewed(plan, None)
     assert renewed and renewed.who == "c and b are gone" and renewed.until.startswith("until they return")
 
 
@@ -179,9 +186,9 @@ def test_new_hosts_of_no_use_are_sent_away_with_the_reason_and_the_others_go_on(
 
     came = HostChange(gone=(), came=(member("d"), member("e")))
     membership = _Membership([member("b")], came)
-    crew, said = crew_of(tmp_path, membership, plan_for)
-    crew.firewalled = ("d",)
-    assert crew.renewed(plan, None) is None, "the plan stays"
+    workers, said = workers_of(tmp_path, membership, plan_for)
+    workers.firewalled = ("d",)
+    assert workers.renewed(plan, None) is None, "the plan stays"
     assert [name for name, _ in membership.sent_home] == ["d", "e"]
     assert said[0] == "refused  d: a firewall is in between" and said[1].startswith("refused  e: e has GPUs and a has")
     assert [one.name for one in membership.members] == ["b"]
@@ -191,14 +198,14 @@ def test_after_a_hang_the_run_goes_on_without_a_host_that_others_do_not_reach(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     membership = _Membership([member("b"), member("c")])
-    crew, _ = crew_of(tmp_path, membership, lambda names: copies(plan, 1 + len(names), 1.0))
-    monkeypatch.setattr(crew, "_own_listener", lambda: None)
+    workers, _ = workers_of(tmp_path, membership, lambda names: copies(plan, 1 + len(names), 1.0))
+    monkeypatch.setattr(workers, "_own_listener", lambda: None)
     cut = [membership.members[1], None]
     monkeypatch.setattr(run_hosts, "host_cut_off", lambda first, others: cut.pop(0))
-    renewed = crew.renewed(plan, FailureFacts(cause="hung", rank=1, what="waiting"))
+    renewed = workers.renewed(plan, FailureFacts(cause="hung", rank=1, what="waiting"))
     assert renewed and renewed.who == "c is gone" and renewed.plan.layout.replicate == 2
     assert membership.sent_home[0][0] == "c" and "cut off from other hosts" in membership.sent_home[0][1]
-    assert crew.renewed(plan, FailureFacts(cause="killed", rank=1, what="SIGKILL")) is None, "not of a link"
+    assert workers.renewed(plan, FailureFacts(cause="killed", rank=1, what="SIGKILL")) is None, "not of a link"
 
 
 @pytest.mark.parametrize("by", [None, "SIGINT"])
@@ -208,9 +215,9 @@ def test_where_what_is_left_cannot_carry_the_run_it_stops_and_says_what_is_missi
     def plan_for(names: tuple[str, ...]) -> Plan:
         raise PlaitError("the recipe's layout needs 3 workers, and the hosts have 2; name degrees whose product is 2")
 
-    crew, _ = crew_of(tmp_path, _Membership([member("b"), member("c")], gone("c", by=by)), plan_for)
+    workers, _ = workers_of(tmp_path, _Membership([member("b"), member("c")], gone("c", by=by)), plan_for)
     with pytest.raises(CannotGoOn) as caught:
-        crew.renewed(plan, None)
+        workers.renewed(plan, None)
     why = "left by SIGINT" if by else "was lost: nothing was heard from it for 10 s"
     assert caught.value.left_by == by and caught.value.exit_code == 1
     assert str(caught.value) == (
@@ -226,7 +233,7 @@ def test_a_late_host_is_refused_at_once_where_the_recipe_names_the_workers(tmp_p
 
     assert run().why_full(5) is None and run("layout.replicate=4").why_full(2) is None
     assert "layout needs 2 workers, and the run has 2 hosts" in (run("layout.replicate=2").why_full(1) or "")
-    assert run().door == "open" and run('recover.mode="never"').door == "shut"
+    assert run().joining == "open" and run('recover.mode="never"').joining == "closed"
 
 
 # Measured before.

@@ -60,7 +60,7 @@ batch_tokens = 256
 
 
 class Nobody:
-    """A crew whose workers must not be needed."""
+    """Workers that must not be needed."""
 
     fixed_workers = None
     working_folder = CURRENT_FOLDER
@@ -70,7 +70,7 @@ class Nobody:
 
 
 class Tampering:
-    """A crew whose rank 1 comes to other numbers."""
+    """Workers whose rank 1 comes to other numbers."""
 
     fixed_workers = None
     working_folder = CURRENT_FOLDER

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.monitoring.crew import in_place_of
+from plait.commands.monitoring.elastic_workers import in_place_of
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from tests.end_to_end.command import Ended, Place, ended, wait_while_running

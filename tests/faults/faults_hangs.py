@@ -19,8 +19,8 @@ from tests.faults.layouts import LAYOUTS
 HANGS_OF_A_RUN = 4
 STEPS = 200
 WITHOUT_WATCH = """
-from plait.launch.local.lookout import Lookout
-Lookout.look = lambda self, sites: setattr(self, "next_at_s", self.next_at_s + 0.5)
+from plait.launch.local.hang_monitor import HangMonitor
+HangMonitor.look = lambda self, sites: setattr(self, "next_at_s", self.next_at_s + 0.5)
 from plait.cli import main
 main()
 """

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 from plait.launch.remote.agent import connect, serve
-from plait.launch.remote.link import Pulse, Reply
+from plait.launch.remote.link import Heartbeat, Reply
 from plait.launch.remote.secret import read_secret
 from plait.launch.remote.wire import Frame
 from tests.launch.processes import ENTRIES, WITH_TORCH
 
-PULSE = Pulse(period_s=0.3, lost_after_s=3.0)
+HEARTBEAT = Heartbeat(period_s=0.3, lost_after_s=3.0)
 
 
 def main(join_address: str, local_address: str, torch: str = "") -> None:
@@ -31,7 +31,7 @@ def main(join_address: str, local_address: str, torch: str = "") -> None:
             handlers={"read": _read, "refuse": _refuse, "break": _break},
             entries=WITH_TORCH if torch else ENTRIES,
             say=_say,
-            pulse=PULSE,
+            heartbeat=HEARTBEAT,
         )
         print(json.dumps({"stopped_by": stopped_by}), flush=True)
     except PlaitError as error:

@@ -12,7 +12,7 @@ from plait.errors import PlaitError
 from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.secret import read_secret
 from plait.launch.values.job import Job, Message
-from tests.launch.host import PULSE
+from tests.launch.host import HEARTBEAT
 from tests.launch.processes import ENTRIES
 
 
@@ -20,7 +20,9 @@ def main(entry: str) -> None:
     job = Job(entry=entry, argument="", world_size=2, threads=1)
     part = HostPart(ranks=1, threads=1, argument="")
     try:
-        with Hosts(address="127.0.0.1", secret=read_secret(None), members=1, entries=ENTRIES, pulse=PULSE) as hosts:
+        with Hosts(
+            address="127.0.0.1", secret=read_secret(None), members=1, entries=ENTRIES, heartbeat=HEARTBEAT
+        ) as hosts:
             print(json.dumps({"join": hosts.join_address}), flush=True)
             hosts.admit(lambda hello: None, within_s=30)
             result = hosts.run(job, on_message=_print, parts=[part, part])

@@ -21,7 +21,7 @@ from plait.launch.remote.listener import JoinListener
 from plait.launch.remote.secret import new_secret
 from plait.launch.remote.wire import Frame
 from plait.launch.values.job import HostRanks
-from tests.launch.host import PULSE
+from tests.launch.host import HEARTBEAT
 from tests.launch.joined import HostProcess
 from tests.launch.processes import ENTRIES, Record, job, wait_until
 
@@ -31,7 +31,7 @@ SECRET = new_secret()
 @pytest.fixture
 def victim() -> Iterator[tuple[HostConnection, HostProcess]]:
     """A host that joined, and the link to it of a host 0 that does what this test likes."""
-    listener = JoinListener(address="127.0.0.1", port=0, secret=SECRET, pulse=PULSE)
+    listener = JoinListener(address="127.0.0.1", port=0, secret=SECRET, heartbeat=HEARTBEAT)
     agent = HostProcess("host", f"127.0.0.1:{listener.port}", "127.0.0.2", secret=SECRET)
     arrival = listener.next(30)
     assert arrival is not None
@@ -69,7 +69,7 @@ def test_a_leader_cannot_choose_what_a_joined_host_runs(victim: tuple[HostConnec
     link, _ = victim
     link.send("run", order(entry="no_such_job"))
     event = mail(link, "event").values["event"]
-    assert event["over"] and "plait has no job named 'no_such_job' on this host" in event["obituary"]
+    assert event["over"] and "plait has no job named 'no_such_job' on this host" in event["reason"]
     link.send("run", {**order(), "number": 2})
     assert mail(link, "event").values["number"] == 2
 
@@ -124,12 +124,12 @@ def attacked(events: Sequence[Any], **changes: Any) -> Iterator[Hosts]:
         address, _, port = place.rpartition(":")
         wire = connect(address, int(port), secret, local_address="127.0.0.2")
         wire.send("hello", {"name": "evil"})
-        links.append(HostConnection(wire, handlers={}, pulse=PULSE))
+        links.append(HostConnection(wire, handlers={}, heartbeat=HEARTBEAT))
         mail(links[0], "run")
         for event in events:
             links[0].send("event", {"number": 1, "event": event, "sent_at_s": 1.0, **changes})
 
-    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts:
+    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
         thread = threading.Thread(target=attack, args=(hosts.join_address,))
         thread.start()
         hosts.admit(lambda info: None, within_s=30)
@@ -185,7 +185,7 @@ def test_host_0_leaves_a_host_whose_report_is_none(changes: dict[str, Any]) -> N
 
 def test_what_another_host_says_cannot_speak_to_the_terminal() -> None:
     evil = "\x1b]0;title\x07\x1b[2Jgone\x9b31m\u202e\ud800\nplait: all is well"
-    with attacked([{"over": True, "obituary": evil}]) as hosts:
+    with attacked([{"over": True, "reason": evil}]) as hosts:
         told = failure_of(hosts)
     assert told == "on evil (127.0.0.2): ]0;title[2Jgone31m plait: all is well"
     with attacked(
@@ -216,9 +216,9 @@ def test_attempts_in_vain_are_said_when_the_last_host_is_in() -> None:
             wait_until(lambda: bool(counts), within_s=10)  # the first is said at once, others within the minute are not
         wire = connect(address, int(port), secret, local_address="127.0.0.2")
         wire.send("hello", {"name": "honest"})
-        links.append(HostConnection(wire, handlers={}, pulse=PULSE))
+        links.append(HostConnection(wire, handlers={}, heartbeat=HEARTBEAT))
 
-    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts:
+    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
         thread = threading.Thread(target=knock, args=(hosts.join_address,))
         thread.start()
         hosts.admit(lambda info: None, within_s=30, on_failed=counts.append)
@@ -234,7 +234,7 @@ def test_a_nul_in_a_name_is_refused_not_taken_out(victim: tuple[HostConnection, 
 
 
 def test_host_0_answers_no_question(capfd: pytest.CaptureFixture[str]) -> None:
-    with attacked([{"over": True, "obituary": "gone"}]) as hosts:
+    with attacked([{"over": True, "reason": "gone"}]) as hosts:
         failure_of(hosts)
         with pytest.raises(PlaitError, match="it was asked what nobody asks it"):
             hosts.members[0].ask("read", {"name": "x"})

@@ -67,7 +67,7 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"rank": 1, "raised": asdict(RAISED)},
     {"rank": 1, "ended": True},
     {"died": 2, "code": -9, "at_s": 5.5},
-    {"over": True, "obituary": "the process that starts the workers ended"},
+    {"over": True, "reason": "the process that starts the workers ended"},
     {"stop": "SIGINT"},
 )
 

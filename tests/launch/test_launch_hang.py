@@ -17,13 +17,13 @@ from plait.launch.local.signals import collected_signals
 from plait.launch.local.supervise import Supervision
 from plait.launch.values.failed_job import WorkersFailed
 from plait.launch.values.job import Job, StoppedBy
-from plait.launch.values.phase import Bounds, Patience
+from plait.launch.values.phase import HangTimeouts, PhaseTimeouts
 from tests.entry_tables import entries_of
 from tests.launch.processes import WITH_TORCH, Record, job, running, wait_until
 
 _MORE = entries_of("tests.launch.entries_that_step").functions
 STEPPING = replace(WITH_TORCH, functions={**WITH_TORCH.functions, **_MORE})
-QUICK = Patience(stopped_s=1.5, least_s=3.0, unknown_s=20.0, computing_s=4.0)
+QUICK = HangTimeouts(stopped_s=1.5, least_s=3.0, unknown_s=20.0, computing_s=4.0)
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +32,10 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-def supervised(server: ForkServer, whole: Job, record: Record, patience: Patience = QUICK) -> StoppedBy:
-    bounds = Bounds(start_s=60, grace_s=5, patience=patience)
+def supervised(server: ForkServer, whole: Job, record: Record, hang_timeouts: HangTimeouts = QUICK) -> StoppedBy:
+    timeouts = PhaseTimeouts(start_s=60, grace_s=5, hang_timeouts=hang_timeouts)
     with collected_signals() as signals, server.start(whole) as site:
-        return Supervision([site], signals, record, bounds).run()
+        return Supervision([site], signals, record, timeouts).run()
 
 
 def after_a_while(act: Callable[[Record], None], seconds: float) -> Callable[[Record], None]:
@@ -94,8 +94,8 @@ def test_a_stop_is_not_held_up_by_a_stopped_rank(server: ForkServer) -> None:
 
 @pytest.mark.slow
 def test_without_the_watch_nobody_notices(server: ForkServer) -> None:
-    """The control: the same stopped rank, with a patience that does not end, is found only by the stop's bound."""
-    endless = Patience(stopped_s=1e9, least_s=1e9, unknown_s=1e9, computing_s=1e9)
+    """The control: the same stopped rank, with timeouts that never come, is found only by the stop's bound."""
+    endless = HangTimeouts(stopped_s=1e9, least_s=1e9, unknown_s=1e9, computing_s=1e9)
 
     def stop(record: Record) -> None:
         os.kill(record.pids[1], signal.SIGSTOP)

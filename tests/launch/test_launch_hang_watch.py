@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from plait.launch.values.phase import Patience
+from plait.launch.values.phase import HangTimeouts
 from plait.launch.values.progress import ProcessState, RankProgress
 from plait.launch.watching.board import innermost_place
 from plait.launch.watching.hang_watch import LOOK_EVERY_S, Hang, HangWatch
@@ -77,7 +77,7 @@ def test_a_stopped_rank_is_named_within_seconds_although_the_others_are_no_furth
 
     verdict = watched(watch, look, 3, 60.0, begin_s=20.0)
     assert verdict is not None and verdict[1].culprit.rank == 1
-    assert verdict[0] <= Patience().stopped_s + 1
+    assert verdict[0] <= HangTimeouts().stopped_s + 1
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2, 3])
@@ -97,7 +97,7 @@ def test_who_did_not_enter_is_named_with_where_the_others_wait(culprit: int, sta
     assert verdict is not None
     found_after_s, hang = verdict
     assert hang.culprit.rank == culprit and hang.others_in == "the sum of gradients of step 21"
-    assert found_after_s <= (Patience().computing_s if state == "working" else Patience().least_s) + 2
+    assert found_after_s <= (HangTimeouts().computing_s if state == "working" else HangTimeouts().least_s) + 2
 
 
 def test_a_rank_that_gets_no_processor_is_hungry_not_stuck() -> None:

@@ -22,7 +22,7 @@ from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.secret import Secret, new_secret
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import STOP_IN_WORDS, Job, JobResult, Message
-from tests.launch.host import PULSE
+from tests.launch.host import HEARTBEAT
 from tests.launch.joined import HostProcess, start_agent
 from tests.launch.processes import (
     ENTRIES,
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 SOON_S = 6.0
 
 
-class _Crew:
+class _Hosts:
     """Host 0 in this process, and others that have joined it."""
 
     def __init__(self, hosts: Hosts, agents: Sequence[HostProcess]) -> None:
@@ -61,10 +61,10 @@ class _Crew:
 
 
 @contextlib.contextmanager
-def _crew(members: int, entries: EntryTable = ENTRIES) -> Iterator[_Crew]:
+def _hosts(members: int, entries: EntryTable = ENTRIES) -> Iterator[_Hosts]:
     secret, agents = new_secret(), []
     try:
-        with Hosts(address="127.0.0.1", secret=secret, members=members, entries=entries, pulse=PULSE) as hosts:
+        with Hosts(address="127.0.0.1", secret=secret, members=members, entries=entries, heartbeat=HEARTBEAT) as hosts:
 
             def start_next(hello: Mapping[str, Any]) -> None:
                 """One after another, so that the addresses are in the order of the hosts' numbers."""
@@ -73,28 +73,28 @@ def _crew(members: int, entries: EntryTable = ENTRIES) -> Iterator[_Crew]:
 
             start_next({})
             hosts.admit(start_next, within_s=30)
-            yield _Crew(hosts, agents)
+            yield _Hosts(hosts, agents)
     finally:
         for agent in agents:
             agent.close()
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[_Crew]:
+def three() -> Iterator[_Hosts]:
     """Three hosts with torch at hand, for tests after which all of them are still there."""
-    with _crew(2, WITH_TORCH) as crew:
-        yield crew
+    with _hosts(2, WITH_TORCH) as joined:
+        yield joined
 
 
 @pytest.fixture
-def two() -> Iterator[_Crew]:
+def two() -> Iterator[_Hosts]:
     """Two hosts for one test, that may do to them what it likes."""
-    with _crew(1) as crew:
-        yield crew
+    with _hosts(1) as joined:
+        yield joined
 
 
 @pytest.mark.parametrize("parts", [(1, 1, 0), (1, 3, 2), (2, 0, 1), (2, 0, 0), (0, 0, 3)])
-def test_ranks_on_several_hosts_are_one_job(three: _Crew, parts: tuple[int, int, int]):
+def test_ranks_on_several_hosts_are_one_job(three: _Hosts, parts: tuple[int, int, int]):
     record, world_size = Record(), sum(parts)
     three.run(job("hosts_reduce", world_size, argument="a"), record, parts)
     total = float(sum(range(1, world_size + 1)))
@@ -104,7 +104,7 @@ def test_ranks_on_several_hosts_are_one_job(three: _Crew, parts: tuple[int, int,
     }
 
 
-def test_each_host_gets_its_own_argument_threads_and_environment(three: _Crew):
+def test_each_host_gets_its_own_argument_threads_and_environment(three: _Hosts):
     record = Record()
     parts = [HostPart(ranks=1 + host, threads=1 + host, argument=f"host {host}") for host in range(3)]
     three.hosts.run(job("hello", 6), on_message=record, parts=parts)
@@ -114,7 +114,7 @@ def test_each_host_gets_its_own_argument_threads_and_environment(three: _Crew):
     assert [told[4]["environment"][name] for name in names] == ["4", "6", "1", "3", "3"]
 
 
-def test_no_message_of_another_host_is_lost_or_reordered(three: _Crew):
+def test_no_message_of_another_host_is_lost_or_reordered(three: _Hosts):
     record = Record()
     three.run(job("talk", 3, argument="1000"), record, (1, 1, 1))
     for rank in range(3):
@@ -122,7 +122,7 @@ def test_no_message_of_another_host_is_lost_or_reordered(three: _Crew):
         assert numbers == list(range(1000))
 
 
-def test_the_ranks_meet_on_the_chosen_address_alone(three: _Crew):
+def test_the_ranks_meet_on_the_chosen_address_alone(three: _Hosts):
     seen: dict[int, set[str]] = {}
 
     def look(record: Record) -> None:
@@ -141,12 +141,12 @@ def test_the_ranks_meet_on_the_chosen_address_alone(three: _Crew):
         ("RunFailed", 1, "on host-127.0.0.2 (127.0.0.2): the file is empty; give one with text"),
     ],
 )
-def test_an_error_of_another_host_arrives_with_its_name(three: _Crew, kind: str, exit_code: int, sentence: str):
+def test_an_error_of_another_host_arrives_with_its_name(three: _Hosts, kind: str, exit_code: int, sentence: str):
     error = three.fails(job("raise_plait_error", 2, argument=kind), Record(), (1, 1, 0))
     assert (type(error).__name__, error.exit_code, str(error)) == (kind, exit_code, sentence)
 
 
-def test_a_bug_on_another_host_is_told_with_its_traceback(three: _Crew, capfd, tmp_path):
+def test_a_bug_on_another_host_is_told_with_its_traceback(three: _Hosts, capfd, tmp_path):
     error = three.fails(job("fail_on_one", 2, argument="boom"), Record(), (1, 1, 0))
     assert str(error).startswith("rank 1 on host-127.0.0.2 (127.0.0.2) failed with ValueError: boom (at ")
     assert capfd.readouterr().err.count("Traceback") == 1
@@ -156,7 +156,7 @@ def test_a_bug_on_another_host_is_told_with_its_traceback(three: _Crew, capfd, t
 
 
 @pytest.mark.parametrize("how", ["raise", "killed"])
-def test_the_root_cause_is_named_whichever_host_it_is_on(three: _Crew, how: str, tmp_path):
+def test_the_root_cause_is_named_whichever_host_it_is_on(three: _Hosts, how: str, tmp_path):
     kill = lambda record: os.kill(record.pids[1], signal.SIGKILL)  # noqa: E731
     record = Record(3, kill if how == "killed" else lambda record: None)
     failing = job("reduce_until_one_fails", 3, argument=f"{how} on hosts", log_dir=str(tmp_path))
@@ -166,7 +166,7 @@ def test_the_root_cause_is_named_whichever_host_it_is_on(three: _Crew, how: str,
     assert running(record.pids.values()) == []
 
 
-def test_a_stop_reaches_every_host(three: _Crew):
+def test_a_stop_reaches_every_host(three: _Hosts):
     record = Record(3, lambda record: os.kill(os.getpid(), signal.SIGINT))
     assert three.run(job("wait_for_stop", 3), record, (1, 1, 1)).stopped_by == "SIGINT"
     assert record.values("saved") == {rank: {"rank": rank} for rank in range(3)}
@@ -175,14 +175,14 @@ def test_a_stop_reaches_every_host(three: _Crew):
     assert all(sentence.endswith(f" stops the run: {STOP_IN_WORDS}") for sentence in told), told
 
 
-def test_a_second_signal_kills_on_every_host(three: _Crew):
+def test_a_second_signal_kills_on_every_host(three: _Hosts):
     record = Record(3, lambda record: [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM)])
     assert "second SIGTERM, without saving" in str(three.fails(job("be_deaf", 3), record, (1, 1, 1)))
     assert time.monotonic() - record.acted_at_s < SOON_S
     assert running(record.pids.values()) == []
 
 
-def test_a_callers_own_error_ends_the_job_but_not_the_hosts(three: _Crew):
+def test_a_callers_own_error_ends_the_job_but_not_the_hosts(three: _Hosts):
     def refuse(record: Record) -> None:
         raise KeyError("the caller's")
 
@@ -193,7 +193,7 @@ def test_a_callers_own_error_ends_the_job_but_not_the_hosts(three: _Crew):
     assert three.run(job("hello", 3), Record(), (1, 1, 1)).stopped_by == "finished"
 
 
-def test_hosts_answer_questions_also_during_a_job(three: _Crew, tmp_path):
+def test_hosts_answer_questions_also_during_a_job(three: _Hosts, tmp_path):
     (tmp_path / "part").write_bytes(bytes(range(256)) * 40_000)
     members, answers = three.hosts.members, []
 
@@ -211,7 +211,7 @@ def test_hosts_answer_questions_also_during_a_job(three: _Crew, tmp_path):
         members[0].ask("break", {"key": "k"})
 
 
-def test_many_jobs_leave_nothing(three: _Crew):
+def test_many_jobs_leave_nothing(three: _Hosts):
     def descriptors() -> list[int]:
         return [open_descriptors(pid) for pid in (os.getpid(), *(agent.pid for agent in three.agents))]
 
@@ -223,7 +223,7 @@ def test_many_jobs_leave_nothing(three: _Crew):
     wait_until(lambda: all(now <= then for now, then in zip(descriptors(), before, strict=True)), within_s=5)
 
 
-def test_copies_outlive_their_ranks_on_each_host_and_are_asked_for(three: _Crew):
+def test_copies_outlive_their_ranks_on_each_host_and_are_asked_for(three: _Hosts):
     agents = [agent.pid for agent in three.agents]
     three.run(job("make_copies", 4, argument="17"), Record(), (1, 2, 1))
     hosts = three.hosts
@@ -235,7 +235,7 @@ def test_copies_outlive_their_ranks_on_each_host_and_are_asked_for(three: _Crew)
 
 
 @pytest.mark.parametrize("parts", [(1, 1), (2, 1, 1), (0, 1, 2), (3, 0, 1)])
-def test_parts_that_are_no_parts_are_a_callers_bug(three: _Crew, parts: tuple[int, ...]):
+def test_parts_that_are_no_parts_are_a_callers_bug(three: _Hosts, parts: tuple[int, ...]):
     with pytest.raises(ValueError, match=r"no parts of 3 ranks on 3 hosts|must be on host 0"):
         three.run(job("hello", 3), Record(), parts)
 
@@ -243,7 +243,7 @@ def test_parts_that_are_no_parts_are_a_callers_bug(three: _Crew, parts: tuple[in
 # Hosts that do not survive.
 
 
-def test_a_killed_host_ends_the_job_everywhere_with_its_name(two: _Crew):
+def test_a_killed_host_ends_the_job_everywhere_with_its_name(two: _Hosts):
     agent = two.agents[0]
     record = Record(3, lambda record: os.kill(agent.pid, signal.SIGKILL))
     error = two.fails(job("be_deaf", 3), record, (1, 2))
@@ -257,19 +257,19 @@ def test_a_killed_host_ends_the_job_everywhere_with_its_name(two: _Crew):
         two.run(job("hello", 2), Record())
 
 
-def test_a_frozen_host_ends_the_job_everywhere_with_its_name(two: _Crew):
+def test_a_frozen_host_ends_the_job_everywhere_with_its_name(two: _Hosts):
     agent = two.agents[0]
     record = Record(2, lambda record: os.kill(agent.pid, signal.SIGSTOP))
     error = two.fails(job("be_deaf", 2), record)
     assert str(error).startswith("host-127.0.0.2 (127.0.0.2) was lost: nothing was heard from it for 3 s; run the same")
-    assert time.monotonic() - record.acted_at_s < PULSE.lost_after_s + SOON_S
+    assert time.monotonic() - record.acted_at_s < HEARTBEAT.lost_after_s + SOON_S
     assert running([record.pids[0]]) == []
     os.kill(agent.pid, signal.SIGCONT)
     assert "was lost: its connection was closed; see what host 0 printed" in agent.ended(1)["error"]
     assert running(record.pids.values()) == []
 
 
-def test_a_lost_peer_is_explained_by_the_host_that_is_found_lost_later(two: _Crew, tmp_path):
+def test_a_lost_peer_is_explained_by_the_host_that_is_found_lost_later(two: _Hosts, tmp_path):
     agent, broken = two.agents[0], tmp_path / "broken"
 
     def freeze_host_break_connection(record: Record) -> None:
@@ -282,7 +282,7 @@ def test_a_lost_peer_is_explained_by_the_host_that_is_found_lost_later(two: _Cre
     assert str(error).startswith("host-127.0.0.2 (127.0.0.2) was lost: nothing was heard from it for 3 s")
 
 
-def test_the_death_of_a_hosts_fork_server_ends_the_job_with_its_name(two: _Crew):
+def test_the_death_of_a_hosts_fork_server_ends_the_job_with_its_name(two: _Hosts):
     record = Record(2, lambda record: os.kill(record.server_pid, signal.SIGKILL))
     parts = [HostPart(ranks=ranks, threads=1, argument="") for ranks in (0, 2)]
     with pytest.raises(RunFailed) as caught:
@@ -293,7 +293,7 @@ def test_the_death_of_a_hosts_fork_server_ends_the_job_with_its_name(two: _Crew)
     wait_until(lambda: not running(record.all_pids), within_s=2)
 
 
-def test_ctrl_c_on_another_host_stops_the_job_for_all(two: _Crew):
+def test_ctrl_c_on_another_host_stops_the_job_for_all(two: _Hosts):
     agent = two.agents[0]
     record = Record(2, lambda record: os.killpg(agent.pid, signal.SIGINT))
     assert two.run(job("wait_for_stop", 2), record).stopped_by == "SIGINT"
@@ -302,7 +302,7 @@ def test_ctrl_c_on_another_host_stops_the_job_for_all(two: _Crew):
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
-def test_a_measurement_on_several_hosts_ends_at_the_first_signal_on_any(two: _Crew, where: str):
+def test_a_measurement_on_several_hosts_ends_at_the_first_signal_on_any(two: _Hosts, where: str):
     agent = two.agents[0]
     record = Record(2, lambda record: os.kill(os.getpid() if where == "here" else agent.pid, signal.SIGHUP))
     assert two.run(replace(job("be_deaf", 2), at_stop="abandon"), record).stopped_by == "SIGHUP"
@@ -313,7 +313,7 @@ def test_a_measurement_on_several_hosts_ends_at_the_first_signal_on_any(two: _Cr
     assert two.run(job("hello", 2), Record()).stopped_by == "finished"
 
 
-def test_ctrl_c_on_both_hosts_is_one_stop(two: _Crew):
+def test_ctrl_c_on_both_hosts_is_one_stop(two: _Hosts):
     def stop_both(record: Record) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.killpg(two.agents[0].pid, signal.SIGINT)
@@ -323,7 +323,7 @@ def test_ctrl_c_on_both_hosts_is_one_stop(two: _Crew):
     assert len(record.values("saved")) == 2
 
 
-def _stopped_there_then_here(two: _Crew, here: Callable[[], None]) -> tuple[Record, Callable[[Message], None]]:
+def _stopped_there_then_here(two: _Hosts, here: Callable[[], None]) -> tuple[Record, Callable[[Message], None]]:
     """A listener that has the other host get a SIGTERM, and calls `here` once host 0 has obeyed its word of it."""
     record = Record(2, lambda record: os.kill(two.agents[0].pid, signal.SIGTERM))
 
@@ -335,7 +335,7 @@ def _stopped_there_then_here(two: _Crew, here: Callable[[], None]) -> tuple[Reco
     return record, hear
 
 
-def test_a_signal_to_all_hosts_is_one_stop_where_another_hosts_is_heard_first(two: _Crew, tmp_path: Path):
+def test_a_signal_to_all_hosts_is_one_stop_where_another_hosts_is_heard_first(two: _Hosts, tmp_path: Path):
     """As some schedulers send it."""
 
     def stop_and_let_save() -> None:
@@ -347,7 +347,7 @@ def test_a_signal_to_all_hosts_is_one_stop_where_another_hosts_is_heard_first(tw
     assert sorted(record.values("saved")) == [0, 1]
 
 
-def test_after_another_hosts_stop_a_second_signal_here_kills(two: _Crew, tmp_path: Path):
+def test_after_another_hosts_stop_a_second_signal_here_kills(two: _Hosts, tmp_path: Path):
     def stop_twice() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
@@ -358,7 +358,7 @@ def test_after_another_hosts_stop_a_second_signal_here_kills(two: _Crew, tmp_pat
     wait_until(lambda: not running(record.pids.values()), within_s=SOON_S)
 
 
-def test_a_second_ctrl_c_leaves_and_the_others_are_told(two: _Crew):
+def test_a_second_ctrl_c_leaves_and_the_others_are_told(two: _Hosts):
     agent = two.agents[0]
     # Two different signals, as two equal ones may become one; either may be posted first.
     record = Record(2, lambda record: [os.killpg(agent.pid, number) for number in (signal.SIGINT, signal.SIGTERM)])
@@ -371,28 +371,28 @@ def test_a_second_ctrl_c_leaves_and_the_others_are_told(two: _Crew):
 
 def test_the_end_is_told_to_the_others():
     secret = new_secret()
-    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts:
+    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
         agent = start_agent(hosts.join_address, secret)
         hosts.admit(lambda hello: None, within_s=30)
     assert agent.ended(0) == {"stopped_by": "finished"}
 
 
 def test_a_host_that_is_not_needed_is_sent_home_and_the_others_work_on():
-    with _crew(2) as crew:
-        first, second = crew.hosts.members
-        crew.hosts.renumber((0, 2))
-        assert crew.agents[0].ended(0) == {"stopped_by": "not needed"}
-        assert [(member.host, member.address) for member in crew.hosts.members] == [(1, second.address)]
-        assert crew.hosts.addresses == ("127.0.0.1", second.address) and first.link.lost is not None
+    with _hosts(2) as joined:
+        first, second = joined.hosts.members
+        joined.hosts.renumber((0, 2))
+        assert joined.agents[0].ended(0) == {"stopped_by": "not needed"}
+        assert [(member.host, member.address) for member in joined.hosts.members] == [(1, second.address)]
+        assert joined.hosts.addresses == ("127.0.0.1", second.address) and first.link.lost is not None
         record = Record()
-        assert crew.run(job("hello", 2), record).stopped_by == "finished"
+        assert joined.run(job("hello", 2), record).stopped_by == "finished"
 
 
 def test_a_signal_between_two_jobs_is_told_to_the_others():
     secret = new_secret()
     with (
         pytest.raises(Interrupted),
-        Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts,
+        Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts,
     ):
         agent = start_agent(hosts.join_address, secret)
         hosts.admit(lambda hello: None, within_s=30)
@@ -404,7 +404,7 @@ def test_the_error_that_ends_host_0_is_told_to_the_others():
     secret = new_secret()
     with (
         pytest.raises(PlaitError, match="no such recipe"),
-        Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts,
+        Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts,
     ):
         join_address, agent = hosts.join_address, start_agent(hosts.join_address, secret)
         hosts.admit(lambda hello: None, within_s=30)
@@ -437,7 +437,7 @@ def test_kill_9_of_host_0_leaves_no_process_anywhere():
 def waiting() -> Iterator[tuple[Hosts, Secret]]:
     """Host 0 before anybody has joined."""
     secret = new_secret()
-    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts:
+    with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
         yield hosts, secret
 
 
@@ -467,7 +467,7 @@ def test_a_host_that_does_not_fit_is_told_why_and_others_still_join(waiting: tup
 def test_a_host_that_goes_away_while_it_waits_leaves_its_place_and_others_take_those_they_had():
     secret, agents, lost = new_secret(), [], list[str]()
     try:
-        with Hosts(address="127.0.0.1", secret=secret, members=2, entries=ENTRIES, pulse=PULSE) as hosts:
+        with Hosts(address="127.0.0.1", secret=secret, members=2, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
 
             def check(hello: Mapping[str, Any]) -> None:
                 if len(agents) == 2:

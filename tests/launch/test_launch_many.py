@@ -17,7 +17,7 @@ import pytest
 from plait.launch.local.run import ForkServer
 from plait.launch.network.connection_loop import ConnectionLoop
 from plait.launch.remote.handshake import greet_leader
-from plait.launch.remote.link import HostConnection, Pulse, Reply, part_from_all
+from plait.launch.remote.link import Heartbeat, HostConnection, Reply, part_from_all
 from plait.launch.remote.listener import JoinListener
 from plait.launch.remote.secret import new_secret
 from plait.launch.remote.wire import SessionKeys, Wire
@@ -25,7 +25,7 @@ from tests.launch.processes import ENTRIES, Record, job, wait_until
 
 ROOT = Path(__file__).parents[2]
 SECRET = new_secret()
-PULSE = Pulse(period_s=0.2, lost_after_s=5.0)
+HEARTBEAT = Heartbeat(period_s=0.2, lost_after_s=5.0)
 ONE_WAY = SessionKeys(sending=b"a", receiving=b"b")
 OTHER_WAY = SessionKeys(sending=b"b", receiving=b"a")
 
@@ -42,12 +42,14 @@ def pairs() -> Iterator[list[tuple[Wire, Wire]]]:
         yield made
 
 
-def linked(pairs: list[tuple[Wire, Wire]], pulse: Pulse = PULSE) -> tuple[list[HostConnection], list[HostConnection]]:
+def linked(
+    pairs: list[tuple[Wire, Wire]], heartbeat: Heartbeat = HEARTBEAT
+) -> tuple[list[HostConnection], list[HostConnection]]:
     """Host 0's ends, on one loop, and the others', which answer."""
     loop, theirs_loop = ConnectionLoop(), ConnectionLoop()
-    ours = [HostConnection(leader, handlers={}, pulse=pulse, loop=loop) for leader, _ in pairs]
+    ours = [HostConnection(leader, handlers={}, heartbeat=heartbeat, loop=loop) for leader, _ in pairs]
     handlers = {"twice": lambda frame: Reply(values={"n": 2 * frame.values["n"]}, blob=frame.blob)}
-    theirs = [HostConnection(joiner, handlers=handlers, pulse=PULSE, loop=theirs_loop) for _, joiner in pairs]
+    theirs = [HostConnection(joiner, handlers=handlers, heartbeat=HEARTBEAT, loop=theirs_loop) for _, joiner in pairs]
     return ours, theirs
 
 
@@ -64,7 +66,7 @@ def test_all_connections_of_a_process_share_one_thread(pairs: list[tuple[Wire, W
         answer = link.ask("twice", {"n": number}, blob, host="it")
         assert (answer.values, answer.blob == blob) == ({"n": 2 * number}, True)
     assert threading.active_count() - before == 2 + len(theirs)  # one more for each that has been asked something
-    time.sleep(3 * PULSE.period_s)
+    time.sleep(3 * HEARTBEAT.period_s)
     assert [link.lost for link in (*ours, *theirs)] == [None] * 40
     for link in (*ours, *theirs):
         link.close()
@@ -85,7 +87,7 @@ def test_a_frame_that_stands_still_halfway_ends_its_connection_alone(pairs: list
     for leader, _ in pairs:
         leader.stall_s = 0.3
     ours, theirs = linked(pairs[1:4])
-    half = HostConnection(pairs[0][0], handlers={}, pulse=PULSE, loop=ours[0]._loop)
+    half = HostConnection(pairs[0][0], handlers={}, heartbeat=HEARTBEAT, loop=ours[0]._loop)
     pairs[0][1]._connection.send(b"\x00\x00\x01\x00")
     wait_until(lambda: half.lost == "its connection stood still for 0.3 s", within_s=5)
     assert [link.lost for link in ours] == [None] * 3
@@ -104,7 +106,7 @@ def test_an_end_that_takes_nothing_is_lost_and_holds_up_no_other(pairs: list[tup
         while True:
             leader._connection.send(bytes(1 << 16))
     ours, theirs = linked([pairs[1]])
-    stuck = HostConnection(leader, handlers={}, pulse=Pulse(period_s=0.1, lost_after_s=60), loop=ours[0]._loop)
+    stuck = HostConnection(leader, handlers={}, heartbeat=Heartbeat(period_s=0.1, lost_after_s=60), loop=ours[0]._loop)
     wait_until(lambda: stuck.lost == "it took no data for 0.5 s", within_s=5)
     assert ours[0].ask("twice", {"n": 1}, b"", host="it").values == {"n": 2}
     for link in (*ours, *theirs, stuck):
@@ -127,7 +129,7 @@ def test_farewells_to_many_that_do_not_hang_up_are_one_wait(
 
 def test_as_many_as_are_expected_may_come_at_once() -> None:
     """None of them is taken for one of a crowd of strangers, though none has proven itself yet."""
-    gate = JoinListener(address="127.0.0.1", port=0, secret=SECRET, pulse=PULSE, expected=100)
+    gate = JoinListener(address="127.0.0.1", port=0, secret=SECRET, heartbeat=HEARTBEAT, expected=100)
     with ExitStack() as stack:
         come = [stack.enter_context(socket.create_connection(("127.0.0.1", gate.port))) for _ in range(100)]
         wires = [greet_leader(connection, SECRET, address="127.0.0.1") for connection in come]

@@ -1,4 +1,4 @@
-"""Hosts that come and go while a run works: the door stays open, ranks are paused for them, and nobody is kept in
+"""Hosts that come and go while a run works: they may join at any time, ranks are paused for them, and nobody is kept in
 mind who is no longer there."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plait.launch.remote.membership import OVER_SENTENCE, WAITS_SENTENCE, HostCh
 from plait.launch.remote.secret import Secret, new_secret
 from plait.launch.values.failed_job import WorkersFailed
 from plait.launch.values.job import STOP_IN_WORDS, STOPPING, JobResult, Message
-from tests.launch.host import PULSE
+from tests.launch.host import HEARTBEAT
 from tests.launch.joined import HostProcess, start_agent
 from tests.launch.processes import ENTRIES, Record, job, wait_until
 
@@ -28,7 +28,7 @@ FIT = "host-127.0.0."
 
 
 class _Run:
-    """Host 0 of a run whose door is open, and the processes that joined it."""
+    """Host 0 of a run that hosts may join at any time, and the processes that joined it."""
 
     def __init__(self, hosts: Hosts, secret: Secret, agents: list[HostProcess]) -> None:
         self.hosts, self.agents, self._secret = hosts, agents, secret
@@ -42,7 +42,7 @@ class _Run:
         ranks = 1 + len(self.hosts.members)
         parts = [HostPart(ranks=1, threads=1, argument=argument) for _ in range(ranks)]
         whole = job(entry, ranks, argument=argument)
-        return self.hosts.run(whole, on_message=on_message, parts=parts, visitors=self.hosts.membership)
+        return self.hosts.run(whole, on_message=on_message, parts=parts, membership=self.hosts.membership)
 
     def names(self, change: HostChange) -> tuple[list[str], list[str]]:
         return [one.name for one in change.gone], [one.name for one in change.came]
@@ -57,10 +57,10 @@ def run() -> Iterator[_Run]:
         return None if int(str(host_info["name"])[-1]) % 2 == 0 else "this host has plait 0.0.9; install 0.1.0"
 
     try:
-        with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts:
+        with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
             made = _Run(hosts, secret, agents)
             made.join(2)
-            hosts.admit(check, within_s=30, door="open")
+            hosts.admit(check, within_s=30, joining="open")
             yield made
     finally:
         for agent in agents:
@@ -68,7 +68,7 @@ def run() -> Iterator[_Run]:
 
 
 def test_a_host_that_joins_while_ranks_work_is_taken_in_when_they_have_saved(run: _Run) -> None:
-    door, heard = run.hosts.membership, list[str]()
+    membership, heard = run.hosts.membership, list[str]()
 
     def come(record: Record) -> None:
         unfit, fit = run.join(3), run.join(4)
@@ -76,10 +76,10 @@ def test_a_host_that_joins_while_ranks_work_is_taken_in_when_they_have_saved(run
 
         def save() -> None:
             """What a checkpoint's message does, once somebody waits: until then it changes nothing."""
-            door.may_take_in()
-            assert not door.wants_pause
+            membership.may_take_in()
+            assert not membership.wants_pause
             heard.append(fit.next_line()["hosts"])
-            door.may_take_in()
+            membership.may_take_in()
 
         threading.Thread(target=save, daemon=True).start()
 
@@ -90,8 +90,8 @@ def test_a_host_that_joins_while_ranks_work_is_taken_in_when_they_have_saved(run
     assert "install 0.1.0" in run.agents[1].ended(2)["error"]
     assert run.agents[0].next_line() == {"kind": "connected"}
     assert STOP_IN_WORDS in run.agents[0].next_line()["hosts"]
-    change = door.renew()
-    assert run.names(change) == ([], [f"{FIT}4"]) and not door.wants_pause and not door.renew()
+    change = membership.renew()
+    assert run.names(change) == ([], [f"{FIT}4"]) and not membership.wants_pause and not membership.renew()
     assert [(one.host, one.address) for one in run.hosts.members] == [(1, "127.0.0.2"), (2, "127.0.0.4")]
     again = Record()
     assert run.work("hello", again).how == "over"
@@ -153,10 +153,10 @@ def test_a_stop_on_host_0_during_a_pause_stops_the_run(run: _Run, tmp_path: Path
 def test_who_waits_is_told_that_the_run_has_ended() -> None:
     secret, agents = new_secret(), list[HostProcess]()
     try:
-        with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, pulse=PULSE) as hosts:
+        with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
             made = _Run(hosts, secret, agents)
             made.join(2)
-            hosts.admit(lambda info: None, within_s=30, door="open")
+            hosts.admit(lambda info: None, within_s=30, joining="open")
             late = made.join(4)
             assert late.next_line() == {"kind": "connected"}
             wait_until(lambda: bool(hosts.membership.look() or hosts.membership._waiting), within_s=20)

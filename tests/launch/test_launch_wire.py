@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.handshake import Refused, greet_joiner, greet_leader
-from plait.launch.remote.link import HostConnection, Pulse, Reply
+from plait.launch.remote.link import Heartbeat, HostConnection, Reply
 from plait.launch.remote.listener import FailedAttempts, JoinListener, listener_at, refuse_host
 from plait.launch.remote.secret import Secret, new_secret
 from plait.launch.remote.wire import BLOB_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded
 from tests.launch.processes import wait_until
 
 SECRET = new_secret()
-PULSE = Pulse(period_s=0.3, lost_after_s=5.0)
+HEARTBEAT = Heartbeat(period_s=0.3, lost_after_s=5.0)
 FRAME_HEAD = struct.Struct("!IQI")
 
 
@@ -361,7 +361,7 @@ def test_what_is_too_large_is_refused_before_it_is_sent(wires: tuple[Wire, Wire]
 
 @pytest.fixture
 def gate() -> Iterator[JoinListener]:
-    gate = JoinListener(address="127.0.0.1", port=0, secret=SECRET, pulse=PULSE)
+    gate = JoinListener(address="127.0.0.1", port=0, secret=SECRET, heartbeat=HEARTBEAT)
     yield gate
     gate.close("the test is over")
 
@@ -371,7 +371,7 @@ def _join(gate: JoinListener) -> HostConnection:
     joined = greet_leader(connection, SECRET, address="127.0.0.1")
     joined.send("hello", {"who": "honest"})
     return HostConnection(
-        joined, handlers={"twice": lambda frame: Reply(values={"n": 2 * frame.values["n"]})}, pulse=PULSE
+        joined, handlers={"twice": lambda frame: Reply(values={"n": 2 * frame.values["n"]})}, heartbeat=HEARTBEAT
     )
 
 
@@ -400,34 +400,34 @@ def test_who_comes_too_late_is_turned_away(gate: JoinListener):
     assert [frame.values for frame in link.read() if frame.kind == "refused"] == [{"sentence": "all are in"}]
     link.close()
     turning.join(5)
-    gate.shut("closed")
+    gate.stop("closed")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", gate.port))
 
 
 def _linked(
-    wires: tuple[Wire, Wire], pulse: Pulse, work: Callable[[], object]
+    wires: tuple[Wire, Wire], heartbeat: Heartbeat, work: Callable[[], object]
 ) -> tuple[HostConnection, HostConnection]:
-    """Host 0's end with this pulse, and one that works before it answers, and says often that it lives."""
+    """Host 0's end with this heartbeat, and one that works before it answers, and says often that it lives."""
 
     def answer(question: Frame) -> Reply:
         work()
         return Reply(values={"done": True})
 
-    busy = HostConnection(wires[1], handlers={"work": answer}, pulse=Pulse(period_s=0.1, lost_after_s=60.0))
-    return HostConnection(wires[0], handlers={}, pulse=pulse), busy
+    busy = HostConnection(wires[1], handlers={"work": answer}, heartbeat=Heartbeat(period_s=0.1, lost_after_s=60.0))
+    return HostConnection(wires[0], handlers={}, heartbeat=heartbeat), busy
 
 
 def test_a_busy_end_is_not_lost(wires: tuple[Wire, Wire]):
-    pulse = Pulse(period_s=60.0, lost_after_s=0.8)
-    link, busy = _linked(wires, pulse, lambda: threading.Event().wait(1.2))
+    heartbeat = Heartbeat(period_s=60.0, lost_after_s=0.8)
+    link, busy = _linked(wires, heartbeat, lambda: threading.Event().wait(1.2))
     assert link.ask("work", {}, b"", host="it").values == {"done": True}
     for each in (link, busy):
         each.close()
 
 
 def test_a_silent_end_is_lost_and_so_is_what_was_asked(wires: tuple[Wire, Wire]):
-    link = HostConnection(wires[0], handlers={}, pulse=Pulse(period_s=60.0, lost_after_s=0.2))
+    link = HostConnection(wires[0], handlers={}, heartbeat=Heartbeat(period_s=60.0, lost_after_s=0.2))
     with pytest.raises(RunFailed, match=r"host-2 was lost: nothing was heard from it for 0\.2 s; "):
         link.ask("work", {}, b"", host="host-2")
     assert link.lost == "nothing was heard from it for 0.2 s"

@@ -238,7 +238,7 @@ class FileStager:
 
 def _run_on_all_hosts(members: Sequence[JoinedHost], act: Callable[[JoinedHost], _T]) -> tuple[_T, ...]:
     """Do something with every host at once; raises the first error that comes without waiting for the others."""
-    pool = ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="freight")
+    pool = ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="plait stage")
     try:
         futures = [pool.submit(act, member) for member in members]
         for ended in as_completed(futures):

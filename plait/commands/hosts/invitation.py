@@ -13,7 +13,7 @@ from plait.errors import PlaitError
 from plait.launch.network.facts import network_facts
 from plait.launch.network.interface import interface_of, local_addresses
 from plait.launch.network.variables import network_lines
-from plait.launch.remote.link import DEFAULT_PULSE
+from plait.launch.remote.link import DEFAULT_HEARTBEAT
 from plait.launch.remote.secret import SECRET_VARIABLE, Secret, new_secret, read_secret
 
 
@@ -53,7 +53,7 @@ def choose_address(requested: str | None) -> str:
 def network_text(address: str) -> str:
     """The interface that a run's workers meet on here, and what they are told of it, with the reasons."""
     facts = network_facts(interface_of(address), is_ipv6=":" in address)
-    return "\n".join(network_lines(facts, os.environ, address=address, lost_after_s=DEFAULT_PULSE.lost_after_s))
+    return "\n".join(network_lines(facts, os.environ, address=address, lost_after_s=DEFAULT_HEARTBEAT.lost_after_s))
 
 
 def check_first_address(address: str, advice: str) -> None:

@@ -31,7 +31,7 @@ from plait.commands.planning.workers import (
 )
 from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.link import HostConnection
-from plait.launch.remote.membership import DoorPolicy, Member
+from plait.launch.remote.membership import JoinPolicy, Member
 from plait.launch.values.job import Job, JobResult, Message
 from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import HostShare, Plan, refreshed_hosts
@@ -64,12 +64,12 @@ class LeaderWorkers:
         config: RunConfig,
         log: Log,
         working: WorkingFolder = CURRENT_FOLDER,
-        door: DoorPolicy = "shut",
+        joining: JoinPolicy = "closed",
         known: KnownMachines | None = None,
     ) -> None:
         self._hosts, self._folder, self._config, self._log = hosts, folder, config, log
         self.working_folder = working
-        self._door: DoorPolicy = door
+        self._joining: JoinPolicy = joining
         self._known: KnownMachines = {} if known is None else known
         self._host_order = tuple(range(1 + len(hosts.members)))
         """For each host number, the index of that host in the order of admission."""
@@ -149,11 +149,11 @@ class LeaderWorkers:
         parts += [joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
         # At the end parts of a checkpoint travel, too, unless all hosts share the folder.
         grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else TRAVEL_GRACE_S)
-        visitors = self._hosts.membership if training and self._door == "open" else None
-        heard = _of_rank_0(self._noting_saves(folder, on_message) if visitors else on_message)
+        membership = self._hosts.membership if training and self._joining == "open" else None
+        heard = _of_rank_0(self._noting_saves(folder, on_message) if membership else on_message)
         with CheckpointCollector(self._member_of, folder / "checkpoints", heard) as gathering:
             handle = gathering.handle_message
-            result = self._hosts.run(job, on_message=handle, parts=parts, grace_s=grace_s, visitors=visitors)
+            result = self._hosts.run(job, on_message=handle, parts=parts, grace_s=grace_s, membership=membership)
         if not training:
             self._file_stager.collect_job_files(folder)
         return result

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.membership.run_on_hosts import PlanFor
-from plait.commands.monitoring.crew import CannotGoOn, Renewed
+from plait.commands.monitoring.elastic_workers import CannotGoOn, Renewed
 from plait.commands.planning.workers import HostWorkers
 from plait.errors import PlaitError
 from plait.launch.values.failed_job import FailureFacts
@@ -20,7 +20,7 @@ Survey = Callable[[], Machine]
 
 
 class OneMachine:
-    """A Crew of this machine's workers. `plan_for` makes each further plan."""
+    """ElasticWorkers of this machine alone. `plan_for` makes each further plan."""
 
     def __init__(self, workers: HostWorkers, survey: Survey, plan_for: PlanFor) -> None:
         self.workers = workers
@@ -31,7 +31,7 @@ class OneMachine:
         return False
 
     def renewed(self, plan: Plan, failure: FailureFacts | None) -> Renewed | None:
-        """As in Crew: what is gone is told by a processor's cores, or by torch after a failure that may be a GPU's."""
+        """As in ElasticWorkers: processors' cores tell what is gone, or torch after a failure that may be a GPU's."""
         gone = self._gone(plan, failure)
         if not gone:
             return None

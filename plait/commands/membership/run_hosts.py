@@ -11,7 +11,7 @@ from plait.commands.hosts.invitation import HostsRequest
 from plait.commands.hosts.leader_workers import KnownMachines, LeaderWorkers
 from plait.commands.hosts.members.invited import invited_hosts
 from plait.commands.membership.run_on_hosts import PlanFor, RunOnHosts
-from plait.commands.monitoring.crew import CannotGoOn, Renewed, came_and_went
+from plait.commands.monitoring.elastic_workers import CannotGoOn, Renewed, came_and_went
 from plait.commands.monitoring.finish import is_finished
 from plait.errors import PlaitError, StopSignal
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity, host_cut_off
@@ -26,7 +26,7 @@ _MAY_BE_OF_A_LINK = ("hung", "lost connection", "no answer")
 
 
 class RunHosts:
-    """A Crew of this host and of those that joined it. `plan_for` makes each further plan."""
+    """ElasticWorkers of this host and of those that joined it. `plan_for` makes each further plan."""
 
     def __init__(self, hosts: Hosts, run: RunOnHosts, plan_for: PlanFor) -> None:
         self._hosts, self._run, self._plan_for = hosts, run, plan_for
@@ -35,11 +35,11 @@ class RunHosts:
 
     @property
     def may_shrink(self) -> bool:
-        return self._run.door == "open"
+        return self._run.joining == "open"
 
     def renewed(self, plan: Plan, failure: FailureFacts | None) -> Renewed | None:
-        """As in Crew. A host that comes and turns out to be of no use is sent away with the reason, and the others go
-        on; one that is lost meanwhile is left out, too."""
+        """As in ElasticWorkers. A host that joins and turns out to be of no use is sent away with the reason, and the
+        others go on; one that is lost meanwhile is left out, too."""
         membership = self._hosts.membership
         change = membership.renew()
         cut = [*self._cut_off()] if failure and failure.cause in _MAY_BE_OF_A_LINK else []
@@ -113,7 +113,7 @@ class RunHosts:
             config=run.config,
             log=run.screen.print,
             working=run.working,
-            door=run.door,
+            joining=run.joining,
             known=self._known,
         )
 
@@ -124,8 +124,8 @@ def run_hosts(
 ) -> Iterator[RunHosts]:
     """Invite the hosts of a run and lead them until the end of the block; see `invited_hosts`.
 
-    With `recover.mode` "auto" the door stays open. A secret that was shown on the terminal lives in the run's folder as
-    long as the run: the same command takes it again.
+    With `recover.mode` "auto" hosts may join as long as it lasts. A secret that was shown on the terminal lives in the
+    run's folder as long as the run: the same command takes it again.
     """
     kept = run.secret_file
     try:
@@ -134,7 +134,7 @@ def run_hosts(
             log=run.screen.print,
             previous_hosts=previous_hosts,
             working=run.working,
-            door=run.door,
+            joining=run.joining,
             kept_secret=kept,
             why_full=run.why_full,
         ) as hosts:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import HostWorkers
-from plait.launch.remote.membership import DoorPolicy
+from plait.launch.remote.membership import JoinPolicy
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_layout import named_degrees
 from plait.recipe.schema import RunConfig
@@ -30,9 +30,9 @@ class RunOnHosts:
     working: WorkingFolder = CURRENT_FOLDER
 
     @property
-    def door(self) -> DoorPolicy:
+    def joining(self) -> JoinPolicy:
         """Whether hosts may come and go while the run goes on."""
-        return "open" if self.config.recover.mode == "auto" else "shut"
+        return "open" if self.config.recover.mode == "auto" else "closed"
 
     @property
     def secret_file(self) -> Path:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from plait.commands.monitoring.crew import CannotGoOn, Crew, change_text
 from plait.commands.monitoring.disk_space import space_warning
+from plait.commands.monitoring.elastic_workers import CannotGoOn, ElasticWorkers, change_text
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import monitor_of
 from plait.commands.monitoring.newest_state import newest_checkpoint, newest_state
@@ -48,7 +48,7 @@ class TrainingEnd:
 def run_training(
     config: RunConfig,
     folder: RunFolder,
-    crew: Crew,
+    elastic: ElasticWorkers,
     plan: Plan,
     screen: Screen,
     *,
@@ -62,12 +62,12 @@ def run_training(
     `require_present` raises RunFailed where the run's folder is no longer there.
     """
     require_present()
-    working = crew.workers.working_folder
+    working = elastic.workers.working_folder
     plan = replace(plan, corpus=working.relative(plan.corpus))
     point = _first_point(folder, plan, screen)
     keep_base_files(plan.base and str(working.path / plan.base), folder.base)
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
-    recovery = Recovery(config.recover, folder, plan, require_present, may_shrink=crew.may_shrink)
+    recovery = Recovery(config.recover, folder, plan, require_present, may_shrink=elastic.may_shrink)
     while True:
         start = next_start(folder, plan, point, screen, recovery.numbers())
         bar, failure = screen.steps(plan.steps, start.steps_done), None
@@ -78,9 +78,9 @@ def run_training(
         recovery.begins(start)
         try:
             with listed_as_running(run_on_this_machine(plan, folder.path), registry_folder()):
-                result, step = run_session(plan, folder, crew.workers, start, session)
+                result, step = run_session(plan, folder, elastic.workers, start, session)
         except PlaitError as error:
-            state = newest_state(folder, crew.workers, start.lineage)
+            state = newest_state(folder, elastic.workers, start.lineage)
             screen.print(recovery.after(error, session, start, state))
             failure = error.facts if isinstance(error, WorkersFailed) else None
         else:
@@ -94,7 +94,7 @@ def run_training(
             elif result.how == "over":
                 break
         try:
-            renewed = _renewed_plan(config, folder, crew, plan, failure, screen)
+            renewed = _renewed_plan(config, folder, elastic, plan, failure, screen)
         except CannotGoOn as end:
             state = newest_checkpoint(folder)
             recovery.cannot_go_on(end, session, start, state)
@@ -136,16 +136,16 @@ def _left(end: CannotGoOn, step: int, start: Start, plan: Plan, screen: Screen) 
 def _renewed_plan(
     config: RunConfig,
     folder: RunFolder,
-    crew: Crew,
+    elastic: ElasticWorkers,
     plan: Plan,
     failure: FailureFacts | None,
     screen: Screen,
 ) -> Plan | None:
     """The plan for the machines that are there now, None where they are the same. Says what changed."""
-    renewed = crew.renewed(plan, failure)
+    renewed = elastic.renewed(plan, failure)
     if renewed is None:
         return None
-    new = replace(renewed.plan, corpus=crew.workers.working_folder.relative(renewed.plan.corpus))
+    new = replace(renewed.plan, corpus=elastic.workers.working_folder.relative(renewed.plan.corpus))
     folder.save_config_and_plan(config, new, is_replanned=True)
     screen.print(change_text(plan, replace(renewed, plan=new)))
     return new

@@ -20,7 +20,7 @@ from plait.launch.local.site import LocalWorkerHost
 from plait.launch.local.supervise import Supervision
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message
-from plait.launch.values.phase import Bounds
+from plait.launch.values.phase import PhaseTimeouts
 from plait.launch.watching.board import ProgressBoard
 
 
@@ -32,7 +32,7 @@ def run_job(
     grace_s: float = 120,
     start_s: float = 120,
 ) -> JobResult:
-    """Start the ranks of one job and block until all have ended; the bounds and errors are `ForkServer.run`'s."""
+    """Start the ranks of one job and block until all have ended; the timeouts and errors are `ForkServer.run`'s."""
     with ForkServer(entries, threads=job.threads) as server:
         return server.run(job, on_message=on_message, grace_s=grace_s, start_s=start_s)
 
@@ -105,7 +105,7 @@ class ForkServer:
         """
         began_s = time.monotonic()
         with collected_signals() as signals, self.start(job) as site:
-            stopped_by = Supervision([site], signals, on_message, Bounds(start_s=start_s, grace_s=grace_s)).run()
+            stopped_by = Supervision([site], signals, on_message, PhaseTimeouts(start_s=start_s, grace_s=grace_s)).run()
         return JobResult(stopped_by=stopped_by, wall_s=time.monotonic() - began_s)
 
     def whole_steps(self, ranks: int, lineage: int) -> Sequence[int]:

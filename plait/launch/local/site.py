@@ -17,7 +17,7 @@ from plait.launch.watching.board import ProgressBoard, process_state
 
 # Note [events]: an event is what a rank or its fork server said, as it was said, for a rank with its number as
 # "rank". Two more are ours: {"rank", "ended"}: its wire is closed, so its death must be reported soon; and {"over"}: no
-# rank of this host is left and nothing will follow, with the reason as "obituary" where the host did not say it itself.
+# rank of this host is left and nothing will follow, with the "reason" where the host did not say it itself.
 # A host other than ours can also ask for a {"stop": signal}.
 RankEvent = Mapping[str, Any]
 KillOrder = Literal["SIGTERM", "SIGKILL", "pause"]
@@ -65,13 +65,13 @@ class WorkerHost(Protocol):
         ...
 
 
-class Visitors(Protocol):
-    """Hosts that come to a run, and leave it, while its ranks work; a selector can wait for them."""
+class MembershipEvents(Protocol):
+    """Hosts that join a run, and leave it, while its ranks work; a selector can wait for them."""
 
     def fileno(self) -> int: ...
 
     def look(self) -> None:
-        """See to those that came; never blocks."""
+        """Take in what hosts have sent; never blocks."""
         ...
 
     @property
@@ -158,7 +158,7 @@ class LocalWorkerHost:
         if answers.ended:
             self._selector.unregister(answers.wire)
             yield from self._remaining_events()
-            yield {"over": True, "obituary": self._server.exit_description()}
+            yield {"over": True, "reason": self._server.exit_description()}
 
     def _remaining_events(self) -> Iterator[RankEvent]:
         """Take what the ranks left in their wires, until each is closed: then its rank is gone."""

@@ -12,13 +12,13 @@ from typing import Literal
 
 from plait.errors import PlaitError, RunFailed, StopSignal
 from plait.launch.local.failure_causes import FailureCauses, not_started_in_time, stuck_server, unsaved_text
-from plait.launch.local.lookout import EndReports, Lookout
+from plait.launch.local.hang_monitor import EndReports, HangMonitor
 from plait.launch.local.signals import SignalMailbox
-from plait.launch.local.site import KillOrder, RankEvent, Visitors, WorkerHost
+from plait.launch.local.site import KillOrder, MembershipEvents, RankEvent, WorkerHost
 from plait.launch.values.failed_job import WorkersFailed
 from plait.launch.values.failure import RESUME_ADVICE, Failure, HostLost, RankDied, rank_raised_from
 from plait.launch.values.job import STOPPING, JobEnd, Message, StoppedBy
-from plait.launch.values.phase import Bounds, Phase
+from plait.launch.values.phase import Phase, PhaseTimeouts
 
 
 class Supervision:
@@ -30,15 +30,15 @@ class Supervision:
         sites: Sequence[WorkerHost],
         signals: SignalMailbox,
         on_message: Callable[[Message], None],
-        bounds: Bounds,
-        visitors: Visitors | None = None,
+        timeouts: PhaseTimeouts,
+        membership: MembershipEvents | None = None,
     ) -> None:
         self._site_of = {
             site.job.first_rank + local_rank: site for site in sites for local_rank in range(site.job.ranks)
         }
         self._signals = signals
         self._on_message = on_message
-        self._bounds = bounds
+        self._timeouts = timeouts
         self._selector = selectors.DefaultSelector()
         self._sites = list(sites)
         self._open = list(sites)
@@ -47,22 +47,22 @@ class Supervision:
         self._alive = set(self._site_of)
         self._returned: set[int] = set()
         self._blame = FailureCauses()
-        self._reports = EndReports(bounds.report_s)
-        self._visitors = visitors
+        self._reports = EndReports(timeouts.report_s)
+        self._membership = membership
         self.how: JobEnd = "over"
-        self._waits_for_hosts = bounds.host_s > 0
-        self._lookout, self._grace_s = Lookout(bounds.patience), bounds.grace_s
+        self._waits_for_hosts = timeouts.host_s > 0
+        self._hang_monitor, self._grace_s = HangMonitor(timeouts.hang_timeouts), timeouts.grace_s
         self._verdict: PlaitError | None = None
         self._stopped_by: StoppedBy = "finished"
         self._signalled_here = False
-        self._enter("starting", bounds.start_s)
+        self._enter("starting", timeouts.start_s)
 
     def run(self) -> StoppedBy:
         """Block until every rank has ended; raises the error that ended the job if it neither finished nor stopped."""
         with self._selector:
             self._selector.register(self._signals.wire, selectors.EVENT_READ, self._read_signals)
-            if self._visitors is not None:
-                self._selector.register(self._visitors, selectors.EVENT_READ, self._visitors.look)
+            if self._membership is not None:
+                self._selector.register(self._membership, selectors.EVENT_READ, self._membership.look)
             for site in self._sites:
                 self._selector.register(site, selectors.EVENT_READ, partial(self._read_site, site))
             try:
@@ -75,19 +75,19 @@ class Supervision:
 
     def _turn(self) -> None:
         watches = self._phase in ("starting", "running", "stopping")
-        until = min(self._deadline, self._lookout.next_at_s if watches else math.inf)
+        until = min(self._deadline, self._hang_monitor.next_at_s if watches else math.inf)
         left_s = max(0.0, until - time.monotonic())
         for key, _ in self._selector.select(None if math.isinf(left_s) else left_s):
             key.data()
         if time.monotonic() >= self._deadline and self._open:
             self._time_is_up()
-        elif watches and time.monotonic() >= self._lookout.next_at_s:
+        elif watches and time.monotonic() >= self._hang_monitor.next_at_s:
             self._look()
-        if self._visitors is not None and self._visitors.wants_pause:
+        if self._membership is not None and self._membership.wants_pause:
             self._pause()
 
     def _look(self) -> None:
-        if found := self._lookout.look(self._open):
+        if found := self._hang_monitor.look(self._open):
             failure, site = found
             self._fail(failure, site)
             if isinstance(failure, HostLost):
@@ -125,12 +125,12 @@ class Supervision:
         elif "died" in event:
             self._record_death(RankDied(rank=event["died"], code=event["code"], at_s=event["at_s"]), site)
         elif "over" in event:
-            self._close(site, event.get("obituary"), "host lost" if event.get("lost") else "no answer")
+            self._close(site, event.get("reason"), "host lost" if event.get("lost") else "no answer")
         elif "stop" in event and self._stopped_by == "finished" and not self._lets_go(site, event):
             self._stop(event["stop"])  # as in _read_signals
 
     def _lets_go(self, site: WorkerHost, event: RankEvent) -> bool:
-        return self._visitors is not None and self._visitors.lets_go(site, event["stop"])
+        return self._membership is not None and self._membership.lets_go(site, event["stop"])
 
     def _note_start(self) -> None:
         if not self._unforked and not self._not_started and self._phase == "starting":
@@ -148,20 +148,20 @@ class Supervision:
             self._fail(death, site)
         self._end_if_nobody_is_left()
 
-    def _close(self, site: WorkerHost, obituary: str | None, cause: Literal["host lost", "no answer"]) -> None:
+    def _close(self, site: WorkerHost, reason: str | None, cause: Literal["host lost", "no answer"]) -> None:
         if site not in self._open:
             return
         self._open.remove(site)
         self._selector.unregister(site)
         left = {rank for rank in self._alive if self._site_of[rank] is site}
-        if obituary is not None and left:
-            self._fail(HostLost(at_s=time.monotonic(), sentence=obituary, cause=cause), site)
+        if reason is not None and left:
+            self._fail(HostLost(at_s=time.monotonic(), sentence=reason, cause=cause), site)
         self._alive -= left
         self._end_if_nobody_is_left()
 
     def _end_if_nobody_is_left(self) -> None:
         if not self._alive and self._phase not in ("ending", "killed"):
-            self._enter("ending", self._bounds.end_s)
+            self._enter("ending", self._timeouts.end_s)
 
     def _stop(self, name: StopSignal) -> None:
         saves = self._sites[0].job.at_stop == "save"
@@ -187,7 +187,7 @@ class Supervision:
 
     def _have_them_save(self, order: KillOrder) -> None:
         self._order(order)
-        self._grace_s = max(self._bounds.grace_s, self._lookout.stop_grace_s())
+        self._grace_s = max(self._timeouts.grace_s, self._hang_monitor.stop_grace_s())
         self._enter("stopping", self._grace_s)
 
     def _fail(self, failure: Failure, site: WorkerHost) -> None:
@@ -195,9 +195,9 @@ class Supervision:
             return
         self._blame.add(failure, site)
         if self._phase != "collecting":
-            self._enter("collecting", self._bounds.collect_s)
+            self._enter("collecting", self._timeouts.collect_s)
         if isinstance(failure, HostLost) and failure.cause == "host lost":
-            self._deadline = min(self._deadline, time.monotonic() + self._bounds.host_lost_s)
+            self._deadline = min(self._deadline, time.monotonic() + self._timeouts.host_lost_s)
 
     def _time_is_up(self) -> None:
         if self._phase == "killed":
@@ -208,7 +208,7 @@ class Supervision:
             self._look_for_unreported_deaths()
         elif self._phase == "collecting" and self._a_lost_host_may_explain():
             self._waits_for_hosts = False
-            self._enter("collecting", self._bounds.host_s)
+            self._enter("collecting", self._timeouts.host_s)
         else:
             self._give_up_waiting()
 
@@ -224,14 +224,14 @@ class Supervision:
 
     def _give_up_waiting(self) -> None:
         if self._phase == "starting":
-            self._verdict = not_started_in_time(self._unforked, self._not_started, self._bounds.start_s)
+            self._verdict = not_started_in_time(self._unforked, self._not_started, self._timeouts.start_s)
         if self._phase == "stopping":
             after = "a pause" if self.how == "paused" else self._stopped_by
             self._verdict = RunFailed(unsaved_text(self._grace_s, after))
         self._kill(why=self._blame.lost_host)
 
     def _kill(self, why: str = "") -> None:
-        self._enter("ending", self._bounds.end_s)
+        self._enter("ending", self._timeouts.end_s)
         self._order("SIGKILL", why)
 
     def _order(self, order: KillOrder, why: str = "") -> None:
@@ -240,7 +240,7 @@ class Supervision:
                 site.signal(order, why)
 
     def _kill_servers(self) -> None:
-        self._enter("killed", self._bounds.kernel_s)
+        self._enter("killed", self._timeouts.kernel_s)
         for site in self._open:
             site.kill()
 

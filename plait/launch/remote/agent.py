@@ -20,7 +20,7 @@ from plait.launch.local.site import LocalWorkerHost
 from plait.launch.network.interface import interface_of
 from plait.launch.remote.handshake import JOINER_S, greet_leader
 from plait.launch.remote.held_copies import copies_handlers
-from plait.launch.remote.link import DEFAULT_PULSE, Handler, HostConnection, Pulse
+from plait.launch.remote.link import DEFAULT_HEARTBEAT, Handler, Heartbeat, HostConnection
 from plait.launch.remote.listener import joined_text
 from plait.launch.remote.messages import (
     KillServerOrder,
@@ -36,7 +36,7 @@ from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Frame, Wire
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import STOP_IN_WORDS, Job, ReleasedBy
-from plait.launch.values.phase import Patience
+from plait.launch.values.phase import HangTimeouts
 from plait.launch.watching.hang_watch import LOOK_EVERY_S
 
 Say = Callable[[Literal["stop", "hosts"], str], None]
@@ -80,7 +80,7 @@ def serve(
     entries: EntryTable,
     while_running: Callable[[Job], AbstractContextManager[None]] = lambda job: nullcontext(),
     say: Say = lambda subject, sentence: None,
-    pulse: Pulse = DEFAULT_PULSE,
+    heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
     working_folder: Path | None = None,
 ) -> ReleasedBy:
     """Take part in host 0's run until it ends or does without this host; returns how its last job was stopped; main
@@ -96,7 +96,7 @@ def serve(
     starts = "at once" if entries.preload else "with a job"
     with collected_signals() as signals, ForkServer(entries, working_folder=working_folder, starts=starts) as server:
         wire.send("hello", host_info)
-        link = HostConnection(wire, handlers={**handlers, **copies_handlers(server)}, pulse=pulse)
+        link = HostConnection(wire, handlers={**handlers, **copies_handlers(server)}, heartbeat=heartbeat)
         with contextlib.closing(link):
             return _Agent(link, server, signals, wire, while_running, say).run()
 
@@ -193,7 +193,7 @@ class _Agent:
             self._site = self._part.enter_context(self._server.start(order.job, meeting))
         except PlaitError as error:
             self._part.close()
-            self._send_event({"over": True, "obituary": str(error)})
+            self._send_event({"over": True, "reason": str(error)})
         else:
             self._selector.register(self._site, selectors.EVENT_READ, self._read_site)
 
@@ -203,7 +203,7 @@ class _Agent:
             events = self._site.read()
         except RunFailed as error:  # a rank's wire is garbled: better none than one that nobody understands
             self._site.kill()
-            events = [{"over": True, "obituary": str(error)}]
+            events = [{"over": True, "reason": str(error)}]
         if any("over" in event for event in events):
             self._selector.unregister(self._site)
             self._site = None
@@ -218,7 +218,7 @@ class _Agent:
             return
         self._next_look_at_s = now_s + LOOK_EVERY_S
         self._server_stopped_looks = self._server_stopped_looks + 1 if site.is_server_stopped() else 0
-        if self._server_stopped_looks * LOOK_EVERY_S >= Patience().stopped_s:
+        if self._server_stopped_looks * LOOK_EVERY_S >= HangTimeouts().stopped_s:
             site.kill()
         if ranks := site.observe():
             self._send_event({"progress": [asdict(rank) for rank in ranks]})

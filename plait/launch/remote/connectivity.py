@@ -27,7 +27,7 @@ from plait.launch.remote.listener import joined_text, listener_at
 from plait.launch.remote.messages import parse_message
 from plait.launch.remote.wire import Frame
 
-KNOCK_S = 5.0
+CONNECT_S = 5.0
 ALL_PAIRS_AT_MOST = 16
 AT_ONCE = 32
 FULL_SIZED_BYTES = 32 << 10
@@ -37,7 +37,7 @@ _LOOK_EVERY_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class ListenAddress:
     """Where a host listens for the others, by its own address."""
 
     address: str
@@ -45,32 +45,32 @@ class Door:
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 1 << 16:
-            raise ValueError("Door.port is no port")
+            raise ValueError("ListenAddress.port is no port")
         ip_address(self.address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedDoor:
-    """A host's door, and the firewall that the host says to have, for who does not get to it."""
+class OpenListener:
+    """Where a host listens, and the firewall that it says it has, for the advice when nobody reaches it."""
 
     address: str
     port: int
     firewall: Firewall = "unknown"
 
     def __post_init__(self) -> None:
-        Door(address=self.address, port=self.port)
+        ListenAddress(address=self.address, port=self.port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doors:
-    """At which doors to knock."""
+class ConnectRequest:
+    """The addresses to try."""
 
-    doors: tuple[Door, ...]
+    addresses: tuple[ListenAddress, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnockResults:
-    """Why a knock at each of the doors failed, or nothing."""
+class ConnectResults:
+    """For each address why it was not reached; empty where it was."""
 
     whys: tuple[SingleLine, ...]
 
@@ -95,7 +95,7 @@ class ConnectivityListener:
     @property
     def handlers(self) -> Mapping[str, Handler]:
         """Handlers of host 0's requests, by kind."""
-        return {"door": self._open, "knock": self._knock, "shut": self._shut}
+        return {"listen": self._listen, "connect": self._connect, "close": self._close}
 
     def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
         """Handle a request here, as `Member.ask` does on another host."""
@@ -107,83 +107,83 @@ class ConnectivityListener:
             self._listener.close()
             self._listener = None
 
-    def _open(self, frame: Frame) -> Reply:
+    def _listen(self, frame: Frame) -> Reply:
         self.close()
         self._listener = listener_at(self.address, 0)
         port = self._listener.getsockname()[1]
         return Reply(values={"port": port, "address": self.address, "firewall": own_firewall()})
 
-    def _knock(self, frame: Frame) -> Reply:
-        """At all doors at once; the kernel takes who comes, and what is sent, so that nobody needs to answer one."""
-        doors = parse_message(Doors, frame.values).doors
-        with ThreadPoolExecutor(max(1, min(len(doors), AT_ONCE))) as pool:
-            return Reply(values={"whys": list(pool.map(self._why_closed, doors))})
+    def _connect(self, frame: Frame) -> Reply:
+        """Try all addresses at once; the other kernel takes what is sent, so nobody needs to answer."""
+        addresses = parse_message(ConnectRequest, frame.values).addresses
+        with ThreadPoolExecutor(max(1, min(len(addresses), AT_ONCE))) as pool:
+            return Reply(values={"whys": list(pool.map(self._why_unreached, addresses))})
 
-    def _why_closed(self, door: Door) -> str:
+    def _why_unreached(self, place: ListenAddress) -> str:
         try:
             with socket.create_connection(
-                (door.address, door.port), timeout=KNOCK_S, source_address=(self.address, 0)
+                (place.address, place.port), timeout=CONNECT_S, source_address=(self.address, 0)
             ) as connection:
                 connection.sendall(bytes(FULL_SIZED_BYTES))
                 return "" if _is_acknowledged(connection) else LARGE_PACKETS_LOST
         except OSError as error:
             return str(error) or type(error).__name__
 
-    def _shut(self, frame: Frame) -> Reply:
+    def _close(self, frame: Frame) -> Reply:
         self.close()
         return Reply()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Knock:
+class _Attempt:
     """`neighbour` tried to reach `host`; `why` says why it failed, and is empty where it did not."""
 
     host: Neighbour
     neighbour: Neighbour
-    door: OpenedDoor
+    listener: OpenListener
     why: str
 
 
 def check_connectivity(first: ConnectivityListener, others: Sequence[Neighbour]) -> None:
     """Raise PlaitError with the mend where one host of the run cannot reach another; `first` is this host's own.
 
-    Up to `ALL_PAIRS_AT_MOST` hosts each knocks at all others; of more, each at those 1, 2, 4, … after it and at host 0:
+    Up to `ALL_PAIRS_AT_MOST` hosts each tries all others; of more, each tries those 1, 2, 4, … after it and host 0:
     that finds a host that takes nothing, or that nothing leaves, though not each pair for which there is no way.
     """
-    with contextlib.closing(_knocks(first, others)) as knocks:
-        if failed := next((one for one in knocks if one.why), None):
-            raise PlaitError(_shut_out(failed.host, failed.neighbour, failed.door, failed.why))
+    with contextlib.closing(_attempts(first, others)) as attempts:
+        if failed := next((one for one in attempts if one.why), None):
+            raise PlaitError(_unreachable(failed.host, failed.neighbour, failed.listener, failed.why))
 
 
 def host_cut_off(first: ConnectivityListener, others: Sequence[Neighbour]) -> Neighbour | None:
     """The one of `others` in most of the pairs of hosts that do not reach each other; None where all do. Raises
     PlaitError where one is lost meanwhile."""
-    ends = [end for one in _knocks(first, others) if one.why for end in (one.host, one.neighbour)]
+    ends = [end for one in _attempts(first, others) if one.why for end in (one.host, one.neighbour)]
     return max(others, key=lambda other: sum(end is other for end in ends)) if ends else None
 
 
-def _knocks(first: ConnectivityListener, others: Sequence[Neighbour]) -> Generator[_Knock, None, None]:
+def _attempts(first: ConnectivityListener, others: Sequence[Neighbour]) -> Generator[_Attempt, None, None]:
     """Each host's attempts to reach others, see `neighbours_of`."""
     hosts: list[Neighbour] = [first, *others]
     with contextlib.closing(first), ThreadPoolExecutor(min(len(hosts), AT_ONCE)) as pool:
-        doors = list(pool.map(lambda host: parse_message(OpenedDoor, host.ask("door", {}).values), hosts))
-        for host, opened in zip(hosts, doors, strict=True):
+        listeners = list(pool.map(lambda host: parse_message(OpenListener, host.ask("listen", {}).values), hosts))
+        for host, opened in zip(hosts, listeners, strict=True):
             if opened.address != host.address:
                 raise PlaitError(_translated(host, opened.address))
         rounds = [neighbours_of(at, len(hosts)) for at in range(len(hosts))]
 
-        def knock(at: int) -> tuple[str, ...]:
-            named = [{"address": doors[to].address, "port": doors[to].port} for to in rounds[at]]
-            return parse_message(KnockResults, hosts[at].ask("knock", {"doors": named}).values).whys
+        def connect(at: int) -> tuple[str, ...]:
+            places = [{"address": listeners[to].address, "port": listeners[to].port} for to in rounds[at]]
+            return parse_message(ConnectResults, hosts[at].ask("connect", {"addresses": places}).values).whys
 
-        for at, whys in enumerate(pool.map(knock, range(len(hosts)))):
+        for at, whys in enumerate(pool.map(connect, range(len(hosts)))):
             for to, why in zip(rounds[at], whys, strict=True):
-                yield _Knock(host=hosts[to], neighbour=hosts[at], door=doors[to], why=why)
-        list(pool.map(lambda host: host.ask("shut", {}), hosts))
+                yield _Attempt(host=hosts[to], neighbour=hosts[at], listener=listeners[to], why=why)
+        list(pool.map(lambda host: host.ask("close", {}), hosts))
 
 
 def neighbours_of(at: int, hosts: int) -> list[int]:
-    """The numbers of those at whose doors host `at` of so many knocks."""
+    """The numbers of those that host `at` of so many tries to reach."""
     if hosts <= ALL_PAIRS_AT_MOST:
         return [to for to in range(hosts) if to != at]
     powers = [1 << power for power in range(hosts.bit_length()) if 1 << power < hosts]
@@ -191,8 +191,8 @@ def neighbours_of(at: int, hosts: int) -> list[int]:
 
 
 def _is_acknowledged(connection: socket.socket) -> bool:
-    """Whether the other kernel has all that was sent, within a knock's time (SIOCOUTQ, tcp(7))."""
-    deadline = time.monotonic() + KNOCK_S
+    """Whether the other kernel has all that was sent, within the time of an attempt (SIOCOUTQ, tcp(7))."""
+    deadline = time.monotonic() + CONNECT_S
     while struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]:
         if time.monotonic() > deadline:
             return False
@@ -200,7 +200,7 @@ def _is_acknowledged(connection: socket.socket) -> bool:
     return True
 
 
-def _shut_out(host: Neighbour, neighbour: Neighbour, opened: OpenedDoor, why: str) -> str:
+def _unreachable(host: Neighbour, neighbour: Neighbour, opened: OpenListener, why: str) -> str:
     place = joined_text(host.address, opened.port)
     if why == LARGE_PACKETS_LOST:
         return (

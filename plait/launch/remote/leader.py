@@ -15,19 +15,19 @@ from plait.errors import Interrupted, PlaitError
 from plait.launch.local.guard import allow_open_files
 from plait.launch.local.run import ForkServer, Rendezvous
 from plait.launch.local.signals import collected_signals
-from plait.launch.local.site import Visitors, WorkerHost
+from plait.launch.local.site import MembershipEvents, WorkerHost
 from plait.launch.local.supervise import Supervision
 from plait.launch.network.interface import interface_of
 from plait.launch.remote.host_numbering import HostIdentity
-from plait.launch.remote.link import DEFAULT_PULSE, Pulse
+from plait.launch.remote.link import DEFAULT_HEARTBEAT, Heartbeat
 from plait.launch.remote.listener import JoinListener, joined_text, listener_at
-from plait.launch.remote.membership import DoorPolicy, Member, Membership
+from plait.launch.remote.membership import JoinPolicy, Member, Membership
 from plait.launch.remote.remote_site import RemoteWorkerHost
 from plait.launch.remote.secret import Secret
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.failed_job import lost_host
 from plait.launch.values.job import HostRanks, Job, JobResult, Message, StoppedBy
-from plait.launch.values.phase import Bounds
+from plait.launch.values.phase import PhaseTimeouts
 
 _FILES_OF_A_MEMBER = 4  # the connection, both ends of its link's bell, and one to spare
 
@@ -56,26 +56,30 @@ class Hosts:
         members: int,
         entries: EntryTable,
         port: int = 0,
-        pulse: Pulse = DEFAULT_PULSE,
+        heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
         working_folder: Path | None = None,
     ) -> None:
         self._address = address
         self._interface = interface_of(address)
         self._port, self._secret = port, secret
-        self._wanted, self._pulse = members, pulse
+        self._wanted, self._heartbeat = members, heartbeat
         starts = "at once" if entries.preload else "with a job"
         self.server = ForkServer(entries, working_folder=working_folder, starts=starts)
-        self._door: JoinListener | None = None
+        self._listener: JoinListener | None = None
         self._membership: Membership | None = None
         self._jobs = 0
         self._stopped_by: StoppedBy = "finished"
 
     def __enter__(self) -> Hosts:
         allow_open_files(_FILES_OF_A_MEMBER * self._wanted, f"a run of {1 + self._wanted} hosts")
-        self._door = JoinListener(
-            address=self._address, port=self._port, secret=self._secret, pulse=self._pulse, expected=self._wanted
+        self._listener = JoinListener(
+            address=self._address,
+            port=self._port,
+            secret=self._secret,
+            heartbeat=self._heartbeat,
+            expected=self._wanted,
         )
-        self._membership = Membership(self._door, self._wanted)
+        self._membership = Membership(self._listener, self._wanted)
         self.server.__enter__()
         return self
 
@@ -107,8 +111,8 @@ class Hosts:
     @property
     def join_address(self) -> str:
         """HOST:PORT, for the others to type."""
-        assert self._door is not None, "Hosts serve only within their with block"
-        return joined_text(self._address, self._door.port)
+        assert self._listener is not None, "Hosts serve only within their with block"
+        return joined_text(self._address, self._listener.port)
 
     def admit(
         self,
@@ -117,10 +121,10 @@ class Hosts:
         order: Sequence[HostIdentity] = (),
         on_lost: Callable[[str], None] = lambda name: None,
         on_failed: Callable[[int], None] = lambda count: None,
-        door: DoorPolicy = "shut",
+        joining: JoinPolicy = "closed",
     ) -> tuple[Member, ...]:
-        """Wait until all hosts are in. Then a door that is "shut" is closed, and the secret opens nothing any more; one
-        that stays "open" lets others in for as long as the block lasts, see Membership.
+        """Wait until all hosts are in. If `joining` is "closed" nobody listens then, and the secret opens nothing any
+        more; if it is "open" others may join for as long as the block lasts, see Membership.
 
         Hosts are numbered by their addresses, except that those in `order`, host 0 first, come before all others in
         that order: each known by its "mark", or else by its "name". `check_host_info` is called with each host's info
@@ -128,7 +132,7 @@ class Hosts:
         left; `on_failed`, each minute and when all are in, how many came in vain. Raises PlaitError when time is up.
         """
         admitted = self.membership.admit(
-            check_host_info, within_s, order=order, on_lost=on_lost, on_failed=on_failed, door=door
+            check_host_info, within_s, order=order, on_lost=on_lost, on_failed=on_failed, joining=joining
         )
         if admitted is None:
             raise self.membership.who_is_missing(self.join_address, within_s)
@@ -146,20 +150,20 @@ class Hosts:
         parts: Sequence[HostPart],
         grace_s: float = 120,
         start_s: float = 120,
-        visitors: Visitors | None = None,
+        membership: MembershipEvents | None = None,
     ) -> JobResult:
         """Start the job's ranks on all hosts and block until all have ended, as `ForkServer.run` does on one.
 
         `parts` holds one part per host, host 0 first; ranks are numbered host by host. A job whose ranks are all on one
         host has its rendezvous there, in a file; else rank 0 is on host 0, and the others reach it over the network. A
-        lost host ends the job everywhere with RunFailed. `visitors` may pause it: then it ends "paused", and
+        lost host ends the job everywhere with RunFailed. `membership` may pause it: then it ends "paused", and
         its ranks' work is saved.
         """
         began_s = time.monotonic()
         jobs = _jobs_of_hosts(job, parts, hosts=1 + len(self.members))
-        bounds = Bounds(start_s=start_s, grace_s=grace_s, host_s=self._pulse.lost_after_s + 1)
+        timeouts = PhaseTimeouts(start_s=start_s, grace_s=grace_s, host_s=self._heartbeat.lost_after_s + 1)
         with collected_signals() as signals, self._started(jobs) as sites:
-            supervision = Supervision(sites, signals, on_message, bounds, visitors)
+            supervision = Supervision(sites, signals, on_message, timeouts, membership)
             self._stopped_by = supervision.run()
         return JobResult(stopped_by=self._stopped_by, wall_s=time.monotonic() - began_s, how=supervision.how)
 

@@ -36,14 +36,14 @@ Handler = Callable[[Frame], Reply]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
+class Heartbeat:
     """The period of heartbeats, and the length of silence after which the other end counts as lost."""
 
     period_s: float = 2.0
     lost_after_s: float = 10.0
 
 
-DEFAULT_PULSE = Pulse()
+DEFAULT_HEARTBEAT = Heartbeat()
 
 
 class HostConnection:
@@ -55,12 +55,12 @@ class HostConnection:
     """
 
     def __init__(
-        self, wire: Wire, *, handlers: Mapping[str, Handler], pulse: Pulse, loop: ConnectionLoop | None = None
+        self, wire: Wire, *, handlers: Mapping[str, Handler], heartbeat: Heartbeat, loop: ConnectionLoop | None = None
     ) -> None:
         self.address = wire.address
         self._wire = wire
         self._handlers = handlers
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._lost: str | None = None
         self._ending = threading.Event()
         self._mail: deque[Frame] = deque()
@@ -152,14 +152,14 @@ class HostConnection:
 
     def look(self, now_s: float) -> float:
         """Beat when it is time to, and notice an end that is silent or takes nothing; returns when to look again."""
-        if now_s >= self._beaten_s + self._pulse.period_s:
+        if now_s >= self._beaten_s + self._heartbeat.period_s:
             self._beat(now_s)
-        patience_s = self._wire.stall_s if self._wire.is_midway else self._pulse.lost_after_s
+        limit_s = self._wire.stall_s if self._wire.is_midway else self._heartbeat.lost_after_s
         # With data there this process has slept, and not the other end.
-        if now_s >= self._heard_s + patience_s and not self._wire.has_data():
-            silent = f"nothing was heard from it for {self._pulse.lost_after_s:g} s"
+        if now_s >= self._heard_s + limit_s and not self._wire.has_data():
+            silent = f"nothing was heard from it for {self._heartbeat.lost_after_s:g} s"
             self._end(self._wire.stood_still().how if self._wire.is_midway else silent)
-        return min(self._beaten_s + self._pulse.period_s, self._heard_s + patience_s)
+        return min(self._beaten_s + self._heartbeat.period_s, self._heard_s + limit_s)
 
     def _beat(self, now_s: float) -> None:
         self._beaten_s = now_s

@@ -17,7 +17,7 @@ from plait.errors import PlaitError
 from plait.launch.network.connection_loop import ConnectionLoop, bell
 from plait.launch.network.interface import interface_of
 from plait.launch.remote.handshake import Refused, greet_joiner
-from plait.launch.remote.link import HostConnection, Pulse
+from plait.launch.remote.link import Heartbeat, HostConnection
 from plait.launch.remote.secret import Secret
 from plait.launch.remote.wire import Wire, WireEnded
 
@@ -62,7 +62,7 @@ class FailedAttempts:
 
 
 class JoinListener:
-    """Listens on one address of this machine until shut; arrivals are taken with `next`.
+    """Listens on one address of this machine until stopped; arrivals are taken with `next`.
 
     Each connection gets a few seconds and a fixed number of bytes to prove itself, in a thread of its own. Only so many
     as are `expected`, and some more, may be open before they have; with one more, the oldest is closed: honest ones are
@@ -75,12 +75,12 @@ class JoinListener:
         address: str,
         port: int,
         secret: Secret,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         expected: int = 1,
         loop: ConnectionLoop | None = None,
     ) -> None:
         self._secret = secret
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._greeted_at_most = _STRANGERS_AT_MOST + expected
         self._loop = loop or ConnectionLoop()
         self._listener = listener_at(address, port)
@@ -90,7 +90,7 @@ class JoinListener:
         self._strangers: deque[socket.socket] = deque()
         self._lock = threading.Lock()
         self._turned_away_because: str | None = None
-        self._shut = threading.Event()
+        self._stopped = threading.Event()
         self.failed_attempts = FailedAttempts()
         self._thread = threading.Thread(target=self._accept, daemon=True, name="plait gate")
         self._thread.start()
@@ -109,11 +109,11 @@ class JoinListener:
         except queue.Empty:
             return None
 
-    def shut(self, why: str) -> None:
+    def stop(self, why: str) -> None:
         """Stop listening; hosts that have connected and know the secret are refused with this sentence."""
         with self._lock:
             self._turned_away_because = self._turned_away_because or why
-        self._shut.set()
+        self._stopped.set()
         _hang_up(self._listener)  # wakes the thread that waits for connections
         self._thread.join()
         self._listener.close()
@@ -121,8 +121,8 @@ class JoinListener:
             refuse_host(late.link, why)
 
     def close(self, why: str) -> None:
-        """Shut, and hang up on all who have not proven themselves yet; may be called twice."""
-        self.shut(why)
+        """Stop, and hang up on all who have not proven themselves yet; may be called twice."""
+        self.stop(why)
         with self._lock:
             strangers = list(self._strangers)
         for connection in strangers:
@@ -131,11 +131,11 @@ class JoinListener:
         self._wake.close()
 
     def _accept(self) -> None:
-        while not self._shut.is_set():
+        while not self._stopped.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # shut; or descriptors are short for a while
-                self._shut.wait(_RETRY_S)
+            except OSError:  # stopped; or descriptors are short for a while
+                self._stopped.wait(_RETRY_S)
                 continue
             self._note(connection)
             threading.Thread(target=self._greet, args=(connection,), daemon=True, name="plait greeting").start()
@@ -163,7 +163,7 @@ class JoinListener:
         host_info = wire.receive(_HELLO_S)
         if host_info is None or host_info.kind != "hello":
             raise Refused("no hello")
-        link = HostConnection(wire, handlers={}, pulse=self._pulse, loop=self._loop)
+        link = HostConnection(wire, handlers={}, heartbeat=self._heartbeat, loop=self._loop)
         arrival = Arrival(link=link, host_info=host_info.values)
         with self._lock:
             why = self._turned_away_because

@@ -21,7 +21,7 @@ _LOOK_S = 0.2
 GIVEN_UP_SENTENCE = "host 0 gave up the run before all hosts were in; see what it printed"
 OVER_SENTENCE = "the run ended before this host was taken in; see what host 0 printed"
 WAITS_SENTENCE = "the run is at work; this host is taken in at its next checkpoint"
-DoorPolicy = Literal["shut", "open"]
+JoinPolicy = Literal["closed", "open"]
 """Whether hosts may still join once all that were wanted are in."""
 _LEFT_BY = {signal: left for left, signal in SIGNAL_OF_LEAVING.items()}
 
@@ -69,13 +69,13 @@ class HostChange:
 
 
 class Membership:
-    """The hosts that came to one door. As Visitors of a job it pauses the ranks: for those that wait once
+    """The hosts that came to one listener. As MembershipEvents of a job it pauses the ranks: for those that wait once
     `may_take_in` was called, for those that leave at once."""
 
-    def __init__(self, door: JoinListener, wanted: int) -> None:
+    def __init__(self, listener: JoinListener, wanted: int) -> None:
         self.members: tuple[Member, ...] = ()
-        self._door, self._wanted = door, wanted
-        self._policy: DoorPolicy = "shut"
+        self._listener, self._wanted = listener, wanted
+        self._joining: JoinPolicy = "closed"
         self._arrived: tuple[Member, ...] = ()
         self._admitted: list[Arrival] = []
         self._waiting: list[Arrival] = []
@@ -94,22 +94,22 @@ class Membership:
         order: Sequence[HostIdentity],
         on_lost: Callable[[str], None],
         on_failed: Callable[[int], None],
-        door: DoorPolicy,
+        joining: JoinPolicy,
     ) -> tuple[Member, ...] | None:
         """Wait for all wanted hosts; see `Hosts.admit`. None when time is up."""
-        self._check, self._on_failed, self._policy = check_host_info, on_failed, door
+        self._check, self._on_failed, self._joining = check_host_info, on_failed, joining
         deadline = time.monotonic() + within_s
         while len(self._admitted) < self._wanted:
             if time.monotonic() > deadline:
                 return None
-            arrival = self._door.next(min(_LOOK_S, deadline - time.monotonic()))
+            arrival = self._listener.next(min(_LOOK_S, deadline - time.monotonic()))
             if arrival is not None and self._is_let_in(arrival):
                 self._admitted.append(arrival)
             self._drop_the_lost(on_lost)
             self._tell_failed(time.monotonic() if len(self._admitted) < self._wanted else float("inf"))
         self.is_complete = True
-        if door == "shut":
-            self._door.shut(FULL_SENTENCE)
+        if joining == "closed":
+            self._listener.stop(FULL_SENTENCE)
         came = sorted(self._admitted, key=lambda one: by_address(one.link.address))
         places = host_numbers([(one.host_info.get("mark", ""), one.name) for one in came], order)
         arrived = sorted(zip(places, came, strict=True), key=lambda pair: pair[0])
@@ -151,20 +151,20 @@ class Membership:
         self._arrived = self.members = _numbered([one for one in self.members if one.link not in links])
 
     def close(self, last: Mapping[str, Any]) -> None:
-        """Shut the door, send those that wait home, and the members the last message of the run."""
-        self._door.close(OVER_SENTENCE if self.is_complete else GIVEN_UP_SENTENCE)
+        """Stop listening, send those that wait home, and the members the last message of the run."""
+        self._listener.close(OVER_SENTENCE if self.is_complete else GIVEN_UP_SENTENCE)
         for arrival in self._waiting:
             refuse_host(arrival.link, OVER_SENTENCE)
         part_from_all([one.link for one in (self.members if self.is_complete else self._admitted)], "end", last)
 
-    # As the Visitors of a job.
+    # As the MembershipEvents of a job.
 
     def fileno(self) -> int:
-        return self._door.fileno()
+        return self._listener.fileno()
 
     def look(self) -> None:
         """Refuse those that may not join; the others wait, and are told so."""
-        while self._policy == "open" and (arrival := self._door.next(0)) is not None:
+        while self._joining == "open" and (arrival := self._listener.next(0)) is not None:
             if self._is_let_in(arrival):
                 self._waiting.append(arrival)
                 arrival.link.send("notice", {"sentence": WAITS_SENTENCE})
@@ -179,7 +179,7 @@ class Membership:
         return self._wants_pause
 
     def lets_go(self, site: WorkerHost, by: StopSignal) -> bool:
-        if self._policy == "shut" or not isinstance(site, RemoteWorkerHost) or by not in _LEFT_BY:
+        if self._joining == "closed" or not isinstance(site, RemoteWorkerHost) or by not in _LEFT_BY:
             return False
         self._leaving[site.link] = by
         self._wants_pause = True
@@ -199,7 +199,7 @@ class Membership:
         return not sentence
 
     def _tell_failed(self, now_s: float) -> None:
-        if failed := self._door.failed_attempts.due(now_s):
+        if failed := self._listener.failed_attempts.due(now_s):
             self._on_failed(failed)
 
     def _drop_the_lost(self, on_lost: Callable[[str], None]) -> None:

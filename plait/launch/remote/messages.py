@@ -174,7 +174,7 @@ class _Died:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Over:
     over: bool
-    obituary: SingleLine | None = None
+    reason: SingleLine | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,10 +79,10 @@ class RemoteWorkerHost:
                 raise UnexpectedMessage("it started its workers twice; install the same commit on both")
             self._forked = True
         self._over = "over" in event
-        if event.get("obituary"):
-            return {**event, "obituary": f"on {self.host}: {event['obituary']}"}
+        if event.get("reason"):
+            return {**event, "reason": f"on {self.host}: {event['reason']}"}
         return event
 
     def _end(self, how: str) -> RankEvent:
         self._over = True
-        return {"over": True, "lost": True, "obituary": f"{self.host} was lost: {how}; {RESUME_ADVICE}"}
+        return {"over": True, "lost": True, "reason": f"{self.host} was lost: {how}; {RESUME_ADVICE}"}

@@ -25,7 +25,7 @@ class KeptCopy:
 
 
 class CopyStore(Protocol):
-    """A rank's door to that memory: it writes its own copies, and reads those of all ranks of its host by their local
+    """A rank's access to that memory: it writes its own copies, and reads those of all ranks of its host by their local
     number. What it holds outlives the rank, and is gone with the supervisor or agent."""
 
     def reserve(self, slot: int, nbytes: int) -> None:

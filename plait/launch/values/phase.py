@@ -12,7 +12,7 @@ Phase = Literal["starting", "running", "stopping", "collecting", "ending", "kill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class HangTimeouts:
     """How long a rank may be silent, in seconds; see Note [no false alarms] in watching/hang_watch.py."""
 
     stopped_s: float = 5.0
@@ -25,8 +25,8 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """How long each phase of a job may last; running has no bound but the patience with ranks that are silent.
+class PhaseTimeouts:
+    """How long each phase of a job may last; running has no limit but `hang_timeouts` for ranks that are silent.
 
     `host_s` is how long it takes to notice that another host is lost, and 0 where there is none. `host_lost_s` is what
     is left of the time to collect once one was: what others report then follows from that.
@@ -40,4 +40,4 @@ class Bounds:
     kernel_s: float = 1.5
     report_s: float = 4.0
     host_s: float = 0.0
-    patience: Patience = Patience()
+    hang_timeouts: HangTimeouts = HangTimeouts()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from plait.launch.values.phase import Patience
+from plait.launch.values.phase import HangTimeouts
 from plait.launch.values.progress import RankProgress
 
 LOOK_EVERY_S = 0.5
@@ -44,7 +44,7 @@ class _Seen:
 class HangWatch:
     """Follows the ranks of one job; call `look` every LOOK_EVERY_S with what is seen of all that are alive."""
 
-    patience: Patience = field(default_factory=Patience)
+    timeouts: HangTimeouts = field(default_factory=HangTimeouts)
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _longest_s: float = 0.0
     _step_began_s: float = inf
@@ -88,22 +88,22 @@ class HangWatch:
         seen.last = rank
 
     def _is_stuck(self, seen: _Seen) -> bool:
-        return seen.stopped_s >= self.patience.stopped_s or seen.silent_s >= self._limit_s(seen)
+        return seen.stopped_s >= self.timeouts.stopped_s or seen.silent_s >= self._limit_s(seen)
 
     def _limit_s(self, seen: _Seen) -> float:
         if seen.last.step == 0:  # it prepares, or does not say how far it is: there is nothing to compare with
             return inf
         known_s, computes = seen.last.longest_s, _computes(seen)
         if known_s is None:
-            return inf if computes else self.patience.unknown_s
+            return inf if computes else self.timeouts.unknown_s
         if computes:
-            return max(self.patience.computing_s, 10 * known_s)
-        return max(self.patience.least_s, 3 * known_s + 2)
+            return max(self.timeouts.computing_s, 10 * known_s)
+        return max(self.timeouts.least_s, 3 * known_s + 2)
 
     def _hang_of_stopped(self, alive: Sequence[RankProgress]) -> Hang | None:
         """A rank that was stopped, as soon as the others too have come to a halt: they will not get on without it."""
-        stopped = [rank for rank in alive if self._seen[rank.rank].stopped_s >= self.patience.stopped_s]
-        halted = all(self._seen[rank.rank].silent_s >= self.patience.stopped_s / 2 for rank in alive)
+        stopped = [rank for rank in alive if self._seen[rank.rank].stopped_s >= self.timeouts.stopped_s]
+        halted = all(self._seen[rank.rank].silent_s >= self.timeouts.stopped_s / 2 for rank in alive)
         return self._hang(alive) if stopped and halted else None
 
     def _hang(self, alive: Sequence[RankProgress]) -> Hang:

@@ -33,7 +33,7 @@ Slices = Mapping[str, Sequence[TensorSlice]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCopies:
-    """Where a rank's copies go: the door to the memory, this rank's host's ranks, and the run's lineage.
+    """Where a rank's copies go: its access to the memory, this rank's host's ranks, and the run's lineage.
 
     `lineage` is the number of the start from whose beginning the run has come here without a checkpoint read since.
     """

@@ -20,7 +20,7 @@ from plait.commands.planning.workers import ENTRIES
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
 from plait.launch.remote.host_numbering import HostIdentity
 from plait.launch.remote.leader import Hosts
-from plait.launch.remote.membership import DoorPolicy
+from plait.launch.remote.membership import JoinPolicy
 from plait.recipe.schema import RunConfig
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -47,7 +47,7 @@ def invited_hosts(
     log: Log,
     previous_hosts: Sequence[HostIdentity] = (),
     working: WorkingFolder = CURRENT_FOLDER,
-    door: DoorPolicy = "shut",
+    joining: JoinPolicy = "closed",
     kept_secret: Path | None = None,
     why_full: Callable[[int], str | None] = lambda others: None,
 ) -> Iterator[Hosts]:
@@ -88,7 +88,7 @@ def invited_hosts(
             order=previous_hosts,
             on_lost=lambda name: log(f"lost     {name}"),
             on_failed=lambda count: log(f"refused  {failed_attempts_text(count)}"),
-            door=door,
+            joining=joining,
         )
         check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
         yield hosts

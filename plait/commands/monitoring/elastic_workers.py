@@ -37,8 +37,8 @@ class CannotGoOn(RunFailed):
         self.left_by: StopSignal | None = left_by
 
 
-class Crew(Protocol):
-    """The workers of a run on the machines that are there."""
+class ElasticWorkers(Protocol):
+    """The workers of a run, on machines that may come and go between its starts."""
 
     @property
     def workers(self) -> WorkerPool:

@@ -20,7 +20,7 @@ ReplanScope = Literal["all", "plan", "nothing"]
 """What is made again: the probe of several hosts and the plan, the plan alone, or nothing."""
 
 
-class CrewPlans:
+class RunPlans:
     """Makes the plans of a run for the workers that are there; raises PlaitError where they cannot carry it."""
 
     def __init__(self, run: RunOnHosts, check: CheckMode) -> None:

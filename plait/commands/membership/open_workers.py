@@ -18,7 +18,7 @@ from plait.planner.resolve.named_workers import named_workers
 
 
 @contextmanager
-def open_crew(
+def open_workers(
     hosts: HostsRequest, run: RunOnHosts, plan_for: PlanFor, begun: Plan | None
 ) -> Iterator[RunHosts | OneMachine]:
     """The workers of this machine, or of all hosts once they have joined, numbered as in the plan of a `begun` run.
@@ -37,5 +37,5 @@ def open_crew(
     refuse_torchrun()
     prepared_corpus(run.config, run.working, run.screen)
     previous = [(share.mark, share.name) for share in (*begun.hosts, *begun.left_out)] if begun else []
-    with run_hosts(hosts, run, plan_for, previous) as crew:
-        yield crew
+    with run_hosts(hosts, run, plan_for, previous) as elastic:
+        yield elastic

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from plait.launch.local.failure_causes import on_host
 from plait.launch.local.site import WorkerHost
 from plait.launch.values.failure import RESUME_ADVICE, HostLost, RankHung
-from plait.launch.values.phase import Patience
+from plait.launch.values.phase import HangTimeouts
 from plait.launch.watching.board import innermost_place
 from plait.launch.watching.hang_watch import LOOK_EVERY_S, Hang, HangWatch
 
@@ -17,12 +17,12 @@ FoundHang = tuple[RankHung | HostLost, WorkerHost]
 """What hangs, and the host it is on."""
 
 
-class Lookout:
+class HangMonitor:
     """Watches one job; call `look` whenever `next_at_s` of the monotonic clock has come."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
-        self._watch = HangWatch(patience)
+    def __init__(self, timeouts: HangTimeouts) -> None:
+        self._timeouts = timeouts
+        self._watch = HangWatch(timeouts)
         self._server_stopped_s: dict[str | None, float] = {}
         self.next_at_s = time.monotonic() + LOOK_EVERY_S
 
@@ -34,7 +34,7 @@ class Lookout:
         for site in sites:
             before_s = self._server_stopped_s.get(site.host, 0.0)
             self._server_stopped_s[site.host] = stopped_s = before_s + passed_s if site.is_server_stopped() else 0.0
-            if stopped_s >= self._patience.stopped_s:
+            if stopped_s >= self._timeouts.stopped_s:
                 return _stopped_server(site, stopped_s), site
         site_of = {rank.rank: (site, rank) for site in sites for rank in site.observe()}
         hang = self._watch.look(now_s, [rank for _, rank in site_of.values()])

@@ -29,7 +29,7 @@ class Firewalled(ConnectivityListener):
 
     def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
         reply = super().ask(kind, values)
-        if kind == "door":
+        if kind == "listen":
             self.close()
         return reply
 
@@ -37,12 +37,12 @@ class Firewalled(ConnectivityListener):
 class Seen:
     """A host as others see it, by another address than its own."""
 
-    def __init__(self, door: ConnectivityListener, own: str) -> None:
-        self.name, self.address = door.name, door.address
-        self._door = ConnectivityListener(door.name, own)
+    def __init__(self, listener: ConnectivityListener, own: str) -> None:
+        self.name, self.address = listener.name, listener.address
+        self._listener = ConnectivityListener(listener.name, own)
 
     def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
-        return self._door.ask(kind, values)
+        return self._listener.ask(kind, values)
 
 
 def three(
@@ -54,13 +54,13 @@ def three(
 def test_hosts_that_reach_each_other_are_left_as_they_were() -> None:
     first, *others = three()
     asked: list[tuple[str, str]] = []
-    for door in others:
-        own = door.ask
-        door.ask = lambda kind, values, own=own, name=door.name: asked.append((name, kind)) or own(kind, values)
+    for listener in others:
+        own = listener.ask
+        listener.ask = lambda kind, values, own=own, name=listener.name: asked.append((name, kind)) or own(kind, values)
     check_connectivity(first, others)
-    assert sorted(asked) == [(name, kind) for name in "bc" for kind in ("door", "knock", "shut")]
-    for door in (first, *others):
-        assert door._listener is None
+    assert sorted(asked) == [(name, kind) for name in "bc" for kind in ("listen", "connect", "close")]
+    for listener in (first, *others):
+        assert listener._listener is None
 
 
 def test_a_host_behind_a_firewall_is_named_with_who_does_not_reach_it() -> None:
@@ -85,54 +85,54 @@ def test_the_host_that_others_do_not_reach_is_the_one_to_go_on_without() -> None
 def test_a_host_behind_an_address_translation_is_told_so() -> None:
     first, *others = three()
     others[0].address = "203.0.113.7"  # as others see it
-    others[0].ask("shut", {})
+    others[0].ask("close", {})
     with pytest.raises(PlaitError, match=r"b is 127\.0\.0\.2 to itself and 203\.0\.113\.7 to this host"):
         check_connectivity(first, [Seen(others[0], "127.0.0.2"), others[1]])
 
 
 def test_a_host_that_drops_what_comes_in_is_found_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its queue is full, so that the kernel lets who knocks wait as a firewall does."""
-    monkeypatch.setattr(connectivity, "KNOCK_S", 0.3)
-    door = ConnectivityListener("b", "127.0.0.2")
-    port = door.ask("door", {}).values["port"]
-    assert door._listener is not None
-    door._listener.listen(0)
+    """Its queue is full, so that the kernel lets who connects wait, as a firewall does."""
+    monkeypatch.setattr(connectivity, "CONNECT_S", 0.3)
+    listener = ConnectivityListener("b", "127.0.0.2")
+    port = listener.ask("listen", {}).values["port"]
+    assert listener._listener is not None
+    listener._listener.listen(0)
     waiting = [ConnectivityListener("a", "127.0.0.1") for _ in range(3)]
-    doors = [{"address": "127.0.0.2", "port": port}]
-    whys = [one.ask("knock", {"doors": doors}).values["whys"][0] for one in waiting]
-    door.close()
+    addresses = [{"address": "127.0.0.2", "port": port}]
+    whys = [one.ask("connect", {"addresses": addresses}).values["whys"][0] for one in waiting]
+    listener.close()
     assert whys[-1] == "timed out"
 
 
 @pytest.mark.parametrize("hosts", [2, 3, ALL_PAIRS_AT_MOST, ALL_PAIRS_AT_MOST + 1, 257, 1024])
-def test_each_host_of_many_knocks_at_few_and_is_knocked_at_by_as_many(hosts: int) -> None:
+def test_each_host_of_many_tries_few_and_is_tried_by_as_many(hosts: int) -> None:
     """So that one that takes nothing is found from several sides, and one that nothing leaves finds several closed."""
-    knocks = [neighbours_of(at, hosts) for at in range(hosts)]
-    heard = [sum(to in one for one in knocks) for to in range(hosts)]
+    tried = [neighbours_of(at, hosts) for at in range(hosts)]
+    heard = [sum(to in one for one in tried) for to in range(hosts)]
     most = hosts - 1 if hosts <= ALL_PAIRS_AT_MOST else hosts.bit_length() + 1
-    assert all(at not in one and min(one) >= 0 and max(one) < hosts for at, one in enumerate(knocks))
-    assert max(map(len, knocks)) <= most and min(heard) >= min(hosts - 1, 4)
-    assert all(0 in one for one in knocks[1:])  # rank 0's store is there
+    assert all(at not in one and min(one) >= 0 and max(one) < hosts for at, one in enumerate(tried))
+    assert max(map(len, tried)) <= most and min(heard) >= min(hosts - 1, 4)
+    assert all(0 in one for one in tried[1:])  # rank 0's store is there
 
 
-SPACE, NEAR, FAR = "plaitdoors", "10.38.0.1", "10.38.0.2"
+SPACE, NEAR, FAR = "plaitreach", "10.38.0.1", "10.38.0.2"
 WIRING = f"""netns add {SPACE}
-link add plaitdoors0 type veth peer name plaitdoors1
-link set plaitdoors1 netns {SPACE} name eth0
-addr add {NEAR}/24 dev plaitdoors0
-link set plaitdoors0 up
+link add plaitreach0 type veth peer name plaitreach1
+link set plaitreach1 netns {SPACE} name eth0
+addr add {NEAR}/24 dev plaitreach0
+link set plaitreach0 up
 -netns {SPACE} addr add {FAR}/24 dev eth0
 -netns {SPACE} link set eth0 up"""
 OPENED = f"""import sys
 from plait.launch.remote.connectivity import ConnectivityListener
-door = ConnectivityListener("far", "{FAR}")
-print(door.ask("door", {{}}).values["port"], flush=True)
+listener = ConnectivityListener("far", "{FAR}")
+print(listener.ask("listen", {{}}).values["port"], flush=True)
 sys.stdin.readline()"""
 
 
 @pytest.fixture
 def far_port() -> Iterator[int]:
-    """The port of a host's door in a network of its own, one cable away."""
+    """The port of a host's listener in a network of its own, one cable away."""
     try:
         for line in WIRING.splitlines():
             subprocess.run(["ip", *line.split()], check=True)
@@ -144,7 +144,7 @@ def far_port() -> Iterator[int]:
             host.communicate("\n")
     finally:
         subprocess.run(["ip", "netns", "del", SPACE], check=False)
-        subprocess.run(["ip", "link", "del", "plaitdoors0"], check=False, stderr=subprocess.DEVNULL)
+        subprocess.run(["ip", "link", "del", "plaitreach0"], check=False, stderr=subprocess.DEVNULL)
 
 
 @pytest.mark.slow
@@ -152,8 +152,8 @@ def far_port() -> Iterator[int]:
 def test_a_way_on_which_only_small_packets_pass_is_named(far_port: int) -> None:
     """A real cable that carries nothing larger than 900 bytes: connections stand, and no message arrives."""
     near = ConnectivityListener("near", NEAR)
-    doors = {"doors": [{"address": FAR, "port": far_port}]}
-    assert near.ask("knock", doors).values["whys"] == [""]
-    cable = "qdisc add dev plaitdoors0 root tbf rate 100mbit burst 900 limit 100000"
+    addresses = {"addresses": [{"address": FAR, "port": far_port}]}
+    assert near.ask("connect", addresses).values["whys"] == [""]
+    cable = "qdisc add dev plaitreach0 root tbf rate 100mbit burst 900 limit 100000"
     subprocess.run(["tc", *cable.split()], check=True)
-    assert near.ask("knock", doors).values["whys"] == [connectivity.LARGE_PACKETS_LOST]
+    assert near.ask("connect", addresses).values["whys"] == [connectivity.LARGE_PACKETS_LOST]
