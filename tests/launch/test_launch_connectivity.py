@@ -58,7 +58,7 @@ def test_hosts_that_reach_each_other_are_left_as_they_were() -> None:
         own = listener.ask
         listener.ask = lambda kind, values, own=own, name=listener.name: asked.append((name, kind)) or own(kind, values)
     check_connectivity(first, others)
-    assert sorted(asked) == [(name, kind) for name in "bc" for kind in ("listen", "connect", "close")]
+    assert sorted(asked) == [(name, kind) for name in "bc" for kind in ("close", "connect", "listen")]
     for listener in (first, *others):
         assert listener._listener is None
 

@@ -41,7 +41,7 @@ class Arrival:
 
 
 class FailedAttempts:
-    """Counts those who knocked and could not prove that they belong to the run, for one line in a while."""
+    """Counts connections that could not prove that they belong to the run, for one line in a while."""
 
     def __init__(self, every_s: float = 60.0) -> None:
         self._every_s = every_s
