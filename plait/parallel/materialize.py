@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
@@ -23,8 +22,8 @@ def materialize(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
     """As `module.to_empty`, which for plain tensors on the meta device imports sympy, a third of a second in every
-    rank."""
-    if any(isinstance(one, DTensor) for one in module.parameters()):
+    rank. So does torch.distributed.tensor, so DTensors are told by not being plain."""
+    if any(type(one) is not nn.Parameter for one in module.parameters()):
         module.to_empty(device=device)
         return
     for part in module.modules():

@@ -235,9 +235,13 @@ class MeanOfMeans:
         return torch.tensor([total, own], dtype=torch.float64)
 
 
+SLOW_MODULES = ("torch._dynamo", "torch.distributed.tensor", "sympy")
+"""The compiler takes more than a second to import, DTensors half a second, most of it for sympy."""
+
+
 def meet_the_compiler(context: RankContext, argument: str) -> None:
-    """Take a step, and say whether torch's compiler was imported before this rank began, and whether it is now."""
-    before = "torch._dynamo" in sys.modules
+    """Take a step, and say what of torch's slow modules was imported before this rank began, and what is now."""
+    before = [name for name in SLOW_MODULES if name in sys.modules]
     folder = Path(argument)
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
     with process_group_for(context, plan):
@@ -245,4 +249,4 @@ def meet_the_compiler(context: RankContext, argument: str) -> None:
         with LiveTensorPeak(torch.device("cpu"), assembly.tensors()):  # as in a run's first step
             assembly.step(TrainState())
         assembly.loader.close()
-    context.send("met", before=before, after="torch._dynamo" in sys.modules)
+    context.send("met", before=before, after=[name for name in SLOW_MODULES if name in sys.modules])

@@ -1,4 +1,4 @@
-"""Ranks meet torch's compiler only where the plan says so, and then it is imported once for all of them."""
+"""Ranks meet what of torch is slow to import only where the plan says so, and then it is imported once for all."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from plait.launch.local.run import ForkServer
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job
 from tests.entry_tables import entries_of
+from tests.trainer.rank_entries import SLOW_MODULES
 from tests.trainer.tiny import make_tiny
 
 MIXTURE = ("model.experts=4", "model.experts_per_token=2", "balance.every=never")
@@ -22,10 +23,12 @@ WITHOUT = {
     "replicate": ("layout.replicate=2",),
     "optimizer": ("layout.shard=2", 'layout.shard_what="optimizer"'),
     "tensor": ("layout.tensor=2",),
-    "pipeline": ("layout.pipeline=2",),
-    "zero-bubble": ("layout.pipeline=2", 'layout.schedule="zero-bubble"'),
     "context": ("layout.context=2", "model.heads=2"),
     "sgd": ("optimizer.kind=sgd", "optimizer.momentum=0.9"),
+}
+PIPELINES = {
+    "pipeline": ("layout.pipeline=2",),
+    "zero-bubble": ("layout.pipeline=2", 'layout.schedule="zero-bubble"'),
 }
 WITH = {
     "experts": MIXTURE,
@@ -66,10 +69,16 @@ def test_a_plain_plan_never_meets_it(server: ForkServer, tmp_path: Path, layout:
     assert not needed and all(not one["after"] for one in answers)
 
 
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_ranks_of_a_pipeline_find_what_autograd_asks(server: ForkServer, tmp_path: Path, layout: str) -> None:
+    answers, needed = told(server, tmp_path, PIPELINES[layout], needs=True)
+    assert needed and all(one["before"] == one["after"] == ["sympy"] for one in answers)
+
+
 @pytest.mark.parametrize("layout", WITH)
 def test_ranks_that_meet_it_find_it_there(server: ForkServer, tmp_path: Path, layout: str) -> None:
     without, needed = told(server, tmp_path, WITH[layout], needs=False)
-    assert needed and all(one == {"before": False, "after": True} for one in without)
+    assert needed and all("torch._dynamo" not in one["before"] and "torch._dynamo" in one["after"] for one in without)
 
 
 def test_a_host_that_lacks_it_says_so(server: ForkServer, tmp_path: Path) -> None:
@@ -81,4 +90,4 @@ def test_a_host_that_lacks_it_says_so(server: ForkServer, tmp_path: Path) -> Non
 
 def test_what_a_job_needs_is_imported_before_its_ranks_begin(server: ForkServer, tmp_path: Path) -> None:
     answers, _ = told(server, tmp_path, WITH["parameters"], needs=True)  # the last: this server has it from now on
-    assert all(one == {"before": True, "after": True} for one in answers)
+    assert all(one["before"] == one["after"] == list(SLOW_MODULES) for one in answers)

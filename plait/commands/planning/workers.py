@@ -23,7 +23,7 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 TRAINING_ENTRY, TIMING_ENTRY, CHECK_ENTRY = "train", "time_steps", "check_gradients"
 MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY = "measure_machine", "probe", "measure_products"
 MACHINE_CHECK_ENTRY = "check_machine"
-COMPILER = "compiler"
+COMPILER, SYMBOLIC_SHAPES = "compiler", "symbolic shapes"
 ENTRIES = EntryTable(
     functions={
         TRAINING_ENTRY: "plait.trainer.worker:main",
@@ -43,17 +43,20 @@ ENTRIES = EntryTable(
         "plait.commands.probing.products",
         "plait.commands.probing.checking.check_rank",
     ),
-    optional={COMPILER: "torch._dynamo"},
+    optional={COMPILER: "torch._dynamo", SYMBOLIC_SHAPES: "torch.fx.experimental.symbolic_shapes"},
 )
 """All that a worker of plait's commands can do, on whichever host."""
 
 
 def modules_needed(plan: Plan) -> tuple[str, ...]:
-    """What a job of this plan needs beside the usual (Job.needs): more than a second of imports, where torch's own
-    parts meet its compiler. Split parameters, recomputed layers and the experts' products do without being compiled."""
+    """What a job of this plan needs beside the usual (Job.needs): more than a second of imports where torch's own parts
+    meet its compiler, as split parameters, recomputed layers and the experts' products do without being compiled; a
+    third of one in a pipeline, as autograd looks at the shape of a gradient that it is given."""
     gathers = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
     meets = gathers or plan.layout.recompute != "none" or plan.shape.mixture is not None or plan.compile != "off"
-    return (COMPILER,) if meets else ()
+    if meets:
+        return (COMPILER,)
+    return (SYMBOLIC_SHAPES,) if plan.layout.pipeline > 1 else ()
 
 
 OnMessage = Callable[[Message], None]

@@ -27,7 +27,7 @@ from plait.cluster.probe.verdict import (
 )
 from plait.cluster.topology import Machine
 from plait.commands.planning.measuring import ask_rank_0
-from plait.commands.planning.workers import PROBE_ENTRY, WorkerPool
+from plait.commands.planning.workers import PROBE_ENTRY, SYMBOLIC_SHAPES, WorkerPool
 from plait.commands.probing.result import ProbeResult, parse_result, require_all_work
 from plait.errors import PlaitError
 from plait.launch.values.job import Job
@@ -70,6 +70,7 @@ def measure_or_load(
         argument=request.to_json(),
         world_size=probe_workers.workers,
         threads=probe_workers.threads,
+        needs=(SYMBOLIC_SHAPES,),
         at_stop="abandon",
     )
     result = parse_result(ask_rank_0(pool, job, "probed", show))

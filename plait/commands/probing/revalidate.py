@@ -8,7 +8,7 @@ from dataclasses import replace
 from plait.cluster.measured import MeasuredLink, Measurements, WorkTiming
 from plait.cluster.probe.request import ProbeRequest, layer_products
 from plait.commands.planning.measuring import ask_rank_0
-from plait.commands.planning.workers import PROBE_ENTRY, WorkerPool
+from plait.commands.planning.workers import PROBE_ENTRY, SYMBOLIC_SHAPES, WorkerPool
 from plait.commands.probing.measurements import ProbeWorkers, send_links_of, timed_work_by_host
 from plait.commands.probing.result import parse_result
 from plait.launch.values.job import Job
@@ -42,6 +42,7 @@ def measurements_still_hold(
         argument=short.to_json(),
         world_size=probe_workers.workers,
         threads=probe_workers.threads,
+        needs=(SYMBOLIC_SHAPES,),
         at_stop="abandon",
     )
     result = parse_result(ask_rank_0(pool, job, "probed"))

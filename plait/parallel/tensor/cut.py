@@ -70,7 +70,7 @@ def cut_weights(chunk: GPT, parts: int, index: int) -> None:
             kept = kept.narrow(dim, first, length)
         path, _, last = name.rpartition(".")
         chunk.get_submodule(path).register_parameter(
-            last, nn.Parameter(kept.clone(), requires_grad=weight.requires_grad)
+            last, nn.Parameter(kept.clone(memory_format=torch.contiguous_format), requires_grad=weight.requires_grad)
         )
 
 
