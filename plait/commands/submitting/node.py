@@ -38,6 +38,8 @@ NAME_AT_LATEST_S = 180.0
 EARLIER_START_ENDS_S = 600.0
 """A host that is alone finds the others lost within seconds; a network disk lets a lost host's locks go in minutes."""
 _LOOK_EVERY_S = 0.5
+_CONNECT_EVERY_S = 0.1
+"""Once node 0 has begun: it listens within a second or two, and an attempt that comes too early costs it nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +221,7 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
                     return join(at, secret_file=place.secret_file, screen=screen, program=program)
             except LeaderNotReached:
                 pass
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_CONNECT_EVERY_S if ready else _LOOK_EVERY_S)
     raise RunFailed(f"node 0 ({leader}) did not listen at port {place.port} within an hour; see what it printed")
 
 
