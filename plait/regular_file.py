@@ -10,10 +10,11 @@ import stat
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 MOST_BYTES = 1 << 28
 """Of a file that is read as a whole: far above the largest that plait writes."""
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
 
@@ -39,15 +40,16 @@ def follow_no_link(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-def reserve_space(descriptor: int, offset: int, nbytes: int) -> bool:
+def reserve_space(descriptor: int, offset: int, nbytes: int, *, size: Literal["grows", "stays"] = "grows") -> bool:
     """Have the file system give these bytes of a file their blocks; False where it has no such call, as some network
-    disks. Raises OSError where there is no room for them.
+    disks. Raises OSError where there is no room for them. The file's size grows to their end, or stays as it is.
 
     The system's own call, as the C library's would write zeros where the file system cannot reserve.
     """
     if nbytes == 0:
         return True
-    while _fallocate()(descriptor, 0, offset, nbytes) != 0:
+    mode = _KEEP_SIZE if size == "stays" else 0
+    while _fallocate()(descriptor, mode, offset, nbytes) != 0:
         code = ctypes.get_errno()
         if code in _CANNOT_RESERVE:
             return False

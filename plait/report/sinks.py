@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from plait.regular_file import follow_no_link
 from plait.report.atomic import cannot_write
 from plait.report.metrics import EvalReport, StepReport
+from plait.report.space_ahead import SpaceAhead
 
 
 class Sink(Protocol):
@@ -66,9 +67,10 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._descriptor = follow_no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            descriptor = self._descriptor = follow_no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             raise cannot_write(path, error) from error
+        self._space = SpaceAhead(descriptor)
 
     def step(self, report: StepReport) -> None:
         self._append(report.to_line())
@@ -83,6 +85,7 @@ class MetricsFile:
         """Wait until the disk has all lines; a second call does nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
+            self._space.release()
             try:
                 os.fsync(descriptor)
             except OSError as error:
@@ -94,6 +97,7 @@ class MetricsFile:
     def _append(self, line: str) -> None:
         assert self._descriptor is not None, "written to after close"
         data = line.encode()
+        self._space.require(len(data))
         try:
             if os.write(self._descriptor, data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -122,7 +126,7 @@ class TensorBoard:
             self._file = self._path.open("xb")
         except OSError as error:
             raise cannot_write(folder, error) from error
-        self._records = RecordWriter(self._file)
+        self._records, self._space = RecordWriter(self._file), SpaceAhead(self._file.fileno())
         self._write(file_version="brain.Event:2")
         start = self._proto.SessionLog(status=self._proto.SessionLog.START)
         self._write(step=steps_done + 1, session_log=start)
@@ -138,6 +142,8 @@ class TensorBoard:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
+        if not self._file.closed:
+            self._space.release()
         try:
             self._file.close()
         except OSError as error:
@@ -154,11 +160,14 @@ class TensorBoard:
         self._write(step=report.step, summary={"value": shown})
 
     def _write(self, **event: object) -> None:
+        data = self._proto.Event(wall_time=time.time(), **event).SerializeToString()
+        self._space.require(len(data) + _RECORD_BYTES)
         try:
-            self._records.write(self._proto.Event(wall_time=time.time(), **event).SerializeToString())
+            self._records.write(data)
             self._records.flush()
         except OSError as error:
             raise cannot_write(self._path, error) from error
 
 
 _EVENTS = "events.out.tfevents."
+_RECORD_BYTES = 16  # length and two checksums, TFRecord

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from plait.commands.drilling.asked import AskedFaults, faults_from_now, parse_random, planned_faults
-from plait.commands.drilling.damage import damage_checkpoint, full_disk, room_for_logs
+from plait.commands.drilling.damage import damage_checkpoint, full_disk, limits_below_parts
 from plait.commands.drilling.faults import (
     DRAWN_KINDS,
     SAVE_PHASES,
@@ -282,15 +282,19 @@ def test_a_full_disk_is_full_for_large_files_of_that_process_alone(tmp_path: Pat
             process.stdin.flush()
             return process.stdout.readline()
 
-        limit = room_for_logs([process.pid], tmp_path, 100_000)
-        assert limit is not None and 1000 < limit < 100_000
+        checkpoint = tmp_path / "step-1"
+        checkpoint.mkdir()
+        for rank, nbytes in ((0, 100_000), (1, 100)):
+            (checkpoint / f"rank-{rank:05d}.safetensors").write_bytes(bytes(nbytes))
+        limits = limits_below_parts({0: process.pid, 1: os.getpid(), 2: os.getpid()}, tmp_path, checkpoint)
+        assert list(limits) == [process.pid], "a part that is no larger than logs, and a rank that writes none"
+        assert 1000 < limits[process.pid] < 100_000
         before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-        with full_disk([process.pid], limit):
+        with full_disk(limits):
             assert tries() == "File too large\n"
             (tmp_path / "mine").write_bytes(bytes(100_000))
         assert tries() == "written\n" and resource.prlimit(process.pid, resource.RLIMIT_FSIZE) == before
     assert (tmp_path / "log").read_text().count("z") == 100
-    assert room_for_logs([os.getpid()], tmp_path, 1) is None
 
 
 RANK = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from plait.checkpoint.store import verify_checkpoint
-from tests.end_to_end.command import Place
+from tests.end_to_end.command import Place, ended, wait_while_running
 
 FILE_LIMIT_BYTES = 150_000
 
@@ -21,11 +21,11 @@ def limit_file_size() -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of eight MiB; needs the right to mount."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of eight MiB, or as many as are named; needs the right to mount."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={getattr(request, 'param', 8)}m", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("may not mount a file system here; the test of the file size limit covers a write that fails")
     yield disk
@@ -40,6 +40,11 @@ def fill(disk: Path, leave_bytes: int) -> Path:
             pass
     filler.open("r+b").truncate(filler.stat().st_size - leave_bytes)
     return filler
+
+
+def logged_steps(here: Place) -> int:
+    metrics = here.path("full") / "metrics.jsonl"
+    return metrics.read_bytes().count(b'"loss"') if metrics.exists() else 0
 
 
 @pytest.mark.slow
@@ -76,6 +81,22 @@ def test_a_full_disk(small_disk: Path, place: Place, reference: Callable[[int], 
     assert last.code == 0 and not last.err
     assert here.manifest("full") == place.manifest(reference(2))
     assert here.numbers("full") == place.numbers(reference(2))
+
+
+@pytest.mark.parametrize("small_disk", [48], indirect=True)
+def test_training_goes_on_while_the_disk_has_no_byte_left(small_disk: Path, place: Place) -> None:
+    here, settings = Place(small_disk / "work"), ("train.budget=600 steps", 'checkpoint.every="20 steps"')
+    process = here.start("train", "tiny.toml", "run.name=full", *settings)
+    wait_while_running(lambda: logged_steps(here) > 30, process)
+    filler = fill(small_disk, 0)
+    wait_while_running(lambda: logged_steps(here) > 300, process)
+    filler.unlink()
+    last = ended(process)
+    assert last.code == 0 and not last.err, last
+    assert last.out.count("\nwarning  ") == 1 and "training goes on" in " ".join(last.out.split())
+    assert not (here.path("full") / "incidents.jsonl").exists()
+    assert place.train("whole", *settings).code == 0
+    assert here.manifest("full", 600) == place.manifest("whole", 600) and here.numbers("full") == place.numbers("whole")
 
 
 def test_a_write_that_fails_while_saving(place: Place, reference: Callable[[int], str]) -> None:

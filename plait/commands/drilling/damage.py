@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from plait.checkpoint.arrival import part_files
 
 _CUT_BYTES = 4096
 _LEAST_ROOM_BYTES = 1 << 12
@@ -35,34 +37,35 @@ def damage_checkpoint(checkpoint: Path, dice: random.Random) -> str:
     return f"{name} was deleted"
 
 
-def largest_part_bytes(checkpoint: Path) -> int:
-    """The size of the largest file of tensors in a checkpoint."""
-    return max((path.stat().st_size for path in checkpoint.glob("*.safetensors")), default=0)
-
-
-def room_for_logs(pids: Iterable[int], folder: Path, part_bytes: int) -> int | None:
-    """A file size that the files which these processes have open in a run's folder stay below, while a checkpoint's
-    file of so many bytes does not; None where there is none between."""
-    sizes = [size for pid in pids for size in _open_sizes(pid, folder)]
-    least = max(sizes, default=0) + _LEAST_ROOM_BYTES
-    return (least + part_bytes) // 2 if least < part_bytes else None
+def limits_below_parts(pids: Mapping[int, int], folder: Path, checkpoint: Path) -> dict[int, int]:
+    """By process, a file size in bytes between those of its logs and that of its part of a checkpoint. `pids` holds
+    ranks' processes by rank; left out are those whose logs in the run's folder have outgrown their part."""
+    limits = {}
+    for rank, pid in pids.items():
+        part, _ = part_files(rank)
+        with suppress(FileNotFoundError):  # this rank writes none
+            nbytes = (checkpoint / part).stat().st_size
+            least = max(_open_sizes(pid, folder), default=0) + _LEAST_ROOM_BYTES
+            if least < nbytes:
+                limits[pid] = (least + nbytes) // 2
+    return limits
 
 
 @contextmanager
-def full_disk(pids: Iterable[int], limit_bytes: int) -> Iterator[None]:
-    """While the block lasts, these processes of this user can write no file beyond so many bytes: for the checkpoints
-    of a run that is a full disk, and no other program notices anything. Needs no rights."""
+def full_disk(limits: Mapping[int, int]) -> Iterator[None]:
+    """While the block lasts, each of these processes of this user can write no file beyond its limit in bytes: for the
+    checkpoints of a run that is a full disk, and no other program notices anything. Needs no rights."""
     before: dict[int, tuple[int, int]] = {}
-    for pid in pids:
+    for pid, limit_bytes in limits.items():
         with suppress(ProcessLookupError):
             _, hard = before[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, hard))
     try:
         yield
     finally:
-        for pid, limits in before.items():
+        for pid, own in before.items():
             with suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, own)
 
 
 def _open_sizes(pid: int, folder: Path) -> Iterator[int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.checkpoint.store import published_checkpoints
-from plait.commands.drilling.damage import damage_checkpoint, full_disk, largest_part_bytes, room_for_logs
+from plait.commands.drilling.damage import damage_checkpoint, full_disk, limits_below_parts
 from plait.commands.drilling.faults import WRITING, Fault, FaultKind
 from plait.commands.drilling.outcome import Carried, what_followed
 from plait.commands.drilling.running_ranks import RunningRanks
@@ -173,13 +173,12 @@ class Injector:
         folder = self._run.folder / "checkpoints"
         self._await(lambda: bool(published_checkpoints(folder)), _LOOK_S)
         newest = published_checkpoints(folder)[-1]
-        pids = self._run.ranks.of_host(0).values()
-        limit = room_for_logs(pids, self._run.folder, largest_part_bytes(newest))
-        if limit is None:
+        limits = limits_below_parts(self._run.ranks.of_host(0), self._run.folder, newest)
+        if not limits:
             return self._done(fault).failed("the run's logs are larger than a checkpoint's files")
         self._save_failed.clear()
         carried = self._done(fault, step=self._step(0))
-        with full_disk(pids, limit):
+        with full_disk(limits):
             # At the end the save must go well: there the disk is given back in any case.
             self._await(lambda: self._save_failed.is_set() or self._is_near_end(0), _LOOK_AT_SAVES_S)
         if not self._save_failed.is_set():
