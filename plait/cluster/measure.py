@@ -15,7 +15,7 @@ from plait.cluster.catalog import find_device_by_driver_name
 from plait.cluster.compile_preflight import CompileTools, find_compile_tools, why_not_compiled
 from plait.cluster.gpus import BF16_CAPABILITY, GpuLibrary, TorchGpus, check_gpus_are_seen, check_gpus_are_usable
 from plait.cluster.nvidia_driver import Host, ThisHost
-from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers, chosen_gpus
+from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers, SurveyRequest, chosen_gpus
 from plait.cluster.topology import Machine, detect_cpu_machine
 
 
@@ -26,12 +26,14 @@ class MessageSender(Protocol):
 
 
 def rank(context: MessageSender, argument: str) -> None:
-    """Entry of the worker that describes this host: sends the machine's fingerprint and its peak arithmetic rate.
+    """Entry of the worker that describes this host: sends the machine's fingerprint and, where that is wanted, its
+    peak arithmetic rate.
 
-    `argument` is RequestedWorkers as JSON. Raises PlaitError for GPUs that are not there.
+    `argument` is a SurveyRequest as JSON. Raises PlaitError for GPUs that are not there.
     """
-    machine = detect_machine(typed_value(RequestedWorkers, parse_object(argument)))
-    flops, doubt = machine_peak_flops(machine)
+    survey = typed_value(SurveyRequest, parse_object(argument))
+    machine = detect_machine(survey.requested)
+    flops, doubt = machine_peak_flops(machine) if survey.peak == "measured" else (None, "")
     context.send("machine", fingerprint=machine.fingerprint(), peak_flops=flops, peak_doubt=doubt)
 
 

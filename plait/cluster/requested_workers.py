@@ -47,13 +47,25 @@ class RequestedWorkers:
             return 1.0
         return min(1.0, workers * self.threads_of_each(machine, workers) / machine.cores)
 
-    def to_json(self) -> str:
-        """As the worker that describes a host reads it."""
-        return json.dumps(asdict(self))
-
 
 ANY_WORKERS = RequestedWorkers()
 """What a recipe asks for that leaves devices, workers and threads open."""
+
+PeakNeed = Literal["measured", "as known"]
+"""Whether a machine's peak arithmetic rate is wanted. Measuring a processor's takes a second or two, and a run that
+goes on by its plan needs none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurveyRequest:
+    """What the worker that describes a host is asked."""
+
+    requested: RequestedWorkers = ANY_WORKERS
+    peak: PeakNeed = "measured"
+
+    def to_json(self) -> str:
+        """As that worker reads it."""
+        return json.dumps(asdict(self))
 
 
 def chosen_gpus(requested: RequestedWorkers, present: int) -> tuple[int, ...]:

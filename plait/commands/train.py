@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from plait.cluster.requested_workers import PeakNeed
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
 from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.membership.open_workers import open_workers
@@ -60,7 +61,8 @@ def train(
         plan_changed = any(key.startswith(NEW_PLAN_KEYS) for key in changed)
         renew: ReplanScope = "all" if fresh_plan else "plan" if plan_changed else "nothing"
         try:
-            run = RunOnHosts(config=config, folder=folder, screen=screen, working=working)
+            peak: PeakNeed = "as known" if folder.has_begun and renew == "nothing" else "measured"
+            run = RunOnHosts(config=config, folder=folder, screen=screen, working=working, peak=peak)
             plans, begun = RunPlans(run, check), folder.saved_plan() if folder.has_begun and renew != "all" else None
             with open_workers(hosts, run, plans.further, begun) as elastic:
                 plan = plans.first(elastic.workers, renew)

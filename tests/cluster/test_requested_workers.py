@@ -10,7 +10,7 @@ import pytest
 
 from plait.checked_json import parse_object, typed_value
 from plait.cluster.measure import detect_machine
-from plait.cluster.requested_workers import RequestedWorkers, check_requested_workers, chosen_gpus
+from plait.cluster.requested_workers import RequestedWorkers, SurveyRequest, check_requested_workers, chosen_gpus
 from plait.cluster.topology import Machine, detect_cpu_machine
 from plait.errors import PlaitError
 from tests.cluster.described_gpus import DescribedHost, described_gpus
@@ -34,7 +34,8 @@ EIGHT_CORES = replace(detect_cpu_machine(), cores=8)
 def test_the_gpus_that_are_used(asked: dict[str, Any], present: int, gpus: tuple[int, ...]) -> None:
     requested = RequestedWorkers(**asked)
     assert chosen_gpus(requested, present) == gpus
-    assert typed_value(RequestedWorkers, parse_object(requested.to_json())) == requested
+    asks = SurveyRequest(requested=requested, peak="as known")
+    assert typed_value(SurveyRequest, parse_object(asks.to_json())) == asks
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from tests.faults.conftest import Results
 
 LEADERS, SERVERS, AGENTS = 10, 5, 3
 FASTER = ("--no-check",)
-LONG_ENOUGH = "train.budget=400 steps"
-"""About half of such a run's time is steps, so that half of the signals meet them."""
+LONGER = 400
+"""Steps of runs that get a signal: about half of their time, so that half of the signals meet them."""
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def done_steps(place: Place, name: str) -> int:
     return path.read_bytes().count(b'"loss"') if path.exists() else 0
 
 
-def assert_same_end(place: Place, name: str, whole: str) -> None:
+def assert_same_end(place: Place, name: str, whole: str, steps: int = STEPS) -> None:
     assert place.numbers(name) == place.numbers(whole)
-    assert place.manifest(name) == place.manifest(whole)
+    assert place.manifest(name, steps) == place.manifest(whole, steps)
 
 
 def test_a4_a_killed_leader_leaves_no_orphan_and_the_same_command_goes_on(
@@ -100,7 +100,7 @@ def test_a13_a_signal_at_any_moment_leaves_a_durable_state_and_its_exit_code(
     place: Place, results: Results, seed: int, pytestconfig: pytest.Config
 ) -> None:
     dice, codes, moments = random.Random(f"{seed} signals"), Counter[str](), Counter[str]()
-    whole, settings, began_s = "a13-whole", (LONG_ENOUGH, *FASTER), time.monotonic()
+    whole, settings, began_s = "a13-whole", (f"train.budget={LONGER} steps", *FASTER), time.monotonic()
     assert place.train(whole, *settings).code == 0
     length_s, number = time.monotonic() - began_s, 0
     for draw in range(3 * pytestconfig.getoption("--signals")):
@@ -129,7 +129,7 @@ def test_a13_a_signal_at_any_moment_leaves_a_durable_state_and_its_exit_code(
             assert found is not None and not found.skipped and found.manifest.step == done_steps(place, name)
         if begun and number % 8 == 0:
             assert place.train(name, *settings).code == 0
-            assert_same_end(place, name, whole)
+            assert_same_end(place, name, whole, LONGER)
         place.assert_nobody_left()
     results["A13"] = {"signals": number, "exit codes": dict(sorted(codes.items())), "moments": dict(moments)}
     assert number == pytestconfig.getoption("--signals") and moments["after steps"]

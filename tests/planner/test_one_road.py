@@ -12,6 +12,7 @@ import pytest
 
 from plait.cluster.cluster import Cluster, read_cluster
 from plait.cluster.machine_cluster import cluster_of_machine
+from plait.cluster.requested_workers import PeakNeed
 from plait.cluster.topology import Machine
 from plait.commands.planning.measuring import resources_of, survey_machine
 from plait.commands.planning.plan_report import make_plan_report
@@ -71,7 +72,7 @@ class OneHost:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
-    def host_machines(self) -> tuple[()]:
+    def host_machines(self, peak: PeakNeed = "measured") -> tuple[()]:
         return ()
 
     def run(self, job: Job, on_message: Callable[[Message], None]) -> JobResult:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from plait.cluster.requested_workers import PeakNeed, SurveyRequest
 from plait.cluster.topology import Machine, make_names_unique, usable_cores
 from plait.commands.hosts.collect_checkpoint import TRAVEL_GRACE_S, CheckpointCollector
 from plait.commands.hosts.file_stager import FileStager
@@ -44,16 +45,16 @@ STOP_GRACE_S = 120.0
 _T = TypeVar("_T")
 
 
-KnownMachines = dict[HostConnection | None, MachineSurvey]
-"""What was measured of hosts, by the connection to each; None for this one."""
+KnownMachines = dict[tuple[HostConnection | None, PeakNeed], MachineSurvey]
+"""What hosts have said of themselves, by the connection to each (None for this one), with and without a peak."""
 
 
 class LeaderWorkers:
     """The workers of this host and of the members that it has now, ranks numbered host by host.
 
     `hosts` must have admitted its members; when they change another LeaderWorkers takes over, with the same `known`
-    machines. `folder` is the run's. With an "open" door a training job is paused, after a checkpoint, for hosts that
-    wait to be taken in.
+    machines. `folder` is the run's. With `joining` "open" a training job is paused, after a checkpoint, for hosts
+    that wait to be taken in. With `peak` "as known" no processor is measured before somebody asks for its rate.
     """
 
     def __init__(
@@ -65,12 +66,15 @@ class LeaderWorkers:
         log: Log,
         working: WorkingFolder = CURRENT_FOLDER,
         joining: JoinPolicy = "closed",
+        peak: PeakNeed = "measured",
         known: KnownMachines | None = None,
     ) -> None:
         self._hosts, self._folder, self._config, self._log = hosts, folder, config, log
         self.working_folder = working
         self._joining: JoinPolicy = joining
+        self._peak: PeakNeed = peak
         self._known: KnownMachines = {} if known is None else known
+        self._members_as_admitted = hosts.members
         self._host_order = tuple(range(1 + len(hosts.members)))
         """For each host number, the index of that host in the order of admission."""
         self._file_stager: FileStager | None = None
@@ -84,7 +88,7 @@ class LeaderWorkers:
     def _host_shares_as_admitted(self) -> tuple[HostShare, ...]:
         infos = [own_host_info(), *(member.host_info for member in self._hosts.members)]
         names = [own_host_info()["name"], *(member.name for member in self._hosts.members)]
-        machines = [site.machine for site in self._surveys_as_admitted]
+        machines = [site.machine for site in self._surveys_as_admitted(self._peak)]
         bare = default_host_shares(make_names_unique(names), machines, named_workers(self._config))
         shares = tuple(replace(share, mark=info["mark"]) for share, info in zip(bare, infos, strict=True))
         check_worker_count(self._config, shares)
@@ -98,13 +102,13 @@ class LeaderWorkers:
             workers=sum(share.workers for share in self.host_shares), threads=self.host_shares[0].threads
         )
 
-    def surveys(self) -> tuple[MachineSurvey, ...]:
+    def surveys(self, peak: PeakNeed = "measured") -> tuple[MachineSurvey, ...]:
         """Every host's machine and its arithmetic peak, host 0 first; measured on the first call."""
-        return self._in_host_order(self._surveys_as_admitted)
+        return self._in_host_order(self._surveys_as_admitted(peak))
 
-    def host_machines(self) -> tuple[tuple[Machine, float | None, int], ...]:
+    def host_machines(self, peak: PeakNeed = "measured") -> tuple[tuple[Machine, float | None, int], ...]:
         """Every host's machine, the rate of its processor or of all its GPUs, and its workers."""
-        sites = zip(self.surveys(), self.host_shares, strict=True)
+        sites = zip(self.surveys(peak), self.host_shares, strict=True)
         return tuple((site.machine, site.peak_flops, share.workers) for site, share in sites)
 
     def addresses(self) -> tuple[str, ...]:
@@ -202,24 +206,28 @@ class LeaderWorkers:
     def _in_host_order(self, as_admitted: Sequence[_T]) -> tuple[_T, ...]:
         return tuple(as_admitted[host] for host in self._host_order)
 
-    @cached_property
-    def _surveys_as_admitted(self) -> tuple[MachineSurvey, ...]:
-        """Measure all hosts that are not known side by side, each in a worker that uses all its cores."""
-        links = [None, *(member.link for member in self._hosts.members)]
-        cores = [usable_cores(), *(member.host_info["cores"] for member in self._hosts.members)]
-        unknown = [link not in self._known for link in links]
+    def _surveys_as_admitted(self, peak: PeakNeed) -> tuple[MachineSurvey, ...]:
+        """Survey all hosts that are not known side by side, each in a worker that uses all its cores."""
+        links = [None, *(member.link for member in self._members_as_admitted)]
+        cores = [usable_cores(), *(member.host_info["cores"] for member in self._members_as_admitted)]
+        unknown = [self._known_survey(link, peak) is None for link in links]
         if any(unknown):
+            assert self._hosts.members == self._members_as_admitted, "surveyed before any host moves"
             unknown[0] = True  # rank 0 of a job over several hosts is on this one
-            found = self._measure(cores, unknown)
-            names = ["this host", *map(str, self._hosts.members)]
-            measured = [host for host, is_measured in enumerate(unknown) if is_measured]
-            for rank, host in enumerate(measured):
-                self._known[links[host]] = machine_survey(found.get(rank), names[host])
-        return tuple(self._known[link] for link in links)
+            found = self._survey(cores, unknown, peak)
+            names = ["this host", *map(str, self._members_as_admitted)]
+            surveyed = [host for host, is_surveyed in enumerate(unknown) if is_surveyed]
+            for rank, host in enumerate(surveyed):
+                self._known[links[host], peak] = machine_survey(found.get(rank), names[host])
+        surveys = [self._known_survey(link, peak) for link in links]
+        return tuple(one for one in surveys if one is not None)
 
-    def _measure(self, cores: Sequence[int], chosen: Sequence[bool]) -> dict[int, Mapping[str, Any]]:
+    def _known_survey(self, link: HostConnection | None, peak: PeakNeed) -> MachineSurvey | None:
+        return self._known.get((link, "measured")) or self._known.get((link, peak))
+
+    def _survey(self, cores: Sequence[int], chosen: Sequence[bool], peak: PeakNeed) -> dict[int, Mapping[str, Any]]:
         """What the worker of each chosen host says of its machine, by rank."""
-        argument = named_workers(self._config).to_json()
+        argument = SurveyRequest(requested=named_workers(self._config), peak=peak).to_json()
         job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=sum(chosen), threads=1, at_stop="abandon")
         found: dict[int, Mapping[str, Any]] = {}
 

@@ -30,7 +30,7 @@ def open_workers(
         with worker_pool(run.working) as workers:
 
             def survey() -> Machine:
-                return survey_machine(workers, named_workers(run.config)).machine
+                return survey_machine(workers, named_workers(run.config), "as known").machine
 
             yield OneMachine(workers, survey, plan_for)
         return

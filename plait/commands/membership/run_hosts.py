@@ -114,6 +114,7 @@ class RunHosts:
             log=run.screen.print,
             working=run.working,
             joining=run.joining,
+            peak=run.peak,
             known=self._known,
         )
 

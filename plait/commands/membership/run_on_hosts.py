@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from plait.cluster.requested_workers import PeakNeed
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import HostWorkers
 from plait.launch.remote.membership import JoinPolicy
@@ -28,6 +29,8 @@ class RunOnHosts:
     folder: RunFolder
     screen: Screen
     working: WorkingFolder = CURRENT_FOLDER
+    peak: PeakNeed = "measured"
+    """What is asked of machines at once; a run that goes on by its plan measures them only where that must change."""
 
     @property
     def joining(self) -> JoinPolicy:

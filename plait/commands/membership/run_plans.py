@@ -8,9 +8,10 @@ from typing import Literal
 from plait.commands.membership.run_on_hosts import RunOnHosts
 from plait.commands.planning.begun_plan import resumed_plan
 from plait.commands.planning.make_plan import make_plan
+from plait.commands.planning.measuring import MachineSurvey
 from plait.commands.planning.workers import HostWorkers
 from plait.commands.preparing.corpus import corpus_facts, prepared_corpus, run_facts
-from plait.commands.probing.survey import HostMachine, survey_machines
+from plait.commands.probing.survey import HostMachine, leading_machine, survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_layout import refuse_unfit_names
@@ -38,12 +39,17 @@ class RunPlans:
         fresh, probe = renew != "nothing", "again" if renew == "all" else "kept"
         with screen.progress() as show:
             show(0, 0, "looking at the machine")
-            site = survey_machines(config, workers, screen.print, probe, show)
+
+            def survey() -> MachineSurvey:
+                return survey_machines(config, workers, screen.print, probe, show)
+
             if folder.has_begun:
-                begun = folder.saved_plan()
-                plan = resumed_plan(config, begun, corpus, site, workers, fresh=fresh, log=screen.print, show=show)
+                begun, there = folder.saved_plan(), leading_machine(config, workers, self._run.peak)
+                plan = resumed_plan(
+                    config, begun, corpus, there, survey, workers, fresh=fresh, log=screen.print, show=show
+                )
             else:
-                plan = make_plan(config, corpus, site, workers, fresh=fresh, say=screen.print, show=show)
+                plan = make_plan(config, corpus, survey(), workers, fresh=fresh, say=screen.print, show=show)
         return self._on_hosts(plan, workers)
 
     def further(self, workers: HostWorkers) -> Plan:
@@ -52,15 +58,18 @@ class RunPlans:
         corpus = prepared_corpus(run.config, workers.working_folder, run.screen)
         with run.screen.progress() as show:
             show(0, 0, "looking at the machines that are there")
-            site = survey_machines(run.config, workers, run.screen.print, "kept", show, self._before)
             begun, log = run.folder.saved_plan(), run.screen.print
-            plan = resumed_plan(run.config, begun, corpus, site, workers, fresh=False, log=log, show=show)
+            site = survey_machines(run.config, workers, log, "kept", show, self._before)
+            there = site.machine
+            plan = resumed_plan(
+                run.config, begun, corpus, there, lambda: site, workers, fresh=False, log=log, show=show
+            )
         plan = self._on_hosts(plan, workers)
         self.check(plan, workers)
         return plan
 
     def _on_hosts(self, plan: Plan, workers: HostWorkers) -> Plan:
-        self._before = workers.host_machines()  # as they were probed, before some are left out
+        self._before = workers.host_machines(self._run.peak)  # as they were probed, before some are left out
         return workers.with_hosts(plan)
 
     def check(self, plan: Plan, workers: HostWorkers) -> None:

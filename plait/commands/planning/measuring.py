@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.cluster.cluster import Cluster
-from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
+from plait.cluster.requested_workers import ANY_WORKERS, PeakNeed, RequestedWorkers, SurveyRequest
 from plait.cluster.topology import Machine, usable_cores
 from plait.commands.planning.calibration_store import calibration_key, load_calibration, read_expert_load
 from plait.commands.planning.workers import MEASURE_ENTRY, TIMING_ENTRY, WorkerPool, modules_needed
@@ -46,12 +46,13 @@ class MachineSurvey:
     """Measures all hosts and the links between them."""
 
 
-def survey_machine(workers: WorkerPool, requested: RequestedWorkers = ANY_WORKERS) -> MachineSurvey:
+def survey_machine(
+    workers: WorkerPool, requested: RequestedWorkers = ANY_WORKERS, peak: PeakNeed = "measured"
+) -> MachineSurvey:
     """Describe this machine with the requested devices and measure its arithmetic peak, in a worker that uses all
     cores."""
-    job = Job(
-        entry=MEASURE_ENTRY, argument=requested.to_json(), world_size=1, threads=usable_cores(), at_stop="abandon"
-    )
+    argument = SurveyRequest(requested=requested, peak=peak).to_json()
+    job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=1, threads=usable_cores(), at_stop="abandon")
     found = ask_rank_0(workers, job, "machine")
     machine = Machine.from_fingerprint(found["fingerprint"])
     return MachineSurvey(machine=machine, peak_flops=found["peak_flops"], peak_doubt=found["peak_doubt"])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from plait.cluster.requested_workers import PeakNeed
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.launch.local.run import ForkServer
@@ -94,7 +95,7 @@ class HostWorkers(WorkerPool, Protocol):
         """The addresses at which hosts reach each other, host 0 first; empty for a single host."""
         ...
 
-    def host_machines(self) -> tuple[tuple[Machine, float | None, int], ...]:
+    def host_machines(self, peak: PeakNeed = "measured") -> tuple[tuple[Machine, float | None, int], ...]:
         """Each host's machine, the rate of its processor and its number of workers; empty for a single host."""
         ...
 
@@ -111,7 +112,7 @@ class ForkedWorkers:
     def with_hosts(self, plan: Plan) -> Plan:
         return replace(plan, hosts=(), host_order=(), left_out=())
 
-    def host_machines(self) -> tuple[()]:
+    def host_machines(self, peak: PeakNeed = "measured") -> tuple[()]:
         return ()
 
     def addresses(self) -> tuple[()]:
@@ -141,7 +142,7 @@ class TorchrunWorkers:
     def with_hosts(self, plan: Plan) -> Plan:
         return replace(plan, hosts=())
 
-    def host_machines(self) -> tuple[()]:
+    def host_machines(self, peak: PeakNeed = "measured") -> tuple[()]:
         return ()
 
     def addresses(self) -> tuple[()]:

@@ -12,6 +12,7 @@ from plait.cluster.measured import Measurements
 from plait.cluster.pooled import pool_measurements
 from plait.cluster.probe.request import MAX_CPU_MICROBATCH_TOKENS, ProbeRequest, model_probe_request
 from plait.cluster.probe.table import LEAST_UNDISTURBED_SHARE
+from plait.cluster.requested_workers import PeakNeed
 from plait.cluster.topology import Machine
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.measuring import MachineSurvey, survey_machine
@@ -64,6 +65,13 @@ def survey_machines(
     )
 
 
+def leading_machine(config: RunConfig, workers: HostWorkers, peak: PeakNeed) -> Machine:
+    """This machine, which leads where there are several hosts."""
+    if hosts := workers.host_machines(peak):
+        return hosts[0][0]
+    return survey_machine(workers, named_workers(config), peak).machine
+
+
 def _make_probe(
     workers: HostWorkers,
     hosts_and_before: tuple[Sequence[HostMachine], Sequence[HostMachine]],
@@ -105,6 +113,8 @@ def _cluster_of_some(
     places = places_in(hosts, before)
     if not places:
         return None
+    rates = {place: rate for place, (_, rate, _) in zip(places, hosts, strict=True)}
+    before = [(machine, rates.get(at, rate), count) for at, (machine, rate, count) in enumerate(before)]
     machines = [machine for machine, _, _ in before]
     threads = _fixed(workers).threads
     extent = ProbeWorkers(workers=sum(count for _, _, count in before), threads=threads)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from plait.checked_json import typed_value
+from plait.cluster.requested_workers import ANY_WORKERS
 from plait.cluster.topology import Machine
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
 from plait.commands.hosts.members.invited import leader_workers
@@ -57,7 +58,8 @@ def _checked(config: RunConfig | None, working: WorkingFolder) -> MachineCheck:
     """This machine alone. Raises RunFailed also for devices that torch cannot use."""
     with worker_pool(working) as pool:
         try:
-            machine = (survey_machine(pool, named_workers(config)) if config else survey_machine(pool)).machine
+            requested = named_workers(config) if config else ANY_WORKERS
+            machine = survey_machine(pool, requested, "as known").machine
         except PlaitError as error:
             raise RunFailed(str(error)) from error
         workers = check_workers(machine)
@@ -70,7 +72,7 @@ def _checked_hosts(config: RunConfig, hosts: HostsRequest, screen: Screen, worki
     with leader_workers(hosts, config=config, folder=folder, log=screen.print, working=working) as workers:
         fixed = workers.fixed_workers
         assert fixed is not None, "hosts that joined bring their workers"
-        return _ask(workers, workers.host_machines()[0][0].device, fixed.workers, fixed.threads)
+        return _ask(workers, workers.host_machines("as known")[0][0].device, fixed.workers, fixed.threads)
 
 
 def check_workers(machine: Machine) -> int:
