@@ -97,8 +97,8 @@ class MetricsFile:
     def _append(self, line: str) -> None:
         assert self._descriptor is not None, "written to after close"
         data = line.encode()
-        self._space.require(len(data))
         try:
+            self._space.require(len(data))
             if os.write(self._descriptor, data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -161,8 +161,8 @@ class TensorBoard:
 
     def _write(self, **event: object) -> None:
         data = self._proto.Event(wall_time=time.time(), **event).SerializeToString()
-        self._space.require(len(data) + _RECORD_BYTES)
         try:
+            self._space.require(len(data) + _RECORD_BYTES)
             self._records.write(data)
             self._records.flush()
         except OSError as error:

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import pytest
 
+from plait.checked_json import parse_object, typed_value
+from plait.cluster.requested_workers import SurveyRequest
 from plait.cluster.topology import Machine, make_names_unique
 from plait.commands.hosts import invitation
 from plait.commands.hosts.host_info import code_hash, machine_survey, own_host_info, why_host_cannot_join
@@ -56,6 +58,8 @@ class Led:
         self.members = self.arrived = members
         self.parts: Sequence[HostPart] = ()
         self.said: list[Message] = []
+        self.surveys: list[str] = []
+        """Of each survey what it asked of processors' peaks."""
 
     def renumber(self, order: Sequence[int]) -> None:
         self.members = tuple(self.arrived[host - 1] for host in order[1:])
@@ -72,9 +76,11 @@ class Led:
         assert membership is None, "nobody may join"
         self.parts = parts
         if job.entry == MEASURE_ENTRY:
+            self.surveys.append(typed_value(SurveyRequest, parse_object(job.argument)).peak)
             for rank in range(job.world_size):
                 machine = replace(LAPTOP, cores=LAPTOP.cores + rank)
-                values = {"fingerprint": machine.fingerprint(), "peak_flops": 1e11 * (1 + rank)}
+                peak = 1e11 * (1 + rank) if self.surveys[-1] == "measured" else None
+                values = {"fingerprint": machine.fingerprint(), "peak_flops": peak}
                 on_message(Message(rank=rank, kind="machine", values=values))
         for message in self.said:
             on_message(message)
@@ -222,10 +228,8 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
     lead = own_host_info()["name"]
     assert [share.name for share in workers.with_hosts(plan).hosts] == [lead, "a", "b", "c"]
     moved = replace(plan, host_order=(0, 3, 1, 2))
-    for placed in (
-        workers.with_hosts(moved),
-        workers.with_hosts(moved),
-    ):  # a step may have been timed for the plan before
+    for _ in range(2):  # a step may have been timed for the plan before
+        placed = workers.with_hosts(moved)
         assert [share.name for share in placed.hosts] == [lead, "c", "a", "b"] and not placed.host_order
         assert [share.mark for share in placed.hosts[1:]] == ["beef"] * 3
         assert workers.with_hosts(placed) == placed
@@ -236,6 +240,22 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
     assert [part.threads for part in hosts.parts] == [8, 11, 9, 10]
     with pytest.raises(AssertionError):
         workers.with_hosts(replace(plan, host_order=(0, 1)))
+
+
+def test_a_processor_is_measured_only_where_its_rate_is_asked_for(tmp_path: Path) -> None:
+    hosts, config = Led(Guest("/a")), recipe(tmp_path, "model.size=1M")
+    workers = LeaderWorkers(
+        cast(Hosts, hosts), folder=tmp_path, config=config, log=lambda line: None, peak="as known", known={}
+    )
+    assert workers.fixed_workers.workers == 2
+    assert [flops for _, flops, _ in workers.host_machines("as known")] == [None, None]
+    placed = replace(
+        planned(recipe(tmp_path, "layout.replicate=2", "model.size=1M"), PLAYS, LAPTOP), hosts=workers.host_shares
+    )
+    assert workers.with_hosts(placed) == placed and hosts.surveys == ["as known"], "a run that goes on by its plan"
+    assert [flops for _, flops, _ in workers.host_machines()] == [1e11, 2e11]
+    assert [flops for _, flops, _ in workers.host_machines("as known")] == [1e11, 2e11]
+    assert hosts.surveys == ["as known", "measured"]
 
 
 def test_a_host_that_the_plan_leaves_out_is_released_and_left_out_again_when_the_run_goes_on(tmp_path: Path) -> None:

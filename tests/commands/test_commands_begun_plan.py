@@ -1,0 +1,46 @@
+"""A begun run goes on by its own plan without measuring the machine; only another machine or a new layout asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from plait.cluster.topology import Machine
+from plait.commands.planning.begun_plan import resumed_plan
+from plait.commands.planning.measuring import MachineSurvey
+from plait.commands.planning.workers import HostWorkers
+from plait.data.shards import Corpus
+from plait.planner.plan import Plan
+from tests.planner.machines import LAPTOP, PLAYS, planned, recipe
+
+
+class _MeasuredError(Exception):
+    pass
+
+
+def _survey() -> MachineSurvey:
+    raise _MeasuredError
+
+
+def _resumed(plan: Plan, machine: Machine, folder: Path, *, fresh: bool = False) -> Plan:
+    corpus = cast(Corpus, SimpleNamespace(content_hash=plan.corpus_hash, folder=folder))
+    workers = cast(HostWorkers, SimpleNamespace(fixed_workers=None))
+    config = recipe(folder, "model.size=1M")
+    return resumed_plan(config, plan, corpus, machine, _survey, workers, fresh=fresh, log=lambda line: None)
+
+
+def test_a_plan_that_stays_needs_no_survey(tmp_path: Path) -> None:
+    plan = planned(recipe(tmp_path, "model.size=1M"), PLAYS, LAPTOP)
+    assert _resumed(plan, LAPTOP, tmp_path).layout == plan.layout
+
+
+@pytest.mark.parametrize("case", ["another machine", "a new plan was asked for"])
+def test_a_plan_that_changes_asks_for_it(tmp_path: Path, case: str) -> None:
+    plan = planned(recipe(tmp_path, "model.size=1M"), PLAYS, LAPTOP)
+    moved = case == "another machine"
+    with pytest.raises(_MeasuredError):
+        _resumed(plan, replace(LAPTOP, cores=2 * LAPTOP.cores) if moved else LAPTOP, tmp_path, fresh=not moved)
