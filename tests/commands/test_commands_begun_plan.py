@@ -1,4 +1,4 @@
-"""A begun run goes on by its own plan without measuring the machine; only another machine or a new layout asks for it."""
+"""A begun run goes on by its own plan without measuring the machine; another machine or a new layout asks for it."""
 
 from __future__ import annotations
 
