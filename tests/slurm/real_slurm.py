@@ -185,15 +185,17 @@ def test_a_warned_job_saves_is_queued_again_and_ends_with_the_same_bits(cluster:
 
 
 def test_what_was_stopped_goes_on_by_the_same_command(cluster: Submitter) -> None:
-    stopped = cluster.named("stopped")
-    number = cluster.submit(stopped, "--nodes", "2")
+    stopped, alone, steps = cluster.named("stopped"), cluster.named("alone"), 600
+    longer = f"train.budget={steps} steps"  # two commands are typed before it may end
+    assert cluster.place.train(alone, *EVEN, longer, within_s=400).code == 0
+    number = cluster.submit(stopped, longer, "--nodes", "2")
     wait_for(lambda: cluster.saved(stopped), "a checkpoint", 240, cluster.slurm.explain)
-    again = cluster.type("submit", "tiny.toml", f"run.name={stopped}", *EVEN, "--on", "slurm", "--nodes", "2")
+    again = cluster.type("submit", "tiny.toml", f"run.name={stopped}", *EVEN, longer, "--on", "slurm", "--nodes", "2")
     assert again.code == 2 and f"plait stop {stopped}" in again.sentence()
     assert cluster.type("stop", stopped).code == 0
     cluster.ended(number, "CANCELLED")
-    cluster.ended(cluster.submit(stopped, "--nodes", "2"))
-    assert_same_end(cluster.place, stopped, cluster.named("two"))
+    cluster.ended(cluster.submit(stopped, longer, "--nodes", "2"))
+    assert_same_end(cluster.place, stopped, alone, steps)
 
 
 def test_a_node_that_is_lost_and_comes_back_costs_no_bit(cluster: Submitter) -> None:
