@@ -10,10 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from plait.regular_file import follow_no_link
+from plait.regular_file import SpaceAhead, follow_no_link
 from plait.report.atomic import cannot_write
 from plait.report.metrics import EvalReport, StepReport
-from plait.report.space_ahead import SpaceAhead
 
 
 class Sink(Protocol):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from plait.cluster.requested_workers import PeakNeed
 from plait.cluster.topology import Machine
 from plait.commands.planning.begun_plan import resumed_plan
 from plait.commands.planning.measuring import MachineSurvey
@@ -22,15 +24,17 @@ class _MeasuredError(Exception):
     pass
 
 
-def _survey() -> MachineSurvey:
-    raise _MeasuredError
+def _survey(machine: Machine, peak: PeakNeed) -> MachineSurvey:
+    if peak == "measured":
+        raise _MeasuredError
+    return MachineSurvey(machine=machine, peak_flops=None)
 
 
 def _resumed(plan: Plan, machine: Machine, folder: Path, *, fresh: bool = False) -> Plan:
     corpus = cast(Corpus, SimpleNamespace(content_hash=plan.corpus_hash, folder=folder))
     workers = cast(HostWorkers, SimpleNamespace(fixed_workers=None))
     config = recipe(folder, "model.size=1M")
-    return resumed_plan(config, plan, corpus, machine, _survey, workers, fresh=fresh, log=lambda line: None)
+    return resumed_plan(config, plan, corpus, partial(_survey, machine), workers, fresh=fresh, log=lambda line: None)
 
 
 def test_a_plan_that_stays_needs_no_survey(tmp_path: Path) -> None:

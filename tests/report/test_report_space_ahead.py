@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.report import space_ahead
+from plait import regular_file
+from plait.regular_file import LOG_AHEAD_BYTES, SpaceAhead
 from plait.report.sinks import MetricsFile, TensorBoard
-from plait.report.space_ahead import AHEAD_BYTES, SpaceAhead
 from tests.report.test_report_metrics import step_report
 
 LINES = 2000
@@ -56,7 +56,7 @@ def test_a_disk_without_room_is_asked_again_only_after_a_while(tmp_path: Path, m
         asked.append(offset)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(space_ahead, "reserve_space", full)
+    monkeypatch.setattr(regular_file, "reserve_space", full)
     with (tmp_path / "log").open("ab", buffering=0) as file:
         space = SpaceAhead(file.fileno())
         for _ in range(LINES):
@@ -67,10 +67,10 @@ def test_a_disk_without_room_is_asked_again_only_after_a_while(tmp_path: Path, m
 
 def test_a_file_system_that_cannot_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(space_ahead, "reserve_space", lambda descriptor, offset, nbytes, *, size: asked.append(offset))
+    monkeypatch.setattr(regular_file, "reserve_space", lambda descriptor, offset, nbytes, *, size: asked.append(offset))
     with (tmp_path / "log").open("ab", buffering=0) as file:
         space = SpaceAhead(file.fileno())
         for _ in range(3):
-            space.require(AHEAD_BYTES)
-            file.write(bytes(AHEAD_BYTES))
+            space.require(LOG_AHEAD_BYTES)
+            file.write(bytes(LOG_AHEAD_BYTES))
     assert asked == [0]

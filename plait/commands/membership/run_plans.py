@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from plait.cluster.requested_workers import PeakNeed
 from plait.commands.membership.run_on_hosts import RunOnHosts
 from plait.commands.planning.begun_plan import resumed_plan
 from plait.commands.planning.make_plan import make_plan
 from plait.commands.planning.measuring import MachineSurvey
 from plait.commands.planning.workers import HostWorkers
 from plait.commands.preparing.corpus import corpus_facts, prepared_corpus, run_facts
-from plait.commands.probing.survey import HostMachine, leading_machine, survey_machines
+from plait.commands.probing.survey import HostMachine, survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_layout import refuse_unfit_names
@@ -40,16 +41,14 @@ class RunPlans:
         with screen.progress() as show:
             show(0, 0, "looking at the machine")
 
-            def survey() -> MachineSurvey:
-                return survey_machines(config, workers, screen.print, probe, show)
+            def survey(peak: PeakNeed) -> MachineSurvey:
+                return survey_machines(config, workers, screen.print, probe, show, peak=peak)
 
             if folder.has_begun:
-                begun, there = folder.saved_plan(), leading_machine(config, workers, self._run.peak)
-                plan = resumed_plan(
-                    config, begun, corpus, there, survey, workers, fresh=fresh, log=screen.print, show=show
-                )
+                begun = folder.saved_plan()
+                plan = resumed_plan(config, begun, corpus, survey, workers, fresh=fresh, log=screen.print, show=show)
             else:
-                plan = make_plan(config, corpus, survey(), workers, fresh=fresh, say=screen.print, show=show)
+                plan = make_plan(config, corpus, survey("measured"), workers, fresh=fresh, say=screen.print, show=show)
         return self._on_hosts(plan, workers)
 
     def further(self, workers: HostWorkers) -> Plan:
@@ -59,11 +58,11 @@ class RunPlans:
         with run.screen.progress() as show:
             show(0, 0, "looking at the machines that are there")
             begun, log = run.folder.saved_plan(), run.screen.print
-            site = survey_machines(run.config, workers, log, "kept", show, self._before)
-            there = site.machine
-            plan = resumed_plan(
-                run.config, begun, corpus, there, lambda: site, workers, fresh=False, log=log, show=show
-            )
+
+            def survey(peak: PeakNeed) -> MachineSurvey:
+                return survey_machines(run.config, workers, log, "kept", show, self._before, peak)
+
+            plan = resumed_plan(run.config, begun, corpus, survey, workers, fresh=False, log=log, show=show)
         plan = self._on_hosts(plan, workers)
         self.check(plan, workers)
         return plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from plait.cluster.topology import Machine
+from plait.cluster.requested_workers import PeakNeed
 from plait.commands.planning.make_plan import Log, replan
 from plait.commands.planning.measuring import MachineSurvey
 from plait.commands.planning.workers import HostWorkers
@@ -24,8 +24,7 @@ def resumed_plan(
     config: RunConfig,
     plan: Plan,
     corpus: Corpus,
-    machine: Machine,
-    survey: Callable[[], MachineSurvey],
+    survey: Callable[[PeakNeed], MachineSurvey],
     workers: HostWorkers,
     *,
     fresh: bool,
@@ -33,18 +32,19 @@ def resumed_plan(
     show: ShowProgress = ignore_progress,
 ) -> Plan:
     """The plan with which a begun run continues: its own, with a raised budget or another layout where that was
-    requested or is necessary; only then is `survey` called. `machine` is this host's, as it is now."""
+    requested or is necessary; only then is `survey` asked for peaks that are
+    measured."""
     refuse_other_text(corpus, plan)
     plan = replace(plan, corpus=str(corpus.folder))
     before = plan.budget
     if budget_of(config) != before:
         plan = with_raised_budget(config, plan)
         log(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
-    moved = machine.fingerprint() != plan.fingerprint
+    moved = survey("as known").machine.fingerprint() != plan.fingerprint
     if moved or fresh or _has_other_workers(plan, workers):
         requested = "as asked" if fresh else "the hosts are not those it was made for"
         why = "this machine is not the one it was made for" if moved else requested
-        plan = replan(config, plan, corpus, survey(), workers, log, show)
+        plan = replan(config, plan, corpus, survey("measured"), workers, log, show)
         log(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
     return with_copies(config.recover, with_new_intervals(config, plan), max(1, len(plan.hosts)))[0]
 

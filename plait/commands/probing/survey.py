@@ -45,6 +45,7 @@ def survey_machines(
     fresh: ProbeFreshness,
     show: ShowProgress = ignore_progress,
     before: Sequence[HostMachine] = (),
+    peak: PeakNeed = "measured",
 ) -> MachineSurvey:
     """This machine; over several hosts host 0's, with a function that probes all of them once the model is known, and
     tells `show` how far that is.
@@ -52,9 +53,9 @@ def survey_machines(
     `fresh` "again" probes them in any case; "kept" takes the stored measurements of an earlier probe as long as a short
     check confirms them, or those of the hosts `before`, where these are some of them.
     """
-    hosts = workers.host_machines()
+    hosts = workers.host_machines(peak)
     if not hosts:
-        return survey_machine(workers, named_workers(config))
+        return survey_machine(workers, named_workers(config), peak)
     machines = tuple(machine for machine, _, _ in hosts)
     rates = [flops for _, flops, _ in hosts if flops is not None]
     return MachineSurvey(
@@ -63,13 +64,6 @@ def survey_machines(
         others=machines[1:],
         probe=_make_probe(workers, (hosts, before), log, fresh, show) if len(hosts) > 1 else None,
     )
-
-
-def leading_machine(config: RunConfig, workers: HostWorkers, peak: PeakNeed) -> Machine:
-    """This machine, which leads where there are several hosts."""
-    if hosts := workers.host_machines(peak):
-        return hosts[0][0]
-    return survey_machine(workers, named_workers(config), peak).machine
 
 
 def _make_probe(
