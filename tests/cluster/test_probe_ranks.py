@@ -21,7 +21,7 @@ from plait.cluster.probe.table import measurements_table
 from plait.cluster.requested_workers import RequestedWorkers
 from plait.cluster.topology import detect_cpu_machine
 from plait.commands.planning.measuring import PROGRESS, MachineSurvey
-from plait.commands.planning.workers import ENTRIES, PROBE_ENTRY
+from plait.commands.planning.workers import ENTRIES, PROBE_ENTRY, SYMBOLIC_SHAPES
 from plait.commands.probe import choose_probe_workers
 from plait.commands.probing.choose_request import probe_request_for
 from plait.commands.probing.measurements import (
@@ -56,8 +56,11 @@ def small_request() -> ProbeRequest:
     return ProbeRequest.from_json(json.dumps({**json.loads(whole.to_json()), **small}))
 
 
+NEEDS = (SYMBOLIC_SHAPES,)
+"""As the jobs of plait probe."""
 TABLE = EntryTable(
     functions={**ENTRIES.functions, **entries_of("tests.cluster.probe_entries").functions},
+    optional=ENTRIES.optional,
     preload=("plait.commands.probing.rank",),
 )
 
@@ -72,7 +75,7 @@ def server() -> Iterator[ForkServer]:
 def messages(server: ForkServer) -> list[Message]:
     """All that two ranks of a whole probe told."""
     found: list[Message] = []
-    job = Job(entry=PROBE_ENTRY, argument=small_request().to_json(), world_size=2, threads=1)
+    job = Job(entry=PROBE_ENTRY, argument=small_request().to_json(), world_size=2, threads=1, needs=NEEDS)
     server.run(job, on_message=found.append)
     return found
 
@@ -123,7 +126,7 @@ def test_a_layers_time_holds_no_finding_of_pages(server: ForkServer) -> None:
     shape = explicit_shape(layers=2, width=128, vocabulary=256, sequence=256)
     request = model_probe_request(shape, sequence=256, sequences=16, device="cpu", precision="float32", threads=1)
     messages: list[Message] = []
-    job = Job(entry="count_pages", argument=request.to_json(), world_size=1, threads=1)
+    job = Job(entry="count_pages", argument=request.to_json(), world_size=1, threads=1, needs=NEEDS)
     server.run(job, on_message=messages.append)
     layer_bytes = 4 * 4096 * 12 * 128  # at the least, of the largest scene alone
     for found in messages[0].values.values():
@@ -169,7 +172,8 @@ def test_two_hosts_are_measured_inside_and_between(server: ForkServer) -> None:
     messages: list[Message] = []
     request = replace(small_request(), messages=(2**10, 2**16))
     server.run(
-        Job(entry="on_two_hosts", argument=request.to_json(), world_size=3, threads=1), on_message=messages.append
+        Job(entry="on_two_hosts", argument=request.to_json(), world_size=3, threads=1, needs=NEEDS),
+        on_message=messages.append,
     )
     measured = measurements_from(parse_result(messages[-1].values), request, "key")
     first, second = measured.devices
