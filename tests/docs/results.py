@@ -200,6 +200,23 @@ def _submit_start(path: Path) -> Figures:
     return {"beyond_s": found["beyond_s"], "rounds": len(found["rounds"])}
 
 
+def _precision_seeds(path: Path) -> Figures:
+    """Of each recipe: steps, and the difference in percent of bf16's held-out loss that is farthest from zero."""
+    pairs = json.loads(path.read_text())["pairs"]
+    recipes = {
+        recipe: [one for one in pairs if one["recipe"] == recipe]
+        for recipe in dict.fromkeys(pair["recipe"] for pair in pairs)
+    }
+    return {
+        recipe: {
+            "seeds": len(found),
+            "steps": found[0]["steps"],
+            "most": max(100 * abs(one["difference"]) for one in found),
+        }
+        for recipe, found in recipes.items()
+    }
+
+
 def _expert_balance(path: Path) -> Figures:
     """Over all seeds: the greatest loads, and by how many percent the loss with the bias is below the others."""
     seeds = json.loads(path.read_text())["seeds"]
@@ -284,6 +301,7 @@ _READERS: dict[str, Callable[[Path], Figures]] = {
     "watching": _watching,
     "faults": _faults,
     "expert-balance": _expert_balance,
+    "precision-seeds": _precision_seeds,
     "recovery-time": _standings,
     "save-stall": _standings,
     "recovery-cost": _recovery_cost,
