@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from plait.checkpoint.store import clean_staging, newest_good, prune, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import whole_slice, write_rank
 from plait.errors import RunFailed
+from tests.small_file_system import small_file_system
 
 CHANGES = ("open", "write", "flush", "fsync", "close", "rename", "mkdir", "unlink", "rmdir", "remove")
 DISK_CALLS = {*CHANGES, "scandir", "listdir", "stat", "lstat", "fstat", "statvfs"}
@@ -156,13 +156,8 @@ def test_a_file_size_limit_stops_cleanly(folder, save):
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one MiB and a few inodes; needs the right to mount."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=16", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system here; the /dev/full tests cover a full disk")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with small_file_system(tmp_path, "size=1m,nr_inodes=16") as disk:
+        yield disk
 
 
 def test_too_little_space_is_told_in_bytes_before_anything_is_written(small_disk, save):

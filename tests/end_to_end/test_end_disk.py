@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from plait.checkpoint.store import verify_checkpoint
 from tests.end_to_end.command import Place, ended, wait_while_running
+from tests.small_file_system import small_file_system
 
 FILE_LIMIT_BYTES = 150_000
 
@@ -23,13 +23,8 @@ def limit_file_size() -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A file system of eight MiB, or as many as are named; needs the right to mount."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={getattr(request, 'param', 8)}m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system here; the test of the file size limit covers a write that fails")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    with small_file_system(tmp_path, f"size={getattr(request, 'param', 8)}m") as disk:
+        yield disk
 
 
 def fill(disk: Path, leave_bytes: int) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from plait import regular_file
 from plait.regular_file import LOG_AHEAD_BYTES, SpaceAhead
 from plait.report.sinks import MetricsFile, TensorBoard
 from tests.report.test_report_metrics import step_report
+from tests.small_file_system import small_file_system
 
 LINES = 2000
 
@@ -21,13 +21,8 @@ LINES = 2000
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 32 MiB; needs the right to mount."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system here")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    with small_file_system(tmp_path, "size=32m") as disk:
+        yield disk
 
 
 def fill(disk: Path) -> None:
