@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from typing import NoReturn
 
 from plait.launch.values.job import RankContext
 
@@ -26,7 +27,7 @@ def step_together(context: RankContext, argument: str) -> None:
         progress.step(step)
         progress.phase("forward and backward")
         time.sleep(0.02)
-        while argument == str(context.rank) and step > 20:
+        if argument == str(context.rank) and step > 20:
             _spin()
         progress.phase("the sum of gradients")
         progress.collective()
@@ -36,7 +37,6 @@ def step_together(context: RankContext, argument: str) -> None:
     dist.destroy_process_group()
 
 
-def _spin() -> None:
-    deadline = time.monotonic() + 0.1
-    while time.monotonic() < deadline:
-        pass
+def _spin() -> NoReturn:
+    while True:
+        time.monotonic()

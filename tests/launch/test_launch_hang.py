@@ -65,7 +65,7 @@ def test_a_rank_that_computes_without_end_is_named(server: ForkServer) -> None:
     assert (error.facts.cause, error.facts.rank, error.facts.what) == ("hung", 1, "working"), str(error)
     assert error.facts.place == "forward and backward of step 21"
     assert "while the others waited in the sum of gradients of step 21" in str(error)
-    assert "_spin" in error.facts.stack
+    assert "in _spin\n" in error.facts.stack, error.facts.stack
 
 
 def test_a_stopped_fork_server_is_ended_and_another_takes_its_place() -> None:
