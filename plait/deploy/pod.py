@@ -147,9 +147,10 @@ def _places(job: ClusterJob) -> dict[str, Any]:
 
 
 def container_command(job: ClusterJob) -> list[str]:
-    """What the container runs, the same in each pod."""
-    arguments = ["--nodes", str(job.nodes), "--", *job.target]
-    return ["python3", "-P", "-m", "plait", "node", *arguments]
+    """What the container runs, the same in each pod. Kubernetes would put variables in place of "$(NAME)", and reads
+    "$$" as "$"."""
+    target = [word.replace("$", "$$") for word in job.target]
+    return ["python3", "-P", "-m", "plait", "node", "--nodes", str(job.nodes), "--", *target]
 
 
 def container_variables(job: ClusterJob, leader: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./@+=-]*(?::[A-Za-z0-9_./@+=-]+)*")
-_OTHER_MEANING = re.compile(r"y|n|yes|no|on|off|true|false|null|\.inf|\.nan", re.IGNORECASE)
+_OTHER_MEANING = re.compile(r"y|n|yes|no|on|off|true|false|null|\.inf|\.nan|\.[0-9_].*|\.+", re.IGNORECASE)
 
 
 def yaml_document(value: Mapping[str, Any], comments: Sequence[str] = ()) -> str:

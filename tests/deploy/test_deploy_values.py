@@ -12,14 +12,14 @@ from hypothesis import strategies as some
 
 from plait.deploy.cluster_job import ClusterJob, NodeGroup
 from plait.deploy.manifests import JobKind, manifests, manifests_text
-from plait.deploy.pod import USER_ID, KubernetesRequest
+from plait.deploy.pod import USER_ID, KubernetesRequest, container_command
 from plait.deploy.yaml_text import yaml_document
 from tests.deploy.strict import VERSIONS, complaints, documents, pod_specs
 
 ROOT = Path(__file__).parents[2]
 TEXTS = some.text(some.characters(exclude_categories=("Cs", "Cc"), exclude_characters="\u2028\u2029\ufeff\ufffe\uffff"))
 LINES = some.lists(TEXTS, min_size=1).map(lambda lines: "".join(f"{line}\n" for line in lines))
-SCALARS = ("yes", "No", "null", "~", "1e3", "0x1f", "12:30:00", "=", "2026-11-25")
+SCALARS = ("yes", "No", "null", "~", "1e3", "0x1f", "12:30:00", "=", "2026-11-25", ".5", ".5e3", "...")
 SIGNS = ("- a", "a: b", "a #b", "'", '"', "", " a", "a ")
 ODD = some.sampled_from([*SCALARS, *SIGNS])
 KEYS = some.one_of(TEXTS, ODD)
@@ -73,6 +73,20 @@ def test_a_file_whose_name_no_config_map_takes_has_its_name_again_in_the_pods(ki
     volumes = [volume for value in values for spec in pod_specs(value) for volume in spec["volumes"]]
     [mounted] = [volume["configMap"] for volume in volumes if "configMap" in volume]
     assert mounted == {"name": "one-input", "items": [{"key": "mein-rezept.toml", "path": "mein rezept.toml"}]}
+
+
+def _expanded(word: str, variables: dict[str, str]) -> str:
+    """A word of a container's command as the kubelet hands it on (kubernetes.io: "Define a Command and Arguments")."""
+    return re.sub(
+        r"\$\$|\$\(([^()]*)\)", lambda found: "$" if found[1] is None else variables.get(found[1], found[0]), word
+    )
+
+
+@given(some.lists(some.text(some.sampled_from("$()HOME {}"), min_size=1), min_size=1))
+def test_kubernetes_puts_no_variable_into_what_was_typed(target: list[str]) -> None:
+    job = ClusterJob(name="one", run="one", target=tuple(target), groups=(NodeGroup(nodes=1, gpus=0),))
+    command = container_command(job)
+    assert [_expanded(word, {"HOME": "/tmp"}) for word in command[-len(target) :]] == target
 
 
 def test_layers_that_reach_over_machines_keep_all_pods_in_one_zone() -> None:

@@ -76,6 +76,7 @@ def test_new_processes_have_the_bits_of_those_that_made_the_copies(run: RunCopie
 
 
 SEVERAL = {
+    "pipeline": ("layout.replicate=1", "layout.pipeline=2"),
     "replicate": ("layout.replicate=4",),
     "shard the optimizer": ("layout.replicate=1", "layout.shard=4", "layout.shard_what=optimizer"),
     "replicate and tensor": ("layout.replicate=2", "layout.tensor=2"),
@@ -83,16 +84,15 @@ SEVERAL = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL)
+@pytest.mark.parametrize("layout", slow_but("pipeline", SEVERAL))
 def test_each_host_has_all_that_its_ranks_need(run: RunCopies, tmp_path: Path, layout: str) -> None:
     make_tiny(tmp_path, *SEVERAL[layout])
     lineage, new = next(LINEAGES), tmp_path / "new"
     new.mkdir()
-    asked = {"lineage": lineage, "hosts": 2}
-    run("copy_and_save", tmp_path, 4, steps=2, new=str(tmp_path / "whole"), **asked)
-    restored = run("restore_and_save", tmp_path, 4, steps=0, new=str(new), **asked, **{"from": 2})
-    assert [restored[rank].get("step") for rank in range(4)] == [2] * 4, restored
+    asked, ranks = {"lineage": lineage, "hosts": 2}, 2 if layout == "pipeline" else 4
+    run("copy_and_save", tmp_path, ranks, steps=2, new=str(tmp_path / "whole"), **asked)
+    restored = run("restore_and_save", tmp_path, ranks, steps=0, new=str(new), **asked, **{"from": 2})
+    assert [restored[rank].get("step") for rank in range(ranks)] == [2] * ranks, restored
     assert manifest(new, 2) == manifest(tmp_path / "whole", 2)
 
 

@@ -20,6 +20,7 @@ from plait.trainer.assemble import Assembly
 from plait.trainer.balance.meter import Meter, measures_waits
 from plait.trainer.balance.move_layers import max_stage_layers
 from plait.trainer.balance.step_history import StepHistory
+from plait.trainer.checkpointing.all_ranks import agree_on_any
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 
@@ -104,7 +105,7 @@ class Rebalancer:
             lines = self._history.record(state.step, gathered, self._sequences)
         if self._world.size > 2:  # of two hosts' one cable everybody knows which it is
             requested = self._history is not None and self._history.needs_link_times
-            self._times_links = bool(self._world.largest(torch.tensor([int(requested)]))[0])
+            self._times_links = agree_on_any(self._world, requested)
         recorded = any(step > state.step for step, *_ in self._lines)
         return lines + (self._decide(state.step + 1) if due and not recorded else [])
 

@@ -1,4 +1,4 @@
-"""An act of all ranks that succeeds on all of them or fails on all of them, with one sentence."""
+"""What all ranks learn of each other, and an act that succeeds on all of them or fails on all, with one sentence."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from plait.errors import PlaitError, RunFailed
 from plait.parallel.mesh import Sums
 
 _SENTENCE_BYTES = 2_000
+
+
+def agree_on_any(world: Sums, own: bool) -> bool:
+    """Whether `own` is true of any rank, the same answer on all. Every rank must call it."""
+    return bool(world.largest(torch.tensor([int(own)]))[0])
 
 
 def run_on_all_ranks(

@@ -18,6 +18,7 @@ from plait.checkpoint.transfer import DTYPES, TensorSlice, rank_layout, stored_p
 from plait.launch.values.copies import SLOTS, CopyStore, KeptCopy
 from plait.parallel.mesh import Sums
 from plait.trainer.assemble import Assembly
+from plait.trainer.checkpointing.all_ranks import agree_on_any
 from plait.trainer.checkpointing.host_cover import PartPlace, kept_beside
 from plait.trainer.checkpointing.persist import held_state, rank_slices, state_boxes
 from plait.trainer.optimizer.optim import updates_counted
@@ -65,6 +66,8 @@ class MemoryCopies:
         self._newest, self._saving = newest, None
         self._shape: _Shape | None = None
         self._beside: Sequence[PartPlace] | None = None
+        self._settles = False
+        """Whether any rank copies weights that another one updates: then all of them settle before a copy."""
         self.state: Literal["on", "off"] = "on"
         self.cost_s = 0.0
         """Seconds for which the last copy held up this rank; those of a save count as the save's."""
@@ -97,6 +100,7 @@ class MemoryCopies:
         Returns "" or, on all ranks alike, why there can be no copies: then nothing is copied.
         """
         self._beside = self._found_beside()
+        self._settles = agree_on_any(self._world, bool(self._beside))
         nbytes = self._shape_of(self._all_slices(TrainState())).nbytes
         lacks = not self._is_usable or SLOTS * nbytes * len(self._at.ranks) > free_bytes
         for slot in () if lacks else range(2):
@@ -185,7 +189,7 @@ class MemoryCopies:
         flat = _flat(slices)
         signature = [(key, one.offset, one.tensor.shape, one.tensor.dtype) for key, one in flat]
         if self._shape is None or self._shape.signature != signature:
-            self._shape = _shape(self._world.index, flat, signature)
+            self._shape = _shape(self._world.index, slices, signature)
         return self._shape
 
     def _all_slices(self, state: TrainState, own: Slices | None = None) -> Slices:
@@ -197,8 +201,9 @@ class MemoryCopies:
             optimizer = self._assembly.optimizer
             if optimizer.state and (updates := updates_counted(optimizer)) is not None:
                 found[BESIDE + "adam_step"] = [whole_slice(updates.reshape(1))]
-        if wanted := set(self._beside or ()):
+        if self._settles:
             self._assembly.model.settle()
+        if wanted := set(self._beside or ()):
             for key, box, numbers in held_state(self._assembly):
                 if (key, box.offset, box.extent) in wanted:
                     one = TensorSlice(tensor=numbers, shape=box.shape, offset=box.offset)
@@ -207,7 +212,7 @@ class MemoryCopies:
 
     def _found_beside(self) -> Sequence[PartPlace]:
         """What this rank copies besides its own; nothing where all ranks are on one host. Every rank must call it."""
-        if not int(self._world.largest(torch.tensor([int(len(self._at.ranks) < self._world.size)]))[0]):
+        if not agree_on_any(self._world, len(self._at.ranks) < self._world.size):
             return ()
         slices = rank_slices(self._assembly, TrainState(), self._world, check="nothing")
         own = [(key, one.offset, tuple(one.tensor.shape)) for key, some in slices.items() for one in some]
@@ -230,22 +235,15 @@ def _flat(slices: Slices) -> list[tuple[str, TensorSlice]]:
     return [(key, one) for key, some in slices.items() for one in some]
 
 
-def _shape(rank: int, flat: Sequence[tuple[str, TensorSlice]], signature: Sequence[tuple[Any, ...]]) -> _Shape:
+def _shape(rank: int, slices: Slices, signature: Sequence[tuple[Any, ...]]) -> _Shape:
     """Own parts lie as in the rank's file of a checkpoint, those beside them after it."""
     file = part_files(rank)[0]
-    number_of = {stored_part(key, one, file).key: number for number, (key, one) in enumerate(flat)}
-    header, parts, _ = rank_layout(rank, _grouped(flat))
+    number_of = {stored_part(key, one, file).key: number for number, (key, one) in enumerate(_flat(slices))}
+    header, parts, _ = rank_layout(rank, slices)
     order = [(replace(part, sha256=_NO_HASH), number_of[part.key]) for part in parts]
     nbytes = len(header) + sum(part.nbytes for part, _ in order)
     text = f'"parts": {parts_text(part for part, _ in order)}'
     return _Shape(signature=signature, header=header, order=order, text=text, nbytes=nbytes)
-
-
-def _grouped(flat: Sequence[tuple[str, TensorSlice]]) -> dict[str, list[TensorSlice]]:
-    found: dict[str, list[TensorSlice]] = {}
-    for key, one in flat:
-        found.setdefault(key, []).append(one)
-    return found
 
 
 def _tensor_at(data: memoryview, part: StoredPart) -> Tensor:
