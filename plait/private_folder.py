@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
@@ -34,8 +34,13 @@ def job_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         named = [log for log in folder.rglob("*.log") if str(log) in str(error)]
         raise
     finally:
-        texts = {log: log.read_bytes() for log in named}
-        shutil.rmtree(folder, ignore_errors=True)
-        for log, text in texts.items():
-            make_private_folder(log.parent)
-            log.write_bytes(text)
+        remove_folder_but(folder, named)
+
+
+def remove_folder_but(folder: Path, kept: Iterable[Path]) -> None:
+    """Delete a folder and all that is in it but these small files."""
+    contents = {path: path.read_bytes() for path in kept}
+    shutil.rmtree(folder, ignore_errors=True)
+    for path, content in contents.items():
+        make_private_folder(path.parent)
+        path.write_bytes(content)

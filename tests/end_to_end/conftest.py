@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +16,7 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 from tests.end_to_end.command import Place  # noqa: E402
+from tests.end_to_end.pair import Pair  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +37,13 @@ def reference(place: Place) -> Callable[[int], str]:
         return name
 
     return make
+
+
+@pytest.fixture
+def pair(place: Place, tmp_path: Path) -> Iterator[Pair]:
+    """Two hosts, the first in the folder of all runs; what a failed test leaves running is killed."""
+    made = Pair(place, Place(tmp_path / "other"), tmp_path / "secret")
+    yield made
+    for one in (made.lead, made.other):
+        for pid in one.processes():
+            os.kill(pid, signal.SIGKILL)

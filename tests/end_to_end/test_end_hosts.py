@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,63 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.command import STEPS, Ended, Place, ended, kill_group, wait_while_running
+from tests.end_to_end.pair import EVEN, Pair
 from tests.interop.folders import write_model
-
-CORES = sorted(os.sched_getaffinity(0))
-HALVES = (CORES[: max(1, len(CORES) // 2)], CORES[-max(1, len(CORES) // 2) :])
-"""A host each: its one worker then has the threads that one of two workers has on the whole machine."""
-
-EVEN = ("layout.shares=[4, 3]", 'balance.every="never"')
-"""The shares of equal workers: what these hosts measure of each other hangs on what else the machine does."""
-
-
-class Pair:
-    """Host 0, and a folder for the other one; both are told the secret by a file outside of their folders."""
-
-    def __init__(self, lead: Place, other: Place, secret: Path) -> None:
-        self.lead, self.other, self.secret = lead, other, secret
-        self.port = free_port()
-
-    def start_lead(self, name: str, *more: str) -> subprocess.Popen[str]:
-        """Start host 0, and wait until others can join."""
-        return self.start_command("train", "tiny.toml", f"run.name={name}", *more)
-
-    def start_command(self, *words: str) -> subprocess.Popen[str]:
-        """Start a command on host 0, and wait until others can join."""
-        process = self.lead.start(
-            *(*words, "--hosts", "2", "--address", "127.0.0.1"),
-            *("--port", str(self.port), "--secret-file", str(self.secret)),
-            preexec_fn=lambda: os.sched_setaffinity(0, HALVES[0]),
-        )
-        wait_while_running(lambda: listens(self.port), process)
-        return process
-
-    def start_join(self, place: Place | None = None, secret: Path | None = None) -> subprocess.Popen[str]:
-        return (place or self.other).start(
-            *("join", f"127.0.0.1:{self.port}", "--secret-file", str(secret or self.secret)),
-            preexec_fn=lambda: os.sched_setaffinity(0, HALVES[1]),
-        )
-
-    def start(self, name: str, *more: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-        return self.start_lead(name, *more), self.start_join()
-
-    def assert_nothing_left(self) -> None:
-        """No process, no port, nothing half written on either host."""
-        for place in (self.lead, self.other):
-            place.assert_nobody_left()
-            assert not list(place.folder.glob("runs/*/checkpoints/.*")), place.folder
-            names = [path.name for path in place.folder.rglob("*")]
-            assert not [name for name in names if name.startswith(("nonce-", "plait-")) or name.endswith(".part")]
-        assert not listens(self.port)
-
-
-@pytest.fixture
-def pair(place: Place, tmp_path: Path) -> Iterator[Pair]:
-    made = Pair(place, Place(tmp_path / "other"), tmp_path / "secret")
-    yield made
-    for one in (made.lead, made.other):
-        for pid in one.processes():
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_two_hosts_in_folders_of_their_own_give_the_bits_of_one(
@@ -264,18 +207,6 @@ def assert_secret_is_nowhere(pair: Pair, *ends: Ended) -> None:
             assert not path.is_file() or secret.encode() not in path.read_bytes(), path
 
 
-def free_port() -> int:
-    """One that the kernel deals to nobody who asks for any: no stranger listens there once plait has closed it."""
-    least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    return next(port for port in random.sample(range(least // 2, least), 100) if not listens(port))
-
-
-def listens(port: int) -> bool:
-    """Whether somebody waits for connections at a port, as the kernel has it."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return any(row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port for row in rows)
-
-
 @pytest.mark.slow
 def test_a_check_looks_at_both_hosts_and_the_link_between_them(pair: Pair) -> None:
     lead, guest = pair.start_command("probe", "tiny.toml", "--check"), pair.start_join()
@@ -321,18 +252,29 @@ def recipe_from_base(pair: Pair) -> Iterator[None]:
     path.write_text(before)
 
 
+PIPELINE = ("layout.replicate=1", "layout.pipeline=2", "balance.every=never")
+TUNED = {
+    "all weights": EVEN,
+    "adapters": (*EVEN, "finetune.method=lora"),
+    "all weights in a pipeline": PIPELINE,
+    "adapters in a pipeline": (*PIPELINE, "finetune.method=lora"),
+}
+
+
 @pytest.mark.slow
-def test_a_model_goes_on_learning_on_two_hosts_as_on_one(pair: Pair, recipe_from_base: None) -> None:
+@pytest.mark.parametrize("tuned", TUNED)
+def test_a_model_goes_on_learning_on_two_hosts_as_on_one(pair: Pair, recipe_from_base: None, tuned: str) -> None:
     """The other host has no model of its own: the weights are sent to it, once for all starts."""
+    stem = f"further-{tuned.replace(' ', '-')}"
     write_model(pair.lead.folder / "base", shard_size="20KB")
-    alone = pair.lead.train("further-alone", *EVEN)
+    alone = pair.lead.train(f"{stem}-alone", *TUNED[tuned])
     assert alone.code == 0, alone
-    for name in ("further", "further-again"):
-        lead, guest = (ended(process) for process in pair.start(name, *EVEN))
+    for name in (stem, f"{stem}-again"):
+        lead, guest = (ended(process) for process in pair.start(name, *TUNED[tuned]))
         assert (lead.code, guest.code) == (0, 0) and not lead.err + guest.err, (lead, guest)
-        assert pair.lead.numbers(name) == pair.lead.numbers("further-alone")
-        assert pair.lead.manifest(name, 12) == pair.lead.manifest("further-alone", 12)
+        assert pair.lead.numbers(name) == pair.lead.numbers(f"{stem}-alone")
+        assert pair.lead.manifest(name, 12) == pair.lead.manifest(f"{stem}-alone", 12)
         pair.assert_nothing_left()
-        assert ("of weights to begin with to" in lead.out) == (name == "further"), lead.out
+        assert ("of weights to begin with to" in lead.out) == (name == stem), lead.out
     models = pair.other.folder / ".plait" / "received" / "models"
     assert len(list(models.iterdir())) == 1 and not (pair.other.folder / "base").exists()

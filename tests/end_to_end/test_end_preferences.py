@@ -4,12 +4,14 @@ a killed run goes on bit for bit, on one worker too."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.command import Ended, Place, ended, kill_group, wait_while_running
+from tests.end_to_end.pair import Pair
 from tests.interop.folders import write_model
 
 RECIPE = """
@@ -37,6 +39,8 @@ lr = 0.02
 [layout]
 replicate = 2
 """
+EVEN_PAIRS = ("balance.every=never", "layout.micro_sequences=2")
+"""Shares that no measurement of the hosts changes."""
 
 
 def pair(number: int) -> dict[str, object]:
@@ -159,3 +163,23 @@ def test_what_cannot_be_learnt_is_one_sentence_before_a_worker_starts(
     told = ended(home.start("train", "go.toml", *([override] if override else [])))
     assert told.code == 2 and told.err.count("\n") == 1 and words in told.err, told
     assert not (home.folder / "runs" / "go" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_two_hosts_that_share_no_folder_have_the_bits_of_one(
+    home: Place, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each host keeps the reference for itself; a worker that is killed does not lose it."""
+    further = tmp_path_factory.mktemp("other")
+    pair_of_hosts = Pair(home, Place(further), further / "secret")
+    run(home, "train", "go.toml", "run.name=one", *EVEN_PAIRS)
+    for name in ("two", "again"):
+        asked = ("train", "go.toml", f"run.name={name}", *EVEN_PAIRS, "recover.state_every=2")
+        lead, guest = pair_of_hosts.start_command(*asked), pair_of_hosts.start_join()
+        if name == "again":
+            wait_while_running((home.path("again") / "metrics.jsonl").exists, lead)
+            os.kill(pair_of_hosts.other.rank_process("again", 1), signal.SIGKILL)
+        first, second = ended(lead), ended(guest)
+        assert (first.code, second.code) == (0, 0) and not first.err + second.err, (first, second)
+        assert numbers(home, name) == numbers(home, "one")
+        pair_of_hosts.assert_nothing_left()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.command import Place, ended, kill_group, wait_while_running
-from tests.end_to_end.test_end_hosts import free_port, listens
+from tests.end_to_end.pair import free_port, listens
 
 LEAD = """
 import json, plait

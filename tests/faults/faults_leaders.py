@@ -13,7 +13,7 @@ import pytest
 
 from plait.checkpoint.store import newest_good
 from tests.end_to_end.command import STEPS, Place, ended, wait_until, wait_while_running
-from tests.end_to_end.test_end_hosts import EVEN, Pair
+from tests.end_to_end.pair import EVEN, Pair
 from tests.faults.conftest import Results
 
 LEADERS, SERVERS, AGENTS = 10, 5, 3

@@ -18,6 +18,7 @@ from plait.commands.hosts.requests import StagedKind
 from plait.commands.hosts.shared_folder import mount_of, shared_folder_lines, write_nonce
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder
+from plait.commands.planning.workers import ROUTING
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError
 from plait.interop.base_model import needed_files, read_base_model
@@ -203,8 +204,11 @@ class FileStager:
             _, sent = send_folder(member, staged.checkpoint, staged.checkpoint_entries, place)
             self._log_sent(sent, staged.checkpoint.name, member)
         plan = replace(read_plan(folder / "plan.json"), corpus=corpus, base=base)
-        member.ask("put", {"name": "recipe.toml"}, recipe.encode())
-        member.ask("put", {"name": "plan.json"}, plan_text(plan).encode())
+        small = {"recipe.toml": recipe.encode(), "plan.json": plan_text(plan).encode()}
+        if (routing := folder / ROUTING).exists():  # of a proof: where one process sent a mixture's tokens
+            small[ROUTING] = routing.read_bytes()
+        for name, content in small.items():
+            member.ask("put", {"name": name}, content)
         return JobFolder(path=path, is_shared=False)
 
     def _send_corpus(self, member: JoinedHost, staged: _StagedFiles) -> str:

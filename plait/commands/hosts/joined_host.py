@@ -34,7 +34,7 @@ from plait.launch.remote.wire import Frame
 from plait.launch.values.job import Job
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
-from plait.private_folder import make_private_folder
+from plait.private_folder import make_private_folder, remove_folder_but
 from plait.report.atomic import replace_file
 
 
@@ -62,13 +62,14 @@ class JoinedHostFiles:
 
     def close(self) -> None:
         """Unlock the run's folder, and delete what belongs to single jobs, to a checkpoint that was not saved, or to an
-        incomplete file.
+        incomplete file. Logs of a job that failed stay: what ended it may name one.
 
         Call it when no rank of this host is running any more.
         """
         if self._incoming is not None:
             self._incoming.discard_partial_file()
-        self._remove_job_folder()
+        if self._folder is not None and not self._in_run_folder:
+            remove_folder_but(self._folder, [log for log in self._folder.glob("rank-*.log") if log.stat().st_size])
         if self._run is not None:
             self._run.close()
         self._locks.close()

@@ -98,7 +98,7 @@ class BlockHeader:
 class SmallFile:
     """The bytes beside this are a whole file of the current folder."""
 
-    name: Literal["recipe.toml", "plan.json"]
+    name: Literal["recipe.toml", "plan.json", "routing.safetensors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,8 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 TRAINING_ENTRY, TIMING_ENTRY, CHECK_ENTRY = "train", "time_steps", "check_gradients"
 MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY = "measure_machine", "probe", "measure_products"
 MACHINE_CHECK_ENTRY = "check_machine"
+ROUTING = "routing.safetensors"
+"""Where the one process of a proof leaves which experts each token went to, for the ranks of a layout."""
 COMPILER, SYMBOLIC_SHAPES = "compiler", "symbolic shapes"
 ENTRIES = EntryTable(
     functions={

@@ -11,8 +11,8 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Literal
 
-from plait.commands.planning.workers import CHECK_ENTRY, WorkerPool, modules_needed
-from plait.commands.verifying.small_model import ROUTING, plan_for_device, shrunk_plan
+from plait.commands.planning.workers import CHECK_ENTRY, ROUTING, WorkerPool, modules_needed
+from plait.commands.verifying.small_model import plan_for_device, shrunk_plan
 from plait.data.preparation.synthetic import write_synthetic
 from plait.errors import PlaitError
 from plait.launch.values.job import Job

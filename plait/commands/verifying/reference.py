@@ -19,7 +19,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plait.commands.verifying.small_model import ROUTING, STEPS_PER_OPTIMIZER
+from plait.commands.planning.workers import ROUTING
+from plait.commands.verifying.small_model import STEPS_PER_OPTIMIZER
 from plait.launch.values.job import RankContext
 from plait.model.matmul import select_matmul_precision
 from plait.parallel.mesh import ONE_PROCESS, make_mesh, use_gpu, world_sums

@@ -31,8 +31,6 @@ SHRUNK_WINDOW = 3
 """Tokens that a query of a windowed layer sees in a small model."""
 SHRUNK_RANK = 3
 """Of a small model's adapters: fewer rows than many layouts have ranks."""
-ROUTING = "routing.safetensors"
-"""Where the one process of a proof leaves which experts each token went to."""
 CHECK_LR = 0.01
 CHECK_CLIP = 0.25
 """Below the norms of a small model's first gradients, so that clipping acts."""

@@ -1,0 +1,53 @@
+"""Any layout on two hosts: the bits of one host, with copies in memory, and after a worker's death on either host."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+
+import pytest
+
+from tests.end_to_end.command import ended, wait_while_running
+from tests.end_to_end.pair import EVEN, Pair
+from tests.end_to_end.test_end_recovery import assert_same_end, done_steps, incidents
+
+ALONE = ("layout.replicate=1",)
+PIPELINE = (*ALONE, "layout.pipeline=2", "balance.every=never")
+STAGES = (*PIPELINE, "model.layers=4", "layout.stage_layers=[2, 2]")
+"""Named: hosts are measured, and one machine's workers are not, so that each would choose its own."""
+LAYOUTS = {
+    "replicate": EVEN,
+    "sgd": (*EVEN, "optimizer.kind=sgd", "optimizer.lr=0.1"),
+    "optimizer": (*ALONE, "layout.shard=2", "layout.shard_what=optimizer", *EVEN),
+    "parameters": (*ALONE, "layout.shard=2", "layout.shard_what=parameters", *EVEN),
+    "tensor": (*ALONE, "layout.tensor=2"),
+    "context": (*ALONE, "layout.context=2"),
+    "experts": (*EVEN, "model.experts=4", "model.expert_balance=bias", "model.size=auto"),
+    "split experts": (*EVEN, "layout.expert=2", "model.experts=4", "model.expert_balance=bias", "model.size=auto"),
+    **{schedule: (*STAGES, f"layout.schedule={schedule}") for schedule in ("gpipe", "1f1b", "zero-bubble")},
+    "interleaved": (*PIPELINE, "layout.schedule=interleaved", "layout.virtual_stages=2", "model.layers=4"),
+    "untied": (*STAGES, "model.tied=false"),
+    "heads": (*STAGES, "model.auxiliary_heads=[1,2]", "model.predict_ahead=2"),
+    "bf16": (*STAGES, "train.precision=bf16"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_hosts_have_the_bits_of_one_and_lose_few_steps_to_a_death(pair: Pair, layout: str) -> None:
+    alone, name = f"one-{layout}".replace(" ", "-"), f"two-{layout}".replace(" ", "-")
+    whole = pair.lead.train(alone, *LAYOUTS[layout])
+    assert whole.code == 0, whole
+    lead, guest = pair.start(name, *LAYOUTS[layout], "recover.state_every=3")
+    after_step = random.Random(os.getpid()).randrange(5, 30)
+    wait_while_running(lambda: done_steps(pair.lead, name) > after_step, lead)
+    rank = after_step % 2
+    os.kill((pair.other if rank else pair.lead).rank_process(name, rank), signal.SIGKILL)
+    first, second = ended(lead), ended(guest)
+    assert (first.code, second.code) == (0, 0) and not first.err + second.err, (first, second)
+    assert_same_end(pair.lead, name, alone)
+    [incident] = [line for line in incidents(pair.lead, name) if "cause" in line]
+    assert incident["rank"] == rank and incident["from_copies"] and incident["steps_lost"] <= 3, json.dumps(incident)
+    pair.assert_nothing_left()
