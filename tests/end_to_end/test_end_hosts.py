@@ -252,7 +252,7 @@ def recipe_from_base(pair: Pair) -> Iterator[None]:
     path.write_text(before)
 
 
-PIPELINE = ("layout.replicate=1", "layout.pipeline=2", "balance.every=never")
+PIPELINE = ("layout.replicate=1", "layout.pipeline=2", "layout.stage_layers=[2, 2]", "balance.every=never")
 TUNED = {
     "all weights": EVEN,
     "adapters": (*EVEN, "finetune.method=lora"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from plait.checked_json import parse_json, typed_value
@@ -116,7 +116,9 @@ def model_probe_request(
     threads: int,
 ) -> ProbeRequest:
     """The request for one model with at most `sequences` sequences at a time, including the products that remain
-    when its matrices are split over 2 and 4 workers."""
+    when its matrices are split over 2 and 4 workers. Of a model with adapters it is the one without, all of whose
+    weights learn: the planner adds the adapters' own products, and leaves out those of weights that are frozen."""
+    shape = replace(shape, adapter=None)
     largest = probed_sequences(shape, sequence, sequences, device=device, threads=threads)
     # A single sequence too: few tokens take longer each, and pipelines take few at a time.
     counts = sorted({1, max(1, largest // 4), largest})
