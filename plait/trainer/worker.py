@@ -21,7 +21,7 @@ from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
 from plait.trainer.assemble import Assembly, assemble
-from plait.trainer.balance.actions import Rebalancer, watch_every_steps
+from plait.trainer.balance.actions import Rebalancer, plan_at, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import BuildAssembly, move_layers
 from plait.trainer.checkpointing.background import saver_of
@@ -56,7 +56,8 @@ def main(context: WorkerContext, argument: str) -> None:
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)
         reference = KeptReference(plan, world, objective=config.finetune.objective, overlong=config.data.overlong)
-        assembly = _assembled(build, plan, reference, context, requested["resume"] or requested["from_copies"])
+        begun = plan_at(plan, requested["from_copies"], folder / "shares.jsonl", world)
+        assembly = _assembled(build, begun, reference, context, requested["resume"] or requested["from_copies"])
         assembly, meter = attach_meter(assembly, clock_of(assembly.device), context.progress)
         copying = _copying(context, requested["lineage"], world)
         state, whole = TrainState(), set[int]()

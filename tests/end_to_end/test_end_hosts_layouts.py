@@ -11,7 +11,7 @@ import pytest
 
 from tests.end_to_end.command import ended, wait_while_running
 from tests.end_to_end.pair import EVEN, Pair
-from tests.end_to_end.test_end_recovery import assert_same_end, done_steps, incidents
+from tests.end_to_end.test_end_recovery import assert_same_end, done_steps, incidents, is_back
 
 ALONE = ("layout.replicate=1",)
 PIPELINE = (*ALONE, "layout.pipeline=2", "balance.every=never")
@@ -50,4 +50,29 @@ def test_two_hosts_have_the_bits_of_one_and_lose_few_steps_to_a_death(pair: Pair
     assert_same_end(pair.lead, name, alone)
     [incident] = [line for line in incidents(pair.lead, name) if "cause" in line]
     assert incident["rank"] == rank and incident["from_copies"] and incident["steps_lost"] <= 3, json.dumps(incident)
+    pair.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_copies_of_stages_that_were_cut_anew_are_gone_on_from(pair: Pair) -> None:
+    """Each host has copies of the layers that were its own when they were made."""
+    lines = [
+        {"step": step, "shares": [7], "reason": "as a test wrote", "speeds": [1.0, 2.0], "stage_layers": layers}
+        for step, layers in ((10, [3, 1]), (30, [1, 3]))
+    ]
+    for name in ("moved-alone", "moved"):
+        pair.lead.path(name).mkdir(parents=True)
+        (pair.lead.path(name) / "shares.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert pair.lead.train("moved-alone", *STAGES).code == 0
+    lead, guest = pair.start("moved", *STAGES, "recover.state_every=3")
+    for start, after_step, rank in ((2, 15, 1), (3, 40, 0)):
+        wait_while_running(lambda step=after_step: done_steps(pair.lead, "moved") > step, lead)
+        os.kill((pair.lead, pair.other)[rank].rank_process("moved", rank), signal.SIGKILL)
+        wait_while_running(lambda start=start: is_back(pair.lead, "moved", start), lead)
+    first, second = ended(lead), ended(guest)
+    assert (first.code, second.code) == (0, 0) and not first.err + second.err, (first, second)
+    assert_same_end(pair.lead, "moved", "moved-alone")
+    found = [line for line in incidents(pair.lead, "moved") if "cause" in line]
+    assert [line["from_copies"] for line in found] == [True, True] and "cannot be used" not in first.out
+    assert "lack a part" not in first.out, first.out
     pair.assert_nothing_left()

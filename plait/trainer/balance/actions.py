@@ -6,7 +6,7 @@ Each change is decided on rank 0 by planner/rebalancing, and is on disk before t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
 import torch
@@ -62,7 +62,7 @@ class Rebalancer:
         self._times_links = False
         self._layers = assembly.plan.layout.stage_layers
         self._stages = stage_costs_of(assembly.plan) if move_layers else None
-        self._lines = _recorded_changes(file, world, len(self._sequences), len(self._layers))
+        self._lines = _recorded_changes(file, world, assembly.plan)
         self._history = StepHistory(assembly.plan) if is_watched(assembly.plan) and world.index == 0 else None
 
     def step(self, take: TakeStep, state: TrainState) -> tuple[TrainState, Scalars]:
@@ -163,8 +163,17 @@ def watch_every_steps(plan: Plan) -> int:
     return MAX_STEPS_BETWEEN_GATHERS[plan.device] if is_watched(plan) else 0
 
 
-def _recorded_changes(file: Path, world: Sums, sequences: int, stages: int) -> list[_Line]:
+def plan_at(plan: Plan, step: int, file: Path, world: Sums) -> Plan:
+    """The plan with the layers that the stages had at a step, by what rank 0 finds recorded in `file`: a state that was
+    copied there lies where they were. Every rank must call it."""
+    layout = plan.layout
+    due = [layers for first, _, layers in _recorded_changes(file, world, plan) if first <= step and any(layers)]
+    return replace(plan, layout=replace(layout, stage_layers=due[-1])) if due else plan
+
+
+def _recorded_changes(file: Path, world: Sums, plan: Plan) -> list[_Line]:
     """The changes that rank 0 finds recorded in `file`, on every rank; layers are 0 where none were recorded."""
+    sequences, stages = len(plan.sequences_per_replica), len(plan.layout.stage_layers)
     lines = read_shares(file) if world.index == 0 else ()
     count = int(world(torch.tensor([len(lines)]))[0])
     table = torch.zeros(count, 1 + sequences + stages, dtype=torch.int64)
