@@ -175,7 +175,9 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
 
 def _fullest(found: NDArray[np.float64], p: TensorSizes) -> Reals:
     """[items, candidates] at each candidate's fullest moment."""
-    sizes = np.stack([np.broadcast_to(getattr(p, name), p.stream.shape) for name in TENSOR_SIZES])
+    sizes = np.empty((len(TENSOR_SIZES), len(p.stream)))
+    for row, name in zip(sizes, TENSOR_SIZES, strict=True):
+        row[:] = getattr(p, name)
     held = found @ sizes
     return np.take_along_axis(held, held.sum(axis=1).argmax(axis=0)[None, None], axis=0)[0]
 

@@ -130,9 +130,10 @@ COLUMN_DEFAULTS: Mapping[str, int | str] = {
 
 def group_equal_columns(keys: np.ndarray) -> list[Counts]:
     """Indices of the columns, equal columns together."""
-    _, kind = np.unique(keys, axis=1, return_inverse=True)
-    order = np.argsort(kind.ravel(), kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(kind.ravel()[order])) + 1) if len(order) else []
+    order = np.lexsort(keys[::-1])  # np.unique takes five times as long
+    ordered = keys[:, order]
+    begins = np.flatnonzero((ordered[:, 1:] != ordered[:, :-1]).any(axis=0)) + 1
+    return np.split(order, begins) if len(order) else []
 
 
 def _column_value(row: Mapping[str, int | str], name: str) -> int:

@@ -92,6 +92,7 @@ def layers_of_stages(layers: int, stages: int, head_cost: float, layer_split: La
     return layer_split
 
 
+@lru_cache(maxsize=4096)
 def balanced_stages_by_cost(layers: int, stages: int, head_cost: float) -> tuple[int, ...]:
     """Layers of each stage so that the most expensive stage is as cheap as can be, the head counted with the last
     stage: what plait runs on equal devices."""
