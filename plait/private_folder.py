@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -38,9 +39,15 @@ def job_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def remove_folder_but(folder: Path, kept: Iterable[Path]) -> None:
-    """Delete a folder and all that is in it but these small files."""
-    contents = {path: path.read_bytes() for path in kept}
-    shutil.rmtree(folder, ignore_errors=True)
-    for path, content in contents.items():
-        make_private_folder(path.parent)
-        path.write_bytes(content)
+    """Delete a folder and all that is in it but these files, which are not touched; what cannot be deleted stays."""
+    stays = set(kept)
+    if not stays:
+        shutil.rmtree(folder, ignore_errors=True)
+    for parent, folders, files in os.walk(folder, topdown=False):
+        for path in (Path(parent, name) for name in files):
+            if path not in stays:
+                with suppress(OSError):
+                    path.unlink()
+        for path in (Path(parent, name) for name in folders):
+            with suppress(OSError):  # one that is not empty, or a link
+                path.rmdir()

@@ -14,6 +14,7 @@ from plait.commands.hosts.file_stager import FileStager
 from plait.commands.hosts.file_transfer import file_entries_of
 from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.planning.run_folder import RunFolder
+from plait.commands.planning.workers import ROUTING
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.link import Reply
@@ -288,6 +289,29 @@ def test_of_a_run_that_never_came_whole_nothing_is_left(here: Path, other: Neigh
     freight(again)[0].stage_job_files(HOME, "run")
     again.depot.close()
     assert (other.folder / HOME / "joined.json").exists() and RunFolder(other.folder / HOME).has_begun
+
+
+def test_where_one_process_sent_tokens_is_sent_with_a_proof(here: Path, other: Neighbour) -> None:
+    (HOME / ROUTING).write_bytes(b"routes")
+    [place] = freight(other)[0].stage_job_files(HOME, "job")
+    assert (Path(place.path) / ROUTING).read_bytes() == b"routes"
+
+
+def test_of_a_job_that_failed_the_logs_stay_and_of_one_that_was_released_nothing(here: Path, other: Neighbour) -> None:
+    asked = {"kind": "job", "name": "x", "recipe": (HOME / "recipe.toml").read_text()}
+    folders = []
+    for said in ("fine", "Traceback"):
+        folders.append(Path(other.ask("open", asked).values["folder"]))
+        other.ask("put", {"name": "recipe.toml"}, b"")
+        (folders[-1] / "corpus").mkdir()
+        (folders[-1] / "corpus" / "index.json").write_text("{}")
+        (folders[-1] / "rank-1.log").write_text(said)
+        (folders[-1] / "rank-2.log").touch()
+        if said == "fine":
+            other.ask("release", {})
+    other.depot.close()
+    assert not folders[0].exists()
+    assert [(path.name, path.read_text()) for path in folders[1].rglob("*")] == [("rank-1.log", "Traceback")]
 
 
 def test_what_leads_out_of_the_folders_is_refused(here: Path, other: Neighbour) -> None:
