@@ -6,28 +6,37 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.peers.gpu_loop import (
-    FFN,
     Measured,
     allowed_attention,
     answer,
+    ffn_of,
     figures,
+    forget_peak,
     gpu_flags,
     mark,
     workload_for,
 )
 from benchmarks.workload import Workload
+from plait.cluster.measure import detect_machine, machine_peak_flops
+from plait.commands.preparing.corpus import corpus_facts
 from plait.data.preparation.synthetic import write_synthetic
+from plait.data.shards import open_corpus
 from plait.layout import Layout
-from plait.model.shape import ModelShape, parameter_count
+from plait.model.adapter_shape import AdapterShape
+from plait.model.shape import ModelShape, linear_layers, parameter_count
 from plait.model.weights import training_flops_per_token
 from plait.parallel.mesh import make_mesh, world_sums
-from plait.planner.plan import OptimizerPlan, Plan
+from plait.planner.derive.resources import Resources
+from plait.planner.plan import Forecast, OptimizerPlan, Plan
+from plait.planner.resolve.resolve import draft
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import assemble
 from plait.trainer.state import TrainState
@@ -35,15 +44,17 @@ from plait.units import Amount, Every
 
 
 def model_shape(size: str, work: Workload) -> ModelShape:
-    """The peer's model in plait's terms: GPT-2 at 125M, a Llama at the others."""
-    gpt2 = size == "125M"
-    return ModelShape(
-        layers=work.layers, width=work.width, heads=work.heads, kv_heads=work.heads,
-        head_width=work.width // work.heads, ffn=4 * work.width if gpt2 else FFN[work.width],
+    """The peer's model in plait's terms: GPT-2 at 125M, a Llama at the others, with adapters at "LoRA 8B"."""
+    gpt2, adapted = size == "125M", size == "LoRA 8B"
+    shape = ModelShape(
+        layers=work.layers, width=work.width, heads=work.heads, kv_heads=work.heads // (4 if adapted else 1),
+        head_width=work.width // work.heads, ffn=4 * work.width if gpt2 else ffn_of(size, work),
         vocabulary=work.vocabulary, sequence=work.sequence, norm="layernorm" if gpt2 else "rmsnorm",
         activation="gelu" if gpt2 else "swiglu", positions="learned" if gpt2 else "rope",
         bias="all" if gpt2 else "none", tied=gpt2,
     )  # fmt: skip
+    adapter = AdapterShape(rank=16, alpha=32, targets=linear_layers(shape))
+    return replace(shape, adapter=adapter) if adapted else shape
 
 
 def plan_for(shape: ModelShape, work: Workload, flags: argparse.Namespace, corpus: Path) -> Plan:
@@ -69,8 +80,10 @@ def train(flags: argparse.Namespace, work: Workload, folder: Path) -> Measured:
     write_synthetic(corpus, vocabulary=work.vocabulary, sequence=work.sequence, seed=work.seed)
     (folder / "recipe.toml").write_text('[data]\nfiles = "none.txt"\n')
     plan = plan_for(model_shape(flags.size, work), work, flags, corpus)
+    told = forecast_of(plan, folder)  # before this process takes memory, which would be another program's to it
     mesh = make_mesh(plan.layout, plan.device)
     assembly = assemble(load_recipe(folder / "recipe.toml"), plan, sums=world_sums(), mesh=mesh)
+    forget_peak(device)
     state, totals, marks = TrainState(), [], [mark(device)]
     with allowed_attention(flags):
         for _ in range(plan.steps):
@@ -81,7 +94,19 @@ def train(flags: argparse.Namespace, work: Workload, folder: Path) -> Measured:
     # Some of the synthetic documents are never learned: a tiny step may have no token that counts.
     first, last = (float(total[0] / total[1].clamp(min=1)) for total in (totals[0], totals[-1]))
     flops = training_flops_per_token(plan.shape, plan.sequence, "full")
-    return figures(flags, work, marks, flops=round(flops), parameters=parameter_count(plan.shape), losses=(first, last))
+    parameters = parameter_count(plan.shape)
+    found = figures(flags, work, marks, flops=round(flops), parameters=parameters, losses=(first, last))
+    return replace(found, planned_bytes=told.tensor_bytes, planned_step_s=told.step_s) if told else found
+
+
+def forecast_of(plan: Plan, folder: Path) -> Forecast | None:
+    """What the planner foretells of this very plan on this machine; None where the catalogue lacks its GPU."""
+    keys = ("replicate=1", f"micro_sequences={plan.micro_sequences}", f"recompute={plan.layout.recompute}")
+    config = load_recipe(folder / "recipe.toml", [f"layout.{key}" for key in keys])
+    machine = detect_machine()
+    peak, _ = machine_peak_flops(machine)
+    resources = Resources(machine=machine, peak_flops=peak)
+    return draft(config, corpus_facts(open_corpus(Path(plan.corpus))), resources, recipe_hash="", begun=plan).plan.forecast
 
 
 def main() -> None:
@@ -90,8 +115,12 @@ def main() -> None:
     backend = "cpu:gloo,cuda:nccl" if flags.device == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        answer(flags, work, train(flags, work, Path(folder)))
-    os._exit(0)  # see contender.leave
+        try:
+            answer(flags, work, train(flags, work, Path(folder)))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    os._exit(0)  # see contender.leave; torch would also wait for ever for a group that an error left open
 
 
 if __name__ == "__main__":

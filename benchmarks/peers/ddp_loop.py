@@ -110,8 +110,9 @@ def main() -> None:
 
 def build_optimizer(model: nn.Module, workload: Workload) -> torch.optim.Optimizer:
     """Fused AdamW; matrices decay, vectors do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in learning if parameter.dim() > 1]
+    vectors = [parameter for parameter in learning if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": workload.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     betas = (workload.beta1, workload.beta2)
     return torch.optim.AdamW(groups, lr=workload.learning_rate, betas=betas, eps=workload.epsilon, fused=True)

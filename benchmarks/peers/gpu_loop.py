@@ -1,4 +1,5 @@
 """A plain torch loop on one GPU, to stand beside plait there: 125M at 1,024 tokens to 7B at 2,048, bfloat16 autocast.
+The size "LoRA 8B" is gpu_lora.py's.
 
 torch.compile over the whole model, fused AdamW, clipping; float32 master weights; no host sync in the loop. Attention
 by the kernel that torch chooses, or by flash alone, as for all contenders. `--tiny --device cpu` runs the same code in
@@ -35,8 +36,9 @@ LLAMA_1B = Workload(layers=16, width=2048, heads=16, sequence=4096, vocabulary=3
 LLAMA_3B = Workload(layers=28, width=3072, heads=24, sequence=4096, vocabulary=32_768, sequences_per_rank=1)
 LLAMA_7B = Workload(layers=32, width=4096, heads=32, sequence=2048, vocabulary=32_768, sequences_per_rank=1)
 TINY = Workload(layers=2, width=64, heads=4, sequence=64, vocabulary=256, sequences_per_rank=2)
-SIZES = {"125M": GPT2_125M, "1B": LLAMA_1B, "3B": LLAMA_3B, "7B": LLAMA_7B}
-FFN = {LLAMA_1B.width: 5632, LLAMA_3B.width: 8192, LLAMA_7B.width: 11_008, TINY.width: 192}
+LLAMA_8B = Workload(layers=32, width=4096, heads=32, sequence=2048, vocabulary=128_256, sequences_per_rank=2)
+SIZES = {"125M": GPT2_125M, "1B": LLAMA_1B, "3B": LLAMA_3B, "7B": LLAMA_7B, "LoRA 8B": LLAMA_8B}
+FFN = {"1B": 5632, "3B": 8192, "7B": 11_008, "LoRA 8B": 14_336}
 
 # Shapes: b sequences, t tokens, h heads, d head width, w width.
 
@@ -53,6 +55,14 @@ class Measured:
     peak_bytes: int
     first_loss: float
     last_loss: float
+    planned_bytes: float | None = None
+    """Of tensors, and seconds of a step, as plait's planner foretells them; None of other programs."""
+    planned_step_s: float | None = None
+
+
+def ffn_of(size: str, shape: Workload) -> int:
+    """Width of a Llama's feedforward."""
+    return 3 * shape.width if shape.width == TINY.width else FFN[size]
 
 
 class LlamaBlock(nn.Module):
@@ -111,7 +121,7 @@ def build(size: str, shape: Workload) -> tuple[nn.Module, int]:
         model: nn.Module = GPT2(shape)
         flops = shape.flops_per_token
     else:
-        ffn = FFN[shape.width]
+        ffn = ffn_of(size, shape)
         model = Llama(shape, ffn)
         matrices = shape.layers * (4 * shape.width**2 + 3 * shape.width * ffn) + shape.width * shape.vocabulary
         flops = 6 * matrices + attention_flops(shape)
@@ -126,6 +136,8 @@ def attention_flops(shape: Workload) -> int:
     return 12 * shape.layers * shape.sequence * shape.width
 
 
+Build = Callable[[str, Workload], tuple[nn.Module, int]]
+"""From a size and its workload to what `build` returns."""
 Arrange = Callable[[nn.Module, argparse.Namespace], tuple[nn.Module, AbstractContextManager[object]]]
 """From a model on its device and the flags to what the loop calls, and the context in which it does."""
 
@@ -142,17 +154,22 @@ def allowed_attention(flags: argparse.Namespace) -> AbstractContextManager[objec
 
 
 def train(
-    flags: argparse.Namespace, shape: Workload, device: torch.device, arrange: Arrange = compiled_whole
+    flags: argparse.Namespace,
+    shape: Workload,
+    device: torch.device,
+    arrange: Arrange = compiled_whole,
+    build: Build = build,
 ) -> Measured:
     """Warm up, then time each step by events on the device; tokens are random and lie on the device already."""
     torch.set_float32_matmul_precision("high")
-    model, flops = build(flags.size, shape)
-    model.to(device)
+    with device:  # drawn where they are needed: a processor takes a minute for billions
+        model, flops = build(flags.size, shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     net, precision = arrange(model, flags)
     optimizer = build_optimizer(model, shape)
     window = torch.randint(shape.vocabulary, (shape.sequences_per_rank, shape.sequence + 1), device=device)
     losses: list[torch.Tensor] = []
+    forget_peak(device)
     marks = [mark(device)]
     with allowed_attention(flags):
         for _ in range(flags.warmup + flags.steps):
@@ -191,6 +208,12 @@ def figures(
         first_loss=losses[0],
         last_loss=losses[1],
     )
+
+
+def forget_peak(device: torch.device) -> None:
+    """What was held while a model was built is no part of its training."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def mark(device: torch.device) -> torch.cuda.Event | float:
@@ -245,10 +268,10 @@ def answer(flags: argparse.Namespace, shape: Workload, measured: Measured) -> No
         flags.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def main(arrange: Arrange = compiled_whole) -> None:
+def main(arrange: Arrange = compiled_whole, build: Build = build) -> None:
     flags = gpu_flags()
     shape = workload_for(flags)
-    answer(flags, shape, train(flags, shape, torch.device(flags.device), arrange))
+    answer(flags, shape, train(flags, shape, torch.device(flags.device), arrange, build))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer on one GPU: its own GPT-2 or Llama, in bf16, compiled; sizes and flags of gpu_loop."""
+"""Hugging Face's Trainer on one GPU: its own GPT-2 or Llama, in bf16, compiled; sizes and flags of gpu_loop. "LoRA 8B"
+is PEFT's model of gpu_lora.py, not compiled, as its users run it."""
 
 from __future__ import annotations
 
@@ -13,16 +14,18 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers import TrainingArguments as Arguments
 
 from benchmarks.peers.gpu_loop import (
-    FFN,
     Measured,
     allowed_attention,
     answer,
     attention_flops,
+    ffn_of,
     figures,
+    forget_peak,
     gpu_flags,
     mark,
     workload_for,
 )
+from benchmarks.peers.gpu_lora import build_lora
 from benchmarks.workload import Workload
 
 
@@ -48,6 +51,7 @@ class Marks(TrainerCallback):
         self.device, self.marks = device, list[Any]()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
+        forget_peak(self.device)
         self.marks.append(mark(self.device))
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -65,7 +69,9 @@ def build(size: str, shape: Workload) -> tuple[torch.nn.Module, int]:
         )  # fmt: skip
         config._attn_implementation = "sdpa"
         return GPT2LMHeadModel(config), shape.flops_per_token
-    ffn = FFN[shape.width]
+    if size == "LoRA 8B":
+        return build_lora(size, shape)
+    ffn = ffn_of(size, shape)
     config = LlamaConfig(
         vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=ffn, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, max_position_embeddings=shape.sequence, tie_word_embeddings=False,
@@ -77,11 +83,12 @@ def build(size: str, shape: Workload) -> tuple[torch.nn.Module, int]:
 
 def train(flags: argparse.Namespace, shape: Workload, folder: str) -> Measured:
     """Its documented settings for speed, at the same mathematics as the others'."""
-    model, flops = build(flags.size, shape)
+    with torch.device(flags.device):
+        model, flops = build(flags.size, shape)
     steps = flags.warmup + flags.steps
     arguments = Arguments(
         output_dir=folder, max_steps=steps, per_device_train_batch_size=shape.sequences_per_rank, bf16=True,
-        use_cpu=flags.device == "cpu", torch_compile=flags.compile == "model", optim="adamw_torch_fused",
+        use_cpu=flags.device == "cpu", torch_compile=flags.compile == "model" and flags.size != "LoRA 8B", optim="adamw_torch_fused",
         learning_rate=shape.learning_rate, lr_scheduler_type="constant", adam_beta1=shape.beta1,
         adam_beta2=shape.beta2, weight_decay=shape.weight_decay, max_grad_norm=shape.clip, logging_steps=steps - 1,
         logging_nan_inf_filter=False, save_strategy="no", report_to="none", disable_tqdm=True, tf32=None,

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._functorch.config as functorch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.cluster.probe.arithmetic import arithmetic_runs
+from plait.cluster.probe import arithmetic
 from plait.cluster.probe.request import ProbeRequest, model_probe_request
 from plait.commands.probing.training_pieces import training_operations_for
-from plait.model.attention import Documents
+from plait.model.attention import Attend, Documents, cumulative_lengths, of_any_length
 from plait.model.gpt import Layer
 from plait.model.sizes import explicit_shape
 from plait.parallel.compile import compile_layer
@@ -32,21 +33,39 @@ def attend_rows(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Docum
 @pytest.fixture(autouse=True)
 def no_graphs_from_before() -> Iterator[None]:
     torch._dynamo.reset()
-    yield
+    with functorch.patch(donated_buffer=True):  # a probe's own process changes it for good
+        yield
     torch._dynamo.reset()
 
 
-def test_a_layer_is_compiled_before_it_is_timed_and_its_backward_can_be_repeated() -> None:
-    graphs = CountedGraphs()
+def attend_with_ends(
+    q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None, window: int
+) -> Tensor:
+    """As GPUs do, whose graphs know the number of documents as a symbol: torch then compiles the backward at once."""
+    assert documents is not None and documents.ends is not None
+    return attend_rows(q_bthd, k_bthd, v_bthd, documents, window) * documents.ends.shape[0]
+
+
+@pytest.mark.parametrize("attend", [attend_rows, attend_with_ends])
+def test_a_layer_is_compiled_before_it_is_timed_and_its_backward_can_be_repeated(
+    attend: Attend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, request = CountedGraphs(), replace(REQUEST, compile="blocks")
+
+    def on_a_gpu(documents: Documents, device: torch.device, *, longest: int) -> Documents:
+        return Documents(documents.lengths, of_any_length(cumulative_lengths(documents.lengths)), longest)
+
+    monkeypatch.setattr(Documents, "on", on_a_gpu)
+    monkeypatch.setattr(arithmetic, "attention_runs", lambda *_: {})  # its kernel is a GPU's
 
     def prepare(layer: nn.Module) -> None:
         assert isinstance(layer, Layer)
-        layer.attention.attend = attend_rows  # on a processor plait's own asks for the library, outside of a graph
+        layer.attention.attend = attend  # on a processor plait's own asks for the library, outside of a graph
         layer.compile(dynamic=False, fullgraph=True, backend=graphs)
 
-    runs = arithmetic_runs(REQUEST, CPU, replace(training_operations_for(REQUEST), prepare_layer=prepare))
+    runs = arithmetic.arithmetic_runs(request, CPU, replace(training_operations_for(request), prepare_layer=prepare))
     before = graphs.count
-    assert before == len(REQUEST.models)
+    assert before == len(request.models)
     for (work, _), run in runs.items():
         if work in ("layer", "layer_backward"):
             run()

@@ -56,8 +56,10 @@ def run_ranks() -> Iterator[RunRanks]:
 
 
 @pytest.fixture(autouse=True)
-def no_graphs_from_before() -> Iterator[None]:
-    """Compiled functions of one test say nothing in the next."""
+def nothing_from_before() -> Iterator[None]:
+    """Compiled functions of one test say nothing in the next, and its memory on the GPU is no other program's."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

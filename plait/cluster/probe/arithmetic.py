@@ -63,6 +63,8 @@ def arithmetic_runs(request: ProbeRequest, device: torch.device, training: Train
     """All work that the request names, as functions that are ready to be timed."""
     dtype = torch.bfloat16 if request.precision == "bf16" else torch.float32
     runs: PieceRuns = {}
+    if request.compile == "blocks":
+        _let_backward_be_repeated()
     for model in request.models:
         runs |= _layer_runs(model, device, dtype, training)
         runs |= _head_runs(model, device, training)
@@ -167,8 +169,7 @@ def _layer_runs(
     def backward() -> None:
         torch.autograd.grad(kept[0], wanted, grad_nd, retain_graph=True)
 
-    with _backward_may_be_repeated():
-        forward()
+    forward()
     wanted = [x_nd, *layer.parameters()]
     grad_nd = random_tensor(tuple(kept[0].shape), device, kept[0].dtype)
     return {
@@ -178,12 +179,12 @@ def _layer_runs(
     }
 
 
-def _backward_may_be_repeated() -> AbstractContextManager[object]:
-    """While a layer is compiled: its backward pass must not reuse the memory of what it needs, since a probe calls it
-    over and over."""
+def _let_backward_be_repeated() -> None:
+    """Compiled backward passes of this process, which a probe calls over and over, do not reuse the memory of what they
+    need. torch looks at the setting when it compiles and again at each call."""
     import torch._functorch.config as functorch  # only where a layer is compiled does it matter
 
-    return functorch.patch(donated_buffer=False)
+    functorch.donated_buffer = False
 
 
 def _head_runs(model: ProbedModel, device: torch.device, training: TrainingOperations) -> PieceRuns:
