@@ -106,7 +106,9 @@ def forecast_of(plan: Plan, folder: Path) -> Forecast | None:
     machine = detect_machine()
     peak, _ = machine_peak_flops(machine)
     resources = Resources(machine=machine, peak_flops=peak)
-    return draft(config, corpus_facts(open_corpus(Path(plan.corpus))), resources, recipe_hash="", begun=plan).plan.forecast
+    return draft(
+        config, corpus_facts(open_corpus(Path(plan.corpus))), resources, recipe_hash="", begun=plan
+    ).plan.forecast
 
 
 def main() -> None:

@@ -88,7 +88,8 @@ def train(flags: argparse.Namespace, shape: Workload, folder: str) -> Measured:
     steps = flags.warmup + flags.steps
     arguments = Arguments(
         output_dir=folder, max_steps=steps, per_device_train_batch_size=shape.sequences_per_rank, bf16=True,
-        use_cpu=flags.device == "cpu", torch_compile=flags.compile == "model" and flags.size != "LoRA 8B", optim="adamw_torch_fused",
+        use_cpu=flags.device == "cpu", optim="adamw_torch_fused",
+        torch_compile=flags.compile == "model" and flags.size != "LoRA 8B",
         learning_rate=shape.learning_rate, lr_scheduler_type="constant", adam_beta1=shape.beta1,
         adam_beta2=shape.beta2, weight_decay=shape.weight_decay, max_grad_norm=shape.clip, logging_steps=steps - 1,
         logging_nan_inf_filter=False, save_strategy="no", report_to="none", disable_tqdm=True, tf32=None,

@@ -17,8 +17,9 @@ BeginCopy = Callable[[Tensor, Tensor], Callable[[], None]]
 def host_bytes(tensor: Tensor) -> Iterator[memoryview]:
     """The tensor's bytes in order; a piece is valid until the next one is asked for.
 
-    What lies on a processor is one piece and not copied, and nothing is one piece, too. From a CUDA device pieces come through two buffers of pinned
-    memory, which the bus writes to directly: one is filled while the caller works with the other.
+    What lies on a processor is one piece and not copied, and so is what has no bytes. From a CUDA device pieces come
+    through two buffers of pinned memory, which the bus writes to directly: one is filled while the caller works with
+    the other.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type != "cuda" or not len(flat):

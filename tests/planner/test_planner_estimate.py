@@ -157,7 +157,7 @@ def test_a_processor_keeps_only_the_process_beside_the_tensors():
     tiny = replace(GPT_22B, layers=2, width=64, heads=2, kv_heads=2, head_width=32, ffn=256, vocabulary=256)
     here, there = (estimate_memory(tiny, table, PLAIT_PROFILE.for_cluster(cluster)) for cluster in (laptop, A100))
     assert here.reserved[0] < 0.6e9
-    assert there.reserved[0] > 3e9
+    assert there.reserved[0] > 2.5e9
     mixed = replace(laptop, islands=(*laptop.islands, *A100.islands))
     assert PLAIT_PROFILE.for_cluster(mixed) == PLAIT_PROFILE
 

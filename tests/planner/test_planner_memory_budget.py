@@ -61,7 +61,7 @@ def test_every_layout_that_may_be_chosen_fits_with_the_forecasts_own_error_to_sp
 
 
 def test_a_named_layout_may_be_tight_and_says_so_in_one_sentence():
-    job, cluster = replace(small("1.3B"), layers=22), read_cluster("8x4090")
+    job, cluster = replace(small("1.3B"), layers=23), read_cluster("8x4090")
     tight, sure = (_named(job, named(8, recompute=again)) for again in ("selective", "full"))
     assert tight and not tight.fits_sparingly(tight.chosen)
     assert tight.bytes_per_device(tight.chosen) <= tight.capacity_bytes(tight.chosen)

@@ -213,6 +213,8 @@ def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> R
     routed = sparse * (4.0 - less) * load * w.experts_per_token * w.routed_width / c.tensor
     streamed = (profile.stream_held_bytes - 2 * less) * w.width / stream
     narrow = 2.0 * w.adapter_rank * len(w.adapter_targets)
+    if w.is_frozen:  # compiled layers norm again where products need it; adapters keep what they are given
+        narrow = narrow + 4.0 * w.width / stream
     held = streamed + attention - less * heads + inner + routed + narrow
     return tokens * held * (w.element_bytes / 2) + scores_held(w, c)
 

@@ -190,6 +190,8 @@ class SoftwareProfile:
             product_share=_DEFAULTS["product_share"],
             flash_share=PROCESSOR_FLASH_SHARE,
             logit_bytes=_DEFAULTS["logit_bytes"],
+            launch_s=_DEFAULTS["launch_s"],
+            step_s=_DEFAULTS["step_s"],
             fixed_bytes=0.0,
             outside_bytes=PROCESS_BYTES,
             memory_model="followed",
