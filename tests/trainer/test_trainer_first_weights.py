@@ -43,6 +43,6 @@ def test_a_part_of_a_weight_that_learns_is_filled_without_a_graph() -> None:
     initialize(whole, 5)
     name = "layers.1.attention.q.weight"
     first_weights.initialize_weights(
-        [HeldWeight(name=name, tensor=part, box=Box((32, 32), (8, 16), (8, 16)))], SHAPE, 5
+        [HeldWeight(name=name, tensor=part, box=Box(shape=(32, 32), offset=(8, 16), extent=(8, 16)))], SHAPE, 5
     )
     assert torch.equal(part, dict(whole.named_parameters())[name][8:16, 16:32]) and part.is_leaf
