@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -128,9 +129,10 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
 
 
 def select_deterministic_kernels(plan: Plan) -> None:
-    """Allow GPUs only deterministic kernels where the plan says so; attention's backward has none, and warns. A CPU's
-    are deterministic already at a fixed number of threads."""
+    """Allow GPUs only deterministic kernels where the plan says so; attention's backward has none, which the guides
+    say, and torch need not at each start. A CPU's are deterministic already at a fixed number of threads."""
     torch.use_deterministic_algorithms(plan.deterministic, warn_only=True)
+    warnings.filterwarnings("ignore", message=".* defaults to a non-deterministic algorithm", category=UserWarning)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

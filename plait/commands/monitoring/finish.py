@@ -17,6 +17,7 @@ from plait.commands.planning.introduction import Details, reason_lines
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import RunFailed
 from plait.model.weights import training_flops_per_token
+from plait.partition.execution import Compile
 from plait.planner.calibration.factors import (
     LEAST_STEPS_TO_LEARN,
     ForecastBasis,
@@ -33,7 +34,7 @@ from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport, median_speed
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import read_receipt, write_receipt
 from plait.screen.screen import Screen
-from plait.units import counted, format_duration
+from plait.units import Amount, counted, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 BUDGET_TOLERANCE_FACTOR = 1.15
@@ -60,15 +61,31 @@ def finish_run(
     receipt = _make_receipt(folder, plan, steps_done, monitor)
     write_receipt(receipt, folder.receipt)
     _print_end(folder, receipt, screen, details)
-    budget, wall_s = budget_of(config), receipt.wall_s
-    if budget.unit == "seconds" and not 1 / BUDGET_TOLERANCE_FACTOR <= wall_s / budget.value <= BUDGET_TOLERANCE_FACTOR:
-        screen.print(
-            f"the run took {format_duration(wall_s)}, not {budget}: steps took longer or shorter than the timed ones"
-        )
+    if missed := missed_budget_line(budget_of(config), receipt, plan.compile):
+        screen.print(missed)
     if monitor is not None:
         _print_observation(monitor, screen, details, working)
     _store_expert_load(folder, plan, screen, working)
     return receipt
+
+
+def missed_budget_line(budget: Amount, receipt: Receipt, compile: Compile) -> str:
+    """That a run took longer or shorter than its budget of time, and why; empty where it did not, or had none."""
+    if budget.unit != "seconds" or _about_equal(receipt.wall_s, budget.value):
+        return ""
+    stepping_s = receipt.steps * receipt.step_s_median
+    missed = f"the run took {format_duration(receipt.wall_s)}, not {budget}: "
+    if receipt.wall_s < stepping_s or not _about_equal(stepping_s, budget.value):
+        return missed + "steps took longer or shorter than the timed ones"
+    compiling = "compiling layers, " if compile == "blocks" else ""
+    return (
+        f"{missed}its steps took {format_duration(stepping_s)}, as planned, and {compiling}evaluations and checkpoints "
+        f"{format_duration(receipt.wall_s - stepping_s)}"
+    )
+
+
+def _about_equal(seconds: float, others: float) -> bool:
+    return 1 / BUDGET_TOLERANCE_FACTOR <= seconds / others <= BUDGET_TOLERANCE_FACTOR
 
 
 def is_finished(folder: RunFolder) -> bool:

@@ -66,7 +66,8 @@ def make_plan(
     show(0, 0, COMPARING_LAYOUTS)
     outline = make_draft(resources)
     measured = _timed_layouts(config, outline, workers, show)
-    show(0, 0, "choosing the precision")
+    if site.machine.device == "cpu":
+        show(0, 0, "choosing the precision")
     best = draft_in_best_precision(config, outline, choose(measured), resources, workers, make_draft)
     if best.plan.precision != outline.plan.precision:
         measured = _timed_layouts(config, best, workers, show)
