@@ -281,9 +281,33 @@ def _faults(path: Path) -> Figures:
     return {**bars, "A1 all": {"layouts": len(layouts), **counts, **worst}}
 
 
+def _one_gpu(path: Path) -> Figures:
+    """By size and program: milliseconds of a step, that time over plait's, MFU, and the most memory."""
+    found = json.loads(path.read_text())
+    sizes = {name: size for name, size in found.items() if isinstance(size, dict) and "turns" in size}
+    return {
+        "small": found["host_bound"],
+        **{
+            name: {program: _gpu_row(turns, size["turns"]["plait"]) for program, turns in size["turns"].items()}
+            for name, size in sizes.items()
+        },
+    }
+
+
+def _gpu_row(turns: list[dict[str, float]], of_plait: list[dict[str, float]]) -> Figures:
+    one, plait = turns[len(turns) // 2], of_plait[len(of_plait) // 2]
+    return {
+        **one,
+        "ms": one["step_s"] * 1e3,
+        "ratio": one["step_s"] / plait["step_s"],
+        "gib": one["peak_bytes"] / 2**30,
+    }
+
+
 _READERS: dict[str, Callable[[Path], Figures]] = {
     "published": _published,
     "first-run": _first_run,
+    "one-gpu": _one_gpu,
     "strands": _strands,
     "spread": _spread_programs,
     "finetune-speed": _finetune_speed,
