@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu bench-gpu-brief lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -129,6 +129,9 @@ bench-strands: env-bench  ## each strand beside torch's own means for it
 bench-gpu: env-bench  ## speed on one NVIDIA GPU
 	$(BIN)/python -m benchmarks.one_gpu
 	$(BIN)/python -m benchmarks.gpu_settings
+
+bench-gpu-brief: env-bench  ## the same sizes in some five minutes, one turn each
+	$(BIN)/python -m benchmarks.one_gpu_brief
 
 LAB_OUT ?= benchmarks/results/lab.jsonl
 
