@@ -14,6 +14,10 @@ _NO_PYTHON = (
     'nodes, or in a folder that they share" >&2; exit 2; }; exec "$0" "$@"'
 )
 _APPTAINER = "apptainer:"
+_FRESH_STEP = (
+    "# each start has a step of another number: a lost node that comes back would cancel the one that it had",
+    "for ((n = 0; n < ${SLURM_RESTART_COUNT:-0}; n++)); do srun --nodes=1 --ntasks=1 true; done",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,8 @@ def sbatch_script(job: ClusterJob, request: SlurmRequest) -> str:
     for number, group in enumerate(job.groups):
         lines += ["#SBATCH hetjob"] if number else []
         lines += [f"#SBATCH {option}" for option in _node_options(group, request)]
-    lines += ["", "set -u", *_meeting_lines(job), "", *_launch_lines(job, request), "code=$?", "", *_requeue_lines()]
+    lines += ["", "set -u", *_meeting_lines(job), *_FRESH_STEP, ""]
+    lines += [*_launch_lines(job, request), "code=$?", "", *_requeue_lines()]
     return "\n".join(lines) + "\n"
 
 
