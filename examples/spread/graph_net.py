@@ -28,7 +28,7 @@ class GraphNet(nn.Module):
 
     def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
         x = self.embed(nodes)
-        count = torch.zeros(len(x), 1).index_add(0, edges[1], torch.ones(edges.shape[1], 1)).clamp(min=1)
+        count = x.new_zeros(len(x), 1).index_add(0, edges[1], x.new_ones(edges.shape[1], 1)).clamp(min=1)
         for own, neighbours in zip(self.own, self.neighbours, strict=True):
             heard = torch.zeros_like(x).index_add(0, edges[1], neighbours(x)[edges[0]])
             x = x + F.relu(own(x) + heard / count)

@@ -72,5 +72,6 @@ for step, batch in enumerate(run.batches(data, batch=64)):
 
 model.eval()
 with torch.no_grad():
-    right = (model(images[1800:]).argmax(1) == labels[1800:]).float().mean()
+    found = model(images[1800:].to(run.device)).argmax(1).cpu()
+    right = (found == labels[1800:]).float().mean()
 print(f"of 200 other digits {right:.0%} are right")

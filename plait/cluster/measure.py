@@ -49,14 +49,23 @@ def detect_machine(
     `library` is what finds the GPUs, torch where none is given; `here` the host to ask about its driver, and `tools`
     what it compiles with, else those of this host.
     """
-    library, host = library or TorchGpus(), detect_cpu_machine()
+    library = library or TorchGpus()
     if requested.devices != "cpu":
         check_gpus_are_seen(library, here or ThisHost())
+    if numbers := chosen_gpus(requested, library.count()):
+        check_gpus_are_usable(library, numbers)
+    return describe_machine(requested, library, tools)
+
+
+def describe_machine(
+    requested: RequestedWorkers = ANY_WORKERS, library: GpuLibrary | None = None, tools: CompileTools | None = None
+) -> Machine:
+    """What `detect_machine` returns, without a look at whether its GPUs are free: for a process that fills them."""
+    library, host = library or TorchGpus(), detect_cpu_machine()
     present = library.count()
     numbers = chosen_gpus(requested, present)
     if not numbers:
         return host
-    check_gpus_are_usable(library, numbers)
     gpus = [library.gpu(number) for number in numbers]
     least = min(gpus, key=lambda one: one.memory_bytes)
     oldest = min(one.capability for one in gpus)

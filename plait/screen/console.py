@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from math import isfinite
 
 from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, TextColumn
@@ -12,6 +11,7 @@ from rich.table import Column
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.plausibility import mfu_text
+from plait.screen.recent_steps import RecentSteps
 from plait.screen.wrapping import wrapped
 from plait.units import format_count, format_duration
 
@@ -20,7 +20,6 @@ LINE_EVERY_S = 30.0
 LINE_EVERY_SHARE = 0.05
 REFRESH_EVERY_S = 0.1
 BAR_FROM_COLUMNS = 100
-SMOOTHING_STEPS = 20
 FACT_COLUMNS = (len("loss 12.345"), len("ETA 59 min 59 s"), len("12.3K tokens/s"))
 
 
@@ -42,7 +41,7 @@ class Console:
         self._total = total_steps
         self._screen = screen or Screen(highlight=False)
         self._clock = clock
-        self._smooth = _Smooth()
+        self._recent = RecentSteps()
         self._last_told_s = clock()
         self._last_told_step = steps_done
         self._line_every_s = FIRST_LINE_AFTER_S
@@ -52,7 +51,7 @@ class Console:
             self._progress.start()
 
     def step(self, report: StepReport) -> None:
-        self._smooth.add(report)
+        self._recent.add(report)
         if self._progress is not None:
             facts = facts_that_fit(self._facts(report), facts_width(self._screen.width))
             self._progress.update(self._task, completed=report.step, facts=facts)
@@ -92,12 +91,12 @@ class Console:
 
     def _facts(self, report: StepReport) -> list[str]:
         """Facts about a step, the most important first: a narrow screen shows only those that fit."""
-        left_s = (self._total - report.step) * self._smooth.step_s
+        left_s = (self._total - report.step) * self._recent.step_s
         facts = [
             f"step {report.step}/{self._total}",
-            f"loss {self._smooth.loss:.3f}",
+            f"loss {self._recent.loss:.3f}",
             f"ETA {format_duration(round(left_s))}",
-            f"{format_count(self._smooth.tokens_per_s)} tokens/s",
+            f"{format_count(self._recent.tokens_per_s)} tokens/s",
         ]
         facts += [] if report.mfu is None else [f"MFU {mfu_text(report.mfu)}"]
         facts += [] if report.pair_accuracy is None else [f"{report.pair_accuracy:.0%} ranked right"]
@@ -126,36 +125,6 @@ def facts_that_fit(facts: list[str], columns: int) -> str:
             break
         line = longer
     return line
-
-
-class _Smooth:
-    """Running means over about the last SMOOTHING_STEPS steps, right from the first step on."""
-
-    def __init__(self) -> None:
-        self._loss_weight = self._weight = self._loss = self._step_s = self._tokens = 0.0
-
-    def add(self, report: StepReport) -> None:
-        decay = 1 - 1 / SMOOTHING_STEPS
-        # A step without a finite loss is shown, and its neighbours are not lost with it.
-        loss_decay = decay if isfinite(self._loss) and isfinite(report.loss) else 0.0
-        earlier = self._loss if loss_decay else 0.0
-        self._loss_weight = self._loss_weight * loss_decay + 1
-        self._loss = earlier * loss_decay + report.loss
-        self._weight = self._weight * decay + 1
-        self._step_s = self._step_s * decay + report.step_s
-        self._tokens = self._tokens * decay + report.tokens_per_s * report.step_s
-
-    @property
-    def loss(self) -> float:
-        return self._loss / self._loss_weight
-
-    @property
-    def step_s(self) -> float:
-        return self._step_s / self._weight
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self._tokens / self._step_s if self._step_s else 0.0
 
 
 def _progress(screen: Screen) -> Progress:

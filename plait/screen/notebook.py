@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from html import escape
 
 from plait.report.metrics import EvalReport, StepReport
+from plait.screen.recent_steps import RecentSteps
 from plait.screen.screen import ShowProgress, TextPiece, in_brackets
 from plait.units import format_duration
 
@@ -65,7 +66,7 @@ class NotebookScreen:
             self.clear_bar()
 
     def steps(self, total_steps: int, steps_done: int = 0) -> NotebookSteps:
-        return NotebookSteps(self, total_steps, steps_done, self._clock)
+        return NotebookSteps(self, total_steps, steps_done)
 
     def set_bar(self, done: int, total: int, text: str) -> None:
         """Show how much of `total` is done; 0 is unknown."""
@@ -88,14 +89,13 @@ class NotebookScreen:
 class NotebookSteps:
     """The steps of a run as a bar with the newest loss and speed."""
 
-    def __init__(self, screen: NotebookScreen, total_steps: int, steps_done: int, clock: Callable[[], float]) -> None:
-        self._screen, self._total, self._first = screen, total_steps, steps_done
-        self._clock, self._began_s = clock, clock()
+    def __init__(self, screen: NotebookScreen, total_steps: int, steps_done: int) -> None:
+        self._screen, self._total, self._recent = screen, total_steps, RecentSteps()
         screen.set_bar(steps_done, total_steps, "starting")
 
     def step(self, report: StepReport) -> None:
-        spent_s, done = self._clock() - self._began_s, report.step - self._first
-        left = format_duration(round((self._total - report.step) * spent_s / max(1, done)))
+        self._recent.add(report)
+        left = format_duration(round((self._total - report.step) * self._recent.step_s))
         text = f"step {report.step}/{self._total} · loss {report.loss:.3f} · ETA {left}"
         self._screen.set_bar(report.step, self._total, text)
 

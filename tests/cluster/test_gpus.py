@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.cluster.gpus import TorchBuild, TorchGpus, check_gpu_computes, has_kernels_for
-from plait.cluster.measure import detect_machine
+from plait.cluster.measure import describe_machine, detect_machine
 from plait.cluster.nvidia_driver import NvidiaCards, ThisHost, find_nvidia_cards
 from plait.cluster.requested_workers import RequestedWorkers
 from plait.errors import PlaitError
@@ -115,6 +115,7 @@ def test_a_card_that_another_program_uses_is_refused_unless_it_is_not_asked_for(
     with pytest.raises(PlaitError, match="GPU 1, a H100 of 80 GiB, has only 30 GiB free: another program uses it; end"):
         detect_machine(library=taken, here=EMPTY)
     assert detect_machine(RequestedWorkers(devices=(0,)), library=taken, here=EMPTY).devices == 1
+    assert describe_machine(library=taken).name == "H100"  # what uses them may ask what they are
     with pytest.raises(PlaitError, match="lets no other program in"):
         detect_machine(library=replace(taken, free={0: None}), here=EMPTY)
 

@@ -286,7 +286,7 @@ def _one_gpu(path: Path) -> Figures:
     found = json.loads(path.read_text())
     sizes = {name: size for name, size in found.items() if isinstance(size, dict) and "turns" in size}
     return {
-        "small": found["host_bound"],
+        "small": found.get("host_bound", {}),
         **{
             name: {program: _gpu_row(turns, size["turns"]["plait"]) for program, turns in size["turns"].items()}
             for name, size in sizes.items()

@@ -30,8 +30,9 @@ KINDS: dict[str, Change] = {
     ),
     "windows": lambda shape: replace(shape, windows=(4, 0)),
 }
-WIDE = ("model.width=64", "model.heads=4", "layout.replicate=1")
-"""Rows that begin on 16 bytes, as kernels for GPUs want them."""
+WIDE = ("model.width=64", "model.heads=4", "layout.replicate=1", "optimizer.lr=0.003")
+"""Rows that begin on 16 bytes, as kernels for GPUs want them; and a rate at which bf16's rounding stays rounding: with
+ten times as much a mixture's router soon sends tokens elsewhere."""
 
 
 def losses(run_ranks: RunRanks, folder: Path, device: str, kind: str, **planned: Any) -> list[float]:
@@ -51,5 +52,5 @@ def test_a_kind_of_layer_computes_there_what_it_does_here(
     rounded = losses(run_ranks, tmp_path / "rounded", device.type, kind, precision="bf16", compile=compiled)
     assert there == pytest.approx(here, rel=1e-4)
     assert rounded != there
-    assert rounded == pytest.approx(here, rel=2e-2)
+    assert rounded == pytest.approx(here, rel=1e-2)
     assert len(set(here)) == 3

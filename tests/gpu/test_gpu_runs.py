@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from plait.commands.probe import probe
 from plait.commands.verify import verify
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, traced_peak
 from plait.planner.problem.candidates import Candidates
@@ -140,3 +141,15 @@ def test_verify_proves_the_run_s_own_arithmetic(tmp_path: Path, recompute: str) 
     )
     assert verdict is not None and verdict.ok
     assert "in bf16, compiled two runs on one device differ by" in out.getvalue()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_probe_measures_the_gpu_that_it_fills(tmp_path: Path) -> None:
+    """`plait probe` to its end: what it holds itself is no other program's."""
+    screen = TerminalScreen(Console(file=io.StringIO(), width=200))
+    found = probe(
+        None, workers=1, threads=None, fresh="again", out=None, screen=screen, working=WorkingFolder(tmp_path)
+    )
+    assert found is not None and found.measured is not None
+    assert {device.name for device in found.measured.devices} == {torch.cuda.get_device_name(0)}

@@ -16,7 +16,8 @@ from plait.cluster.cluster import read_cluster
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from plait.model.sizes import explicit_shape
-from plait.planner.memory.estimate import estimate_memory, layer_activations, scores_held
+from plait.planner.memory.activations import layer_activations, scores_held
+from plait.planner.memory.estimate import estimate_memory
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, traced_peak
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE

@@ -11,6 +11,7 @@ from rich.console import Console as Screen
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.screen.console import Console, facts_that_fit
+from plait.screen.recent_steps import RecentSteps
 
 
 class Clock:
@@ -45,6 +46,20 @@ def test_a_log_gets_a_line_each_five_percent_when_that_is_sooner():
     assert lines[0] == "step 50/1000   · loss 3.000  · ETA 7 min 55 s  · 12.3K tokens/s · MFU 61%"
     assert lines[-1] == "step 1000/1000 · loss 3.000  · ETA 0 s         · 12.3K tokens/s · MFU 61%"
     assert max(map(len, lines)) <= 80
+
+
+def test_steps_that_were_compiled_do_not_count_as_those_that_come():
+    out = io.StringIO()
+    console = Console(1000, screen=Screen(file=out, width=40))
+    for step in range(1, 51):
+        took_s = 8.0 if step <= 2 else 0.5
+        console.step(replace(report(step), step_s=took_s, tokens_per_s=12_345 * 0.5 / took_s))
+    console.close()
+    assert "ETA 7 min 55 s  · 12.3K tokens/s" in out.getvalue().splitlines()[0]
+    first = RecentSteps()
+    for took_s in (8.0, 8.0, 0.5, 0.5):
+        first.add(replace(report(1), step_s=took_s, tokens_per_s=100 / took_s))
+    assert (first.step_s, first.tokens_per_s) == (0.5, 200.0)
 
 
 def test_a_log_gets_its_first_line_after_ten_seconds_and_one_each_thirty_when_that_is_sooner():

@@ -28,6 +28,7 @@ from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak
 from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.balance.meter import attach_meter, clock_of
 from plait.trainer.checkpointing.background import CheckpointSaver, SaveEnd, saver_of
 from plait.trainer.checkpointing.persist import restore, save, verify_together
 from plait.trainer.state import TrainState
@@ -246,6 +247,7 @@ def meet_the_compiler(context: RankContext, argument: str) -> None:
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
     with process_group_for(context, plan):
         assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
+        assembly, _ = attach_meter(assembly, clock_of(assembly.device))
         with LiveTensorPeak(torch.device("cpu"), assembly.tensors()):  # as in a run's first step
             assembly.step(TrainState())
         assembly.loader.close()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.cluster.measure import detect_machine
+from plait.cluster.measure import describe_machine
 from plait.cluster.measured import LinkScope, MeasuredLink, MeasuredOverlap, WorkTiming
 from plait.cluster.probe.arithmetic import arithmetic_runs, select_comparison_runs, timed_pieces
 from plait.cluster.probe.links import time_collectives
@@ -49,12 +49,12 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
     torch.set_num_threads(context.threads)
     torch.set_flush_denormal(True)  # as training does
     if request.device == "cpu":
-        select_matmul_library(request.host_backends.get(detect_machine().digest(), request.matmul_backend))
+        select_matmul_library(request.host_backends.get(describe_machine().digest(), request.matmul_backend))
     place = join_probe(context, request.device, request.gpus)
     pairs = time_pairs(place, request.messages)
     figures = _time_arithmetic(place, request)
     _time_groups(place, request)
-    machine = detect_machine()
+    machine = describe_machine()
     name, memory = machine.name, machine.memory_bytes
     place.publish(f"rank/{place.rank}", {**figures, "name": name, "memory_bytes": memory, "threads": context.threads})
     if context.rank == 0:

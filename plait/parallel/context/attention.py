@@ -27,6 +27,7 @@ from plait.model.latent.attention import LatentAttention
 from plait.parallel.context.cut import ContextCut, Rectangle, cut_attention
 from plait.parallel.context.exchange import Exchange
 from plait.parallel.context.kernels import Kernel, kernel_for, merge_results
+from plait.parallel.outside_graphs import outside_graphs
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
@@ -35,9 +36,8 @@ def context(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sh
     """All layers' attention over the axis `context`; size 1 leaves it as it is. Every rank must call it."""
     if mesh["context"].size() == 1:
         return sharded
-    attend: Any = ContextAttend(mesh.get_group("context"))
-    if execution.compile == "blocks":
-        attend = torch.compiler.disable(attend)  # its collectives belong to no graph
+    # Its collectives belong to no graph.
+    attend = outside_graphs(ContextAttend(mesh.get_group("context")), execution.compile)
     sums = partial(_summed_over, mesh.get_group("context"))
     parts, index = mesh["context"].size(), mesh.get_local_rank("context")
     spans = RowSpans(of=2 * parts, own=(index, 2 * parts - 1 - index))

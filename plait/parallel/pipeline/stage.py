@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.data.loader import Micro
 from plait.model.gpt import GPT
+from plait.parallel.outside_graphs import outside_graphs
 from plait.parallel.pipeline.deferred_gradients import DeferredGradients, defer_in
 from plait.parallel.pipeline.stage_links import StageLinks, WaitFor, wait_for
 from plait.parallel.pipeline.tied_embedding import TiedEmbeddingEnd
@@ -92,10 +92,8 @@ class StagePipe:
         self.ends: TiedEmbeddingEnd | None = None
         self.deferred = DeferredGradients()
         if execution.layout.schedule == "zero-bubble":
-            multiply: Any = self.deferred.multiply
-            if execution.compile == "blocks":
-                # What these products put aside is no value of a compiled layer's graph.
-                multiply = torch.compiler.disable(multiply)
+            # What these products put aside is no value of a compiled layer's graph.
+            multiply = outside_graphs(self.deferred.multiply, execution.compile)
             for chunk in chunks:
                 defer_in(chunk, multiply)
         self._scripts: dict[tuple[str, int], RankSchedule] = {}

@@ -30,6 +30,7 @@ from plait.model.gpt import GPT, Embedding, Layer
 from plait.model.latent.attention import LatentAttention
 from plait.model.linear import Around, Multiply, to_compute_precision
 from plait.model.shape import ModelShape
+from plait.parallel.outside_graphs import outside_graphs
 from plait.parallel.sharded_model import ShardedModel
 from plait.parallel.tensor.sequence import SequenceSplit, sequence_split, stream_rows
 from plait.partition.boxes import cut_box, kv_heads_of
@@ -44,10 +45,9 @@ def tensor(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sha
     if mesh["tensor"].size() == 1:
         return sharded
     stream = sequence_split(mesh.get_group("tensor"))
-    if execution.compile == "blocks":
-        # Its collectives belong to no graph.
-        gather, scatter = torch.compiler.disable(stream.gather), torch.compiler.disable(stream.scatter)
-        stream = replace(stream, gather=gather, scatter=scatter)
+    # Its collectives belong to no graph.
+    gather, scatter = (outside_graphs(one, execution.compile) for one in (stream.gather, stream.scatter))
+    stream = replace(stream, gather=gather, scatter=scatter)
     for chunk in sharded.chunks:
         cut_weights(chunk, stream.parts, stream.index)
         split_layers(chunk, stream)

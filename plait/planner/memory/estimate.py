@@ -9,19 +9,22 @@ from typing import Literal
 import numpy as np
 
 from plait.planner.calibration.constants import constant
+from plait.planner.memory.activations import kept_and_repeated, split_activations
 from plait.planner.memory.rank_loads import LOADS, grouped_loads
 from plait.planner.memory.traced_peak import (
     MEMORY_ITEMS,
     can_trace,
+    imported_bytes,
+    is_fully_sharded,
     resident_bytes,
     tensor_bytes,
     traced_peak,
     traced_ranks,
+    weight_copies,
 )
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Counts, Reals
-from plait.planner.problem.expert_loads import busiest_rank_load
 from plait.planner.problem.software_profile import SoftwareProfile
-from plait.planner.problem.stage_partition import expert_shard_ranks, layer_parameters
+from plait.planner.problem.stage_partition import expert_shard_ranks, layer_parameters, micro_batches_per_step
 from plait.planner.problem.trained_weights import (
     adapter_parameters,
     trained_layer_parameters,
@@ -56,7 +59,7 @@ class MemoryEstimate:
 def estimate_memory(
     workload: Workload, candidates: Candidates, profile: SoftwareProfile, rank: int | Literal["fullest"] = "fullest"
 ) -> MemoryEstimate:
-    """Memory of every candidate: of one rank of its pipeline, or of the fullest of all."""
+    """Memory of each candidate: of one rank of its pipeline, or of the fullest."""
     if _is_traced(workload, profile):
         found = traced_peak(workload, candidates, keeps_ends=profile.keeps_tied_table_once, rank=rank)
         reserved = resident_bytes(workload, candidates, found, profile.outside_bytes)
@@ -74,8 +77,11 @@ def estimate_memory(
     items = {item: np.zeros(len(candidates)) for item in MEMORY_ITEMS}
     for (item, load), rate in rates.items():
         items[item] += rate * amounts[LOADS.index(load)]
+    items |= _fuller_end(items, workload, candidates, profile)
     allocated = np.add.reduce(list(items.values()))
-    return MemoryEstimate(**items, allocated=allocated, reserved=_reserved(allocated, profile), rank=fullest)
+    return MemoryEstimate(
+        **items, allocated=allocated, reserved=_reserved(allocated, workload, candidates, profile), rank=fullest
+    )
 
 
 def bytes_per_rank(workload: Workload, candidates: Candidates, profile: SoftwareProfile) -> Reals:
@@ -86,20 +92,33 @@ def bytes_per_rank(workload: Workload, candidates: Candidates, profile: Software
             for found in traced_ranks(workload, candidates, keeps_ends=profile.keeps_tied_table_once)
         )
         return np.stack(list(whole))
+    if (candidates.pipeline == 1).all():
+        return estimate_memory(workload, candidates, profile).reserved[None]
     needed = np.zeros((int(candidates.pipeline[0]), len(candidates)))
     whole = _summed_over_items(_bytes_per_load(workload, candidates, profile))
     for rows, loads in grouped_loads(workload, candidates):
         first = np.searchsorted(loads.rank, np.arange(len(needed)))
         needed[:, rows] = np.maximum.reduceat(loads.amounts @ whole[:, rows], first, axis=0)
-    return _reserved(needed, profile)
+    return _reserved(needed, workload, candidates, profile)
 
 
 def _is_traced(workload: Workload, profile: SoftwareProfile) -> bool:
     return profile.memory_model == "followed" and can_trace(workload)
 
 
-def _reserved(allocated: Reals, profile: SoftwareProfile) -> Reals:
-    return ALLOCATOR_RESERVE * allocated + profile.outside_bytes
+def _reserved(allocated: Reals, w: Workload, c: Candidates, profile: SoftwareProfile) -> Reals:
+    imported = imported_bytes(w, c) if profile.memory_model == "followed" else 0.0  # else they are the host's memory
+    return ALLOCATOR_RESERVE * allocated + profile.outside_bytes + imported
+
+
+def _fuller_end(items: Mapping[str, Reals], w: Workload, c: Candidates, profile: SoftwareProfile) -> dict[str, Reals]:
+    """The fuller end of the backward pass where a step has one and no gradients wait between steps: at its beginning
+    there are none, at its end neither activations nor logits."""
+    own = (weight_copies(c) == 1) | is_fully_sharded(c) & (weight_copies(c) == c.shard)
+    once = own & (c.pipeline == 1) & (micro_batches_per_step(w, c) <= 1) & profile.frees_gradients
+    early = items["activations"] + items["logits"] >= items["gradients"]
+    gone = {"gradients": once & early, "activations": once & ~early, "logits": once & ~early}
+    return {item: np.where(away, 0.0, items[item]) for item, away in gone.items()}
 
 
 def _summed_over_items(rates: Mapping[tuple[str, str], Reals]) -> Reals:
@@ -135,7 +154,7 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     gradient = profile.gradients_held_bytes or profile.gradient_bytes
     state = (profile.state_bytes_with(w.moments) - (0 if twice else each)) * (1 - profile.offloaded)
     ahead = profile.layers_ahead * (number * held + profile.gradient_bytes / 2 * (trained + trained_experts))
-    kept, again = _activations(w, c, profile)
+    kept, again = kept_and_repeated(w, c, profile)
     return {
         ("parameters", "layers"): weight * adapters
         + of_layers * (common / split["parameters"] + experts / own["parameters"]),
@@ -160,10 +179,9 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
 def _rounded_weights(w: Workload, c: Candidates, profile: SoftwareProfile) -> Reals:
     """Bytes per weight of the 16-bit copies that each micro-batch keeps for its backward pass. Gathered weights are
     such copies themselves, and a layer that is computed again rounds its weights again."""
-    fully = (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))
     again = c.recompute != RECOMPUTE_MODES.index("none")
     keeps = profile.rounded_weights == "of all layers" and w.element_bytes < profile.weight_bytes
-    return np.where(fully | again, 0.0, w.element_bytes * keeps)
+    return np.where(is_fully_sharded(c) | again, 0.0, w.element_bytes * keeps)
 
 
 def _head_copies(w: Workload, profile: SoftwareProfile) -> float:
@@ -175,71 +193,3 @@ def _head_copies(w: Workload, profile: SoftwareProfile) -> float:
     if w.is_frozen:
         return float(w.element_bytes) if w.element_bytes < 4 and w.tied else 0.0
     return 4.0 + (2.0 * w.element_bytes if w.element_bytes < 4 else 0.0)
-
-
-def _activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> tuple[Reals, Reals]:
-    """Bytes that a layer keeps of a micro-batch, and what the one layer takes beside that is computed again."""
-    tokens = local_tokens(w, c)
-    stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
-    whole = layer_activations(w, c, profile)
-    edge = w.element_bytes * tokens * w.width / stream * (1 - profile.offloaded)
-    cores = scores_held(w, c)
-    full = c.recompute == RECOMPUTE_MODES.index("full")
-    selective = c.recompute == RECOMPUTE_MODES.index("selective")
-    thinned = (whole - cores) * (profile.selective_kept * (1 - profile.offloaded) if w.attention == "flash" else 1.0)
-    each = np.where(full, edge, np.where(selective, thinned, whole))
-    return each, np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
-
-
-def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> Reals:
-    """Bytes that one layer keeps of one micro-batch for its backward pass, nothing recomputed.
-
-    Counted in 16 bits as by Korthikanti et al. 2022, whose 34 bytes per token and unit of width (plain feedforward of
-    four widths) are 10 for inputs of norms and products, 8 for queries, keys, values and their result, 16 for the
-    feedforward.
-    """
-    tokens = local_tokens(w, c)
-    stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
-    keys = np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
-    heads = w.heads / c.tensor * w.head_width
-    attention = 4 * (heads + keys)
-    if w.latent is not None:
-        heads, attention = w.latent.values / c.tensor, 2 * (w.latent.kept(c.tensor) - w.width / stream)
-    sparse = w.moe_layers / w.layers
-    # Products keep their inputs as they multiply them (8 bits in fp8, as TransformerEngine does), all else is 16 bits.
-    less = 1.0 if w.precision in ("fp8", "fp4") else 0.0
-    load = busiest_rank_load(w, c)
-    inner = ((6.0 if w.gated else 4.0) - less) * _ffn_per_token(w, load) / c.tensor
-    routed = sparse * (4.0 - less) * load * w.experts_per_token * w.routed_width / c.tensor
-    streamed = (profile.stream_held_bytes - 2 * less) * w.width / stream
-    narrow = 2.0 * w.adapter_rank * len(w.adapter_targets)
-    if w.is_frozen:  # compiled layers norm again where products need it; adapters keep what they are given
-        narrow = narrow + 4.0 * w.width / stream
-    held = streamed + attention - less * heads + inner + routed + narrow
-    return tokens * held * (w.element_bytes / 2) + scores_held(w, c)
-
-
-def split_activations(w: Workload, c: Candidates) -> Reals:
-    """Bytes that one layer keeps of one micro-batch between the halves of a split backward pass: the inputs of its
-    products, and the gradients of their results."""
-    stream = 4 * w.width / np.where(c.sequence_parallel > 0, c.tensor, 1)
-    heads = 2 * w.head_width * (w.heads / c.tensor + np.maximum(w.kv_heads / c.tensor, 1))
-    if w.latent is not None:
-        heads = w.latent.turned(c.tensor) - w.width / c.tensor
-    inner = w.feedforward_matrices * _ffn_per_token(w, busiest_rank_load(w, c)) / c.tensor
-    return w.element_bytes * local_tokens(w, c) * (stream + heads + inner)
-
-
-def _ffn_per_token(w: Workload, load: Reals) -> Reals:
-    """Width of the feedforward that a token passes, on average over the layers, times how many tokens come to the
-    experts of the busiest rank."""
-    sparse = w.moe_layers / w.layers
-    return w.ffn * (1 - sparse) + (load * w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
-
-
-def scores_held(w: Workload, c: Candidates) -> Reals:
-    """Bytes that attention keeps of one micro-batch: where it is not fused, of each score the softmax before and after
-    dropout and dropout's mask of a byte (5 in 16 bits, 9 in 32), else one float a row."""
-    tokens = local_tokens(w, c)
-    heads = w.heads / c.tensor
-    return tokens * heads * ((2.0 * w.element_bytes + 1) * w.sequence if w.attention == "unfused" else 4.0)

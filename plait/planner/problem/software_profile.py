@@ -118,6 +118,8 @@ class SoftwareProfile:
     """Bytes of one gradient as it is kept, and as it is summed over ranks unless `gradient_transfer` halves that."""
     gradients_held_bytes: int = _DEFAULTS["gradients_held_bytes"]
     """Bytes that a parameter's gradients take where they are held more than once; 0: as `gradient_bytes`."""
+    frees_gradients: bool = False
+    """Whether gradients are freed by each update; those summed over copies lie in flat buckets all the time."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"
     """The numbers in which gradients travel; float32 stands for those in which they are kept."""
     stage_transfer: Literal["float32", "bf16", "as multiplied"] = "as multiplied"
@@ -208,6 +210,7 @@ PLAIT_PROFILE = SoftwareProfile(
     name="plait",
     shards_over="shard",
     head_gradient="in the loss",
+    frees_gradients=True,
     rounded_weights="of all layers",
     stage_transfer="float32",
     expert_sends="once an expert",

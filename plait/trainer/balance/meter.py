@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.launch.values.progress import NO_REPORT, ProgressReport
+from plait.parallel.outside_graphs import outside_graphs
 from plait.parallel.pipeline.stage import StagePipe
 from plait.parallel.sharded_model import Gradients, ShardedModel
+from plait.partition.execution import Compile
 from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly, make_autocast, make_runners, weight_casts
 
@@ -138,22 +140,22 @@ class Meter:
         work.wait()
         self._open.inside.append((begun, self._clock.mark()))
 
-    def time_between_hooks(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    def time_between_hooks(
+        self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], compile: Compile = "off"
+    ) -> None:
         """Record an interval in every forward of `module`, between two hooks; `before` and `after` register them."""
         begun: list[Any] = []
 
-        @torch.compiler.disable
         def begin(*_: Any) -> None:
             if self._open is not None:
                 begun.append(self._clock.mark())
 
-        @torch.compiler.disable
         def end(*_: Any) -> None:
             if self._open is not None and begun:
                 self._open.hook_intervals.append((begun.pop(), self._clock.mark()))
 
-        before(module, begin)
-        after(module, end)
+        before(module, outside_graphs(begin, compile))
+        after(module, outside_graphs(end, compile))
 
     @property
     def steps(self) -> int:
@@ -223,9 +225,9 @@ def attach_meter(assembly: Assembly, clock: StepClock, progress: ProgressReport 
     lockstep = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
     meter = Meter(clock, _FORWARDS[plan.layout.recompute] if lockstep else None, progress)
     if lockstep and measures_waits(plan):
-        _watch_forwards(sharded, meter)
+        _watch_forwards(sharded, meter, plan.compile)
     elif plan.layout.shard > 1 and measures_waits(plan):
-        _watch_waits(sharded, meter)
+        _watch_waits(sharded, meter, plan.compile)
     if isinstance(sharded.pipe, StagePipe):
         sharded.pipe.wait = meter.wait
     sharded = replace(sharded, gradients=MeteredGradients(sharded.gradients, meter))
@@ -236,20 +238,21 @@ def attach_meter(assembly: Assembly, clock: StepClock, progress: ProgressReport 
     return replace(assembly, model=sharded, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
 
 
-def _watch_forwards(sharded: ShardedModel, meter: Meter) -> None:
+def _watch_forwards(sharded: ShardedModel, meter: Meter, compile: Compile) -> None:
     """Time each layer's forward, from the point where its weights are gathered to its end."""
     for chunk in sharded.chunks:
         for layer in chunk.layers.values():
-            meter.time_between_hooks(layer, nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook)
+            before, after = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
+            meter.time_between_hooks(layer, before, after, compile)
 
 
-def _watch_waits(sharded: ShardedModel, meter: Meter) -> None:
+def _watch_waits(sharded: ShardedModel, meter: Meter, compile: Compile) -> None:
     """Time the hooks that wait for updated weights before a module runs."""
     for chunk in sharded.chunks:
         inner = (*chunk.layers.values(), *chunk.auxiliary.values(), *chunk.ahead.values())
         for module in (*inner, chunk.embed, chunk.norm):
             if module is not None:
-                meter.time_between_hooks(module, _first_of_all, nn.Module.register_forward_pre_hook)
+                meter.time_between_hooks(module, _first_of_all, nn.Module.register_forward_pre_hook, compile)
 
 
 def _first_of_all(module: nn.Module, hook: Callable[..., Any]) -> None:

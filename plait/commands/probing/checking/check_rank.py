@@ -13,7 +13,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from plait.cluster.measure import detect_machine
+from plait.cluster.measure import describe_machine
 from plait.cluster.topology import free_memory_bytes, usable_memory_bytes
 from plait.commands.probing.checking.check_result import HostState, MachineCheck
 from plait.commands.probing.first_contact import join_probe, require_working_devices, time_pairs
@@ -54,7 +54,7 @@ def run_machine_check_rank(context: RankContext, argument: str) -> None:
 
 def host_state(folder: Path) -> HostState:
     """What this host is and has free; `folder` is where runs are kept."""
-    machine = detect_machine()
+    machine = describe_machine()
     versions, memory = dict(machine.versions), usable_memory_bytes()
     return HostState(
         device=machine.name,

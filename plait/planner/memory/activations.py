@@ -1,0 +1,79 @@
+"""What layers keep of a micro-batch for its backward pass, by formulas (a step on processors is followed instead)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from plait.planner.problem.candidates import RECOMPUTE_MODES, Candidates, Reals
+from plait.planner.problem.expert_loads import busiest_rank_load
+from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.workload import Workload
+from plait.planner.step_time.roofline import local_tokens
+
+
+def kept_and_repeated(w: Workload, c: Candidates, profile: SoftwareProfile) -> tuple[Reals, Reals]:
+    """Bytes that a layer keeps of a micro-batch, and what the one layer takes beside that is computed again."""
+    tokens = local_tokens(w, c)
+    stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
+    whole = layer_activations(w, c, profile)
+    edge = w.element_bytes * tokens * w.width / stream * (1 - profile.offloaded)
+    cores = scores_held(w, c)
+    full = c.recompute == RECOMPUTE_MODES.index("full")
+    selective = c.recompute == RECOMPUTE_MODES.index("selective")
+    thinned = (whole - cores) * (profile.selective_kept * (1 - profile.offloaded) if w.attention == "flash" else 1.0)
+    each = np.where(full, edge, np.where(selective, thinned, whole))
+    return each, np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
+
+
+def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> Reals:
+    """Bytes that one layer keeps of one micro-batch for its backward pass, nothing recomputed.
+
+    Counted in 16 bits as by Korthikanti et al. 2022, whose 34 bytes per token and unit of width (plain feedforward of
+    four widths) are 10 for inputs of norms and products, 8 for queries, keys, values and their result, 16 for the
+    feedforward.
+    """
+    tokens = local_tokens(w, c)
+    stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
+    keys = np.maximum(w.kv_heads / c.tensor, 1) * w.head_width
+    heads = w.heads / c.tensor * w.head_width
+    attention = 4 * (heads + keys)
+    if w.latent is not None:
+        heads, attention = w.latent.values / c.tensor, 2 * (w.latent.kept(c.tensor) - w.width / stream)
+    sparse = w.moe_layers / w.layers
+    # Products keep their inputs as they multiply them (8 bits in fp8, as TransformerEngine does), all else is 16 bits.
+    less = 1.0 if w.precision in ("fp8", "fp4") else 0.0
+    load = busiest_rank_load(w, c)
+    inner = ((6.0 if w.gated else 4.0) - less) * _ffn_per_token(w, load) / c.tensor
+    routed = sparse * (4.0 - less) * load * w.experts_per_token * w.routed_width / c.tensor
+    streamed = (profile.stream_held_bytes - 2 * less) * w.width / stream
+    narrow = 2.0 * w.adapter_rank * len(w.adapter_targets)
+    if w.is_frozen:  # compiled layers norm again where products need it; adapters keep what they are given
+        narrow = narrow + 4.0 * w.width / stream
+    held = streamed + attention - less * heads + inner + routed + narrow
+    return tokens * held * (w.element_bytes / 2) + scores_held(w, c)
+
+
+def split_activations(w: Workload, c: Candidates) -> Reals:
+    """Bytes that one layer keeps of one micro-batch between the halves of a split backward pass: the inputs of its
+    products, and the gradients of their results."""
+    stream = 4 * w.width / np.where(c.sequence_parallel > 0, c.tensor, 1)
+    heads = 2 * w.head_width * (w.heads / c.tensor + np.maximum(w.kv_heads / c.tensor, 1))
+    if w.latent is not None:
+        heads = w.latent.turned(c.tensor) - w.width / c.tensor
+    inner = w.feedforward_matrices * _ffn_per_token(w, busiest_rank_load(w, c)) / c.tensor
+    return w.element_bytes * local_tokens(w, c) * (stream + heads + inner)
+
+
+def _ffn_per_token(w: Workload, load: Reals) -> Reals:
+    """Width of the feedforward that a token passes, on average over the layers, times how many tokens come to the
+    experts of the busiest rank."""
+    sparse = w.moe_layers / w.layers
+    return w.ffn * (1 - sparse) + (load * w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
+
+
+def scores_held(w: Workload, c: Candidates) -> Reals:
+    """Bytes that attention keeps of one micro-batch: where it is not fused, of each score the softmax before and after
+    dropout and dropout's mask of a byte (5 in 16 bits, 9 in 32), else one float a row."""
+    tokens = local_tokens(w, c)
+    heads = w.heads / c.tensor
+    return tokens * heads * ((2.0 * w.element_bytes + 1) * w.sequence if w.attention == "unfused" else 4.0)
