@@ -72,5 +72,5 @@ for step, batch in enumerate(run.batches(data, batch=64)):
 
 model.eval()
 with torch.no_grad():
-    right = (model(images[1800:].to(model.head.weight.device)).argmax(1).cpu() == labels[1800:]).float().mean()
+    right = (model(images[1800:].to(next(model.parameters()).device)).argmax(1).cpu() == labels[1800:]).float().mean()
 print(f"of 200 other digits {right:.0%} are right")
