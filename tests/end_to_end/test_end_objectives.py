@@ -53,7 +53,7 @@ def test_a_run_goes_on_under_other_layouts_and_what_uses_it_leaves_them_out(lear
     assert one["loss"] == pytest.approx(other["loss"], rel=0.02)
     sampled = learning.run("sample", "handed-on", "--tokens", "5", "--temperature", "0")
     assert sampled.code == 0 and not sampled.err
-    measured = learning.run("evaluate", "handed-on")
+    measured = learning.run("eval", "handed-on")
     assert measured.code == 0 and not measured.err
     exported = learning.run("export", "handed-on", "--to", "out")
     assert exported.code == 0 and "left out, for no family has them" in exported.out, exported
