@@ -82,4 +82,4 @@ def test_an_export_is_the_same_model_in_transformers_4(python4: Path, tmp_path: 
             by5 = model(tokens).logits
         assert (by4["logits"] - by5).abs().max() <= 1e-5 * by5.abs().max(), folder.name
         assert by4["ids"].tolist() == transformers.AutoTokenizer.from_pretrained(folder)("abc de")["input_ids"]
-    assert len(folders) == len(CHANGES) >= 6 and int(transformers.__version__.split(".")[0]) >= 5, sys.executable
+    assert len(folders) == 6 and int(transformers.__version__.split(".")[0]) >= 5, sys.executable
