@@ -15,12 +15,10 @@ from plait.planner.memory.traced_peak import (
     MEMORY_ITEMS,
     can_trace,
     imported_bytes,
-    is_fully_sharded,
     resident_bytes,
     tensor_bytes,
     traced_peak,
     traced_ranks,
-    weight_copies,
 )
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
@@ -114,7 +112,7 @@ def _reserved(allocated: Reals, w: Workload, c: Candidates, profile: SoftwarePro
 def _fuller_end(items: Mapping[str, Reals], w: Workload, c: Candidates, profile: SoftwareProfile) -> dict[str, Reals]:
     """The fuller end of the backward pass where a step has one and no gradients wait between steps: at its beginning
     there are none, at its end neither activations nor logits."""
-    own = (weight_copies(c) == 1) | is_fully_sharded(c) & (weight_copies(c) == c.shard)
+    own = (c.weight_copies == 1) | c.is_fully_sharded & (c.weight_copies == c.shard)
     once = own & (c.pipeline == 1) & (micro_batches_per_step(w, c) <= 1) & profile.frees_gradients
     early = items["activations"] + items["logits"] >= items["gradients"]
     gone = {"gradients": once & early, "activations": once & ~early, "logits": once & ~early}
@@ -181,7 +179,7 @@ def _rounded_weights(w: Workload, c: Candidates, profile: SoftwareProfile) -> Re
     such copies themselves, and a layer that is computed again rounds its weights again."""
     again = c.recompute != RECOMPUTE_MODES.index("none")
     keeps = profile.rounded_weights == "of all layers" and w.element_bytes < profile.weight_bytes
-    return np.where(is_fully_sharded(c) | again, 0.0, w.element_bytes * keeps)
+    return np.where(c.is_fully_sharded | again, 0.0, w.element_bytes * keeps)
 
 
 def _head_copies(w: Workload, profile: SoftwareProfile) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates, Counts, Reals
+from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Candidates, Counts, Reals
 from plait.planner.problem.trained_weights import adapter_parameters, local_target_sizes
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
@@ -83,7 +83,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     sums = FLOAT32_BYTES * local_tokens(w, c) * (w.heads / t + 2 / t)
     wide_kept = 4 if w.gated else 2  # SwiGLU: gate, up, silu(gate) and their product; else up and its activation
     own = _weight_sizes(w, c)
-    fully = (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))
+    fully = c.is_fully_sharded
     # Gathered weights are rounded already, and a deferred product rounds its weight for itself alone.
     deferred = c.schedule == SCHEDULES.index("zero-bubble")
     rounded = np.where(fully | deferred | (not narrow), 0.0, own["layer_trained"] / 2)
@@ -141,7 +141,7 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
     trained = adapters if w.is_frozen else weights
     table = FLOAT32_BYTES * w.embedding_parameters / t
     learns = 0.0 * table if w.is_frozen else table
-    fully = (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))
+    fully = c.is_fully_sharded
     split = np.where(fully, c.shard, 1)
     sides = [w.adapter_rank * np.maximum(*both) for both in local_target_sizes(w, c)]
     attention = w.latent.widest if w.latent else w.width * w.heads * w.head_width

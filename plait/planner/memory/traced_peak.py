@@ -22,7 +22,6 @@ from plait.planner.memory.tensor_sizes import TensorSizes, tensor_sizes
 from plait.planner.problem.candidates import (
     RECOMPUTE_MODES,
     SCHEDULES,
-    SHARDED_STATES,
     Candidates,
     CandidatesKey,
     Counts,
@@ -106,7 +105,7 @@ def resident_bytes(
 def imported_bytes(workload: Workload, c: Candidates) -> Reals:
     """Parts of torch that a worker imports for its layout; `modules_needed` in commands/planning/workers.py has them
     imported once, before workers are forked."""
-    compiler = is_fully_sharded(c) | (c.recompute != RECOMPUTE_MODES.index("none")) | (workload.experts > 0)
+    compiler = c.is_fully_sharded | (c.recompute != RECOMPUTE_MODES.index("none")) | (workload.experts > 0)
     return np.where(compiler, COMPILER_BYTES, (c.pipeline > 1) * SYMBOLIC_SHAPES_BYTES)
 
 
@@ -125,14 +124,14 @@ def _ranks_to_walk(workload: Workload, alike: Candidates) -> tuple[int, ...]:
 def _groups_with_equal_actions(workload: Workload, c: Candidates) -> list[Counts]:
     """Indices of candidates whose ranks carry out the same list of actions and sum gradients over ranks in the same
     way, together."""
-    columns = (c.pipeline, c.virtual, c.schedule, _micros(workload, c), weight_copies(c) > 1, is_fully_sharded(c))
+    columns = (c.pipeline, c.virtual, c.schedule, _micros(workload, c), c.weight_copies > 1, c.is_fully_sharded)
     return group_equal_columns(np.stack([np.asarray(column, dtype=np.int64) for column in columns]))
 
 
 def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bool) -> dict[str, Reals]:
     """What is found on a pipeline's rank, for candidates that `_groups_with_equal_actions` has put together."""
-    pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(is_fully_sharded(c)[0])
-    flat = int(weight_copies(c)[0]) > 1 and not fully
+    pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(c.is_fully_sharded[0])
+    flat = int(c.weight_copies[0]) > 1 and not fully
     unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully and not w.is_frozen
     keeps_ends = keeps_ends and not w.heads_after
     each = stages_of(w, pipeline * virtual, c.layer_split)
@@ -156,7 +155,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     own = (layers * p.layer_trained + learning_tables) / c.shard
     in_buckets = stages.flat_layers * layers * p.layer_trained + stages.flat_tables * learning_tables
     if fully:  # torch sums over `shard`, flat buckets over those who keep the same part
-        in_buckets = np.where(weight_copies(c) > c.shard, own, 0.0)
+        in_buckets = np.where(c.weight_copies > c.shard, own, 0.0)
     gathered = (
         min(LAYERS_GATHERED_AT_ONCE, layers) if pipeline == 1 else layers
     )  # a pipeline would gather for each micro-batch
@@ -210,13 +209,3 @@ def _micros(workload: Workload, c: Candidates) -> NDArray[np.int64]:
     micros = np.ceil(micro_batches_per_step(workload, c)).astype(np.int64)
     enough = np.where(c.pipeline > 1, ROUNDS_WALKED * c.pipeline + micros % c.pipeline, 2)
     return np.where(c.schedule == SCHEDULES.index("gpipe"), micros, np.minimum(micros, enough))
-
-
-def weight_copies(c: Candidates) -> NDArray[np.int64]:
-    """Ranks that hold the same weights, or parts of them, and see other tokens."""
-    return c.data_parallel_degree * c.context
-
-
-def is_fully_sharded(c: Candidates) -> NDArray[np.bool_]:
-    """Whether each rank holds a part of the parameters."""
-    return (c.shard > 1) & (c.shard_what == SHARDED_STATES.index("parameters"))

@@ -64,6 +64,16 @@ class Candidates:
         """Groups of ranks that see different sequences."""
         return self.replicate * self.shard
 
+    @property
+    def weight_copies(self) -> Counts:
+        """Ranks that hold the same weights, or parts of them, and see other tokens."""
+        return self.data_parallel_degree * self.context
+
+    @property
+    def is_fully_sharded(self) -> NDArray[np.bool_]:
+        """Whether each rank holds a part of the parameters."""
+        return (self.shard > 1) & (self.shard_what == SHARDED_STATES.index("parameters"))
+
     def select(self, index: Counts | NDArray[np.bool_]) -> Candidates:
         """The candidates at the given places or where the mask holds."""
         return Candidates(
