@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers.strand_model import decay_groups
 from benchmarks.strands_contender import assembled, plan_for
-from benchmarks.strands_work import Batches, Work, join, serve
+from benchmarks.strands_work import Batches, TakeStep, Work, join, serve
 from plait.interop.config_out import config_of_shape
 from plait.interop.families import MODEL_FAMILIES
 from plait.interop.write_weights import write_weights, written_tensors
@@ -34,7 +33,6 @@ from plait.model.shape import ModelShape
 from plait.trainer.assemble import Assembly
 from plait.trainer.state import TrainState
 
-TakeStep = Callable[[int], float | None]
 RANKS = 2
 
 

@@ -115,7 +115,7 @@ def _lead(
 ) -> tuple[dict[str, float], int, float]:
     """Host 0's side: seconds of each phase, which agent was killed, and when."""
     up: set[int] = set()
-    killed_at_s, running_s, victim = 0.0, 0.0, agents // 2
+    joined_s, reached_s, running_s, killed_at_s, victim = 0.0, 0.0, 0.0, 0.0, agents // 2
 
     def hear(message: Message) -> None:
         nonlocal killed_at_s, running_s

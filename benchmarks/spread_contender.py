@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import plait
 from benchmarks.spread_work import PROGRAMS, Batch, BenchProgram, loss_sum
-from benchmarks.strands_work import serve
+from benchmarks.strands_work import TakeStep, serve
 from plait.model.matmul import select_matmul_library
 
 BATCHES = 4
-TakeStep = Callable[[int], float]
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def _ddp(program: BenchProgram, model: nn.Module, batches: list[Batch], kind: st
 
 
 def _fsdp2(program: BenchProgram, model: nn.Module, batches: list[Batch], kind: str) -> TakeStep:
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in model.modules():
         if isinstance(module, program.units):
             fully_shard(module, mesh=mesh)

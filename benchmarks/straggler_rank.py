@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch
 from plait.data.loader import Loader
 from plait.data.order import SampleOrder, make_order
 from plait.data.samples.windows import WindowReader
+from plait.launch.values.job import RankContext
 from plait.parallel.comm.echo import message_from_before_s
 from plait.parallel.mesh import make_mesh, world_sums
+from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
@@ -31,22 +33,6 @@ TIMES = "times.jsonl"
 """A line a step: each rank's seconds (computing, waiting for others, for data, a timed message), and the step's."""
 ASK = "ask"
 """A file that is there while messages are to be timed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A rank's place among its peers; what it would tell a supervisor is of no interest here."""
-
-    rank: int
-    world_size: int
-    rendezvous: str
-    local_rank: int = 0
-
-    def tell(self, kind: str, **values: Any) -> None:
-        """Nobody listens."""
-
-    def stop_requested(self) -> bool:
-        return False
 
 
 class SlowOrder:
@@ -71,8 +57,7 @@ def read_delay(file: Path) -> float:
 
 def main(folder: Path, rank: int) -> None:
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
-    place = Place(rank=rank, world_size=plan.world_size, rendezvous=str(folder / "rendezvous"))
-    with process_group_for(place, plan):
+    with process_group_for(_rank_on_its_own(rank, plan, folder), plan):
         world = world_sums()
         assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.layout, plan.device))
         assembly = _with_slow_data(assembly, config.run.seed, folder / f"delay-{rank}")
@@ -91,6 +76,20 @@ def main(folder: Path, rank: int) -> None:
             if write is not None:
                 write({"step": state.step, "ranks": gathered, "step_s": now - began})
             began = now
+
+
+def _rank_on_its_own(rank: int, plan: Plan, folder: Path) -> RankContext:
+    """A rank's place among its peers, without a supervisor: nobody listens, and nobody ends it."""
+    return RankContext(
+        rank=rank,
+        world_size=plan.world_size,
+        local_rank=0,
+        local_world_size=1,
+        threads=plan.threads_of(rank),
+        rendezvous=str(folder / "rendezvous"),
+        channel=lambda kind, values: None,
+        stop=lambda: False,
+    )
 
 
 def _with_slow_data(assembly: Assembly, seed: int, delay: Path) -> Assembly:

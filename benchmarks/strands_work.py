@@ -22,6 +22,8 @@ import torch.distributed as dist
 from benchmarks.contender import leave
 from plait.model.shape import ModelShape
 
+TakeStep = Callable[[int], float | None]
+"""Takes a rank's step of this number, and tells its loss, or None where another rank knows it."""
 FIRST_STEPS = 2
 """Before all turns, from the common first weights: their losses must be alike."""
 KEPT_TOKENS = 2**18
@@ -111,8 +113,8 @@ def work_as_text(work: Work) -> str:
     return json.dumps(asdict(work))
 
 
-def serve(take_step: Callable[[int], float | None]) -> None:
-    """A rank's last line: the first steps' losses (None where another rank knows them), then a turn for each line."""
+def serve(take_step: TakeStep) -> None:
+    """A rank's last line: the first steps' losses, then a turn for each line."""
     _answer({"losses": [take_step(step) for step in range(FIRST_STEPS)]})
     step = FIRST_STEPS
     for line in sys.stdin:

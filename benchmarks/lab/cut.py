@@ -44,9 +44,9 @@ class Turn:
     peak_tensor_bytes: int = 0
     """On the fullest rank; 0 where it was not told."""
     peak_rss_bytes: int = 0
-    planned_tensor_bytes: float = 0.0
+    planned_tensor_bytes: int = 0
     """What the run's own plan said of these, as its batch was dealt out; 0 where it said nothing."""
-    planned_rss_bytes: float = 0.0
+    planned_rss_bytes: int = 0
     processor_s: float = 0.0
     """Of all hosts, a step."""
     sent_bytes: float = 0.0

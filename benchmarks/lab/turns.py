@@ -179,12 +179,13 @@ def _peaks(path: Path | None) -> dict[str, int]:
     return {key: max(values[key], default=0) for key in ("peak_tensor_bytes", "peak_rss_bytes")}
 
 
-def _planned(path: Path | None) -> dict[str, float]:
+def _planned(path: Path | None) -> dict[str, int]:
     """What a run's plan said of its memory."""
     forecast = json.loads(path.read_text())["forecast"] if path is not None and path.exists() else None
     if forecast is None:
         return {}
-    return {"planned_tensor_bytes": forecast["tensor_bytes"], "planned_rss_bytes": forecast["bytes_per_device"]}
+    of_forecast = {"planned_tensor_bytes": "tensor_bytes", "planned_rss_bytes": "bytes_per_device"}
+    return {name: round(forecast[key]) for name, key in of_forecast.items()}
 
 
 def others_between(before: Stamp, now: Stamp) -> float:

@@ -25,12 +25,10 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.strand_model import Llama, decay_groups, filled, mean_loss
-from benchmarks.strands_work import Batches, Work, join, serve
+from benchmarks.strands_work import Batches, TakeStep, Work, join, serve
 from plait.layout import Layout
 from plait.partition.boxes import model_parts_of
 from plait.planner.search.validity import balanced_stages
-
-TakeStep = Callable[[int], float | None]
 
 
 def main() -> None:
