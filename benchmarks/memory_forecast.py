@@ -4,7 +4,8 @@
     python -m benchmarks.memory_forecast --only "tensor 2" --only gpipe
 
 Each case is trained by the command line in a folder of its own, as a user would; peaks do not depend on how busy the
-machine is.
+machine is. What the planner says of its own error is of the newest of these files: renew that after it
+(`python -m benchmarks.published --errors …`, as plait/planner/calibration/errors.toml says).
 """
 
 from __future__ import annotations

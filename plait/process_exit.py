@@ -11,13 +11,12 @@ from typing import Any, Literal, NoReturn
 
 import typer
 
+from plait.deploy.cluster_job import REQUEUE_EXIT
 from plait.errors import Interrupted, PlaitError, StopSignal, file_error_sentence
 from plait.launch.local.output import OptionalOutput
 from plait.screen.wrapping import wrapped
 
 _EXIT_OF_SIGNAL = {"finished": 0, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 143}
-REQUEUE_EXIT = 75
-"""To a scheduler: the run is saved where it stands, start it again."""
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this version of typer keeps its click
 _PLAINER_WORDS = (
     ("Input should be a valid integer", "it should be a whole number"),

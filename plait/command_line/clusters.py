@@ -30,7 +30,9 @@ def submit_command(
     time: Annotated[
         str | None, typer.Option(help='Limit of time: "8 hours". What is not done by then goes on.')
     ] = None,
-    kind: Annotated[str, typer.Option(metavar="jobset|trainjob|job", help="Kind of Kubernetes object.")] = "jobset",
+    kind: Annotated[
+        str | None, typer.Option(metavar="jobset|trainjob|job", help="Kind of Kubernetes object; a JobSet if left out.")
+    ] = None,
     options: Annotated[
         list[str] | None, typer.Option("--with", metavar="KEY=VALUE", help="account, partition, qos, image, queue, …")
     ] = None,
@@ -38,8 +40,8 @@ def submit_command(
     out: Annotated[Path | None, typer.Option("--out", help="Only write them into this folder.")] = None,
 ) -> None:
     """Run on as many of a cluster's nodes as pay. Slurm, Kubernetes or ssh starts it."""
-    from plait.commands.submitting.options import parse_kind, parse_scheduler
-    from plait.commands.submitting.submit import SubmitRequest, parse_machines, submit_or_show
+    from plait.commands.submitting.options import parse_kind, parse_machines, parse_scheduler
+    from plait.commands.submitting.submit import SubmitRequest, submit_or_show
 
     request = SubmitRequest(
         target=tuple(target),
@@ -49,7 +51,7 @@ def submit_command(
         gpus=gpus,
         machines=parse_machines(machines),
         time=time,
-        kind=parse_kind(kind),
+        kind=parse_kind(kind) if kind is not None else None,
         options=tuple(options or []),
     )
     only_text = dry_run or out is not None
@@ -68,10 +70,12 @@ def node_command(
     secret_file: Annotated[Path | None, typer.Option("--secret-file", help="A file that all nodes see.")] = None,
 ) -> None:
     """Do one node's part of a job. Schedulers start it, by what plait submit wrote."""
-    from plait.commands.submitting.node import NodePlace, work_on_node
+    from plait.commands.submitting.node import NodePlace, tell_scheduler, work_on_node
 
     place = NodePlace(nodes=nodes, rank=rank, leader=leader, port=port, secret_file=secret_file)
-    raise typer.Exit(exit_code_of(work_on_node(target, place, screen_on(sys.stdout))))
+    code = exit_code_of(work_on_node(target, place, screen_on(sys.stdout)))
+    tell_scheduler(place, code)
+    raise typer.Exit(code)
 
 
 def logs_command(name: JobName) -> None:

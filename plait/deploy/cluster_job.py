@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from plait.errors import PlaitError
 
@@ -21,8 +22,13 @@ LONGEST_JOB_NAME = 40
 """Kubernetes adds to it, and takes 63 characters in all."""
 SAVE_GRACE_S = 300
 """Time that a run gets to save before its node is taken away."""
-LAST_JOIN_S = 300
-"""How long nodes may be left without node 0 before a scheduler ends them."""
+REQUEUE_EXIT = 75
+"""To a scheduler: the run is saved where it stands, start it again."""
+SECRET_SUFFIX = ".secret"
+"""Of the file that node 0 makes for the others."""
+AGAIN_SUFFIX = ".again"
+"""Of the file beside it by which node 0 says at its end that all is saved and more is to do."""
+HASH_DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +77,16 @@ def node_arguments(job: ClusterJob, options: Sequence[str] = ()) -> tuple[str, .
 
 
 def cluster_job_name(text: str) -> str:
-    """A run's name as schedulers take it: "My_Run" -> "my-run"; raises PlaitError where nothing is left of it."""
-    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:LONGEST_JOB_NAME].rstrip("-")
+    """A run's name as schedulers take it; one that is changed for it ends in a hash, since two runs may be changed
+    alike: "My_Run" -> "my-run-7e8a28". Raises PlaitError where nothing is left of it."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not name:
-        raise PlaitError(f'"{text}" has no letter or digit that a scheduler takes in a name; write run.name="first"')
-    return name if name[0].isalpha() else f"run-{name}"[:LONGEST_JOB_NAME].rstrip("-")
+        raise PlaitError(
+            f'"{text}" has no letter or digit that a scheduler takes in a name; write run.name="first", or rename the '
+            "program's file"
+        )
+    if name == text and len(name) <= LONGEST_JOB_NAME and name[0].isalpha():
+        return name
+    name = name if name[0].isalpha() else f"run-{name}"
+    digits = sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+    return f"{name[: LONGEST_JOB_NAME - HASH_DIGITS - 1].rstrip('-')}-{digits}"

@@ -143,6 +143,7 @@ def _job_set(job: ClusterJob, request: KubernetesRequest) -> KubernetesObject:
 def _job_set_spec(job: ClusterJob, request: KubernetesRequest) -> dict[str, Any]:
     """One set of pods, all made anew when one is lost, and not again for what another try cannot mend."""
     rules = [
+        {"name": "timeIsOver", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]},
         {
             "name": "notAgain",
             "action": "FailJobSet",

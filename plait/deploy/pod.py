@@ -74,6 +74,7 @@ def pod_template(job: ClusterJob, request: KubernetesRequest, leader: str) -> di
         "securityContext": _pod_security(),
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if request.network == "host" else {}),
         **_places(job),
+        **_tolerations(job, request),
         "containers": [_container(job, request, leader)],
         "volumes": _volumes(job, request),
     }
@@ -144,6 +145,13 @@ def _places(job: ClusterJob) -> dict[str, Any]:
         else {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": zone}]}
     )
     return {"topologySpreadConstraints": [spread], "affinity": {"podAffinity": affinity}}
+
+
+def _tolerations(job: ClusterJob, request: KubernetesRequest) -> dict[str, Any]:
+    """Machines with GPUs often keep pods away that ask for none, by a taint that has the resource's name."""
+    if not job.uses_gpus:
+        return {}
+    return {"tolerations": [{"key": request.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]}
 
 
 def container_command(job: ClusterJob) -> list[str]:

@@ -6,7 +6,16 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.deploy.cluster_job import LAST_JOIN_S, LEADER_VARIABLE, PORT_VARIABLE, ClusterJob, NodeGroup, node_arguments
+from plait.deploy.cluster_job import (
+    AGAIN_SUFFIX,
+    LEADER_VARIABLE,
+    PORT_VARIABLE,
+    REQUEUE_EXIT,
+    SECRET_SUFFIX,
+    ClusterJob,
+    NodeGroup,
+    node_arguments,
+)
 
 REQUEUES_AT_MOST = 100
 _NO_PYTHON = (
@@ -14,6 +23,7 @@ _NO_PYTHON = (
     'nodes, or in a folder that they share" >&2; exit 2; }; exec "$0" "$@"'
 )
 _APPTAINER = "apptainer:"
+_THIS_START, _EARLIER_START = "${SLURM_RESTART_COUNT:-0}", "$n"
 _FRESH_STEP = (
     "# each start has a step of another number: a lost node that comes back would cancel the one that it had",
     "for ((n = 0; n < ${SLURM_RESTART_COUNT:-0}; n++)); do srun --nodes=1 --ntasks=1 true; done",
@@ -46,7 +56,7 @@ def sbatch_script(job: ClusterJob, request: SlurmRequest) -> str:
         lines += ["#SBATCH hetjob"] if number else []
         lines += [f"#SBATCH {option}" for option in _node_options(group, request)]
     lines += ["", "set -u", *_meeting_lines(job), *_FRESH_STEP, ""]
-    lines += [*_launch_lines(job, request), "code=$?", "", *_requeue_lines()]
+    lines += [*_launch_lines(job, request), "code=$?", "", *_requeue_lines(job)]
     return "\n".join(lines) + "\n"
 
 
@@ -70,7 +80,9 @@ def _node_options(group: NodeGroup, request: SlurmRequest) -> list[str]:
     options += [f"--gpus-per-node={group.gpus}"] if group.gpus else []
     options += [f"--cpus-per-task={request.cpus}"] if request.cpus else ["--exclusive"]
     options += [f"--constraint={shlex.quote(request.constraint)}"] if request.constraint else []
-    return [*options, *([f"--mem={request.memory}"] if request.memory else [])]
+    # A whole node is given with a part of its memory only, unless all of it is asked for.
+    memory = request.memory or ("" if request.cpus else "0")
+    return [*options, *([f"--mem={memory}"] if memory else [])]
 
 
 def _meeting_lines(job: ClusterJob) -> list[str]:
@@ -87,15 +99,19 @@ def _meeting_lines(job: ClusterJob) -> list[str]:
         f"10000))",
         "# two jobs of a node do not meet, nor do two starts of one job, of which a lost node may still have the first",
         "# a start whose node 0 was lost has left its secret behind",
-        f'for ((n = 0; n < ${{SLURM_RESTART_COUNT:-0}}; n++)); do rm -f ".plait/{job.name}-$n.secret"; done',
+        f'for ((n = 0; n < ${{SLURM_RESTART_COUNT:-0}}; n++)); do rm -f "{_secret_file(job, "$n")}"; done',
     ]
 
 
+def _secret_file(job: ClusterJob, start: str) -> str:
+    """The file of one start of one job, as the shell reads it."""
+    return f".plait/{job.name}-$SLURM_JOB_ID-{start}{SECRET_SUFFIX}"
+
+
 def _launch_lines(job: ClusterJob, request: SlurmRequest) -> list[str]:
-    secret = (
-        [] if job.nodes == 1 else ["--secret-file", _Shell(f'".plait/{job.name}-${{SLURM_RESTART_COUNT:-0}}.secret"')]
-    )
-    srun = ["srun", "--kill-on-bad-exit=0", f"--wait={LAST_JOIN_S}", "--cpu-bind=none", *_het_groups(job)]
+    secret = [] if job.nodes == 1 else ["--secret-file", _Shell(f'"{_secret_file(job, _THIS_START)}"')]
+    # Neither the end of one agent nor its failure ends the others: a run may leave a node out, or go on without it.
+    srun = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", *_het_groups(job)]
     agent = [request.python, *node_arguments(job, secret)]
     checked = ["bash", "-c", _NO_PYTHON]
     if request.image.startswith(_APPTAINER):
@@ -123,10 +139,16 @@ def _wrapped(*parts: Sequence[str]) -> list[str]:
             for at, line in enumerate(lines)]  # fmt: skip
 
 
-def _requeue_lines() -> list[str]:
+def _requeue_lines(job: ClusterJob) -> list[str]:
+    told = _secret_file(job, _THIS_START).removesuffix(SECRET_SUFFIX) + AGAIN_SUFFIX
+    last_word = [
+        "# srun's code is the highest of all nodes; one that was lost earlier does not outweigh what node 0 says",
+        f'if [ -e "{told}" ]; then rm -f "{told}"; code={REQUEUE_EXIT}; fi',
+    ]
     return [
-        "# 75: all is saved and more is to do. Whatever else ends a run is not mended by another try.",
-        f'if [ $code = 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES_AT_MOST} ]; then',
+        *(last_word if job.nodes > 1 else []),
+        f"# {REQUEUE_EXIT}: all is saved and more is to do. Whatever else ends a run is not mended by another try.",
+        f'if [ $code = {REQUEUE_EXIT} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES_AT_MOST} ]; then',
         '  scontrol requeue "$SLURM_JOB_ID" && sleep 120  # Slurm ends this script meanwhile',
         "fi",
         "exit $code",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +22,18 @@ from plait.commands.submitting.machines import (
     slurm_nodes,
 )
 from plait.commands.submitting.node import NodePlace
-from plait.commands.submitting.options import parse_kind, parse_options, parse_scheduler, parse_time_s
+from plait.commands.submitting.options import (
+    parse_kind,
+    parse_machines,
+    parse_options,
+    parse_scheduler,
+    parse_time_s,
+)
 from plait.commands.submitting.over_ssh.files import lock_lines
 from plait.commands.submitting.over_ssh.sending import parse_ssh_answer
 from plait.commands.submitting.records import Submitted, find_record, keep_record
 from plait.commands.submitting.scaling import NodesForecast, Scaling, pays_sentences, scaled, scaling_table
-from plait.commands.submitting.submit import SubmitRequest, parse_machines, submit_or_show
+from plait.commands.submitting.submit import SubmitRequest, submit_or_show
 from plait.commands.submitting.submitted import end_job, job_state_line
 from plait.commands.submitting.tools import complaint_text
 from plait.deploy.cluster_job import cluster_job_name
@@ -99,6 +106,31 @@ def test_what_sinfo_says_becomes_nodes() -> None:
     assert cluster.islands[1].speed == 2.0  # a server of the catalogue has 64 cores
 
 
+UNEQUAL = """a1|a100|idle|64|gpu:a100:8
+a2|a100|idle|64|gpu:a100:8
+h1|h100|idle|64|gpu:h100:8
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_each_of_unequal_partitions_keeps_its_own_nodes(nodes: int, tools: Tools) -> None:
+    """In the order in which a person names them, however many nodes each has."""
+    tools.add("sinfo", UNEQUAL)
+    request = SubmitRequest(target=("play.py",), scheduler="slurm", nodes=nodes, options=("partition=h100+a100",))
+    shown: list[str] = []
+    submit_or_show(
+        request, deed="show", out=None, screen=TerminalScreen(Console(file=io.StringIO())), show=shown.append
+    )
+    asked = re.findall(r"--partition=(\S+)\n#SBATCH --nodes=(\d)", shown[0])
+    assert asked == [("h100", "1"), ("a100", "2")][: 1 if nodes == 1 else 2]
+
+
+def test_unlike_nodes_in_one_of_several_partitions_are_said(tools: Tools) -> None:
+    tools.add("sinfo", f"{UNEQUAL}h2|h100|idle|64|gpu:h100:4\n")
+    with pytest.raises(PlaitError, match="partition h100 has nodes of 2 kinds, and each of several"):
+        slurm_cluster("a100+h100")
+
+
 @pytest.mark.parametrize(
     ("said", "says"),
     [
@@ -160,8 +192,21 @@ def test_the_complaint_of_another_program_is_one_sentence_with_the_mend(said: st
         (lambda: parse_options(["queue=a"], "slurm"), "nothing that slurm takes"),
         (lambda: parse_options(["qos"], "slurm"), "has no value"),
         (lambda: parse_options(["qos=a", "qos=b"], "slurm"), "given twice"),
-        (lambda: parse_options(["account=$(reboot)"], "slurm"), "signs that no scheduler takes"),
-        (lambda: parse_options(["account=a\n#SBATCH --uid=0"], "slurm"), "signs that no scheduler takes"),
+        (lambda: parse_options(["account=$(reboot)"], "slurm"), "signs that no name has"),
+        (lambda: parse_options(["account=a\n#SBATCH --uid=0"], "slurm"), "signs that no name has"),
+        (lambda: parse_options(["constraint=a$(reboot)"], "slurm"), "for example a100&ib"),
+        (lambda: parse_options(["cpus=lots"], "slurm"), "for example 16"),
+        (lambda: parse_options(["memory=64Gi"], "slurm"), "for example 64G"),
+        (lambda: parse_options(["image=apptainer:"], "slurm"), "apptainer:FILE.sif"),
+        (lambda: parse_options(["cpu=abc"], "kubernetes"), "for example 16"),
+        (lambda: parse_options(["memory=64GB"], "kubernetes"), "for example 64Gi"),
+        (lambda: parse_options(["namespace=My_NS"], "kubernetes"), "for example research"),
+        (lambda: parse_options(["queue=Research_Q"], "kubernetes"), "for example research"),
+        (lambda: parse_options(["rdma=hca"], "kubernetes"), "rdma/hca_shared_devices_a"),
+        (lambda: parse_options(["image=:::"], "kubernetes"), "registry.example/plait:1"),
+        (lambda: parse_time_s("30:00"), 'write 30:00:00 for hours, or "30 minutes"'),
+        (lambda: parse_time_s("00:99:99"), '"8 hours" or 08:00:00'),
+        (lambda: parse_time_s("30"), '"8 hours" or 08:00:00'),
         (lambda: parse_time_s("soon"), '"8 hours" or 08:00:00'),
         (lambda: parse_time_s("10 s"), "too short"),
         (lambda: parse_scheduler("pbs"), "slurm, ssh or kubernetes"),
@@ -184,8 +229,26 @@ def test_times_and_names_as_schedulers_write_them() -> None:
     assert [slurm_time(parse_time_s(text)) for text in ("90 minutes", "2-02:00:00", "36:00:00")] == [
         "01:30:00", "2-02:00:00", "1-12:00:00",
     ]  # fmt: skip
-    assert cluster_job_name("My_Run.2") == "my-run-2" and cluster_job_name("9lives") == "run-9lives"
-    assert len(cluster_job_name("a" * 99)) == 40
+    assert [parse_time_s(text) for text in ("1-12", "1-12:30", "01:00:30")] == [129600, 131400, 3630]
+    assert cluster_job_name("my-run-2") == "my-run-2"
+    changed = ["My_Run.2", "my_run.2", "9lives", "a" * 99, "a" * 98, "x" * 45 + "-one", "x" * 45 + "-two"]
+    names = [cluster_job_name(text) for text in changed]
+    assert len(set(names)) == len(names) and all(re.fullmatch(r"[a-z][a-z0-9-]{,38}[a-z0-9]", name) for name in names)
+    assert names[0].startswith("my-run-2-") and names[2].startswith("run-9lives-")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        (
+            "slurm",
+            ("constraint=[rack1|rack2]&ib*2", "image=docker://user@nvcr.io#nvidia/pytorch:24.01-py3", "memory=0"),
+        ),
+        ("kubernetes", ("image=localhost:5000/a/b_c:1.2@sha256:0a", "cpu=500m", "memory=1.5Ti", "rdma=rdma/hca_a")),
+    ],
+)
+def test_what_schedulers_themselves_take_is_taken(scheduler: str, words: tuple[str, ...]) -> None:
+    assert len(parse_options(words, parse_scheduler(scheduler))) == len(words)
 
 
 def test_the_lock_file_names_all_that_plait_needs_here() -> None:
@@ -324,6 +387,17 @@ def test_a_record_that_is_damaged_is_said(tmp_path: Path) -> None:
         (SubmitRequest(target=("none.toml",), scheduler="slurm", cluster="2x(8xH100)"), "there is no recipe"),
         (SubmitRequest(target=("none.py",), scheduler="slurm", cluster="2x(8xH100)"), "is no file"),
         (SubmitRequest(target=("play.py",), scheduler="slurm", cluster="2x(8xH100)"), "say how many nodes"),
+        (SubmitRequest(target=("play.py",), scheduler="slurm", cluster="2x(8xH100)", kind="job"), "leave it out"),
+        (
+            SubmitRequest(
+                target=("play.py",), scheduler="kubernetes", cluster="2x(8xMI300X)", nodes=2, options=("image=a:1",)
+            ),
+            "ask for NVIDIA GPUs",
+        ),
+        (
+            SubmitRequest(target=("play.py",), scheduler="slurm", cluster="2x(8xTPU v4)", nodes=2),
+            "on paper",
+        ),
     ],
 )
 def test_what_cannot_be_sent_is_one_sentence(request_: SubmitRequest, says: str, tools: Tools) -> None:

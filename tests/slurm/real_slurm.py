@@ -363,4 +363,4 @@ def test_each_start_of_a_job_has_a_port_and_a_secret_of_its_own(slurm: SlurmClus
     assert sorted(line[:2] for line in starts) == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]], starts
     assert {line[2] for line in starts} == {"127.0.0.1"} and len({line[3] for line in starts}) == 2
     secrets = {line[line.index("--secret-file") + 1] for line in starts}
-    assert secrets == {".plait/own-0.secret", ".plait/own-1.secret"}
+    assert secrets == {f".plait/own-{number}-0.secret", f".plait/own-{number}-1.secret"}

@@ -52,7 +52,11 @@ def send_to_kubernetes(
     )
     # Asked before anything is sent: a cluster without that kind of object has no trace of the run then.
     if _is_there(record):
-        raise PlaitError(f"{job.run} is in the cluster already; end it first: plait stop {job.run}")
+        delete = " ".join(["kubectl delete", kind, job.name, *namespace_words(record)])
+        raise PlaitError(
+            f"{job.run} is in the cluster already; end it first: plait stop {job.run}, or where it was submitted from "
+            f"another folder {delete}"
+        )
     if job.nodes > 1:
         _make_secret(record)
     tool_answer(["kubectl", "apply", "--filename", "-"], stdin=text, about=f"the job {job.name}")

@@ -32,8 +32,24 @@ def cluster_of_node_kinds(nodes: Sequence[NodeKind], name: str) -> Cluster:
     if not nodes:
         raise PlaitError(f"{name} has no nodes; name another partition, or {DESCRIBE}")
     counts = Counter(nodes)
-    kinds = sorted(counts, key=lambda kind: (-counts[kind], kind))
-    text = "+".join(f"{counts[kind]}x({kind.per_node}x{kind.device})" for kind in kinds)
+    return _cluster_of_counts(
+        [(kind, counts[kind]) for kind in sorted(counts, key=lambda one: (-counts[one], one))], name
+    )
+
+
+def cluster_of_partitions(nodes: Mapping[str, Sequence[NodeKind]]) -> Cluster:
+    """The nodes of several partitions as a cluster, in the order in which the partitions are named; raises PlaitError
+    where one of them has unlike nodes."""
+    for name, kinds in nodes.items():
+        if len(set(kinds)) != 1:
+            has = f"has nodes of {len(set(kinds))} kinds" if kinds else "has no nodes that the others do not have"
+            raise PlaitError(f"partition {name} {has}, and each of several needs one kind of its own; {DESCRIBE}")
+    return _cluster_of_counts([(kinds[0], len(kinds)) for kinds in nodes.values()], "+".join(nodes))
+
+
+def _cluster_of_counts(counts: Sequence[tuple[NodeKind, int]], name: str) -> Cluster:
+    kinds = [kind for kind, _ in counts]
+    text = "+".join(f"{count}x({kind.per_node}x{kind.device})" for kind, count in counts)
     cluster = read_cluster(text)
     islands = [
         replace(island, speed=_speed(kind)) if island.device.kind == "cpu" else island
@@ -50,21 +66,40 @@ def _speed(kind: NodeKind) -> float:
 def slurm_cluster(partition: str) -> Cluster:
     """The nodes of a partition (of the usual one, if none is named) that are not down, by sinfo."""
     require_tool("sinfo", f"log in where Slurm is, or {DESCRIBE}")
-    named = ["--partition", ",".join(partition.split("+"))] if partition else []
+    partitions = partition.split("+") if partition else []
+    named = ["--partition", ",".join(partitions)] if partition else []
     said = tool_answer(["sinfo", "--noheader", "-N", "-o", "%N|%P|%T|%c|%G", *named], about="Slurm's nodes")
+    if len(partitions) > 1:
+        return cluster_of_partitions(_nodes_by_partition(said, partitions))
     return cluster_of_node_kinds(slurm_nodes(said, partition), f"partition {partition}" if partition else "Slurm")
 
 
 def slurm_nodes(said: str, partition: str) -> list[NodeKind]:
     """The nodes of sinfo's lines `NAME|PARTITION|STATE|CORES|GRES`: of the usual partition, which "*" marks, where none
     is named."""
+    return list(_slurm_nodes_by_name(said, partition).values())
+
+
+def _nodes_by_partition(said: str, partitions: Sequence[str]) -> dict[str, list[NodeKind]]:
+    """A node that is in several of the partitions counts in the first of them."""
+    found, taken = dict[str, list[NodeKind]](), set[str]()
+    for partition in partitions:
+        own = _slurm_nodes_by_name(said, partition)
+        found[partition] = [kind for name, kind in own.items() if name not in taken]
+        taken |= set(own)
+    return found
+
+
+def _slurm_nodes_by_name(said: str, partition: str) -> dict[str, NodeKind]:
     rows = [line.split("|") for line in said.splitlines() if line.count("|") == 4]
-    if not partition and any(row[1].endswith("*") for row in rows):
+    if partition:
+        rows = [row for row in rows if row[1].rstrip("*") in partition.split(",")]
+    elif any(row[1].endswith("*") for row in rows):
         rows = [row for row in rows if row[1].endswith("*")]
     there = {row[0]: row for row in rows if not row[2].startswith(("down", "drain", "fail", "maint", "unk"))}
     if rows and not there:
         raise PlaitError(f"all nodes of Slurm are {rows[0][2]}; sinfo -R says why, or {DESCRIBE}")
-    return [_slurm_node(row) for row in there.values()]
+    return {name: _slurm_node(row) for name, row in there.items()}
 
 
 def _slurm_node(row: Sequence[str]) -> NodeKind:

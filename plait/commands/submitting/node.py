@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from ipaddress import ip_address
 from pathlib import Path
 
 from plait.checkpoint.shared_disk import names_now
@@ -20,10 +18,17 @@ from plait.commands.monitoring.finish import is_finished
 from plait.commands.planning.folder_lock import FolderTaken
 from plait.commands.planning.run_folder import run_folder
 from plait.commands.programs.run_program import run_program
+from plait.commands.submitting.node_address import own_address
 from plait.commands.train import train
-from plait.deploy.cluster_job import GPUS_VARIABLE, LEADER_VARIABLE, RANK_VARIABLE, USUAL_PORT
+from plait.deploy.cluster_job import (
+    AGAIN_SUFFIX,
+    GPUS_VARIABLE,
+    LEADER_VARIABLE,
+    RANK_VARIABLE,
+    REQUEUE_EXIT,
+    USUAL_PORT,
+)
 from plait.errors import PlaitError, RunFailed
-from plait.launch.network.interface import local_addresses
 from plait.launch.remote.agent import LeaderNotReached
 from plait.launch.remote.secret import SECRET_VARIABLE, Secret, read_secret
 from plait.launch.values.job import StoppedBy
@@ -33,10 +38,10 @@ from plait.screen.screen import Screen
 from plait.units import counted
 
 JOIN_AT_LATEST_S = 3600.0
-NAME_AT_LATEST_S = 180.0
-"""Names of pods are known some time after the pods are."""
 EARLIER_START_ENDS_S = 600.0
 """A host that is alone finds the others lost within seconds; a network disk lets a lost host's locks go in minutes."""
+LISTENS_AT_LATEST_S = 900.0
+"""After its secret is there: node 0 listens at once, or when an earlier start has ended. Killed, it leaves it."""
 _LOOK_EVERY_S = 0.5
 _CONNECT_EVERY_S = 0.1
 """Once node 0 has begun: it listens within a second or two, and an attempt that comes too early costs it nothing."""
@@ -73,10 +78,17 @@ def work_on_node(target: Sequence[str], place: NodePlace, screen: Screen) -> Sto
     assert place.leader is not None
     if place.rank == 0:
         with _secret_file_while_leading(place.secret_file):
-            address = _own_address(place.leader, screen)
+            address = own_address(place.leader, screen)
             hosts = HostsRequest(n_hosts=place.nodes, address=address, port=place.port, secret_file=place.secret_file)
             return _run(target, hosts, screen)
     return _join_when_possible(target, place, place.leader, screen)
+
+
+def tell_scheduler(place: NodePlace, code: int) -> None:
+    """Node 0's word that all is saved and more is to do, beside the secret's file: the exit code that srun returns is
+    the highest of all nodes, and one of them may have been lost long ago."""
+    if code == REQUEUE_EXIT and place.rank == 0 and place.secret_file is not None:
+        place.secret_file.with_suffix(AGAIN_SUFFIX).touch()
 
 
 def require_promised_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> None:
@@ -152,58 +164,6 @@ def _secret_file_while_leading(file: Path | None) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def _own_address(name: str, screen: Screen) -> str:
-    """The address at which the others reach this host, by its name; waits for a name that is not known yet.
-
-    A host often takes its own name for a loopback address (Debian's /etc/hosts, containers): then it is the address
-    with the way to others. Raises PlaitError.
-    """
-    addresses = _addresses_of(name)
-    if _is_address(name) or not all(ip_address(one).is_loopback for one in addresses):
-        own = local_addresses()
-        return next((one for one in addresses if one in own), addresses[0])
-    address = _address_with_a_way_out(name)
-    screen.print(
-        f"address  {address}: {name} means {addresses[0]} here, by which no other host reaches it, so this is the "
-        f"one with the way to others"
-    )
-    return address
-
-
-def _addresses_of(name: str) -> list[str]:
-    deadline = time.monotonic() + NAME_AT_LATEST_S
-    while True:
-        try:
-            return [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise PlaitError(f"{name} is a name that no host here has ({error}); check the cluster's DNS") from None
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _address_with_a_way_out(name: str) -> str:
-    """The only address beside loopback, else the one from which packets leave for elsewhere; none is sent."""
-    outside = [text for text in local_addresses() if not ip_address(text).is_loopback]
-    if len(outside) == 1:
-        return outside[0]
-    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # for documents alone
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
-            asking.connect((elsewhere, 9))
-            return str(asking.getsockname()[0])
-    raise PlaitError(
-        f"{name} means a loopback address here, and this host has {' and '.join(outside) or 'no other'}; have the name "
-        "mean the address by which the other nodes reach it (/etc/hosts, NodeAddr in slurm.conf)"
-    )
-
-
 def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, screen: Screen) -> StoppedBy:
     """Join as soon as node 0 listens; "finished" where the run needs nobody any more."""
     deadline, was_there = time.monotonic() + JOIN_AT_LATEST_S, False
@@ -211,7 +171,8 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
     program = Path(target[0]) if is_program(target) else None
     while time.monotonic() < deadline:
         ready = place.secret_file is None or _holds_text(place.secret_file)
-        was_there = was_there or ready
+        if ready and not was_there and place.secret_file is not None:
+            was_there, deadline = True, time.monotonic() + LISTENS_AT_LATEST_S
         if not ready and (was_there or _is_over(target)):
             return _without_leader(target)
         if ready:
@@ -222,7 +183,7 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
             except LeaderNotReached:
                 pass
         time.sleep(_CONNECT_EVERY_S if ready else _LOOK_EVERY_S)
-    raise RunFailed(f"node 0 ({leader}) did not listen at port {place.port} within an hour; see what it printed")
+    raise RunFailed(f"node 0 ({leader}) did not listen at port {place.port} in time; see what it printed")
 
 
 def _without_leader(target: Sequence[str]) -> StoppedBy:

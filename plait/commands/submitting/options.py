@@ -47,10 +47,38 @@ OPTION_KEYS: Mapping[Scheduler, Mapping[str, str]] = {
         "grace": "how long a pod gets to save when it is taken away, such as 5 minutes",
     },
 }
-_CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,4}):(\d\d)(?::(\d\d))?")
+_CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,4})(?::([0-5]\d))?(?::([0-5]\d))?")
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+,=-]+")
 _ANY_TEXT = ("grace", "wheel")
 """A time of two words, and a file of this machine, whose folder may have a blank in its name."""
+_QUANTITY = r"\d+(\.\d+)?([kMGTPE]|[KMGTPE]i)?"
+_OBJECT_NAME = r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_HOST = r"[A-Za-z0-9][A-Za-z0-9.-]*(:\d+)?"
+_IMAGE = rf"({_HOST}/)?[a-z0-9]+([._-]+[a-z0-9]+|/[a-z0-9]+)*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]+)?"
+_FORMS: Mapping[Scheduler, Mapping[str, tuple[re.Pattern[str], str]]] = {
+    "slurm": {
+        "constraint": (re.compile(r"[A-Za-z0-9_.:,&|*()\[\]+=/-]+"), "a100&ib"),
+        "cpus": (re.compile(r"[1-9]\d{0,4}"), "16"),
+        "memory": (re.compile(r"\d+[KMGT]?"), "64G"),
+        "image": (
+            re.compile(r"(?!apptainer:$)[A-Za-z0-9_./:@%+,=#-]+"),
+            "HOST#NAME:TAG or apptainer:FILE.sif",
+        ),
+    },
+    "ssh": {},
+    "kubernetes": {
+        "image": (re.compile(_IMAGE), "registry.example/plait:1"),
+        "namespace": (re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"), "research"),
+        "queue": (re.compile(_OBJECT_NAME), "research"),
+        "volume": (re.compile(_OBJECT_NAME), "my-claim"),
+        "storage": (re.compile(_QUANTITY), "100Gi"),
+        "storage_class": (re.compile(_OBJECT_NAME), "standard"),
+        "cpu": (re.compile(r"\d+(\.\d{1,3})?|\d+m"), "16"),
+        "memory": (re.compile(_QUANTITY), "64Gi"),
+        "rdma": (re.compile(rf"{_OBJECT_NAME}/[A-Za-z0-9]([\w.-]{{0,61}}[A-Za-z0-9])?"), "rdma/hca_shared_devices_a"),
+    },
+}
+"""How values look that are not just any word, each with an example."""
 SHORTEST_TIME_S = 60
 
 
@@ -66,10 +94,18 @@ def parse_options(texts: Sequence[str], scheduler: Scheduler) -> dict[str, str]:
             raise PlaitError(f"--with {key} has no value; write --with {key}=VALUE ({known[key]})")
         if key in found:
             raise PlaitError(f"--with {key} is given twice; write it once")
-        if not (_PLAIN.fullmatch(value) or key in _ANY_TEXT):
-            raise PlaitError(f"--with {key}={value!r} has signs that no scheduler takes; use letters, digits and -_./:")
+        _check_form(scheduler, key, value)
         found[key] = value
     return found
+
+
+def _check_form(scheduler: Scheduler, key: str, value: str) -> None:
+    if key in _FORMS[scheduler]:
+        form, example = _FORMS[scheduler][key]
+        if not form.fullmatch(value):
+            raise PlaitError(f"--with {key}={value!r} is not as {scheduler} writes it; write for example {example}")
+    elif not (_PLAIN.fullmatch(value) or key in _ANY_TEXT):
+        raise PlaitError(f"--with {key}={value!r} has signs that no name has; use letters, digits and -_./:")
 
 
 def parse_scheduler(text: str) -> Scheduler:
@@ -101,8 +137,13 @@ def parse_grace_s(text: str) -> int:
 
 
 def parse_time_s(text: str, *, option: str = "--time ", shortest_s: int = SHORTEST_TIME_S) -> int:
-    """Seconds of "2 hours", "90 minutes" or a scheduler's "1-12:00:00"; raises PlaitError for anything else."""
-    if match := _CLOCK.fullmatch(text.strip()):
+    """Seconds of "2 hours", or a scheduler's "36:00:00", "1-12:00:00" and "1-12"; raises PlaitError for all else."""
+    match = _CLOCK.fullmatch(text.strip())
+    if match and match[1] is None and match[3] is not None and match[4] is None:
+        raise PlaitError(
+            f'{option}"{text}" may be minutes or hours; write {text}:00 for hours, or "{match[2]} minutes"'
+        )
+    if match and (match[1] is not None or match[4] is not None):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     else:
@@ -116,3 +157,12 @@ def parse_time_s(text: str, *, option: str = "--time ", shortest_s: int = SHORTE
     if total < shortest_s:
         raise PlaitError(f'{option}"{text}" is too short to do anything in; write {shortest_s} s or more')
     return total
+
+
+def parse_machines(text: str | None) -> tuple[str, ...]:
+    """The names of "a,b,c"; raises PlaitError for what ssh would take for an option."""
+    names: Sequence[str] = [name.strip() for name in (text or "").split(",")] if text else []
+    for name in names:
+        if not name or name.startswith("-") or any(sign.isspace() for sign in name):
+            raise PlaitError(f'--machines has "{name}", which is no name of a machine; write them as a,b,c')
+    return tuple(names)

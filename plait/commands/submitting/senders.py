@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +55,7 @@ def kubernetes_job(
     """The manifests of a job; the recipe or the program travels in them."""
     file = Path(job.target[0])
     text = program_bytes(file).decode("utf-8", "replace")
-    if len(text) > _CONFIG_MAP_AT_MOST:
+    if len(text.encode()) > _CONFIG_MAP_AT_MOST:
         raise PlaitError(f"{file} is too large to travel in a ConfigMap; put it into the image or the volume")
     asked = {key: value for key, value in options.items() if key != "grace"}
     if asked.get("network", "host") != "host":
@@ -74,8 +73,8 @@ def kubernetes_job(
     )
 
 
-_CONFIG_MAP_AT_MOST = 900_000
-"""Kubernetes takes a mebibyte, names included."""
+_CONFIG_MAP_AT_MOST = 200_000
+"""Bytes. Kubernetes takes a mebibyte, but `kubectl apply` notes all of it in an annotation, which holds 262,144."""
 
 
 def _shown(path: Path) -> str:
@@ -105,15 +104,12 @@ def ssh_job(
         port=parse_port(options["port"]) if "port" in options else USUAL_PORT,
         gpus=gpus,
     )
-    names = [Path(job.target[0]).name, *job.target[1:]]
-    if config is not None:  # over there all lie in one folder, whatever their places are here
-        names.append(f"data.files={json.dumps([path.name for path in inputs[1:]])}")
-    there = replace(job, target=tuple(names))
+    there = replace(job, target=(Path(job.target[0]).name, *job.target[1:], *inputs.settings))
     wheel, lock = (_shown(environment.wheel), environment.lock) if environment else ("", "")
-    script = ssh_script(there, request, wheel, lock, tuple(_shown(path) for path in inputs))
+    script = ssh_script(there, request, wheel, lock, tuple(_shown(path) for path in inputs.paths))
     return Outgoing(
         file=f"{job.name}.ssh.sh",
         text=script,
-        send=lambda: send_by_ssh(there, request, environment, inputs, screen, working),
+        send=lambda: send_by_ssh(there, request, environment, inputs.paths, screen, working),
         run=job.run,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from plait.arguments import texts_of
-from plait.cluster.cluster import Cluster, read_cluster
+from plait.cluster.cluster import Cluster, Island, read_cluster
 from plait.commands.planning.output_files import write_output_file
 from plait.commands.programs.program_file import program_hash
 from plait.commands.submitting.machines import kubernetes_cluster, slurm_cluster
@@ -17,6 +17,7 @@ from plait.commands.submitting.options import (
     Scheduler,
     parse_grace_s,
     parse_kind,
+    parse_machines,
     parse_options,
     parse_scheduler,
     parse_time_s,
@@ -45,7 +46,7 @@ class SubmitRequest:
     gpus: int | None = None
     machines: tuple[str, ...] = ()
     time: str | None = None
-    kind: JobKind = "jobset"
+    kind: JobKind | None = None
     options: tuple[str, ...] = ()
 
 
@@ -69,7 +70,7 @@ def request_from_call(
         gpus=gpus,
         machines=parse_machines(named or None),
         time=None if time is None else str(time),
-        kind=parse_kind(str(asked.pop("kind", "jobset"))),
+        kind=parse_kind(str(asked.pop("kind"))) if "kind" in asked else None,
         options=tuple(f"{key}={value}" for key, value in asked.items()),
     )
 
@@ -119,7 +120,7 @@ def outgoing_job(request: SubmitRequest, screen: Screen, working: WorkingFolder 
         case "slurm":
             return slurm_job(job, options, screen, working)
         case "kubernetes":
-            return kubernetes_job(job, options, request.kind, screen, working)
+            return kubernetes_job(job, options, request.kind or "jobset", screen, working)
         case "ssh":
             return ssh_job(job, options, request.machines[: job.nodes], request.gpus, config, screen, working)
 
@@ -138,6 +139,8 @@ def _check_request(request: SubmitRequest, options: dict[str, str]) -> None:
         raise PlaitError(
             "Kubernetes runs containers; build one from install/Containerfile, and name it: --with image=NAME:TAG"
         )
+    if request.kind and request.scheduler != "kubernetes":
+        raise PlaitError(f"--kind is for --on kubernetes; leave it out for {request.scheduler}")
     if request.time and request.scheduler == "ssh":
         raise PlaitError("nobody ends a run by ssh when a time is over; leave --time out, or set train.budget")
 
@@ -178,7 +181,7 @@ def _job(
         name=cluster_job_name(name),
         run=name,
         target=request.target,
-        groups=_groups(scaled(cluster, chosen), options.get("partition", ""), request.scheduler),
+        groups=_groups(cluster, chosen, options.get("partition", ""), request.scheduler),
         time_s=limit,
         grace_s=grace,
         why=tuple(why),
@@ -211,21 +214,34 @@ def _with_gpus(cluster: Cluster, gpus: int | None) -> Cluster:
     return replace(cluster, islands=tuple(replace(island, per_node=gpus) for island in cluster.islands))
 
 
-def _groups(cluster: Cluster, partition: str, scheduler: Scheduler) -> tuple[NodeGroup, ...]:
-    """Equal nodes together; in Slurm each kind of them may have a partition of its own."""
+def _groups(cluster: Cluster, nodes: int, partition: str, scheduler: Scheduler) -> tuple[NodeGroup, ...]:
+    """Equal nodes together, the first `nodes` of the cluster; in Slurm each kind of them may have a partition of its
+    own."""
     partitions = partition.split("+") if partition else [""]
-    if len(cluster.islands) > 1 and scheduler == "kubernetes":
-        raise PlaitError("the pods of a job are equal; describe nodes of one kind, or submit to Slurm or by ssh")
     if len(partitions) not in (1, len(cluster.islands)):
         raise PlaitError(
             f"{len(partitions)} partitions for {counted(len(cluster.islands), 'kind')} of nodes; name one, or one for "
             "each kind, joined by +"
         )
-    named = partitions * len(cluster.islands) if len(partitions) == 1 else partitions
+    islands = scaled(cluster, nodes).islands
+    _check_devices(islands, scheduler)
+    named = partitions * len(islands) if len(partitions) == 1 else partitions
     return tuple(
         NodeGroup(nodes=island.nodes, gpus=0 if island.device.kind == "cpu" else island.per_node, partition=where)
-        for island, where in zip(cluster.islands, named, strict=True)
+        for island, where in zip(islands, named, strict=False)  # those that come last may not be needed
     )
+
+
+def _check_devices(islands: Sequence[Island], scheduler: Scheduler) -> None:
+    for device in (island.device for island in islands):
+        if device.kind == "tpu":
+            raise PlaitError(
+                f"plait plans for {device.name} on paper, and trains on processors and GPUs; describe those"
+            )
+        if scheduler == "kubernetes" and device.kind == "gpu" and device.vendor != "NVIDIA":
+            raise PlaitError(f"plait's pods ask for NVIDIA GPUs, and {device.name} is none; submit to Slurm or by ssh")
+    if len(islands) > 1 and scheduler == "kubernetes":
+        raise PlaitError("the pods of a job are equal; describe nodes of one kind, or submit to Slurm or by ssh")
 
 
 def _near(scaling: Scaling, chosen: int, cluster: Cluster) -> str:
@@ -235,12 +251,3 @@ def _near(scaling: Scaling, chosen: int, cluster: Cluster) -> str:
     if together <= per_node:
         return ""
     return f"all pods in one zone: {together} devices split each layer, and a machine has {per_node}"
-
-
-def parse_machines(text: str | None) -> tuple[str, ...]:
-    """The names of "a,b,c"; raises PlaitError for what ssh would take for an option."""
-    names: Sequence[str] = [name.strip() for name in (text or "").split(",")] if text else []
-    for name in names:
-        if not name or name.startswith("-") or any(sign.isspace() for sign in name):
-            raise PlaitError(f'--machines has "{name}", which is no name of a machine; write them as a,b,c')
-    return tuple(names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,18 +70,55 @@ def _names(requirements: Sequence[str]) -> Iterator[str]:
             yield match[1].lower().replace("_", "-")
 
 
-def input_files(target: Sequence[str], config: RunConfig | None) -> tuple[Path, ...]:
-    """The recipe and its texts, or the program; raises PlaitError for a text that is a folder or a name on the hub."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFiles:
+    """The recipe or the program and what it reads, and the settings by which they are found over there, where all lie
+    in one folder."""
+
+    paths: tuple[Path, ...]
+    settings: tuple[str, ...] = ()
+
+
+def input_files(target: Sequence[str], config: RunConfig | None) -> InputFiles:
+    """What node 0 is sent; raises PlaitError for what is a folder, or a text that is a name on the hub."""
     if config is None:
-        return (Path(target[0]),)
+        return InputFiles(paths=(Path(target[0]),))
     named = config.data.files
     texts = [named] if isinstance(named, str) else list(named)
     paths = [Path(text) for text in texts if isinstance(text, str)]
-    if len(paths) < len(texts) or len({path.name for path in paths}) < len(paths):
+    if len(paths) < len(texts):
         raise PlaitError("ssh sends files by their names alone; put this recipe's texts on the first machine yourself")
     for path in paths:
         if not path.is_file():
             raise PlaitError(
                 f"{path} is no single file, and ssh sends single files; put the text on machine one yourself"
             )
-    return (Path(target[0]), *paths)
+    settings = [f"data.files={json.dumps([path.name for path in paths])}"]
+    for key, path in _other_inputs(target, config):
+        paths.append(path)
+        settings.append(f"{key}={json.dumps(path.name)}")
+    if len({path.name for path in paths}) < len(paths):
+        raise PlaitError("two files of this recipe have the same name, and ssh sends both to one folder; rename one")
+    return InputFiles(paths=(Path(target[0]), *paths), settings=tuple(settings))
+
+
+def _other_inputs(target: Sequence[str], config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """Files beside the texts by the recipe's key, but for those whose place over there was typed."""
+    read = {
+        "model.from": config.model.from_,
+        "data.tokenizer": config.data.tokenizer,
+        "report.choices": config.report.choices,
+    }
+    for key, text in read.items():
+        if (
+            text is None
+            or not (path := Path(text)).is_absolute()
+            or any(word.startswith(f"{key}=/") for word in target)
+        ):
+            continue
+        if path.is_dir():
+            raise PlaitError(
+                f"{key} is the folder {path}, and ssh sends single files; put it on each machine, and add "
+                f"{key}=/ITS/PLACE/THERE to this command"
+            )
+        yield key, path
