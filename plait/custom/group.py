@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, get_args
@@ -14,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.custom.leaving import wait_for_gloo_threads
-from plait.custom.variables import RENDEZVOUS
+from plait.custom.process.leaving import wait_for_gloo_threads
+from plait.custom.process.started_worker import StartedWorker, environment_number, gpu_or_processor, started_worker
 from plait.errors import PlaitError
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from plait.parallel.mesh import Sums
 
 PEER_WAIT = timedelta(minutes=30)
@@ -100,29 +101,17 @@ def _nothing_to_compare() -> None:
     """One worker agrees with itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartedWorker:
-    """What the environment says of a worker that somebody started among others."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    rendezvous: str
-    """As in `parallel.mesh.open_store`."""
-
-
 def find_workers() -> Workers:
     """Join the group that this process was started for: by plait, torchrun or srun; alone where there is none.
 
     Blocks until all workers are here. A process that has a group of torch.distributed already keeps it.
     """
     if dist.is_available() and dist.is_initialized():
-        return _workers_of_group(_number(os.environ, "LOCAL_RANK", default=dist.get_rank()))
+        return _workers_of_group(environment_number(os.environ, "LOCAL_RANK", default=dist.get_rank()))
     started = started_worker(os.environ)
     if started is None or started.size == 1:
         return alone()
-    device = _device_of(started)
+    device = gpu_or_processor(started)
     from plait.parallel.mesh import open_store
 
     if started.rendezvous.startswith("srun://"):
@@ -130,10 +119,25 @@ def find_workers() -> Workers:
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
     rendezvous = "env://program" if started.rendezvous.startswith("srun://") else started.rendezvous
     store = open_store(rendezvous, started.rank, started.size)
+    check_same_devices(store, started, device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=started.rank, world_size=started.size, timeout=PEER_WAIT)
     atexit.register(wait_for_gloo_threads)
     return _workers_of_group(started.local_rank)
+
+
+def check_same_devices(store: Store, started: StartedWorker, device: torch.device) -> None:
+    """Raise PlaitError where this worker has a GPU and the first one has none, or the other way round: their messages
+    would go by different libraries, and wait for each other."""
+    names = {"cuda": "a GPU", "cpu": "no GPU that torch sees"}
+    store.set_timeout(PEER_WAIT)
+    store.set(f"device/{started.rank}", device.type)
+    first = store.get("device/0").decode()
+    if first != device.type:
+        raise PlaitError(
+            f"worker {started.rank} has {names[device.type]} and worker 0 has {names[first]}, and a program takes one "
+            "kind; leave out one of the two, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to use processors"
+        )
 
 
 def alone() -> Workers:
@@ -144,53 +148,6 @@ def alone() -> Workers:
     return Workers(rank=0, size=1, local_rank=0, device=device, sums=LONE_SUMS)
 
 
-def started_worker(environment: Mapping[str, str]) -> StartedWorker | None:
-    """What the environment says; None for a process that nobody started among others. Raises PlaitError for what is no
-    number or no host."""
-    if RENDEZVOUS in environment:
-        return _by_names(environment, environment[RENDEZVOUS])
-    if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        return _by_names(environment, "env://program")
-    if _number(environment, "SLURM_NTASKS", default=1) > 1 and "SLURM_PROCID" in environment:
-        return _by_slurm(environment)
-    return None
-
-
-def _by_names(environment: Mapping[str, str], rendezvous: str) -> StartedWorker:
-    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    return StartedWorker(
-        rank=rank,
-        size=size,
-        local_rank=_number(environment, "LOCAL_RANK", default=rank),
-        local_size=_number(environment, "LOCAL_WORLD_SIZE", default=size),
-        rendezvous=rendezvous,
-    )
-
-
-def _by_slurm(environment: Mapping[str, str]) -> StartedWorker:
-    """srun's tasks meet at the first host of the step, at a port that follows from the job's number."""
-    size = _number(environment, "SLURM_NTASKS")
-    host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", ""))
-    job = _number(environment, "SLURM_JOB_ID", default=0)
-    port = environment.get("MASTER_PORT") or str(20_000 + job % 20_000)
-    nodes = max(1, _number(environment, "SLURM_STEP_NUM_NODES", default=1))
-    return StartedWorker(
-        rank=_number(environment, "SLURM_PROCID"),
-        size=size,
-        local_rank=_number(environment, "SLURM_LOCALID"),
-        local_size=-(-size // nodes),
-        rendezvous=f"srun://{host}:{port}",
-    )
-
-
-def first_host(nodes: str) -> str:
-    """The first host of one of Slurm's lists: "gpu[03-05,9],cpu1" -> "gpu03"."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
-    if match is None:
-        raise PlaitError("srun started this process without SLURM_STEP_NODELIST; set MASTER_ADDR to the first host")
-    return match[1] + (match[2] or "")
-
-
 def _workers_of_group(local_rank: int) -> Workers:
     from plait.parallel.mesh import GroupSums, world_sums
 
@@ -198,7 +155,7 @@ def _workers_of_group(local_rank: int) -> Workers:
     rank, size = dist.get_rank(), dist.get_world_size()
     cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    sums = world_sums()
+    sums = world_sums(PEER_WAIT)
     connections = sums.group if isinstance(sums, GroupSums) else None
     return Workers(rank=rank, size=size, local_rank=local_rank, device=device, sums=sums, connections=connections)
 
@@ -211,27 +168,3 @@ def check_backends(config: str) -> None:
             f'the program has opened torch.distributed for "{config}" alone; leave init_process_group out, as '
             'plait.spread opens it, or open it with backend="cpu:gloo,cuda:nccl"'
         )
-
-
-def _device_of(started: StartedWorker) -> torch.device:
-    """This worker's own GPU, or the processor where the machine has none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if started.local_size > count:
-        raise PlaitError(
-            f"{started.local_size} workers on a machine with {count} GPU{'s' * (count > 1)}; start {count}, or "
-            f"hide the "
-            "GPUs (CUDA_VISIBLE_DEVICES=) to use processors"
-        )
-    torch.cuda.set_device(started.local_rank)
-    return torch.device("cuda", started.local_rank)
-
-
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdecimal():
-        raise PlaitError(f"{name} = {text!r} in the environment is not a number; unset it, or start by plait run")
-    return int(text)

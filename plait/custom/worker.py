@@ -17,7 +17,7 @@ from types import ModuleType, TracebackType
 import torch
 import torch.distributed as dist
 
-from plait.custom.variables import PROGRAM_VARIABLE, RENDEZVOUS
+from plait.custom.process.variables import PROGRAM_VARIABLE, RENDEZVOUS
 from plait.errors import PlaitError, ProgramFailed
 from plait.launch.values.failure import describe_exception
 from plait.launch.values.job import RankContext

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
@@ -15,6 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.cluster.gpus import TorchGpus, check_gpu_computes
 from plait.layout import AXES, Layout
+
+PEER_TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for another one's part of a sum or a message."""
+_AXES_OF_COLLECTIVES = ("shard", "tensor", "context")
+"""Sums of gradients have groups of their own, and stages send messages from rank to rank."""
 
 
 class Sums(Protocol):
@@ -157,20 +163,41 @@ def make_mesh(layout: Layout, device: str) -> DeviceMesh:
         sets = tuple(tuple(row) for row in ranks.movedim(axis, -1).reshape(-1, size).tolist())
         if sets not in made:
             made[sets] = _own_group(sets)
+            if AXES[axis] in _AXES_OF_COLLECTIVES:
+                connect_ranks(made[sets])
         groups.append(made[sets])
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=AXES)
 
 
-def world_sums() -> Sums:
-    """Sums over all ranks of the job. Every rank must call it, once.
+def world_sums(timeout: timedelta = PEER_TIMEOUT) -> Sums:
+    """Sums over all ranks of the job, each of which waits so long for the others. Every rank must call it, once.
 
     gloo's messages between two ranks of a group stand in line: over the connections that carry gradients and weights a
     single number would wait until all of those have arrived. So they have connections of their own.
     """
     in_line = dist.get_backend() == "gloo" and dist.get_world_size() > 1
-    group = dist.new_group() if in_line else dist.group.WORLD
+    group = dist.new_group(timeout=timeout) if in_line else dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
+    connect_ranks(group)
     return GroupSums(group)
+
+
+def connect_ranks(group: dist.ProcessGroup) -> None:
+    """Have NCCL connect the ranks of a group now. Every rank of it must call it, and ranks their groups in one order.
+
+    Left to itself NCCL connects in a group's first sum, where the host blocks until all of the group are there. In the
+    middle of a backward pass one of them may be waiting for a message that another sends only after its sum. gloo
+    connects a group when it is made.
+    """
+    gpu = _gpu_of_nccl()
+    if gpu is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(torch.zeros(1, device=gpu), group=group)
+        torch.cuda.synchronize(gpu)
+
+
+def _gpu_of_nccl() -> torch.device | None:
+    """This rank's GPU, where the job's groups have NCCL."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend_config()) else None
 
 
 def make_groups(sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -179,7 +206,10 @@ def make_groups(sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.P
     Every rank of the job must call it, with the same sets in the same order.
     """
     groups = {ranks: _group(ranks) for ranks in sets if len(ranks) > 1}
-    return {ranks: group for ranks, group in groups.items() if group is not None}
+    own = {ranks: group for ranks, group in groups.items() if group is not None}
+    for group in own.values():
+        connect_ranks(group)
+    return own
 
 
 def _own_group(sets: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
@@ -193,5 +223,6 @@ def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     if len(ranks) == dist.get_world_size():
         group = dist.group.WORLD
     else:
-        group = dist.new_group(list(ranks), backend=LOCAL_BACKEND if len(ranks) == 1 else None)
+        backend = LOCAL_BACKEND if len(ranks) == 1 else None
+        group = dist.new_group(list(ranks), timeout=PEER_TIMEOUT, backend=backend)
     return group if isinstance(group, dist.ProcessGroup) else None

@@ -8,7 +8,6 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from plait.errors import RunFailed
 from plait.model.matmul import select_matmul_library, select_matmul_precision
-from plait.parallel.mesh import Sums, make_mesh, open_store, use_gpu, world_sums
+from plait.parallel.mesh import PEER_TIMEOUT, Sums, make_mesh, open_store, use_gpu, world_sums
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
@@ -35,8 +34,6 @@ from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
 from plait.trainer.watching.loop_actions import loop_actions
 from plait.trainer.watching.watched_actions import WorkerContext, run_guarded, watched
-
-PEER_TIMEOUT = timedelta(minutes=10)
 
 
 def main(context: WorkerContext, argument: str) -> None:

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import plait
+from plait.custom.process.variables import RENDEZVOUS
 from plait.custom.run import SpreadRun
-from plait.custom.variables import RENDEZVOUS
 from plait.launch.values.job import RankContext
 from tests.custom.models import CASES, Layers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.custom.leaving import GLOO_THREAD, INTERVALS, PAUSE_S, wait_for_gloo_threads
+from plait.custom.process.leaving import GLOO_THREAD, INTERVALS, PAUSE_S, wait_for_gloo_threads
 
 Status = tuple[str, int]
 """A thread's state, and how often it has gone to sleep."""

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from plait.commands.hosts.invitation import invitation_text
 from plait.commands.programs.run_program import invitation_of, workers_text
 from plait.custom.data.share_words import measuring_text, shares_stay_text, worker_shares_text
-from plait.custom.group import check_backends, first_host, started_worker
+from plait.custom.group import check_backends, check_same_devices
+from plait.custom.process.started_worker import StartedWorker, first_host, gpu_or_processor, started_worker
 from plait.custom.program import Program
 from plait.custom.stepping.fused import fused_text
 from plait.custom.stepping.rate import goyal_rule
 from plait.custom.strands.bucket_size import LEAST, MOST, chosen_bucket_bytes
+from plait.custom.strands.local import squares_of
 from plait.custom.strands.units import find_units, units_text
 from plait.errors import PlaitError
 
@@ -60,6 +63,63 @@ def test_a_worker_is_told_by_the_environment_of_whoever_started_it() -> None:
     assert there.rendezvous == "srun://gpu03:20041"
     assert started_worker({}) is None and started_worker({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
     assert [first_host(text) for text in ("a", "a,b", "n[1,4-5],m", "x-[07]")] == ["a", "a", "n1", "x-07"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "tasks"),
+    [("4", "0", 4), ("2(x3),1", "2", 2), ("2(x3),1", "3", 1), ("1,3", "1", 3), ("", "1", 3)],
+)
+def test_slurm_says_how_many_tasks_each_node_has(counts: str, node: str, tasks: int) -> None:
+    told = started_worker(
+        {"SLURM_NTASKS": "6", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "a,b",
+         "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
+    )  # fmt: skip
+    assert told is not None and told.local_size == tasks
+
+
+@pytest.mark.parametrize(
+    ("environment", "seen", "own"),
+    [
+        ({"SLURM_GPUS_PER_TASK": "1"}, 1, 0),  # bound to each task
+        ({"SLURM_GPUS_ON_NODE": "4"}, 1, 0),
+        ({"SLURM_GPUS_ON_NODE": "8"}, 2, 0),
+        ({"SLURM_GPUS_ON_NODE": "4"}, 4, 2),
+        ({"SLURM_GPUS_PER_TASK": "1"}, 4, 2),  # --gpu-bind=none
+        ({"SLURM_GPUS_ON_NODE": "1"}, 1, None),  # fewer than tasks
+        ({}, 1, None),
+    ],
+)
+def test_each_of_sruns_tasks_takes_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], seen: int, own: int | None
+) -> None:
+    told = started_worker(
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_STEP_NODELIST": "a", **environment}
+    )
+    assert told is not None
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    if own is None:
+        with pytest.raises(PlaitError, match=r"4 workers on a machine with 1 GPU; start 1, or hide the GPUs"):
+            gpu_or_processor(told)
+    else:
+        assert gpu_or_processor(told) == torch.device("cuda", own) and taken == [own]
+
+
+def test_workers_with_a_gpu_and_without_one_are_told_apart_before_they_wait_for_each_other() -> None:
+    store = dist.HashStore()
+    first, second = (StartedWorker(rank=rank, size=2, local_rank=0, local_size=1, rendezvous="") for rank in (0, 1))
+    check_same_devices(store, first, torch.device("cuda", 0))
+    check_same_devices(store, second, torch.device("cuda", 3))
+    with pytest.raises(PlaitError, match="worker 1 has no GPU that torch sees and worker 0 has a GPU"):
+        check_same_devices(store, second, torch.device("cpu"))
+
+
+def test_a_worker_without_gradients_sums_on_the_device_of_the_others() -> None:
+    """Else it waits in gloo while they are in NCCL."""
+    assert squares_of([], torch.device("meta")).device.type == "meta"
+    assert squares_of([torch.ones(4)]).item() == 4 and squares_of([]).item() == 0
 
 
 def test_a_group_without_connections_between_processors_is_refused() -> None:

@@ -110,3 +110,23 @@ def test_a_bucket_s_size_changes_no_number(
     for one in told[1:]:
         assert one["losses"] == pytest.approx(told[0]["losses"], rel=1e-5)
         assert one["norms"] == pytest.approx(told[0]["norms"], rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_transfer_waits_for_gradients_of_two_streams() -> None:
+    """As FSDP2 adds those of split weights on a stream of its own, and autograd those of whole experts on the main
+    one."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    side, own = transfer_stream(device), torch.cuda.Stream(device)
+    late, soon = torch.zeros(1 << 20, device=device), torch.zeros(1 << 20, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(own):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        late += 1
+        side.arrived()
+    soon += 1
+    side.arrived()
+    with side.after_compute():
+        seen = torch.stack([late.min(), soon.min()])
+    side.join()
+    assert seen.tolist() == [1, 1]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 import torch.distributed as dist
 
 from plait.launch.values.job import RankContext
 from plait.layout import AXES, Layout
-from plait.parallel.mesh import make_mesh, open_store
+from plait.parallel import mesh
+from plait.parallel.mesh import make_groups, make_mesh, open_store, world_sums
 
 
 def tell_axes(context: RankContext, argument: str) -> None:
@@ -15,8 +18,8 @@ def tell_axes(context: RankContext, argument: str) -> None:
     store = open_store(context.rendezvous, context.rank, context.world_size)
     dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size)
     degrees = dict(part.split("=") for part in argument.split())
-    mesh = make_mesh(Layout(**{axis: int(degree) for axis, degree in degrees.items()}), "cpu")  # pyright: ignore[reportArgumentType]
-    groups = {axis: mesh[axis].get_group() for axis in AXES}
+    made = make_mesh(Layout(**{axis: int(degree) for axis, degree in degrees.items()}), "cpu")  # pyright: ignore[reportArgumentType]
+    groups = {axis: made[axis].get_group() for axis in AXES}
     rows = {axis: [rank + 1 for rank in dist.get_process_group_ranks(group)] for axis, group in groups.items()}
     told = {axis: float("".join(str(digit) for digit in row)) for axis, row in rows.items()}
     used = {group.group_name: group for group in groups.values()}
@@ -31,3 +34,26 @@ def refuses(group: dist.ProcessGroup) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def connect_groups(context: RankContext, argument: str) -> None:
+    """Each rank tells the groups that it connects, in their order, as NCCL's would be; gloo sums in their place, and
+    would wait for ever where two ranks had another order."""
+    mesh._gpu_of_nccl = lambda: torch.device("cpu")  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda device=None: None
+    degrees, sets = json.loads(argument)
+    connected: list[list[int]] = []
+    sum_up = dist.all_reduce
+
+    def noted(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+        connected.append(dist.get_process_group_ranks(group))
+        sum_up(values, group=group)
+
+    dist.all_reduce = noted  # type: ignore[assignment]
+    store = open_store(context.rendezvous, context.rank, context.world_size)
+    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size)
+    world_sums()
+    make_mesh(Layout(**degrees), "cpu")
+    make_groups([tuple(ranks) for ranks in sets])
+    context.send("connected", groups=connected)
+    dist.destroy_process_group()

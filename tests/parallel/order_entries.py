@@ -52,6 +52,9 @@ class NotedSideStream:
         finally:
             self._diary.beside = False
 
+    def arrived(self) -> None:
+        """In this diary there is one stream that computes."""
+
     def holds_up(self, works: Sequence[dist.Work]) -> bool:
         return False
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from plait.launch.local.run import run_job
-from plait.launch.values.job import Job
+from plait.launch.values.job import Job, Message
 from tests.entry_tables import entries_of
 
 
@@ -32,3 +34,26 @@ def test_axes_of_the_same_ranks_share_a_group(degrees: str, ranks: int, axes: tu
     assert tuple(told[axis] for axis in ("pipeline", "replicate", "shard", "context", "tensor")) == axes
     assert told["groups"] == groups
     assert told["useless"] == (ranks > 1), "but for that of axes of size 1, which has no threads either, all work"
+
+
+@pytest.mark.parametrize(
+    ("degrees", "sets", "own"),
+    [
+        ({"shard": 2, "replicate": 2}, [[0, 1], [2, 3]], {0: ["0123", "01", "01"], 3: ["0123", "23", "23"]}),
+        ({"pipeline": 2, "tensor": 2}, [[0, 2], [1, 3]], {0: ["0123", "01", "02"], 3: ["0123", "23", "13"]}),
+        ({"context": 4}, [[0, 1], [1, 2], [2, 3]], {0: ["0123", "0123", "01"], 2: ["0123", "0123", "12", "23"]}),
+    ],
+)
+def test_nccl_connects_each_group_with_sums_when_it_is_made(
+    degrees: dict[str, int], sets: list[list[int]], own: dict[int, list[str]]
+) -> None:
+    """All ranks of one at the same point, so that none is left to connect in the middle of a backward pass."""
+    told: dict[int, list[str]] = {}
+    entries = entries_of("tests.parallel.mesh_entries", preload=("torch.distributed", "plait.parallel.mesh"))
+    job = Job(entry="connect_groups", argument=json.dumps([degrees, sets]), world_size=4, threads=1)
+
+    def hear(message: Message) -> None:
+        told[message.rank] = ["".join(map(str, ranks)) for ranks in message.values["groups"]]
+
+    run_job(job, entries, on_message=hear)
+    assert {rank: told[rank] for rank in own} == own

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from plait.custom.variables import PROGRAM_VARIABLE
+from plait.custom.process.variables import PROGRAM_VARIABLE
 from plait.errors import PlaitError
 from plait.launch.values.entries import EntryTable
 

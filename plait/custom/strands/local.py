@@ -67,9 +67,10 @@ def whole_pieces(trained: dict[str, nn.Parameter]) -> list[HeldPiece]:
     return [HeldPiece(name=name, first=0, parameter=p) for name, p in trained.items()]
 
 
-def squares_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all numbers: 0-dim, float64."""
+def squares_of(gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+    """The sum of the squares of all numbers: 0-dim, float64; on this device where there is no gradient. What is summed
+    over workers must be of one device on all of them: else one waits in gloo for what the others sum by NCCL."""
     if not gradients:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(list(gradients), 2)  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()

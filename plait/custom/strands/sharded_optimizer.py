@@ -67,8 +67,8 @@ class ShardedOptimizerStrands:
         return passed_s
 
     def squares(self, index: int) -> Tensor:
-        own = squares_of([p.grad for one in self._own[index] if (p := one.piece.parameter).grad is not None])
-        return self._workers.sums(own)
+        gradients = [p.grad for one in self._own[index] if (p := one.piece.parameter).grad is not None]
+        return self._workers.sums(squares_of(gradients, self._workers.device))
 
     def publish(self, index: int) -> None:
         self._reducers[index].publish()

@@ -83,7 +83,8 @@ class ShardedParameterStrands:
         return min(passed_s, FORWARDS * self._forwards.take_s()) if on_processor else passed_s
 
     def squares(self, index: int) -> Tensor:
-        return self._workers.sums(squares_of([p.parameter.grad for p in self._pieces if p.parameter.grad is not None]))
+        gradients = [p.parameter.grad for p in self._pieces if p.parameter.grad is not None]
+        return self._workers.sums(squares_of(gradients, self._workers.device))
 
     def publish(self, index: int) -> None:
         for model in self._program.models:

@@ -43,7 +43,8 @@ class ExpertExchange:
         arrived_sd = _awaited(leaving_rd, splits, under_way)
         # They stand by sender, and within a sender by expert.
         lengths = torch.tensor([count for some in arriving for count in some], device=rows_rd.device)
-        experts_s = torch.arange(own, device=rows_rd.device).repeat(len(arriving)).repeat_interleave(lengths)
+        experts = torch.arange(own, device=rows_rd.device).repeat(len(arriving))
+        experts_s = experts.repeat_interleave(lengths, output_size=len(arrived_sd))  # told, lest the host asks the GPU
         order = order_by_expert(experts_s.unsqueeze(1), own)
         results_sd = from_experts(run_held(to_experts(arrived_sd, order), order.counts), order).squeeze(1)
         under_way = _UnderWay()

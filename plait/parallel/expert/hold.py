@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.layout import Layout, equal_share
 from plait.model.gpt import mixtures_of
 from plait.parallel.expert.exchange import ExpertExchange
+from plait.parallel.mesh import PEER_TIMEOUT, connect_ranks
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
@@ -20,9 +21,10 @@ def hold_experts(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) 
         return sharded
     # Groups of their own: gloo takes one group's messages in the order in which they were begun, which is not the same
     # on all ranks where sums of gradients go on meanwhile.
-    made = [(ranks, dist.new_group(list(ranks))) for ranks in expert_groups(layout)]
+    made = [(ranks, dist.new_group(list(ranks), timeout=PEER_TIMEOUT)) for ranks in expert_groups(layout)]
     (group,) = (group for ranks, group in made if rank in ranks)
     assert isinstance(group, dist.ProcessGroup)
+    connect_ranks(group)
     experts = execution.shape.size_of("experts")
     shares = [equal_share(experts, layout.expert, index) for index in range(layout.expert)]
     first, count = shares[layout.expert_index(rank)]

@@ -98,6 +98,7 @@ class SummedBucket:
             self.weights[k].parameter.grad = self._views[k].zero_()
         assert self.weights[k].parameter.grad is self._views[k], "a gradient was put outside of its bucket"
         self.missing.discard(k)
+        self._stream.arrived()
 
     def ready(self) -> bool:
         """Whether the next transfer may begin without keeping the arithmetic waiting."""

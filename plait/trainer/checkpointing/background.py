@@ -180,7 +180,8 @@ class CheckpointSaver:
         if self._makes_copies:
             return False
         nbytes = sum(one.tensor.nbytes for some in slices.values() for one in some)
-        return nbytes * self._world.size > (1 - _MEMORY_KEPT) * free_memory_bytes()
+        sharers = self._assembly.plan.workers_beside(self._world.index)
+        return nbytes * sharers > (1 - _MEMORY_KEPT) * free_memory_bytes()
 
     @property
     def _makes_copies(self) -> bool:

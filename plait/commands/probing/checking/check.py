@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from plait.checked_json import typed_value
@@ -63,7 +63,7 @@ def _checked(config: RunConfig | None, working: WorkingFolder) -> MachineCheck:
         except PlaitError as error:
             raise RunFailed(str(error)) from error
         workers = check_workers(machine)
-        return _ask(pool, machine.device, workers, max(1, machine.cores // workers))
+        return _ask(pool, machine.device, workers, max(1, machine.cores // workers), machine.gpus)
 
 
 def _checked_hosts(config: RunConfig, hosts: HostsRequest, screen: Screen, working: WorkingFolder) -> MachineCheck:
@@ -72,7 +72,8 @@ def _checked_hosts(config: RunConfig, hosts: HostsRequest, screen: Screen, worki
     with leader_workers(hosts, config=config, folder=folder, log=screen.print, working=working) as workers:
         fixed = workers.fixed_workers
         assert fixed is not None, "hosts that joined bring their workers"
-        return _ask(workers, workers.host_machines("as known")[0][0].device, fixed.workers, fixed.threads)
+        first = workers.host_machines("as known")[0][0]
+        return _ask(workers, first.device, fixed.workers, fixed.threads, first.gpus)
 
 
 def check_workers(machine: Machine) -> int:
@@ -80,8 +81,9 @@ def check_workers(machine: Machine) -> int:
     return machine.devices if machine.device == "cuda" else min(machine.cores, MOST_CPU_WORKERS)
 
 
-def _ask(pool: WorkerPool, device: str, workers: int, threads: int) -> MachineCheck:
-    job = Job(entry=MACHINE_CHECK_ENTRY, argument=json.dumps({"device": device}), world_size=workers, threads=threads)
+def _ask(pool: WorkerPool, device: str, workers: int, threads: int, gpus: Sequence[int]) -> MachineCheck:
+    argument = json.dumps({"device": device, "gpus": list(gpus)})
+    job = Job(entry=MACHINE_CHECK_ENTRY, argument=argument, world_size=workers, threads=threads)
     return parse_check(ask_rank_0(pool, job, "checked"))
 
 

@@ -26,12 +26,13 @@ SUM_ROUNDS = 5
 
 
 def run_machine_check_rank(context: RankContext, argument: str) -> None:
-    """Entry of each rank of a check; the argument is JSON: the kind of "device".
+    """Entry of each rank of a check; the argument is JSON: the kind of "device", and "gpus" as `join_probe` takes them.
 
     Rank 0 sends one "checked" message, a MachineCheck. Raises RunFailed, with a sentence, for a dead device or link.
     """
     torch.set_num_threads(context.threads)
-    place = join_probe(context, json.loads(argument)["device"])
+    asked = json.loads(argument)
+    place = join_probe(context, asked["device"], asked["gpus"])
     pairs = time_pairs(place, CHECKED_MESSAGE_BYTES)
     require_working_devices(place)
     seconds, error = _time_sum(place, context.world_size)
