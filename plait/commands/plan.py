@@ -21,7 +21,7 @@ from plait.commands.planning.plan_report import (
 )
 from plait.commands.planning.training_choice import training_section
 from plait.commands.planning.workers import worker_pool
-from plait.commands.preparing.usual_corpus import corpus_if_prepared
+from plait.commands.preparing.corpus import find_prepared_corpus
 from plait.errors import PlaitError
 from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis_section, seconds_of
 from plait.planner.explain.glossary import glossary_text
@@ -101,7 +101,7 @@ def _report_for_this_machine(config: RunConfig, top: int, working: WorkingFolder
     with worker_pool(working) as workers:
         show(0, 0, "looking at the machine")
         survey = survey_machine(workers, named_workers(config))
-        corpus = corpus_if_prepared(config, working)
+        corpus = find_prepared_corpus(config, working)  # a text that is not here is said: plait train would say so
         show(0, 0, COMPARING_LAYOUTS)
         report = make_plan_report(config, resources_of(survey, workers), top=top, working=working)
         kept = kept_plan(config, corpus, survey, workers) if corpus else None

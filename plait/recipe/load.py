@@ -25,6 +25,10 @@ RecipeSource = Path | Mapping[str, Any] | RunConfig
 """A recipe's file, its sections as nested mappings, or a recipe that was loaded before."""
 
 
+_TEXTS = (".txt", ".md", ".jsonl", ".parquet")
+"""What a recipe learns from, and is none itself."""
+
+
 def load_recipe(recipe: RecipeSource, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe and apply `section.key=value` overrides; relative paths become absolute.
 
@@ -176,6 +180,10 @@ def parse_override(text: str) -> dict[str, Any]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
+        if path.suffix in _TEXTS and path.is_file():
+            raise PlaitError(
+                f'"{path}" is a text, no recipe; plait new NAME --text {path} writes one that learns from it'
+            )
         return _parse_toml(path.read_text(encoding="utf-8"), f'the recipe "{path}"')
     except FileNotFoundError:
         raise PlaitError(f'there is no recipe "{path}"{_near_recipe(path)}') from None
@@ -195,10 +203,20 @@ def _parse_toml(text: str, where: str) -> dict[str, Any]:
     except RecursionError:
         raise PlaitError(f"{where} is nested too deeply; a value of a recipe is one list deep") from None
     except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
-        raise PlaitError(f"{where} is not valid TOML: {error}; mend that line") from None
+        raise PlaitError(f"{where} is not valid TOML: {error}; {_toml_advice(error)}") from None
+
+
+def _toml_advice(error: ValueError) -> str:
+    """What to mend; of a value that TOML does not know, most often a text without quotes."""
+    return 'a text stands in quotes: files = "my.txt"' if "Invalid value" in str(error) else "mend that line"
 
 
 def _near_recipe(path: Path) -> str:
+    shipped = Path(__file__).parents[1] / "examples" / path.name
+    if shipped.is_file():
+        return f"; plait brings one of that name: {shipped}"
+    if path.suffix != ".toml" and path.with_name(f"{path.name}.toml").is_file():
+        return f'; did you mean "{path}.toml"?'
     try:
         near = difflib.get_close_matches(path.name, [p.name for p in sorted(path.parent.glob("*.toml"))], n=1)
     except OSError:  # a folder that this user may not look into

@@ -26,6 +26,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Place:
     lines = [json.dumps({"text": "something to read"}), json.dumps({"body": "the field has another name"})]
     (place.folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
     (place.folder / "torn.toml").write_text("[data\nfiles = 3")
+    (place.folder / "bare.toml").write_text("[data]\nfiles = play.txt\n")
     (place.folder / "nameless.toml").write_text('[train]\nbudget = "3 steps"\n')
     (place.folder / "typo.toml").write_text('[data]\nfiles = "play.txt"\n[model]\nwidht = 32\n')
     (place.folder / "flat.toml").write_text('run = "x"\n')
@@ -51,6 +52,15 @@ CASES = {
     "no such recipe": (("train", "tinny.toml"), ['there is no recipe "tinny.toml"; did you mean "tiny.toml"?']),
     "a folder as recipe": (("train", "."), ["is a folder"]),
     "a recipe that is not TOML": (("train", "torn.toml"), ["is not valid TOML", "line 1"]),
+    "a text without quotes": (("train", "bare.toml"), ["line 2", 'a text stands in quotes: files = "my.txt"']),
+    "a text in place of a recipe": (("train", "play.txt"), ["is a text, no recipe; plait new NAME --text play.txt"]),
+    "a recipe without .toml": (("train", "torn"), ['did you mean "torn.toml"?']),
+    "a recipe in place of a program": (("run", "tiny.toml"), ["is a recipe, no program; type plait train tiny.toml"]),
+    "a recipe that came with plait": (
+        ("train", "recipes/03-mixed-4-workers.toml"),
+        ["plait brings one of that name: ", "/plait/examples/03-mixed-4-workers.toml"],
+    ),
+    "a plan of text that is not there": (("plan", "tiny.toml", "data.files=plai.txt"), ["plai.txt", "data.files"]),
     "a recipe without data": (("train", "nameless.toml"), ["the recipe does not say data", "[data]"]),
     "a recipe that is no table": (("train", "flat.toml"), ["run is not usable"]),
     "an unknown option": ((*TRAIN, "--frobnicate"), ["--frobnicate", "--help"]),

@@ -53,7 +53,9 @@ def _usual_corpus_facts(config: RunConfig) -> tuple[CorpusFacts, list[str]]:
     else:
         name = "" if size == "auto" else named_size(size)
         vocabulary = MODEL_SIZES[name].vocabulary if name else USUAL_VOCABULARY
-        notes.append(f"vocabulary {vocabulary}: usual for this size; the text was not looked at")
+        notes.append(
+            f"vocabulary {vocabulary}: usual for this size; the text was not looked at (plait data prepares it)"
+        )
     facts = CorpusFacts(
         folder="",
         content_hash="",

@@ -37,6 +37,8 @@ def program_bytes(path: Path) -> bytes:
 def program_hash(path: Path) -> str:
     """SHA-256 of a program file; raises PlaitError where it is none, or no Python."""
     data = program_bytes(path)
+    if path.suffix == ".toml":
+        raise PlaitError(f"{path} is a recipe, no program; type plait train {path}")
     try:
         compile(data, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:

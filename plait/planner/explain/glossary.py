@@ -32,6 +32,9 @@ GLOSSARY: dict[str, str] = {
     "MFU (model FLOPs utilisation)": "The share of the devices' arithmetic peak that goes into the model's own "
     "products. Good runs reach 35 to 55 %; some tables count all of attention's scores, others only the half that is "
     "used.",
+    "nats per byte": "How badly a model guesses text that it did not learn from: the mean of minus the natural "
+    "logarithm of the probability that it gave to each byte. Less is better; 1.39 nats are 2 bits, and a guess "
+    "among all 256 bytes alike has 5.55.",
     "exposed": "Messages travel while devices compute, and then cost nothing. What devices must wait for is called "
     "exposed, and only that lengthens the step.",
     "bandwidth": "How many bytes a link carries in a second, written in Gbit/s for networks (8 Gbit/s are 1 GB/s). "
