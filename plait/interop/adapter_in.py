@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isclose, isfinite, sqrt
+from math import isclose, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,12 @@ from torch import Tensor, nn
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
 from plait.interop.adapter_out import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_KEY
+from plait.interop.configs.adapter_values import alpha_of, check_adapter_values
 from plait.interop.peft_names import PeftModule, peft_modules
 from plait.model.adapter_shape import AdapterShape, AdapterTarget
 from plait.model.gpt import GPT
 from plait.model.names import ADAPTER_A, ADAPTER_B
 from plait.model.shape import ModelShape, linear_layers, weight_sizes
-
-_OFF: Mapping[str, tuple[object, ...]] = {
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "bias": ("none", None),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
-}
-"""Keys of adapter_config.json that ask for something plait does not compute, with the values that do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +80,9 @@ def _config(folder: Path) -> dict[str, Any]:
         raise PlaitError(f"there is no {ADAPTER_CONFIG} in {folder}; name a folder that PEFT or plait wrote") from None
     except (OSError, ValueError) as error:
         raise PlaitError(f"{file} is not usable ({error}); bring it anew") from None
-    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
-        kind = values.get("peft_type") if isinstance(values, dict) else None
-        raise PlaitError(f"{file} is of the kind {str(kind)[:20]}, and plait reads LORA alone; take such an adapter")
-    for key, known in _OFF.items():
-        if values.get(key) not in known:
-            raise PlaitError(f"{key} in {file} is {str(values[key])[:40]}, which plait does not compute")
+    if not isinstance(values, dict):
+        raise PlaitError(f"{file} is no table of keys and values; bring it anew")
+    check_adapter_values(file, values)
     return values
 
 
@@ -143,11 +130,8 @@ def _targets(folder: Path, modules: list[PeftModule], shape: ModelShape) -> tupl
 
 def _scale(folder: Path, config: Mapping[str, Any], module: PeftModule, rank: int) -> float:
     """What multiplies a module's product: its alpha over its own rank, or over the root of it."""
-    pattern = config.get("alpha_pattern") or {}
-    alpha = pattern.get(module.short, config.get("lora_alpha")) if isinstance(pattern, Mapping) else None
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (alpha > 0 and isfinite(alpha)):
-        raise PlaitError(f"lora_alpha in {folder / ADAPTER_CONFIG} is {alpha!r:.40}; it should be a number above 0")
-    return float(alpha) / (sqrt(rank) if config.get("use_rslora") else rank)
+    alpha = alpha_of(folder / ADAPTER_CONFIG, config, module.name)
+    return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _own_weights(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -> dict[str, Tensor]:

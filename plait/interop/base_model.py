@@ -1,4 +1,5 @@
-"""A model's folder, looked at and checked: its shape, and where each of its weights lies. Reads headers, no weights."""
+"""A model's folder, looked at and checked: its shape, and where each of its weights lies. Reads headers, and of the
+weights none but a head that lies beside the embedding that it is tied to."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from plait.checked_json import parse_json
 from plait.errors import PlaitError
 from plait.interop.config_in import family_of, shape_of_config
 from plait.interop.families import MODEL_FAMILIES, Family, StoredName, fused_name, stored_name
-from plait.interop.tensor_files import INDEX, StoredTensor, list_tensors
+from plait.interop.tensor_files import INDEX, StoredTensor, list_tensors, same_numbers
 from plait.model.shape import ModelShape
 from plait.model.weights import stored_sizes
 
@@ -125,15 +126,27 @@ def _places(
                 f"{own} in {folder} has the shape {list(tensors[own].shape)}, and config.json asks for {list(wanted)}; "
                 "bring the config.json of these weights"
             )
+    head = family.names["head.weight"].name
+    if shape.tied and head in tensors:
+        _refuse_another_head(folder, tensors[head], places["embed.tokens.weight"].stored)
     used = {place.stored.name for place in places.values()}
     for name in tensors:
-        tied = shape.tied and name == family.names["head.weight"].name
+        tied = shape.tied and name == head
         if name not in used and not tied and not name.endswith(family.ignored):
             raise PlaitError(
                 f"{folder} has a weight {name} that its config.json does not ask for; bring the config.json of these "
                 "weights, or take that weight out"
             )
     return places
+
+
+def _refuse_another_head(folder: Path, head: StoredTensor, embedding: StoredTensor) -> None:
+    """Raise PlaitError where the head that lies beside a tied embedding is not the embedding once more."""
+    if not same_numbers(head, embedding):
+        raise PlaitError(
+            f"config.json in {folder} ties head and embedding, and the files hold two unlike ones, {head.name} and "
+            f"{embedding.name}; set tie_word_embeddings to false in config.json, or remove {head.name}"
+        )
 
 
 def _as_matrix(one: StoredTensor) -> StoredTensor:

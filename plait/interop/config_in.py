@@ -6,19 +6,17 @@ What a key means, and its value where it is left out, follows transformers' own 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any
 
 from plait.errors import PlaitError
 from plait.interop.configs.latent_values import LATENT_FAMILY, deepseek_mixture, latent_of_config
 from plait.interop.configs.mixture_values import MIXTURE_FAMILIES, mixture_of_config
+from plait.interop.configs.rope_values import rope_of_config
 from plait.interop.configs.values import ConfigValues, count_of, number_of, require
 from plait.interop.families import MODEL_FAMILIES
 from plait.model.parts.mixture import MixtureShape
-from plait.model.rope_scaling import RopeScaling, yarn_table_scale
 from plait.model.shape import Bias, ModelShape
 
-DEFAULT_THETA, MOST_LAYERS = 10_000.0, 10_000
+_MOST_LAYERS = 10_000
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
@@ -73,7 +71,7 @@ def _llama_shape(family: str, values: ConfigValues) -> ModelShape:
     width, heads = count_of(values, "hidden_size"), count_of(values, "num_attention_heads")
     require(values, "hidden_act", ("silu", "swish", None))
     layers = _layers(values, "num_hidden_layers")
-    theta, scaling, rope = _rope(values)
+    theta, scaling, rope = rope_of_config(values)
     latent = latent_of_config(values, rope if scaling else {}) if family == LATENT_FAMILY else None
     return ModelShape(
         layers=layers,
@@ -127,9 +125,10 @@ def _windows(family: str, values: ConfigValues, layers: int) -> tuple[int, ...]:
     if family in ("qwen2", "qwen3", "qwen3_moe") and not values["use_sliding_window"]:
         return ()
     window = count_of(values, "sliding_window")
-    if family in ("mistral", "mixtral", "qwen3_moe"):
-        return (window,) * layers
     kinds = values.get("layer_types")
+    # A mistral with layer_types is what transformers calls a ministral.
+    if family in ("mixtral", "qwen3_moe") or (family == "mistral" and kinds is None):
+        return (window,) * layers
     if kinds is None:
         first = values["max_window_layers"]
         if type(first) is not int:
@@ -144,69 +143,9 @@ def _windows(family: str, values: ConfigValues, layers: int) -> tuple[int, ...]:
     return windows if any(windows) else ()
 
 
-def _rope(values: ConfigValues) -> tuple[float, RopeScaling | None, ConfigValues]:
-    """theta, how frequencies are stretched, and the table that says so: from `rope_parameters` (transformers 5),
-    `rope_scaling` and `rope_theta` (4)."""
-    tables = [values.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
-    if not all(isinstance(table, Mapping) for table in tables):
-        raise PlaitError("rope_parameters in config.json is not a table of keys and values; mend it")
-    rope: dict[str, Any] = {**tables[0], **tables[1]}
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise PlaitError("config.json has other rotary positions in each kind of layer, which plait does not compute")
-    share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if share not in (None, 1, 1.0):
-        raise PlaitError(
-            f"config.json turns {share} of each head (partial_rotary_factor); plait turns whole heads only"
-        )
-    theta = number_of({"rope_theta": rope.get("rope_theta") or values.get("rope_theta") or DEFAULT_THETA}, "rope_theta")
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    if kind == "default":
-        return theta, None, rope
-    if kind not in ("linear", "llama3", "yarn"):
-        raise PlaitError(
-            f"rotary positions of type {kind!r} in config.json are none that plait computes: default, linear, llama3, "
-            "yarn; take a model with one of these"
-        )
-    return theta, _scaling(kind, rope, values), rope
-
-
-def _scaling(kind: str, rope: ConfigValues, values: ConfigValues) -> RopeScaling:
-    factor = number_of(rope, "factor")
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=factor)
-    original = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    known = {"original": original or values["max_position_embeddings"]}
-    if kind == "llama3":
-        return RopeScaling(
-            kind="llama3",
-            factor=factor,
-            original_sequence=count_of(known, "original"),
-            low_frequency=number_of(rope, "low_freq_factor"),
-            high_frequency=number_of(rope, "high_freq_factor"),
-        )
-    return RopeScaling(
-        kind="yarn",
-        factor=factor,
-        original_sequence=count_of(known, "original"),
-        beta_fast=number_of({"beta_fast": rope.get("beta_fast") or 32}, "beta_fast"),
-        beta_slow=number_of({"beta_slow": rope.get("beta_slow") or 1}, "beta_slow"),
-        whole_pairs="no" if rope.get("truncate") is False else "yes",
-        table_scale=_yarn_scale(rope, factor),
-    )
-
-
-def _yarn_scale(rope: ConfigValues, factor: float) -> float:
-    if rope.get("attention_factor") is not None:
-        return number_of(rope, "attention_factor")
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        scales = [1 + number_of(rope, key) * (yarn_table_scale(factor) - 1) for key in ("mscale", "mscale_all_dim")]
-        return scales[0] / scales[1]
-    return yarn_table_scale(factor)
-
-
 def _layers(values: ConfigValues, key: str) -> int:
     """As many as somebody might have; a list of a thousand million layers would fill the memory."""
-    if (layers := count_of(values, key)) > MOST_LAYERS:
+    if (layers := count_of(values, key)) > _MOST_LAYERS:
         raise PlaitError(f"{key} in config.json is {layers}, more than any model has; take the one of these weights")
     return layers
 

@@ -115,14 +115,15 @@ def _bias_values(family: str, shape: ModelShape) -> dict[str, Any]:
 
 def _window_values(family: str, shape: ModelShape) -> dict[str, Any]:
     window = max(shape.windows, default=0)
+    full = [layer for layer in range(shape.layers) if not shape.window_of(layer)]
+    kinds = ["sliding_attention" if shape.window_of(layer) else "full_attention" for layer in range(shape.layers)]
     if family in ("mistral", "mixtral"):
-        return {"sliding_window": window or None}
+        mixed = {"layer_types": kinds} if family == "mistral" and window and full else {}
+        return {"sliding_window": window or None, **mixed}
     if family == "qwen3_moe":
         return {"use_sliding_window": bool(window), "sliding_window": window or None}
     if family not in ("qwen2", "qwen3"):
         return {}
-    full = [layer for layer in range(shape.layers) if not shape.window_of(layer)]
-    kinds = ["sliding_attention" if shape.window_of(layer) else "full_attention" for layer in range(shape.layers)]
     return {
         "use_sliding_window": bool(window),
         "sliding_window": window or None,

@@ -16,6 +16,8 @@ INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a number of each dtype that plait reads, by safetensors' name."""
 LARGEST_HEADER = 100_000_000
+COMPARED_BYTES = 1 << 24
+"""How much of each of two tensors lies in memory at a time while they are compared."""
 _NO_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -41,6 +43,28 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise PlaitError(
             f"{error.filename or folder} cannot be read ({error.strerror}); mend its rights or disk"
         ) from None
+
+
+def same_numbers(one: StoredTensor, other: StoredTensor, at_once: int = COMPARED_BYTES) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes, of which `at_once` are read at a time; raises
+    PlaitError where a file cannot be read."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    left = prod(one.shape) * ITEM_SIZES[one.dtype]
+    try:
+        with one.file.open("rb") as first, other.file.open("rb") as second:
+            first.seek(one.begin)
+            second.seek(other.begin)
+            while left:
+                pieces = [opened.read(min(left, at_once)) for opened in (first, second)]
+                if pieces[0] != pieces[1] or not pieces[0]:
+                    return False
+                left -= len(pieces[0])
+    except OSError as error:
+        raise PlaitError(
+            f"{error.filename or one.file} cannot be read ({error.strerror}); mend its rights or disk"
+        ) from None
+    return True
 
 
 def read_header(file: Path) -> list[StoredTensor]:
@@ -77,6 +101,10 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
         if not (folder / name).is_file():
             raise PlaitError(f"{folder / INDEX} names {name}, which is not there; bring that file, too")
         found |= {tensor.name: tensor for tensor in read_header(folder / name)}
+    if (folder / WHOLE).exists() and WHOLE not in places.values():
+        raise PlaitError(
+            f"{folder} holds two sets of weights: {WHOLE}, and the files that {INDEX} names; remove one of them"
+        )
     for tensor, file in places.items():
         if tensor not in found or found[tensor].file.name != file:
             raise PlaitError(f"{folder / INDEX} says that {tensor} is in {file}, and it is not; bring the right files")

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from plait.interop.base_model import read_base_model
 from plait.interop.config_in import shape_of_config
@@ -25,6 +26,16 @@ from tests.interop.random_models import SEQUENCE, VOCABULARY, random_config, ran
 
 EVERY_DAY, ALL = range(20), range(20, 220)
 CPU = torch.device("cpu")
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": SEQUENCE,
+    "initializer_range": 0.5,
+}
 
 
 class Float64Norm(nn.Module):
@@ -126,6 +137,26 @@ def test_scores_are_those_of_transformers(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", ALL)
 def test_scores_of_many_more_are(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_mistral_with_kinds_of_layers_is_what_transformers_calls_a_ministral(mixed: bool, tmp_path: Path) -> None:
+    """Its window is on the layers that layer_types names alone, here and in what plait writes."""
+    config = CONFIG_MAPPING["mistral"](**SMALL, sliding_window=5)
+    random_model(config).save_pretrained(tmp_path)
+    kinds = ["full_attention", "sliding_attention" if mixed else "full_attention", "full_attention"]
+    values = json.loads((tmp_path / "config.json").read_text()) | {"layer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tokens_bt = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        ours = load_model_from(read_base_model(tmp_path), SEQUENCE, CPU)
+        scores, shape = ours.logits(ours(tokens_bt)), ours.shape
+        for _ in ("as it lay there", "as plait writes it"):
+            theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+            torch.testing.assert_close(scores, theirs(tokens_bt).logits.flatten(0, 1), rtol=0, atol=1e-4)
+            (tmp_path / "config.json").write_text(json.dumps(config_of_shape(shape, "float32", "mistral")))
+    assert shape.windows == ((0, 5, 0) if mixed else ())
+    assert read_base_model(tmp_path).shape == shape
 
 
 @pytest.mark.parametrize("seed", [*EVERY_DAY, *ALL])

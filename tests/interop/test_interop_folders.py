@@ -75,6 +75,12 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def two_sets(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    (folder / "shard.safetensors").write_bytes(path.read_bytes())
+    index(dict.fromkeys(load_file(path), "shard.safetensors"))(folder)
+
+
 CASES: dict[str, tuple[Break, str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "there is no config.json in"),
     "a config that is no JSON": (lambda folder: (folder / "config.json").write_text("{") and None, "is not usable"),
@@ -85,6 +91,43 @@ CASES: dict[str, tuple[Break, str]] = {
     "an activation": (config(hidden_act="gelu"), "hidden_act in config.json is 'gelu', and plait computes silu"),
     "a type of positions": (config(rope_scaling={"rope_type": "longrope", "factor": 2.0}), "'longrope'"),
     "a part of a head": (config(partial_rotary_factor=0.5), "turns 0.5 of each head"),
+    "two types of positions": (
+        config(rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0}),
+        "rope_parameters and rope_scaling in config.json disagree: rope_type is 'default' in the one and 'linear'",
+    ),
+    "another factor of positions": (
+        config(
+            rope_theta=500,
+            rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500},
+            rope_scaling={"type": "linear", "factor": 2.0},
+        ),
+        "disagree: factor is 4.0 in the one and 2.0 in the other",
+    ),
+    "a theta that rope_scaling hides": (
+        config(
+            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 500},
+            rope_scaling={"type": "linear", "factor": 2.0},
+        ),
+        "rope_theta in config.json stands in rope_parameters alone",
+    ),
+    "two thetas": (
+        config(
+            rope_theta=700,
+            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 500},
+            rope_scaling={"type": "linear", "factor": 2.0},
+        ),
+        "rope_theta in config.json is 500 in rope_parameters and 700.0 beside rope_scaling",
+    ),
+    "no theta": (config(rope_parameters=None, rope_theta=0), "rope_theta in config.json is 0; it should be a number"),
+    "two heads": (
+        config(tie_word_embeddings=True),
+        "ties head and embedding, and the files hold two unlike ones, lm_head.weight and model.embed_tokens.weight; "
+        "set tie_word_embeddings to false in config.json, or remove lm_head.weight",
+    ),
+    "two sets of weights": (
+        two_sets,
+        "holds two sets of weights: model.safetensors, and the files that model.safetensors.index.json names; remove",
+    ),
     "quantized": (config(quantization_config={"bits": 4}), "is of quantized weights"),
     "too many layers": (config(num_hidden_layers=5), r"lacks the weight model.layers.4.input_layernorm.weight"),
     "too few layers": (config(num_hidden_layers=3), r"has a weight model.layers.3.* that its config.json does not ask"),
@@ -127,6 +170,8 @@ def test_a_folder_that_cannot_be_read_is_refused(case: str, whole: Path, tmp_pat
 def test_a_head_that_is_the_embedding_may_lie_there_twice(whole: Path, tmp_path: Path) -> None:
     folder = copied(whole, tmp_path / "model")
     config(tie_word_embeddings=True)(folder)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    weights(lm_head__weight=embedding.clone())(folder)
     assert "head.weight" not in read_base_model(folder).places
 
 

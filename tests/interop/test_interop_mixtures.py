@@ -182,7 +182,7 @@ def test_routing_is_that_of_deepseek(seed: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"clip_qkv": 8.0}, "clip_qkv"),
+        ({"clip_qkv": 8.0}, "clip_qkv in config.json is 8.0, and plait computes no model with it$"),
         ({"num_experts_per_tok": 99}, "experts_per_token = 99 is more than"),
         ({"num_experts": 0}, "whole number above 0"),
     ],

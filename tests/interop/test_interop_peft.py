@@ -166,6 +166,25 @@ CASES: dict[str, tuple[Break, str]] = {
     ),
     "another kind": (config(peft_type="IA3"), "is of the kind IA3, and plait reads LORA alone"),
     "dora": (config(use_dora=True), "use_dora in .* is True, which plait does not compute"),
+    "weights that PEFT changed": (
+        config(init_lora_weights="pissa_niter_4"),
+        "init_lora_weights in .* is 'pissa_niter_4'.*convert it to plain LoRA with PEFT's path_initial_model_for_weig",
+    ),
+    "invoked by tokens": (config(alora_invocation_tokens=[5, 6]), r"alora_invocation_tokens in .* is \[5, 6\], which"),
+    "layers twice": (
+        config(layer_replication=[[0, 1], [0, 1]]),
+        "layer_replication in .* which plait does not compute",
+    ),
+    "groups of inputs": (config(use_qalora=True), "use_qalora in .* is True, which plait does not compute"),
+    "a kind yet to come": (config(newer_config={"a": 1}), "newer_config in .* which plait does not compute"),
+    "a pattern that is none": (config(alpha_pattern={"(": 1}), "has a key that is no regular expression"),
+    "no alpha in the pattern": (
+        config(alpha_pattern={".*": 0}),
+        "alpha_pattern in .* is 0; it should be a number above",
+    ),
+    "unlike scales by a longer name": (config(alpha_pattern={"self_attn.q_proj": 99.0}), "its modules unlike scales"),
+    "unlike scales of one layer": (config(alpha_pattern={"layers.0.self_attn.q_proj": 9.0}), "its modules unlike scal"),
+    "unlike scales by an expression": (config(alpha_pattern={"(q|k)_proj": 9.0}), "gives its modules unlike scales"),
     "biases": (config(bias="all"), "bias in .* is all, which plait does not compute"),
     "whole modules": (config(modules_to_save=["lm_head"]), "modules_to_save in .* which plait does not compute"),
     "no rank": (config(r=0), "r in .* is 0; it should be a whole number above 0"),
@@ -204,6 +223,27 @@ CASES: dict[str, tuple[Break, str]] = {
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     return saved_base(tmp_path_factory.mktemp("llama"), 1)
+
+
+@pytest.mark.parametrize(
+    "pattern", [{".*_proj": 9, "q_proj": 1}, {"proj": 1, r"model\..*": 9}, {".+": 9.0}, {"layers.[01].*": 9, ".*": 9}]
+)
+def test_alphas_are_found_as_peft_finds_them(tmp_path: Path, llama: BaseModel, pattern: dict[str, float]) -> None:
+    """The first key, in order, that matches the end of a module's whole name."""
+    folder = written(tmp_path / "adapter", llama, random_adapter(llama))
+    config(alpha_pattern=pattern)(folder)
+    assert read_adapter(folder, llama.family, llama.shape).shape.alpha == 9
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "orthogonal", "eva", "mica"])
+def test_what_peft_writes_of_plain_lora_is_read(tmp_path: Path, llama: BaseModel, start: object) -> None:
+    """Every key of its LoraConfig, with the value that leaves it off."""
+    peft = pytest.importorskip("peft")
+    folder = written(tmp_path / "adapter", llama, random_adapter(llama))
+    values = peft.LoraConfig(lora_alpha=5, r=3, peft_type="LORA").to_dict()
+    config(**{key: value for key, value in values.items() if key not in ("target_modules", "peft_type")})(folder)
+    config(init_lora_weights=start, peft_version="0.99.0", eva_config={"rho": 2.0}, auto_mapping={"a": "b"})(folder)
+    assert read_adapter(folder, llama.family, llama.shape).shape.alpha == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -34,4 +34,5 @@ def require(values: ConfigValues, key: str, known: tuple[object, ...]) -> None:
     """Refuse a value that is none of those that plait computes."""
     if values.get(key) not in known:
         named = " or ".join(str(one) for one in known if one is not None)
-        raise PlaitError(f"{key} in config.json is {values[key]!r:.40}, and plait computes {named}; take such a model")
+        mend = f"and plait computes {named}; take such a model" if named else "and plait computes no model with it"
+        raise PlaitError(f"{key} in config.json is {values[key]!r:.40}, {mend}")

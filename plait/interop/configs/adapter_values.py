@@ -1,0 +1,79 @@
+"""adapter_config.json of PEFT: what changes a model's numbers is read, or refused by name.
+
+What a key means, and its value where it is left out, follows PEFT's own LoraConfig.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from plait.errors import PlaitError
+
+_OFF: Mapping[str, tuple[object, ...]] = {
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "alora_invocation_tokens": (None,),
+}
+"""Keys that ask for something plait does not compute, with the values that do not."""
+_INITIAL = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+"""Values of init_lora_weights that leave the model's own weights alone."""
+_KNOWN = frozenset(
+    {
+        "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+        "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "loftq_config",
+        "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "merge_weights", "peft_type", "peft_version",
+        "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type",
+        "use_rslora",
+    }
+)  # fmt: skip
+"""Keys that plait reads, or that change nothing beside the others: the settings of a way to begin are read with
+init_lora_weights alone, and the width of QA-LoRA's groups with use_qalora."""
+
+
+def check_adapter_values(file: Path, values: Mapping[str, Any]) -> None:
+    """Raise PlaitError, naming the first, for a key that makes more of an adapter than plain LoRA."""
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise PlaitError(f"{file} is of the kind {str(kind)[:20]}, and plait reads LORA alone; take such an adapter")
+    start = values.get("init_lora_weights")
+    if start not in _INITIAL:
+        raise PlaitError(
+            f"init_lora_weights in {file} is {start!r:.40}: its adapter belongs to weights that PEFT changed before it "
+            "trained; convert it to plain LoRA with PEFT's path_initial_model_for_weight_conversion, or merge it"
+        )
+    for key, value in values.items():
+        # PEFT gains kinds of adapters with each version, each with a key of its own.
+        known = value in _OFF[key] if key in _OFF else key in _KNOWN or not value
+        if not known:
+            raise PlaitError(
+                f"{key[:80]} in {file} is {str(value)[:40]}, which plait does not compute; take an adapter of plain "
+                "LoRA, or merge this one into its model with PEFT"
+            )
+
+
+def alpha_of(file: Path, values: Mapping[str, Any], module: str) -> float:
+    """The alpha of a module, named in full: that of the first key of alpha_pattern which, as a regular expression,
+    matches the end of its name from a dot on, else lora_alpha. Raises PlaitError where it is no number above 0."""
+    pattern = values.get("alpha_pattern") or {}
+    if not isinstance(pattern, Mapping):
+        raise PlaitError(f"alpha_pattern in {file} is no table of modules and numbers; mend it")
+    try:
+        key = next((one for one in pattern if re.match(rf"(.*\.)?({one})$", module)), None)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise PlaitError(
+            f"alpha_pattern in {file} has a key that is no regular expression ({error}); mend it"
+        ) from None
+    named, alpha = ("lora_alpha", values.get("lora_alpha")) if key is None else ("alpha_pattern", pattern[key])
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (alpha > 0 and isfinite(alpha)):
+        raise PlaitError(f"{named} in {file} is {alpha!r:.40}; it should be a number above 0")
+    return float(alpha)
