@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from plait.checkpoint.transfer import read_tensor
-from plait.commands.models.exported_run import ExportedRun, find_exported, merged_reader
+from plait.commands.models.exported_run import ExportedRun, find_exported, merged_reader, write_learnt_template
 from plait.commands.models.model_card import model_card
 from plait.commands.planning.run_folder import find_run
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
@@ -55,15 +55,20 @@ def write_export(
     plan, target = folder.saved_plan(), (working.path / to).absolute()
     _check_request(run, plan, to, target, dtype, what)
     source = find_exported(folder, plan)
-    tokenizer = corpus_tokenizer(open_corpus(working.path / plan.corpus))
+    corpus = open_corpus(working.path / plan.corpus)
+    tokenizer = corpus_tokenizer(corpus)
+
+    def write(staging: Path) -> str:
+        if what == "adapter":
+            kind = _write_adapter(staging, source, tokenizer, dtype)
+        else:
+            kind = _write_model(staging, target, source, tokenizer, dtype, shard_bytes)
+        write_learnt_template(staging, corpus)
+        return kind
+
     with screen.progress() as show:
         show(0, 0, "writing the weights")
-        if what == "adapter":
-            kind = _written(target, lambda staging: _write_adapter(staging, source, tokenizer, dtype))
-        else:
-            kind = _written(
-                target, lambda staging: _write_model(staging, target, source, tokenizer, dtype, shard_bytes)
-            )
+        kind = _written(target, write)
     screen.print(f"exported {folder.path} at step {source.found.manifest.step} to {to}: {kind}, {dtype}")
     return target
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ class Document:
     content: bytes | Path
     removal: str = ""
     """What to do so that a file on disk is not read, in words for an error."""
+    begin: int = 0
+    """Where the text begins in a file on disk: behind its byte order mark."""
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """The UTF-8 bytes from `start` to `stop`, in blocks that may split a character."""
@@ -36,7 +39,7 @@ class Document:
         if isinstance(self.content, bytes):
             yield self.content[start:stop]
         else:
-            yield from _read_range(self.content, start, stop)
+            yield from _read_range(self.content, self.begin + start, self.begin + stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,15 @@ class Record:
 
     place: str
     values: Mapping[str, object]
+
+
+def file_document(path: Path, removal: str) -> Iterator[Document]:
+    """A file as one document, without a byte order mark; none where it holds nothing else."""
+    with path.open("rb") as file:
+        begin = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+    text_bytes = path.stat().st_size - begin
+    if text_bytes:
+        yield Document(name=str(path), text_bytes=text_bytes, content=path, removal=removal, begin=begin)
 
 
 def json_lines(path: Path, field: str) -> Iterator[Document]:
@@ -70,6 +82,8 @@ def _json_values(path: Path) -> Iterator[tuple[str, object]]:
     with path.open("rb") as file:
         lines = iter(lambda: file.readline(LONGEST_LINE_BYTES + 1), b"")
         for number, line in enumerate(lines, start=1):
+            if number == 1 and line.startswith(codecs.BOM_UTF8):
+                offset, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
             if len(line) > LONGEST_LINE_BYTES:
                 raise PlaitError(f"{path}:{number} is longer than {LONGEST_LINE_BYTES} bytes; {_ONE_OBJECT}")
             if line.strip():

@@ -98,7 +98,7 @@ def _checked(document: Document) -> Iterator[bytes]:
     if isinstance(document.content, bytes):  # came out of a decoder already
         yield from document.read()
         return
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), document.begin
     for block in document.read():
         if b"\0" in block:
             raise _not_text(document, "binary: it has a NUL byte", offset + block.index(b"\0"))

@@ -14,6 +14,7 @@ from plait.data.documents import (
     Document,
     Record,
     column_hint,
+    file_document,
     first_line,
     import_parquet,
     json_lines,
@@ -114,7 +115,7 @@ def _file_documents(files: tuple[Path, ...], source: Source) -> Iterator[Documen
         elif file.suffix == ".parquet":
             yield from parquet_rows(file, source.field)
         else:
-            yield Document(name=str(file), text_bytes=file.stat().st_size, content=file, removal=source.removal(file))
+            yield from file_document(file, source.removal(file))
 
 
 def _file_records(files: tuple[Path, ...]) -> Iterator[Record]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,10 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plait.checkpoint.store import checkpoint_for, publish, staging_for
 from plait.checkpoint.transfer import TensorSlice, write_rank
+from plait.commands.answering.chat import open_chat
 from plait.commands.export import write_export
 from plait.commands.models.opened_model import open_model
 from plait.commands.planning.run_folder import run_folder
 from plait.commands.preparing.base import keep_base_files
+from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate, find_template
+from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.sources import Source
 from plait.errors import PlaitError
 from plait.interop.base_model import read_base_model
 from plait.interop.read_weights import load_model_from
@@ -32,6 +37,7 @@ from plait.partition.boxes import weight_boxes
 from plait.planner.plan_file import write_plan
 from plait.screen.screen import SilentScreen
 from plait.working_folder import WorkingFolder
+from tests.commands.test_commands_adapters import adapter_run
 from tests.interop.folders import write_model
 from tests.trainer.tiny import make_tiny
 
@@ -130,6 +136,68 @@ def test_what_came_with_the_base_goes_on_with_the_export(tmp_path: Path) -> None
     assert not (target / "chat_template.jinja").exists()  # the run's tokenizer is another one
     card = (target / "README.md").read_text()
     assert "3 steps of" in card and "rows.jsonl" in card and "LICENSE" in card and str(tmp_path) not in card
+
+
+CHAT = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+LEARNT = "User:\na b\n\nAssistant:\nc d<|endoftext|>\n\n"
+
+
+def learns_chats(working: WorkingFolder, run: str = "tiny") -> Path:
+    """Let the run's corpus be one of chats; returns the folder of its tokenizer, which has no template."""
+    folder = run_folder(run, working)
+    plan = folder.saved_plan()
+    tokenizer = working.path / plan.corpus
+    (working.path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    sources = (Source(str(working.path / "chats.jsonl")),)
+    request = DataRequest(sources=sources, tokenizer=str(tokenizer), vocabulary=None, holdout=0.0)
+    corpus = prepare_corpus(request, working.cache, lambda *_: None)
+    write_plan(replace(plan, corpus=str(corpus)), folder.path / "plan.json")
+    return tokenizer
+
+
+def test_a_run_of_chats_is_exported_with_the_template_that_it_learnt_by(tmp_path: Path) -> None:
+    working, _ = saved_run(tmp_path)
+    learns_chats(working)
+    target = write_export("tiny", Path("out"), screen=SilentScreen(), working=working)
+    assert (target / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
+    assert AutoTokenizer.from_pretrained(target).apply_chat_template(CHAT, tokenize=False) == LEARNT
+    assert open_chat(str(target), working=working).messages == []
+
+
+@pytest.mark.parametrize("eos", [None, "a", "<|endoftext|>"])
+def test_the_template_writes_what_was_learnt_whatever_the_base_calls_its_end(eos: str | None, tmp_path: Path) -> None:
+    working, _ = saved_run(tmp_path)
+    tokenizer, base = learns_chats(working), tmp_path / "base"
+    write_model(base)
+    shutil.copy(tokenizer / "tokenizer.json", base)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": eos} if eos else {})}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    keep_base_files(str(base), run_folder("tiny", working).base)
+    target = write_export("tiny", Path("out"), screen=SilentScreen(), working=working)
+    assert json.loads((target / "tokenizer_config.json").read_text()) == settings
+    assert AutoTokenizer.from_pretrained(target).apply_chat_template(CHAT, tokenize=False) == LEARNT
+    found = find_template([target])
+    assert found and ChatTemplate(found).render_marked(CHAT) == (LEARNT, ((22, 38),))
+
+
+def test_an_adapter_brings_the_template_that_it_learnt_by(tmp_path: Path) -> None:
+    working = WorkingFolder(tmp_path)
+    adapter_run(tmp_path, "first", 5)
+    learns_chats(working, "first")
+    target = write_export("first", Path("out"), what="adapter", screen=SilentScreen(), working=working)
+    assert AutoTokenizer.from_pretrained(target).apply_chat_template(CHAT, tokenize=False) == LEARNT
+
+
+def test_a_template_of_the_base_stays_as_it_is(tmp_path: Path) -> None:
+    working, _ = saved_run(tmp_path)
+    tokenizer, base = learns_chats(working), tmp_path / "base"
+    write_model(base)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, base)
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    keep_base_files(str(base), run_folder("tiny", working).base)
+    target = write_export("tiny", Path("out"), screen=SilentScreen(), working=working)
+    assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_a_model_of_no_family_is_refused(tmp_path: Path) -> None:

@@ -276,10 +276,91 @@ def test_missing_columns_and_broken_lines_are_named(prepare: Prepare, tmp_path: 
         prepare("words", name="play.txt", format="chat")
 
 
-def test_text_stays_text_where_nothing_else_is_asked(prepare: Prepare) -> None:
+def test_text_beside_messages_is_learnt_where_it_is_asked_for(prepare: Prepare) -> None:
     both = {"text": "A story.", "messages": chat("Hi", "Hello.")}
-    assert prepare(both).layout == "stream"
+    with pytest.raises(
+        PlaitError, match=r'chats\.jsonl:1 has "text" and "messages", .*; write data\.format = "chat" to'
+    ):
+        prepare(both)
+    assert prepare(both, format="text").layout == "stream"
     assert prepare(both, format="chat").layout == "whole"
+    assert prepare({**both, "messages": None}).layout == "stream"
+
+
+def answered(**more: Any) -> dict[str, Any]:
+    """A record of a question and an answer with more keys."""
+    return {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello.", **more}]}
+
+
+NOTHING_MORE: dict[str, Any] = {
+    "tool_calls": [],
+    "function_call": {"name": None, "arguments": ""},
+    "reasoning_content": "",
+    "thinking": None,
+    "weight": 1,
+    "train": True,
+    "masked": False,
+}
+
+
+def test_keys_that_say_nothing_more_change_nothing(prepare: Prepare) -> None:
+    corpus = prepare({**answered(**NOTHING_MORE), "tools": "[]", "functions": None, "system": ""})
+    assert learned_texts(corpus) == learned_texts(prepare(answered()))
+
+
+LOST: dict[str, tuple[dict[str, Any], str]] = {
+    "tool call": (
+        answered(tool_calls=[{"function": {"name": "f"}}]),
+        r'message 2 has "tool_calls", which would not be',
+    ),
+    "function": (answered(function_call={"name": "f"}), r'message 2 has "function_call", which would not be learnt'),
+    "reasoning": (answered(reasoning_content="Hm"), r'message 2 has "reasoning_content", .*write it into the content'),
+    "thinking": (answered(thinking="Hm"), r'message 2 has "thinking", .*leave such records out'),
+    "half a weight": (answered(weight=0.5), r'message 2 has "weight": 0\.5, .* write 1 to learn it, 0 only to read it'),
+    "a word": (answered(train="some"), r"message 2 has \"train\": 'some', and an answer is learnt as a whole or not"),
+    "none learnt": (answered(weight=0), r"says that no answer is learnt \(by weight or train\); leave such records"),
+    "tools": ({**answered(), "tools": [{"name": "f"}]}, r'has "tools", which would not be learnt; leave such records'),
+    "functions": ({**answered(), "functions": '[{"name": 1}]'}, r'has "functions", which would not be learnt'),
+    "system": ({**answered(), "system": ["a"]}, r'"system" is of the type list, not a text; write a string'),
+    "two systems": (
+        {"messages": chat("Hi", "Hello.", system="Be short."), "system": "Be kind."},
+        r'has a column "system" and another system message; write both as one',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_would_change_the_meaning_is_never_dropped(name: str, prepare: Prepare) -> None:
+    record, sentence = LOST[name]
+    with pytest.raises(PlaitError, match=rf"chats\.jsonl:2.*{sentence}") as raised:
+        prepare(answered(), record)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}, {"masked": True}])
+@pytest.mark.parametrize("form", [CHATML, MARKED])
+def test_an_answer_without_weight_is_read_and_not_learnt(
+    form: str, key: dict[str, Any], prepare: Prepare, tmp_path: Path
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "chat_template.jinja").write_text(form)
+    first, second, *rest = chat("Hi", "Hello.", "Who?", "I am.")
+    (found,) = learned_texts(
+        prepare({"messages": [first, {**second, **key}, *rest]}, template_folders=(tmp_path / "own",))
+    )
+    assert found == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+        "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n[I am.<|im_end|>]"
+    )
+
+
+def test_a_system_column_is_the_first_message(prepare: Prepare) -> None:
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
+    column = prepare({"conversations": turns, "system": "Be short."})
+    message = prepare({"messages": chat("Hi", "Hello.", system="Be short.")}, name="other.jsonl")
+    assert learned_texts(column) == learned_texts(message)
+    same = prepare({"messages": chat("Hi", "Hello.", system="Be short."), "system": "Be short."}, name="same.jsonl")
+    assert learned_texts(same) == learned_texts(message)
 
 
 def test_a_hold_out_that_takes_all_or_nothing_is_refused(prepare: Prepare) -> None:

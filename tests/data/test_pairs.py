@@ -254,3 +254,24 @@ def test_a_pair_that_leaves_no_room_is_refused_or_left_out(corpus: Corpus) -> No
     assert 0 < reader.samples == sizes.epoch_windows(short, "drop")
     with pytest.raises(PlaitError, match="a source has no pair that fits"):
         training_samples(corpus, 1, 1, overlong="drop")
+
+
+def test_a_pair_of_chats_keeps_its_system_column_and_loses_nothing() -> None:
+    values: dict[str, Any] = {
+        "chosen": [ASKED, answer("I.")],
+        "rejected": [ASKED, answer("Me.")],
+        "system": "Be short.",
+    }
+    found = pair(**values)
+    assert found.chosen.texts == ("Be short.", "Who?", "I.") and found.rejected.texts == ("Be short.", "Who?", "Me.")
+    assert isinstance(found.chosen, ChatExample) and found.chosen.learned_from == 2
+    for more, sentence in (
+        ({"tools": [{"name": "f"}]}, r'here:1 has "tools", which would not be learnt'),
+        (
+            {"rejected": [ASKED, {**answer("Me."), "weight": 0}]},
+            r"here:1: the rejected answer is said not to be learnt",
+        ),
+        ({"chosen": [ASKED, {**answer("I."), "thinking": "Hm"}]}, r'here:1, chosen, message 2 has "thinking"'),
+    ):
+        with pytest.raises(PlaitError, match=sentence):
+            pair(**{**values, **more})

@@ -11,7 +11,7 @@ import pytest
 
 from plait.data import documents
 from plait.data.folders import find_text_files
-from plait.data.holdout import survey_documents
+from plait.data.holdout import holdout_spans, survey_documents
 from plait.data.sources import Source, open_source
 from plait.errors import PlaitError
 
@@ -53,12 +53,31 @@ def test_a_file_whose_name_looks_like_a_glob_is_a_file(tmp_path: Path) -> None:
 
 
 def test_bytes_of_a_text_file_arrive_unchanged(tmp_path: Path) -> None:
-    content = "\ufeffa\r\nb\rc\n\n é 中".encode() * 50_000
+    content = "a\ufeff\r\nb\rc\n\n é 中".encode() * 50_000
     file = write(tmp_path / "a.txt", content)
     (document,) = open_source(Source(str(file))).documents()
     assert document.text_bytes == len(content)
     assert b"".join(document.read()) == content
     assert b"".join(document.read(3, 300_001)) == content[3:300_001]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    mark, text = b"\xef\xbb\xbf", "é\ufeff 中".encode() * 200_000
+    write(tmp_path / "a.txt", mark + text)
+    write(tmp_path / "b.txt", text)
+    write(tmp_path / "c.txt", mark)
+    marked, plain = open_source(Source(f"{tmp_path}/*.txt")).documents()
+    assert marked.text_bytes == plain.text_bytes == len(text)
+    for start, stop in ((0, None), (1, 7), (300_000, 700_001)):
+        assert b"".join(marked.read(start, stop)) == b"".join(plain.read(start, stop))
+    for rule in ("documents", "tails"):
+        assert holdout_spans(marked, rule, 0.1) == holdout_spans(plain, rule, 0.1)
+    write(tmp_path / "d.jsonl", mark + b'{"text": "one"}\n{"text": "two"}\n')
+    assert texts(Source(str(tmp_path / "d.jsonl"))) == ["one", "two"]
+    for name, rest in (("e.txt", b"abc\xff"), ("f.jsonl", b'"c\xff"')):
+        file = write(tmp_path / name, mark + rest)
+        with pytest.raises(PlaitError, match="not UTF-8 text at byte " + str(3 + rest.index(b"\xff"))):
+            read_all(Source(str(file)))
 
 
 def test_json_lines_and_parquet_give_the_named_field_and_skip_empty_texts(tmp_path: Path) -> None:

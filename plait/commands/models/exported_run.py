@@ -1,8 +1,11 @@
-"""The weights of a run that is exported: a checkpoint's, or a base's with the run's adapter added to them."""
+"""What a run that is exported holds: a checkpoint's weights, or a base's with the run's adapter added to them, and the
+chat template that it learnt by."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +14,9 @@ from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.checkpoint.transfer import read_slice, read_tensor
 from plait.commands.models.stored_adapter import base_of_plan
 from plait.commands.planning.run_folder import RunFolder
+from plait.data.conversations.chat_template import find_template, special_tokens, tokenizer_settings
+from plait.data.preparation.whole import TEMPLATE_FILE
+from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.interop.base_model import BaseModel
 from plait.interop.read_weights import read_boxes
@@ -63,3 +69,19 @@ def merged_reader(source: ExportedRun) -> ReadPart:
         return merged_weight(own, a[:, columns], b[rows], adapter.scale)
 
     return read
+
+
+def write_learnt_template(folder: Path, corpus: Corpus) -> None:
+    """Write the chat template that a run learnt by into an export's folder, where none came with the tokenizer. Special
+    tokens that the tokenizer's settings name otherwise are set in it, so that it writes the text that was learnt."""
+    learnt = find_template([corpus.folder]) if corpus.template else None
+    if learnt is None or find_template([folder]):
+        return
+    known = special_tokens(tokenizer_settings(folder))
+    missing = {key: text for key, text in learnt.special.items() if key in learnt.text and known.get(key) != text}
+    lines = [
+        f"{{% set {key} = {json.dumps(text, ensure_ascii=False)} %}}\n"
+        for key, text in missing.items()
+        if key.isidentifier()
+    ]
+    (folder / TEMPLATE_FILE).write_text("".join(lines) + learnt.text, encoding="utf-8")

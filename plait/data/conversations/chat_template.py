@@ -23,7 +23,7 @@ from plait.errors import PlaitError
 
 Chat = Sequence[Mapping[str, str]]
 """Messages, each with its "role" ("system", "user", "assistant") and its "content"."""
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
+_EXTRA_TOKENS = ("model_specific_special_tokens", "extra_special_tokens")
 
 PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
@@ -101,9 +101,11 @@ class ChatTemplate:
         if any(_EDGES.search(text) for message in messages for text in message.values()):
             raise PlaitError("a message holds U+FDD0 or U+FDD1, which are no characters; take them out")
         values: dict[str, Any] = {
-            "messages": [dict(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
             **self._special,
+            "messages": [dict(message) for message in messages],
+            "tools": None,  # as transformers gives them: a template may ask "is not none"
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
         }
         try:
             return self._template.render(**values)
@@ -156,7 +158,7 @@ def find_template(folders: Sequence[Path]) -> TemplateText | None:
     tokenizer_config.json. None where none has."""
     for folder in folders:
         settings = tokenizer_settings(folder)
-        special = {key: text for key in SPECIAL_TOKENS if (text := token_text(settings, key))}
+        special = special_tokens(settings)
         file, inside = folder / "chat_template.jinja", settings.get("chat_template")
         if file.is_file():
             return TemplateText(text=_read(file), where=str(file), special=special)
@@ -175,10 +177,31 @@ def _read(file: Path) -> str:
         raise PlaitError(f"the chat template {file} cannot be read ({error}); bring the model's own") from None
 
 
+def special_settings(special: Mapping[str, str]) -> dict[str, Any]:
+    """Special tokens as tokenizer_config.json names them."""
+    named = {key: text for key, text in special.items() if key.endswith("_token")}
+    others = {key: text for key, text in special.items() if key not in named}
+    return {**named, "extra_special_tokens": others} if others else named
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of all special tokens that have a name: the usual ones, and those of this model alone."""
+    extra = [entry for key in _EXTRA_TOKENS if isinstance(entry := settings.get(key), dict)]
+    named = {key: value for key, value in settings.items() if key.endswith("_token")}
+    found = ((key, token_text(each, key)) for each in (named, *extra) for key in each)
+    return {key: text for key, text in found if text}
+
+
 def tokenizer_settings(folder: Path) -> Mapping[str, Any]:
-    """What tokenizer_config.json says; empty where there is none."""
+    """What tokenizer_config.json says, and of special tokens special_tokens_map.json where it says none; empty where
+    there are no such files."""
+    settings, older = (_json_object(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    return settings | {key: value for key, value in older.items() if settings.get(key) is None}
+
+
+def _json_object(file: Path) -> dict[str, Any]:
     try:
-        values = parse_json((folder / "tokenizer_config.json").read_bytes())
+        values = parse_json(file.read_bytes())
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

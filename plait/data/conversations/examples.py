@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from plait.data.conversations.message_keys import Use, refuse_columns, refuse_message_keys, use_of_answer
 from plait.data.documents import Record
 from plait.errors import PlaitError
 
@@ -22,6 +23,8 @@ class ChatMessage:
 
     role: Literal["system", "user", "assistant"]
     content: str
+    use: Use = "learnt"
+    """Of the assistant's: what is only read says nothing of how the model is to answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +88,36 @@ Example = ChatExample | PromptExample | TextExample
 
 
 def chat_example(record: Record, column: str) -> ChatExample:
-    """The conversation in one column; raises PlaitError naming the record where it is none, or nothing in it can be
-    learnt."""
+    """The conversation in one column, a "system" column before it; raises PlaitError naming the record where it is
+    none, or nothing in it can be learnt."""
     place = record.place
     turns = column_value(record, column, "a chat", 'the list of messages ("messages")')
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise PlaitError(f'{place}: "{column}" is no list of messages; write [{{"role": …, "content": …}}, …]')
+    refuse_columns(record)
     messages = tuple(chat_message(f"{place}, message {number}", turn) for number, turn in enumerate(turns, start=1))
     check_turns(place, messages)
-    return ChatExample(place=place, messages=messages)
+    if all(message.use == "read" for message in messages if message.role == "assistant"):
+        raise PlaitError(f"{place} says that no answer is learnt (by weight or train); leave such records out")
+    return ChatExample(place=place, messages=(*system_column(record, messages), *messages))
+
+
+def system_column(record: Record, messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """What a column "system" says, as the message that comes first; none where it is empty, or is that message.
+    Raises PlaitError where the conversation has another one."""
+    text = record.values.get("system")
+    if text is None or text == "":
+        return ()
+    if not isinstance(text, str):
+        raise PlaitError(f'{record.place}: "system" is {kind_of_value(text)}, not a text; write a string')
+    first = messages[0]
+    if first.role != "system":
+        return (ChatMessage(role="system", content=encodable_text(record.place, text)),)
+    if first.content != text:
+        raise PlaitError(
+            f'{record.place} has a column "system" and another system message; write both as one, in the message'
+        )
+    return ()
 
 
 def prompt_example(record: Record) -> PromptExample:
@@ -134,9 +158,11 @@ def chat_message(place: str, turn: object) -> ChatMessage:
     if known is None:
         named = f'has the role "{role}"' if isinstance(role, str) else "has no role"
         raise PlaitError(f"{place} {named}; known are {', '.join(_ROLES)}")
+    refuse_message_keys(place, turn)
     if not isinstance(content, str):
         raise PlaitError(f"{place}: its content is {kind_of_value(content)}, not a text; write a string")
-    return ChatMessage(role=_ROLES[_ROLES.index(known)], content=encodable_text(place, content))
+    use = use_of_answer(place, turn) if known == "assistant" else "learnt"
+    return ChatMessage(role=_ROLES[_ROLES.index(known)], content=encodable_text(place, content), use=use)
 
 
 def check_turns(place: str, messages: Sequence[ChatMessage]) -> None:

@@ -63,6 +63,11 @@ def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceForma
         )
     field = opened.source.field
     if requested == "auto" and isinstance(first.values.get(field), str):
+        if field == _USUAL_FIELD and (chat := next((one for one in _CHAT_COLUMNS if _is_list(first, one)), None)):
+            raise PlaitError(
+                f'{first.place} has "{field}" and "{chat}", and it is not said which is learnt; write data.format = '
+                '"chat" to learn the answers, or "text" to learn all of the text'
+            )
         return SourceFormat(kind="text")
     if requested == "prompt-completion":
         return SourceFormat(kind="prompt-completion")
@@ -130,7 +135,9 @@ def _whole_texts(documents: Iterator[Document]) -> Iterator[Example]:
         try:
             text = b"".join(document.read()).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise PlaitError(f"{document.name} is not UTF-8 text at byte {error.start}; convert it to UTF-8") from None
+            raise PlaitError(
+                f"{document.name} is not UTF-8 text at byte {document.begin + error.start}; convert it to UTF-8"
+            ) from None
         yield TextExample(place=document.name, text=text)
 
 

@@ -40,10 +40,15 @@ def marked_text(example: ChatExample, template: ChatTemplate, ends: Sequence[str
 
 
 def _by_marks(example: ChatExample, template: ChatTemplate) -> tuple[str, tuple[tuple[int, int], ...]]:
-    text, spans = template.render_marked(_chat(example))
+    chat = _chat(example)
+    text, spans = template.render_marked(chat)
+    for number, message in enumerate(example.messages):
+        if message.use == "read":
+            first, last = _range_of_answer(chat, number, text, template)
+            spans = tuple((start, stop) for start, stop in spans if stop <= first or start >= last)
     if not example.learned_from:
         return text, spans
-    before = template.render(_chat(example)[: example.learned_from])
+    before = template.render(chat[: example.learned_from])
     if not text.startswith(before):
         raise _changes_earlier_text(example.learned_from)
     return text, tuple((max(start, len(before)), stop) for start, stop in spans if stop > len(before))
@@ -53,15 +58,21 @@ def _by_prefixes(example: ChatExample, template: ChatTemplate) -> tuple[str, tup
     chat = _chat(example)
     whole, _ = template.render_marked(chat)
     spans = []
-    for number, message in enumerate(chat):
-        if message["role"] != "assistant" or number < example.learned_from:
-            continue
-        before = template.render(chat[:number])
-        after, _ = template.render_marked(chat[: number + 1])
-        if not (whole.startswith(after) and after.startswith(before)):
-            raise _changes_earlier_text(number)
-        spans.append((len(before), len(after)))
+    for number, message in enumerate(example.messages):
+        if message.role == "assistant" and message.use == "learnt" and number >= example.learned_from:
+            spans.append(_range_of_answer(chat, number, whole, template))
     return whole, tuple(spans)
+
+
+def _range_of_answer(
+    chat: Sequence[dict[str, str]], number: int, whole: str, template: ChatTemplate
+) -> tuple[int, int]:
+    """Where an answer begins and ends in the whole text; see Note [answers are found by rendering prefixes]."""
+    before = template.render(chat[:number])
+    after, _ = template.render_marked(chat[: number + 1])
+    if not (whole.startswith(after) and after.startswith(before)):
+        raise _changes_earlier_text(number)
+    return len(before), len(after)
 
 
 def _changes_earlier_text(number: int) -> PlaitError:

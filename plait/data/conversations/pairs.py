@@ -15,7 +15,9 @@ from plait.data.conversations.examples import (
     column_value,
     encodable_text,
     kind_of_value,
+    system_column,
 )
+from plait.data.conversations.message_keys import refuse_columns
 from plait.data.documents import Record
 from plait.errors import PlaitError
 
@@ -89,6 +91,7 @@ def _pair_of_texts(record: Record, chosen: str, rejected: str) -> PairExample:
 
 
 def _pair_of_chats(record: Record, chosen: object, rejected: object) -> PairExample:
+    refuse_columns(record)
     first, second = (
         _conversation(record, column, turns) for column, turns in ((ANSWERS[0], chosen), (ANSWERS[1], rejected))
     )
@@ -104,8 +107,12 @@ def _pair_of_chats(record: Record, chosen: object, rejected: object) -> PairExam
             f"{record.place}: the two conversations differ in message {common + 1}, which is the "
             f"{first[common].role}'s; both need one prompt, so that only the assistant's answers differ"
         )
+    for column, messages in zip(ANSWERS, (first, second), strict=True):
+        if any(message.use == "read" for message in messages[common:]):
+            raise PlaitError(f"{record.place}: the {column} answer is said not to be learnt (weight, train); {_MEND}")
+    head = system_column(record, first)
     parts = (
-        ChatExample(place=f"{record.place}, {column}", messages=messages, learned_from=common)
+        ChatExample(place=f"{record.place}, {column}", messages=(*head, *messages), learned_from=len(head) + common)
         for column, messages in zip(ANSWERS, (first, second), strict=True)
     )
     return PairExample(place=record.place, chosen=next(parts), rejected=next(parts))

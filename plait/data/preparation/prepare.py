@@ -26,6 +26,9 @@ from plait.data.sources import OpenSource, Source, open_source
 from plait.errors import PlaitError
 from plait.private_folder import make_private_folder
 
+_EXAMPLES_READ = 2
+"""Raised when examples come to be read or rendered in another way, so that those prepared before are made again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRequest:
@@ -177,7 +180,7 @@ def _key(work: BuildRequest) -> str:
     if holds_examples(work.formats):
         found = work.template
         template = [found.text, sorted(found.special.items())] if found else PLAIN_TEMPLATE
-        parts += [[(form.kind, form.column) for form in work.formats], template]
+        parts += [[(form.kind, form.column) for form in work.formats], template, _EXAMPLES_READ]
     return sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

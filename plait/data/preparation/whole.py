@@ -14,9 +14,9 @@ import numpy as np
 from plait.data.conversations.chat_template import (
     PLAIN_NAME,
     PLAIN_TEMPLATE,
-    SPECIAL_TOKENS,
     ChatTemplate,
     TemplateText,
+    special_settings,
 )
 from plait.data.conversations.encode import EncodedExample, ExampleEncoder
 from plait.data.conversations.examples import Example
@@ -73,7 +73,7 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
                 "the same prompt stay together); give more of them, another data.holdout, or 0"
             )
     tokenizer.save(folder)
-    write_synced(folder / "tokenizer_config.json", json.dumps(dict(template.special), ensure_ascii=False))
+    write_synced(folder / "tokenizer_config.json", json.dumps(special_settings(template.special), ensure_ascii=False))
     write_synced(folder / TEMPLATE_FILE, template.text)
     index = {
         "format": SHARD_FORMAT,
@@ -95,8 +95,7 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
 def template_for(tokenizer: Tokenizer, own: TemplateText | None) -> TemplateText:
     """The tokenizer's own template, else the plain one, with the special tokens that it may write."""
     found = own or TemplateText(text=PLAIN_TEMPLATE, where=PLAIN_NAME)
-    special = {key: text for key, text in found.special.items() if key in SPECIAL_TOKENS}
-    return replace(found, special={"eos_token": tokenizer.eot_text, **special})
+    return replace(found, special={"eos_token": tokenizer.eot_text, **found.special})
 
 
 def _survey(work: BuildRequest) -> list[DocumentSurvey]:
