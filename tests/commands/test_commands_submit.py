@@ -197,6 +197,7 @@ def test_the_complaint_of_another_program_is_one_sentence_with_the_mend(said: st
         (lambda: parse_options(["constraint=a$(reboot)"], "slurm"), "for example a100&ib"),
         (lambda: parse_options(["cpus=lots"], "slurm"), "for example 16"),
         (lambda: parse_options(["memory=64Gi"], "slurm"), "for example 64G"),
+        (lambda: parse_options(["cpus=1\u0663"], "slurm"), "for example 16"),
         (lambda: parse_options(["image=apptainer:"], "slurm"), "apptainer:FILE.sif"),
         (lambda: parse_options(["cpu=abc"], "kubernetes"), "for example 16"),
         (lambda: parse_options(["memory=64GB"], "kubernetes"), "for example 64Gi"),

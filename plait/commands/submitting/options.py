@@ -102,7 +102,7 @@ def parse_options(texts: Sequence[str], scheduler: Scheduler) -> dict[str, str]:
 def _check_form(scheduler: Scheduler, key: str, value: str) -> None:
     if key in _FORMS[scheduler]:
         form, example = _FORMS[scheduler][key]
-        if not form.fullmatch(value):
+        if not (value.isascii() and form.fullmatch(value)):
             raise PlaitError(f"--with {key}={value!r} is not as {scheduler} writes it; write for example {example}")
     elif not (_PLAIN.fullmatch(value) or key in _ANY_TEXT):
         raise PlaitError(f"--with {key}={value!r} has signs that no name has; use letters, digits and -_./:")
