@@ -63,8 +63,6 @@ INNER_FLOORS = {
                 "checkpointing": 4, "loop": 5, "balance": 5, "auxiliary": 2, "preference": 2, "watching": 6,
                 "worker": 7, "time_steps": 8},
 }  # fmt: skip
-MODULES_OF_A_FOLDER = 14
-FAN_OUT = 20
 SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "commands.", "api", "cli")
 WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.planner.resolve.resolve", "plait.recipe.load", "plait.model.shape",
                  "plait.model.sizes", "plait.model.names", "plait.model.weights",
@@ -129,18 +127,6 @@ def test_every_folder_with_folders_has_inner_floors() -> None:
     assert {folder.name for folder in inner} == set(INNER_FLOORS)
 
 
-def test_no_folder_holds_too_many_modules() -> None:
-    for folder in {path.parent for path in modules().values()}:
-        count = sum(1 for path in folder.glob("*.py") if path.name != "__init__.py")
-        assert count <= MODULES_OF_A_FOLDER, f"{folder} holds {count} modules"
-
-
-def test_no_module_needs_too_many_others() -> None:
-    for name, path in modules().items():
-        needed = set(imports(path)) - {name}
-        assert len(needed) <= FAN_OUT, f"{name} imports {len(needed)} modules"
-
-
 def test_no_import_circles() -> None:
     graph = {name: {other for other in imports(path) if other != name} for name, path in modules().items()}
     try:
@@ -164,7 +150,6 @@ def test_a_public_name_means_one_thing() -> None:
         for name in public_names(path):
             homes.setdefault(name, []).append(module)
     assert {name for name, where in homes.items() if len(where) > 1} <= SAME_IDEA
-    assert len(SAME_IDEA) <= 10
 
 
 def public_names(path: Path) -> Iterator[str]:

@@ -1,19 +1,13 @@
-"""Ratchets on length and shape: a file one subject, a function one level, names with types."""
+"""Names that say something: no catch-all modules, public names documented and annotated, no bare booleans."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
-
-import pytest
 
 PACKAGE = Path(__file__).parents[2] / "plait"
 FILES = sorted(PACKAGE.rglob("*.py"))
-FILE_LINES = 260
-FUNCTION_LINES = 62
-PARAMETERS = 8
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "common", "misc", "manager"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -26,28 +20,8 @@ def functions() -> Iterator[tuple[Path, Function]]:
                 yield path, node
 
 
-def lines(function: Function) -> int:
-    return (function.end_lineno or function.lineno) - function.lineno + 1
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_are_short_and_named_for_a_subject(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= FILE_LINES
-    assert path.stem not in FORBIDDEN_NAMES
-
-
-def test_functions_are_short() -> None:
-    long = {f"{path.name}:{f.name}": lines(f) for path, f in functions() if lines(f) > FUNCTION_LINES}
-    assert not long
-    assert median(lines(f) for _, f in functions()) <= 10
-
-
-def test_functions_take_few_parameters() -> None:
-    for path, f in functions():
-        count = len(f.args.args) + len(f.args.kwonlyargs) - (f.args.args[:1] != [] and f.args.args[0].arg == "self")
-        if path.name == "cli.py" or path.parent.name == "command_line":  # a command's options are its parameters
-            count -= 5
-        assert count <= PARAMETERS + (f.name == "__init__"), f"{path}:{f.name} takes {count}"
+def test_modules_are_named_for_a_subject() -> None:
+    assert not [path for path in FILES if path.stem in FORBIDDEN_NAMES]
 
 
 def test_public_names_are_documented_and_annotated() -> None:
