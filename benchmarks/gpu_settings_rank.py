@@ -15,10 +15,10 @@ import torch
 from benchmarks.peers.gpu_loop import mark, seconds_between
 from plait.checkpoint import host_bytes
 from plait.launch.values.job import RankContext
+from plait.parallel import pipeline_links
 from plait.parallel.apply import STAGES
-from plait.parallel.gradients.buckets import BUCKET_BYTES
+from plait.parallel.gradient_buckets import BUCKET_BYTES
 from plait.parallel.mesh import make_mesh, world_sums
-from plait.parallel.pipeline import stage_links
 from plait.parallel.replicate import replicate
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
@@ -71,7 +71,7 @@ def time_copies(context: RankContext, argument: str) -> None:
 def change(setting: Setting, value: int, device: torch.device) -> None:
     """Give a constant of plait another value, in this process, which does nothing else afterwards."""
     if setting == "receives_ahead":
-        stage_links.RECEIVES_AHEAD = value
+        pipeline_links.RECEIVES_AHEAD = value
     if setting == "loss_numbers":
         loss._PIECE_NUMBERS[device.type] = value  # pyright: ignore[reportPrivateUsage]
     if setting == "copy_bytes":

@@ -19,7 +19,7 @@ from plait.data.loader import Loader
 from plait.data.order import SampleOrder, make_order
 from plait.data.samples.windows import WindowReader
 from plait.launch.values.job import RankContext
-from plait.parallel.comm.echo import message_from_before_s
+from plait.parallel.collectives import message_from_before_s
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from plait.custom.run import SpreadRun
     from plait.custom.spread import spread
     from plait.errors import Interrupted, PlaitError, ProgramFailed, RunFailed
-    from plait.proof.verdict import Verdict
+    from plait.proof import Verdict
     from plait.report.receipt import Receipt
 
 __all__ = [
@@ -92,7 +92,7 @@ _HOMES = {
     "Receipt": "plait.report.receipt",
     "Run": "plait.commands.runs",
     "RunFailed": "plait.errors",
-    "Verdict": "plait.proof.verdict",
+    "Verdict": "plait.proof",
     "submit": "plait.commands.submitting.job",
     "chat": "plait.api_models",
     "evaluate": "plait.api_models",

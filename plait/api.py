@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from plait.cluster.cluster import Cluster
     from plait.commands.planning.planned_run import PlannedRun
     from plait.planner.derive.model_size import CorpusFacts
-    from plait.proof.verdict import Verdict
+    from plait.proof import Verdict
     from plait.recipe.schema import RunConfig
     from plait.report.receipt import Receipt
 

@@ -14,7 +14,7 @@ import typer
 from plait.deploy.cluster_job import REQUEUE_EXIT
 from plait.errors import Interrupted, PlaitError, StopSignal, file_error_sentence
 from plait.launch.local.output import OptionalOutput
-from plait.screen.wrapping import wrapped
+from plait.screen.screen import wrapped
 
 _EXIT_OF_SIGNAL = {"finished": 0, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 143}
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this version of typer keeps its click

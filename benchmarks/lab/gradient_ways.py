@@ -29,10 +29,10 @@ from plait.data.loader import Micro
 from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, parameter_count
+from plait.parallel import gradient_buckets
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
-from plait.parallel.comm.reduction import Transfer
-from plait.parallel.gradients import buckets
 from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
+from plait.parallel.reduction import Transfer
 from plait.parallel.replicate import replicate
 from plait.parallel.sharded_model import LossOf, ShardedModel
 from plait.planner.plan import OptimizerPlan, Plan
@@ -120,7 +120,7 @@ def _timed(step: Step, settle: Callable[[], object]) -> float:
 
 def _step_of(way: Way) -> tuple[Step, Callable[[], object]]:
     plan, mesh = _plan(way), None
-    buckets.LAST_BYTES = round(way.last_mib * 2**20)
+    gradient_buckets.LAST_BYTES = round(way.last_mib * 2**20)
     stages: tuple[ParallelStage, ...] = ()
     if way.layout.world_size > 1:
         mesh = make_mesh(way.layout, "cpu")

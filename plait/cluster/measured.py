@@ -46,7 +46,7 @@ CommOperation = Literal[
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
 ]  # fmt: skip
 """The backend's own operations; the last two are what plait does on processors in place of a reduce-scatter and an
-all-gather (parallel/comm/collectives.py)."""
+all-gather (parallel/collectives.py)."""
 LinkScope = Literal["inside", "between"]
 
 

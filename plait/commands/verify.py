@@ -20,7 +20,7 @@ from plait.layout import Layout
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.search.validity import check_devices
-from plait.proof.verdict import BF16_TRANSFER_TOLERANCES, Verdict
+from plait.proof import BF16_TRANSFER_TOLERANCES, Verdict
 from plait.recipe.load import RecipeSource, load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen

@@ -38,7 +38,7 @@ from plait.errors import PlaitError
 
 if TYPE_CHECKING:
     from plait.custom.planning.measure import CustomPlan
-    from plait.proof.verdict import Verdict
+    from plait.proof import Verdict
 
 
 class SpreadRun:

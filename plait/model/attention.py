@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.model.kernels.blocked_attention import attend_in_blocks, suits_blocks
-from plait.model.kernels.norm import RMSNorm, make_head_norm
-from plait.model.kernels.rotary import Rotation, rotate
+from plait.model.blocked_attention import attend_in_blocks, suits_blocks
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.matmul import attend_by_default_library
+from plait.model.norm import RMSNorm, make_head_norm
 from plait.model.parts.checks import biased_parts
+from plait.model.rotary import Rotation, rotate
 from plait.model.shape import ModelShape
 
 

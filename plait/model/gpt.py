@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.attention import Cache, Documents, Rows
-from plait.model.auxiliary.heads import AheadInput, AuxiliaryHead, MicroObjectives, hand_over
-from plait.model.experts.mixture import Mixture
 from plait.model.feedforward import FeedForward
-from plait.model.kernels.norm import make_norm
-from plait.model.kernels.rotary import Rotary
-from plait.model.latent.attention import make_attention
+from plait.model.latent_attention import make_attention
 from plait.model.linear import Linear
+from plait.model.mixture import Mixture
 from plait.model.names import EMBEDDING, HEAD
+from plait.model.norm import make_norm
+from plait.model.prediction_heads import AheadInput, AuxiliaryHead, MicroObjectives, hand_over
+from plait.model.rotary import Rotary
 from plait.model.shape import ModelPart, ModelShape, whole_model
 from plait.model.weights import heads_in, holds_weight, is_trained, rotary_width
 

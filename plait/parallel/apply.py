@@ -10,16 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.model.gpt import GPT
 from plait.parallel.compile import compile_layers
 from plait.parallel.context.attention import context
-from plait.parallel.expert.hold import hold_experts
+from plait.parallel.expert import hold_experts
 from plait.parallel.frozen import round_frozen
 from plait.parallel.materialize import materialize
-from plait.parallel.pipeline.one_owner import keep_at_one_end
-from plait.parallel.pipeline.stage import pipeline
+from plait.parallel.pipeline import keep_at_one_end, pipeline
 from plait.parallel.recompute import recompute
 from plait.parallel.replicate import replicate
 from plait.parallel.sharded_model import ShardedModel, unsharded
-from plait.parallel.sharding.shard import shard
-from plait.parallel.tensor.cut import tensor
+from plait.parallel.sharding import shard
+from plait.parallel.tensor import tensor
 from plait.partition.execution import Execution
 
 

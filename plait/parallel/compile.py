@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.model.experts.mixture import Mixture
 from plait.model.gpt import Layer
+from plait.model.mixture import Mixture
 from plait.parallel.sharded_model import ShardedModel
-from plait.partition.execution import Execution
+from plait.partition.execution import Compile, Execution
 
 COMPILED_SHAPES_LIMIT = 64
 """Largest number of micro-batch sizes for which a layer is compiled. Shares that follow the devices bring new ones, and
@@ -32,3 +35,12 @@ def compile_layer(layer: nn.Module) -> None:
 
     dynamo.recompile_limit = max(COMPILED_SHAPES_LIMIT, dynamo.recompile_limit)
     layer.compile(dynamic=False)
+
+
+# Keeps functions out of the graphs of compiled layers.
+
+
+def outside_graphs(function: Any, compile: Compile) -> Any:
+    """The function as compiled layers may call it, where what it does belongs to no graph. Where none are compiled it
+    stays as it is: torch's compiler is a second of imports and 75 MB of each worker."""
+    return torch.compiler.disable(function) if compile == "blocks" else function

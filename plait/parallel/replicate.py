@@ -3,7 +3,7 @@
 What is summed over whom follows from who holds what: Note [same box, same sum] in partition/boxes.py. So the copies of
 `replicate`, the sequences of `shard`, the tokens of `context` and the copied weights of `tensor` share one reducer, and
 so do the two ends of a pipeline whose head is the embedding, unless one of them keeps it
-(pipeline/tied_embedding.py).
+(tied_embedding.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.parallel.gradients.buckets import BUCKET_BYTES, whole_units
-from plait.parallel.gradients.reduce import GradientReducer
-from plait.parallel.gradients.shared_weights import shared_weights
+from plait.parallel.gradient_buckets import BUCKET_BYTES, whole_units
+from plait.parallel.gradient_reducer import GradientReducer, shared_weights
 from plait.parallel.mesh import make_groups
 from plait.parallel.sharded_model import ShardedModel, held_weight
 from plait.partition.boxes import all_expert_splits, all_sharing_sets
@@ -34,7 +33,7 @@ def replicate(
     weights = shared_weights(sharded, execution)
     groups = make_groups([*all_sharing_sets(execution.shape, layout), *splits])
     if layout.shard > 1 and layout.shard_what == "parameters":
-        from plait.parallel.sharding.fully_sharded import fully_sharded  # most of a second of imports
+        from plait.parallel.sharding import fully_sharded  # most of a second of imports
 
         return fully_sharded(sharded, weights, groups, bucket_bytes=bucket_bytes, transfer=execution.gradient_transfer)
     split = mesh.get_group("shard") if layout.shard > 1 else None

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import isfinite
+from statistics import mean, median_low
 
 from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, TextColumn
@@ -11,8 +15,7 @@ from rich.table import Column
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.plausibility import mfu_text
-from plait.screen.recent_steps import RecentSteps
-from plait.screen.wrapping import wrapped
+from plait.screen.screen import wrapped
 from plait.units import format_count, format_duration
 
 FIRST_LINE_AFTER_S = 10.0
@@ -132,3 +135,70 @@ def _progress(screen: Screen) -> Progress:
     bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
     columns = (bar, facts) if screen.width >= BAR_FROM_COLUMNS else (facts,)
     return Progress(*columns, console=screen, expand=True, auto_refresh=False)
+
+
+# Figures of the last steps of a run, for the lines and bars that people watch.
+
+
+SMOOTHING_STEPS = 20
+
+
+class RecentSteps:
+    """Running figures of about the last SMOOTHING_STEPS steps, right from the first step on: the loss is a mean; the
+    time of a step a median, as the steps that are compiled take hundreds of times as long and come once."""
+
+    def __init__(self) -> None:
+        self._loss_weight = self._loss = 0.0
+        self._taken = deque[tuple[float, float]](maxlen=SMOOTHING_STEPS)
+        """Seconds and tokens of each step."""
+
+    def add(self, report: StepReport) -> None:
+        # A step without a finite loss is shown, and its neighbours are not lost with it.
+        decay = 1 - 1 / SMOOTHING_STEPS if isfinite(self._loss) and isfinite(report.loss) else 0.0
+        earlier = self._loss if decay else 0.0
+        self._loss_weight = self._loss_weight * decay + 1
+        self._loss = earlier * decay + report.loss
+        self._taken.append((report.step_s, report.tokens_per_s * report.step_s))
+
+    @property
+    def loss(self) -> float:
+        return self._loss / self._loss_weight
+
+    @property
+    def step_s(self) -> float:
+        return median_low(seconds for seconds, _ in self._taken)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return mean(tokens for _, tokens in self._taken) / self.step_s if self.step_s else 0.0
+
+
+# A small curve in one line of text.
+
+
+BLOCKS, ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+"""Eight levels, the lowest first."""
+
+
+def sparkline(values: Sequence[float], columns: int, encoding: str) -> str:
+    """The means of up to `columns` equal parts of the values, as one character each; what is not finite is left out.
+
+    Blocks where the encoding has them, else ASCII. Empty for fewer than two values.
+    """
+    finite = [value for value in values if isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    parts = min(columns, len(finite))
+    edges = [part * len(finite) // parts for part in range(parts + 1)]
+    means = [mean(finite[first:end]) for first, end in pairwise(edges)]
+    levels, low, high = _levels_of(encoding), min(means), max(means)
+    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    return "".join(levels[round((value - low) * scale)] for value in means)
+
+
+def _levels_of(encoding: str) -> str:
+    try:
+        BLOCKS.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return ASCII_LEVELS
+    return BLOCKS

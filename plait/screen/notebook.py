@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from html import escape
 
 from plait.report.metrics import EvalReport, StepReport
-from plait.screen.recent_steps import RecentSteps
+from plait.screen.console import RecentSteps
 from plait.screen.screen import ShowProgress, TextPiece, in_brackets
 from plait.units import format_duration
 

@@ -11,8 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from plait.screen.console import REFRESH_EVERY_S, Console
-from plait.screen.screen import ShowProgress, TextPiece, in_brackets
-from plait.screen.wrapping import wrapped
+from plait.screen.screen import ShowProgress, TextPiece, in_brackets, wrapped
 
 WIDEST_COLUMNS = 110
 """Longer lines are hard to read, however wide a terminal is."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from plait.data.loader import Micro
 from plait.model.attention import Documents
-from plait.model.auxiliary.heads import MicroObjectives
 from plait.model.gpt import GPT
+from plait.model.prediction_heads import MicroObjectives
 from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
 from plait.trainer.experts.loads import ExpertLoads, largest_load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from plait.screen.wrapping import wrapped
+from plait.screen.screen import wrapped
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

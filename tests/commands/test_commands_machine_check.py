@@ -14,7 +14,7 @@ from plait.cluster.probe.verdict import PairTiming, ProbedHost
 from plait.commands.probing.checking.check import parse_check
 from plait.commands.probing.checking.check_result import HostState, MachineCheck, check_faults, check_text
 from plait.errors import RunFailed
-from plait.screen.wrapping import wrapped
+from plait.screen.screen import wrapped
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 STATE = HostState(

@@ -23,10 +23,10 @@ from plait.layout import Layout
 from plait.partition.execution import Precision
 from plait.planner.derive.arithmetic import choose_backend, choose_precision
 from plait.planner.plan import HostShare, Plan
-from plait.proof.verdict import Finding, Verdict
+from plait.proof import Finding, Verdict
 from plait.report.metrics import StepReport
 from plait.report.receipt import Receipt
-from plait.screen.wrapping import wrapped
+from plait.screen.screen import wrapped
 from plait.trainer.divergence import DivergenceWatch
 from tests.commands.golden import assert_golden
 from tests.planner.machines import EIGHT_H100, LAPTOP, PLAYS, WEB, planned, recipe

@@ -35,8 +35,7 @@ from plait.model.shape import ModelShape
 from plait.partition.boxes import kv_heads_of
 from plait.planner.plan import Plan
 from plait.planner.search.validity import check_shares
-from plait.proof.verdict import FLOAT64_TOLERANCES, Verdict, compare_runs
-from plait.proof.weight_words import weight_text
+from plait.proof import FLOAT64_TOLERANCES, Verdict, compare_runs, weight_text
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 from plait.screen.terminal import TerminalScreen

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from plait.checkpoint.store import verify_checkpoint
 from plait.launch.values.job import RankContext
+from plait.parallel import pipeline_links
 from plait.parallel.apply import STAGES
-from plait.parallel.gradients.buckets import BUCKET_BYTES
+from plait.parallel.gradient_buckets import BUCKET_BYTES
 from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
-from plait.parallel.pipeline import stage_links
 from plait.parallel.replicate import replicate
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
@@ -33,7 +33,7 @@ def take_steps(context: RankContext, argument: str) -> None:
     """Some steps of the plan in a folder: the losses and the norms of the gradients."""
     asked = json.loads(argument)
     library, bucket_bytes = asked.get("library", "gloo"), asked.get("bucket_bytes", BUCKET_BYTES)
-    stage_links.RECEIVES_AHEAD = asked.get("receives_ahead", stage_links.RECEIVES_AHEAD)  # in this process alone
+    pipeline_links.RECEIVES_AHEAD = asked.get("receives_ahead", pipeline_links.RECEIVES_AHEAD)  # in this process alone
     with assembled(context, Path(asked["folder"]), library, bucket_bytes=bucket_bytes) as (assembly, _):
         state, losses, norms = TrainState(), list[float](), list[float]()
         for _ in range(asked["steps"]):

@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.checkpoint.host_bytes import PIECE_BYTES, host_bytes
 from plait.checkpoint.store import checkpoint_for, publish, staging_for
 from plait.checkpoint.transfer import read_tensor, whole_slice, write_rank
-from plait.parallel.comm.transfer_stream import transfer_stream
+from plait.parallel.reduction import transfer_stream
 from plait.trainer.loss import even_pieces, sum_of_losses
 from plait.trainer.score_passes import FusedPasses, InPlacePasses
 from tests.gpu.conftest import RunRanks

@@ -19,8 +19,8 @@ from plait.errors import PlaitError
 from plait.interop.base_model import read_base_model
 from plait.interop.config_in import shape_of_config
 from plait.interop.config_out import config_of_shape
-from plait.model.experts.router import route
 from plait.model.parts.mixture import MixtureShape
+from plait.model.router import route
 from tests.interop.random_models import SEQUENCE, VOCABULARY, random_mixture_config, random_model
 from tests.interop.test_interop_families import in_float64, in_float64_here
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.model.attention import Documents, attend
-from plait.model.kernels.blocked_attention import LEAST_TOKENS, attend_in_blocks, suits_blocks
+from plait.model.blocked_attention import LEAST_TOKENS, attend_in_blocks, suits_blocks
 from plait.model.matmul import has_onednn, matmul_library, select_matmul_library
 
 

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from plait.errors import PlaitError
 from plait.model.attention import Cache, Rows
-from plait.model.experts.capacity import RowSpans, kept_choices
-from plait.model.experts.grouped import grouped_product
-from plait.model.experts.mixture import Mixture
 from plait.model.gpt import GPT, mixtures_of
 from plait.model.init import initialize
+from plait.model.mixture import Mixture, RowSpans, grouped_product, kept_choices
 from plait.model.parts.mixture import MixtureShape, mixture_of_keys
 from plait.model.shape import ModelShape, parameter_count, weight_sizes
 from plait.model.sizes import explicit_shape

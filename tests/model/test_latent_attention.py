@@ -15,10 +15,10 @@ from plait.errors import PlaitError
 from plait.model.attention import Cache, Documents, Rows
 from plait.model.gpt import GPT, row_positions
 from plait.model.init import initialize
-from plait.model.kernels.rotary import Rotary
-from plait.model.latent.attention import LatentAttention
+from plait.model.latent_attention import LatentAttention
 from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.rope_scaling import RopeScaling
+from plait.model.rotary import Rotary
 from plait.model.shape import ModelShape, parameter_count, weight_sizes
 from plait.model.sizes import explicit_shape
 from plait.model.weights import active_parameter_count, describe_weights, training_flops_per_token

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.model.kernels.adapted_product import adapted_product
-from plait.model.kernels.norm import RMSNorm
-from plait.model.kernels.rotary import Rotary, rotate
+from plait.model.linear import adapted_product
+from plait.model.norm import RMSNorm
+from plait.model.rotary import Rotary, rotate
 
 DOUBLE = torch.float64
 

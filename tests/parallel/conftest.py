@@ -18,7 +18,7 @@ ReduceOn = Callable[..., dict[int, dict[str, Any]]]
 @pytest.fixture(scope="session")
 def reduce_on() -> Iterator[ReduceOn]:
     """Run an entry of reduce_entries on so many ranks, and return what each told."""
-    preload = ("torch.distributed", "plait.parallel.gradients.reduce")
+    preload = ("torch.distributed", "plait.parallel.gradient_reducer")
     with ForkServer(entries_of("tests.parallel.reduce_entries", preload=preload), threads=1) as server:
 
         def run(entry: str, world_size: int, argument: str = "") -> dict[int, dict[str, Any]]:

@@ -7,7 +7,7 @@ import time
 import torch.distributed as dist
 
 from plait.launch.values.job import RankContext
-from plait.parallel.comm.echo import message_from_before_s
+from plait.parallel.collectives import message_from_before_s
 from plait.parallel.mesh import open_store
 
 

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from plait.launch.values.job import RankContext
-from plait.parallel.gradients.buckets import SharedWeight
+from plait.parallel.gradient_buckets import SharedWeight
 from plait.parallel.mesh import open_store
-from plait.parallel.pipeline.stage_links import wait_for
-from plait.parallel.pipeline.tied_embedding import TIED_WEIGHT, TiedEmbeddingEnd
+from plait.parallel.pipeline_links import wait_for
+from plait.parallel.tied_embedding import TIED_WEIGHT, TiedEmbeddingEnd
 from plait.partition.boxes import Box
 
 ENTRIES, FIRST, WIDTH, TOKENS, STEPS, RATE = 23, 40, 6, 5, 3, 0.1

@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from plait.launch.values.job import RankContext
-from plait.parallel.comm import reduction
-from plait.parallel.comm.split_reduction import NO_BUCKET_LIMIT
-from plait.parallel.comm.transfer_stream import NoStream, TransferStream
-from plait.parallel.gradients.reduce import GradientReducer
+from plait.parallel import reduction
+from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.mesh import make_groups, open_store
+from plait.parallel.reduction import NoStream, TransferStream
+from plait.parallel.sharding import NO_BUCKET_LIMIT
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
 from tests.parallel.reduce_entries import Branches, shared

@@ -30,7 +30,7 @@ from plait.model.gpt import GPT
 from plait.model.init import first_value
 from plait.model.shape import ModelShape
 from plait.parallel.mesh import make_mesh, open_store
-from plait.parallel.pipeline.stage import pipeline
+from plait.parallel.pipeline import pipeline
 from plait.parallel.recompute import recompute
 from plait.parallel.sharded_model import Forward, LocalGradients, ShardedModel, unsharded
 from plait.partition.boxes import model_parts_of

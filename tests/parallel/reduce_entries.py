@@ -12,10 +12,10 @@ from torch import nn
 
 from plait.launch.values.job import RankContext
 from plait.model.names import decays
-from plait.parallel.comm.reduction import LibraryScatter, LibrarySum, Transfer, own_slice, wait_for_all
-from plait.parallel.gradients.buckets import RankSet, SharedWeight
-from plait.parallel.gradients.reduce import GradientReducer
+from plait.parallel.gradient_buckets import RankSet, SharedWeight
+from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.mesh import GroupSums, make_groups, open_store
+from plait.parallel.reduction import LibraryScatter, LibrarySum, Transfer, own_slice, wait_for_all
 from plait.partition.boxes import whole_box
 
 SMALL_BUCKET_BYTES = 64

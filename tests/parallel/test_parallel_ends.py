@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
-from plait.parallel.pipeline.tied_embedding import rows_first_used
+from plait.parallel.tied_embedding import rows_first_used
 from tests.entry_tables import entries_of
 from tests.parallel.ends_entries import RATE, STEPS, embedded, first_table, headed, tokens_of
 

@@ -18,7 +18,7 @@ from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from plait.layout import Schedule
 from plait.model.linear import Linear
-from plait.parallel.pipeline.deferred_gradients import DeferredGradients, defer_in
+from plait.parallel.pipeline import DeferredGradients, defer_in
 from tests.entry_tables import entries_of
 from tests.parallel.pipeline_entries import Case, micros_of, plain_gradients
 

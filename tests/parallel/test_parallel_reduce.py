@@ -19,9 +19,8 @@ from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.names import decays
 from plait.model.shape import ModelShape
-from plait.parallel.gradients.buckets import LAST_BYTES, RankSet, SharedWeight, fill_buckets
-from plait.parallel.gradients.reduce import GradientReducer
-from plait.parallel.gradients.summed_bucket import GradientRoom
+from plait.parallel.gradient_buckets import LAST_BYTES, RankSet, SharedWeight, fill_buckets
+from plait.parallel.gradient_reducer import GradientReducer, GradientRoom
 from plait.partition.boxes import whole_box
 from plait.planner.step_time import gradient_sync
 from tests.parallel.reduce_entries import NAMES, SMALL_BUCKET_BYTES, Branches, shared

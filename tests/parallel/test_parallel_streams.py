@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from plait.parallel.comm import transfer_stream
-from plait.parallel.comm.transfer_stream import SideStream
+from plait.parallel import reduction
+from plait.parallel.reduction import SideStream
 
 
 class NotedStream:
@@ -33,7 +33,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> type[NotedStream]:
         yield
         NotedStream.current = before
 
-    cuda: Any = transfer_stream.torch.cuda
+    cuda: Any = reduction.torch.cuda
     monkeypatch.setattr(cuda, "Stream", NotedStream)
     monkeypatch.setattr(cuda, "stream", on)
     monkeypatch.setattr(cuda, "current_stream", lambda device: NotedStream.current)

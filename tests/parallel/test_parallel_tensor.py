@@ -13,8 +13,7 @@ from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from plait.layout import Layout, equal_share
 from plait.model.shape import ModelShape
-from plait.parallel.tensor.cut import kv_places
-from plait.parallel.tensor.sequence import stream_rows
+from plait.parallel.tensor import kv_places, stream_rows
 from plait.partition.boxes import kv_heads_of, weight_boxes
 from tests.entry_tables import entries_of
 from tests.trainer.tiny import make_tiny

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from plait.data.loader import IGNORED_TARGET, Micro, SampleSelection, make_micro
 from plait.model.attention import Rows
-from plait.model.auxiliary.heads import AheadInput, AuxiliaryHead
 from plait.model.gpt import GPT, row_positions
 from plait.model.parts.objectives import ObjectivesShape
+from plait.model.prediction_heads import AheadInput, AuxiliaryHead
 from plait.model.shape import ModelShape
 from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded

@@ -15,7 +15,7 @@ from plait.layout import Layout, conflict_sentence
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape, weight_sizes
 from plait.model.weights import kept_values
-from plait.parallel.expert.hold import expert_groups
+from plait.parallel.expert import expert_groups
 from plait.partition.boxes import ranks_splitting
 from plait.planner.search.validity import check_layout
 from plait.recipe.schema import DataSection, RunConfig

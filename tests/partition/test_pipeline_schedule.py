@@ -120,7 +120,7 @@ def test_any_counts_give_every_action_once_after_what_it_waits_for(
     assert stage_count(lists) == stages
     assert sorted(map(str, (action for own in lists for action in own))) == sorted(map(str, wanted))
     assert all(action.stage % ranks == rank for rank, own in enumerate(lists) for action in own)
-    for kind in kinds[:2]:  # what rows of a tied weight travel by, see parallel/pipeline/tied_embedding.py
+    for kind in kinds[:2]:  # what rows of a tied weight travel by, see parallel/tied_embedding.py
         assert [each.micro for each in lists[0] if (each.stage, each.kind) == (0, kind)] == list(range(micros))
     spans = {span.action: span for own in simulate(lists, equal_times(stages), message_s=0.25).ranks for span in own}
     for action, span in spans.items():

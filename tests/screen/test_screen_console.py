@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console as Screen
 
 from plait.report.metrics import EvalReport, StepReport
-from plait.screen.console import Console, facts_that_fit
-from plait.screen.recent_steps import RecentSteps
+from plait.screen.console import Console, RecentSteps, facts_that_fit
 
 
 class Clock:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from plait.screen.sparkline import sparkline
+from plait.screen.console import sparkline
 
 
 def test_a_falling_curve_falls_over_all_levels():

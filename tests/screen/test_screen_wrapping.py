@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.screen.wrapping import wrapped
+from plait.screen.screen import wrapped
 
 LINE = "speed    9.93K tokens/s, 0.412 s a step (planned 0.4 s: 3.1% slower), 12.5 MiB of 2 GiB, MFU 60%"
 

@@ -29,7 +29,7 @@ from plait.cluster.probe.request import ProbedModel, ProbeRequest, layer_product
 from plait.cluster.probe.timing import TimingSummary, summarize_readings
 from plait.model.attention import Documents, Rows
 from plait.model.gpt import Embedding, Layer, row_positions
-from plait.model.kernels.rotary import Rotary
+from plait.model.rotary import Rotary
 from plait.model.shape import whole_model
 from plait.model.weights import kernel_width, rotary_width
 

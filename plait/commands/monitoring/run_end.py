@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plait.report.plausibility import efficiency_doubt, mfu_doubt
 from plait.report.receipt import Receipt
-from plait.screen.sparkline import sparkline
+from plait.screen.console import sparkline
 from plait.units import compared_text, counted, format_count, format_duration
 
 CURVE_COLUMNS = 24

@@ -20,7 +20,7 @@ from plait.planner.resolve.resolve import draft, lines_without_effect, settle
 from plait.planner.resolve.worker_layouts import WorkerLayout, choose
 from plait.planner.search.found import Search
 from plait.recipe.schema import RunConfig
-from plait.screen.wrapping import wrapped
+from plait.screen.screen import wrapped
 from plait.units import counted, format_count, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 

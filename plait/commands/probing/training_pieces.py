@@ -16,7 +16,7 @@ from plait.cluster.probe.request import ProbedModel, ProbeRequest
 from plait.cluster.probe.timing import EventClock
 from plait.model.gpt import GPT
 from plait.model.shape import ModelPart
-from plait.parallel.comm.collectives import all_gather, reduce_scatter, spread_own, swap_parts
+from plait.parallel.collectives import all_gather, reduce_scatter, spread_own, swap_parts
 from plait.parallel.compile import compile_layer
 from plait.parallel.mesh import GroupSums
 from plait.parallel.sharded_model import unsharded

@@ -20,7 +20,7 @@ from plait.layout import Layout
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
 from plait.private_folder import job_folder, make_private_folder
-from plait.proof.verdict import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Tolerances, Verdict, compare_runs
+from plait.proof import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Tolerances, Verdict, compare_runs
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen

@@ -11,7 +11,7 @@ from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.resources import Resources
 from plait.planner.derive.training_job import matmul_backend_of, matmul_precision_of, precision_of
 from plait.planner.plan import Plan
-from plait.proof.verdict import FLOAT32_TOLERANCES, Verdict
+from plait.proof import FLOAT32_TOLERANCES, Verdict
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from plait.errors import PlaitError
 
 if TYPE_CHECKING:  # one process needs none of torch.distributed
-    from plait.parallel.comm.reduction import Transfer
+    from plait.parallel.reduction import Transfer
 
 CustomLayout = Literal["replicate", "shard optimizer", "shard parameters"]
 """How the weights of a person's modules lie over the workers."""

@@ -12,8 +12,8 @@ from plait.custom.program import Program
 from plait.custom.strands.arrivals import Arrivals
 from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm
 from plait.custom.strands.local import squares_of, whole_pieces
-from plait.parallel.gradients.buckets import SharedWeight
-from plait.parallel.gradients.reduce import GradientReducer
+from plait.parallel.gradient_buckets import SharedWeight
+from plait.parallel.gradient_reducer import GradientReducer
 from plait.partition.boxes import whole_box
 
 

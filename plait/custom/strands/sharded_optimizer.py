@@ -16,7 +16,7 @@ from plait.custom.strands.description import HeldPiece, StrandChoices, StrandFor
 from plait.custom.strands.local import squares_of
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces, whole_of
 from plait.custom.strands.replicated import shared_weight
-from plait.parallel.gradients.reduce import GradientReducer
+from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.sharded_model import OptimizerUnit
 
 

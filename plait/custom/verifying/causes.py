@@ -17,7 +17,7 @@ from plait.custom.verifying.observed import LayerCall
 from plait.custom.verifying.outcome import Outcome
 from plait.custom.verifying.remarks import CONVERT_ADVICE, local_norms, names_text
 from plait.errors import PlaitError
-from plait.proof.verdict import Finding
+from plait.proof import Finding
 
 EQUAL = 1e-9
 """Sums in float64 that differ by less than this share are equal."""

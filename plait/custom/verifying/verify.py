@@ -22,7 +22,7 @@ from plait.custom.verifying.remarks import remarks_of
 from plait.custom.verifying.shares import gather_shares, in_float64, join_shares
 from plait.errors import PlaitError
 from plait.layout import Layout
-from plait.proof.verdict import FLOAT64_TOLERANCES, Finding, Verdict
+from plait.proof import FLOAT64_TOLERANCES, Finding, Verdict
 
 BUFFER_TOLERANCE = 1e-9
 

@@ -48,7 +48,7 @@ class MixtureShape:
     """Whether the chosen experts' weights add up to 1, before the factor."""
     balance: tuple[BalanceRule, ...] = ()
     """What keeps experts equally busy: "bias" is added to scores where experts are chosen, and to nothing else
-    (Wang et al. 2024, 2408.15664); the others are losses, Note [balance losses] in experts/balance.py."""
+    (Wang et al. 2024, 2408.15664); the others are losses, Note [balance losses] in router.py."""
     balance_rate: float = USUAL_BIAS_RATE
     """By which a bias moves in a step."""
     balance_weights: tuple[float, ...] = ()
@@ -57,7 +57,7 @@ class MixtureShape:
     """Of the router's z-loss (Zoph et al. 2022); 0: none."""
     capacity: float | None = None
     """How much more than its even share of a sequence's choices an expert takes, the rest of which are dropped; None:
-    all of them (experts/capacity.py)."""
+    all of them (model/mixture.py)."""
 
     def __post_init__(self) -> None:
         _check_counts(self)

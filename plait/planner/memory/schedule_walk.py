@@ -1,6 +1,6 @@
 """Finds the moments of a step at which a rank's memory may peak, by walking through its list of actions.
 
-The walk counts the tensors that trainer/step.py, parallel/pipeline/stage.py and parallel/pipeline/stage_links.py hold;
+The walk counts the tensors that trainer/step.py, parallel/pipeline.py and parallel/pipeline_links.py hold;
 the list is from partition/pipeline_schedule.py. A moment is a count of each tensor of tensor_sizes.TensorSizes, so one
 walk serves models of all sizes.
 """
@@ -19,7 +19,7 @@ from plait.partition.pipeline_schedule import Action
 
 MESSAGES_AT_ONCE = 4
 """Largest number of receive buffers posted in advance, and of own results kept until they are sent
-(parallel/pipeline/stage_links.py)."""
+(parallel/pipeline_links.py)."""
 
 WalkedItem = Literal["gradients", "activations", "logits", "buffers"]
 """Items of memory. gradients: those in tensors of their own; activations: tensors kept for the backward pass; logits:

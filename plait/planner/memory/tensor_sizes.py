@@ -1,7 +1,7 @@
 """Bytes of each tensor that a plait rank on a processor holds for one micro-batch, in float32 or in bfloat16.
 
 The sizes follow from the code that allocates the tensors: model/ (what autograd saves), trainer/loss.py,
-parallel/pipeline/deferred_gradients.py, recompute.py. In bfloat16 the products' inputs and results take two bytes a
+parallel/pipeline.py, recompute.py. In bfloat16 the products' inputs and results take two bytes a
 number, and so do copies of weights; the residual stream, weights and gradients stay float32.
 
 Legend: n tokens of a micro-batch on one rank, t degree of the axis `tensor`; arrays over candidates.

@@ -22,7 +22,7 @@ from plait.planner.step_time.network_model import Collective, collective_s, stag
 from plait.planner.step_time.roofline import LayerTime, local_tokens, shard_group_size
 
 LAST_BUCKET_BYTES = 2**20
-"""Smallest size in bytes of the last gradient bucket (parallel/gradients/buckets.py)."""
+"""Smallest size in bytes of the last gradient bucket (parallel/gradient_buckets.py)."""
 
 
 def data_parallel_sync_s(
@@ -91,7 +91,7 @@ def tied_embedding_sync_s(inputs: CostInputs, forward_s: Reals, n_microbatches: 
     stand on several stages.
 
     The embedding's gradient is the very last of all, so nothing hides a sum of both. Where one end keeps the table
-    (parallel/pipeline/tied_embedding.py), the exposed messages are the rows of the first micro-batch and the gradients
+    (parallel/tied_embedding.py), the exposed messages are the rows of the first micro-batch and the gradients
     of the last one; the other rows travel before the first gradient of a stage, which comes after `forward_s`, of one
     stage and micro-batch, has passed through all stages.
     """

@@ -131,7 +131,7 @@ def _stage_action_times(
     inputs: CostInputs, times: _MicroBatchTimes, rows: Counts, layers: Sequence[int]
 ) -> dict[ActionKind, Reals]:
     """Seconds of each kind of action, shape [stages, rows]; `layers` are those of each stage. A head in the middle is
-    computed in the backward pass alone, that of a stage's input (model/auxiliary)."""
+    computed in the backward pass alone, that of a stage's input (model/prediction_heads.py)."""
     w = inputs.workload
     shares = hop_shares(inputs.with_candidates(inputs.candidates.select(rows)))
     held, rank = np.array(layers)[:, None], np.arange(len(layers)) % len(shares)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.data.loader import Micro
-from plait.model.auxiliary.heads import HeadLoss, MicroObjectives
+from plait.model.prediction_heads import HeadLoss, MicroObjectives
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import ShardedModel
 from plait.trainer.loss import IN_PLACE, sum_of_losses

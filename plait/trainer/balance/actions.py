@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from plait.parallel.comm.echo import message_from_before_s
+from plait.parallel.collectives import message_from_before_s
 from plait.parallel.mesh import Sums
 from plait.planner.plan import Plan
 from plait.planner.rebalancing.stage_repartition import stage_costs_of

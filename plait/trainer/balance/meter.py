@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.launch.values.progress import NO_REPORT, ProgressReport
-from plait.parallel.outside_graphs import outside_graphs
-from plait.parallel.pipeline.stage import StagePipe
+from plait.parallel.compile import outside_graphs
+from plait.parallel.pipeline import StagePipe
 from plait.parallel.sharded_model import Gradients, ShardedModel
 from plait.partition.execution import Compile
 from plait.planner.plan import Plan

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from plait.layout import Layout
-from plait.model.experts.mixture import Mixture
 from plait.model.gpt import mixtures_of
+from plait.model.mixture import Mixture
 from plait.model.names import BALANCE
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import ShardedModel

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait.model.experts.mixture import Mixture
-from plait.model.experts.router import best_experts, group_scores
+from plait.model.mixture import Mixture
 from plait.model.parts.mixture import MixtureShape
+from plait.model.router import best_experts, group_scores
 
 Passes = Literal["training", "held-out"]
 """Which tokens' numbers are meant: each split of the data counts its own."""

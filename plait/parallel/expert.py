@@ -1,12 +1,8 @@
-"""Tokens to the ranks that hold their experts, and results back: counts first, then rows.
+"""`expert` (EP): each rank holds some experts of every mixture; tokens travel to the experts of other ranks and back.
 
-Every rank of a group must run the same layers in the same order; a rank to which no token goes takes part with no rows.
-
-Note [begun and awaited]: rows leave in one function and are awaited in another, so that what lies between them, the
-shared experts, is computed while they travel. Backward runs the functions in the opposite order of their making, so
-that there the one that awaits begins, the shared experts' backward comes between, and the one that began awaits.
-
-Legend: r rows that this rank sends, in the order of experts; s rows that it receives; d numbers of a row.
+A group is neighbouring ranks that see different tokens (those of `replicate`, `shard` and `context`, the last
+innermost). It is no mesh axis: the world size stays the product of the other degrees. What `shard` splits of an expert
+it splits over the ranks that hold that expert (`Layout.expert_shards`).
 """
 
 from __future__ import annotations
@@ -19,9 +15,61 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
-from plait.model.experts.mixture import RunHeld
-from plait.model.experts.sorting import from_experts, order_by_expert, to_experts
+from plait.layout import Layout, equal_share
+from plait.model.gpt import mixtures_of
+from plait.model.mixture import RunHeld, from_experts, order_by_expert, to_experts
+from plait.parallel.mesh import PEER_TIMEOUT, connect_ranks
+from plait.parallel.sharded_model import ShardedModel
+from plait.partition.execution import Execution
+
+
+def hold_experts(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+    """Drop the experts that other ranks of this one's group hold; a degree of 1 leaves the model as it is. Every rank
+    must call it."""
+    layout, rank = execution.layout, dist.get_rank()
+    if layout.expert == 1:
+        return sharded
+    # Groups of their own: gloo takes one group's messages in the order in which they were begun, which is not the same
+    # on all ranks where sums of gradients go on meanwhile.
+    made = [(ranks, dist.new_group(list(ranks), timeout=PEER_TIMEOUT)) for ranks in expert_groups(layout)]
+    (group,) = (group for ranks, group in made if rank in ranks)
+    assert isinstance(group, dist.ProcessGroup)
+    connect_ranks(group)
+    experts = execution.shape.size_of("experts")
+    shares = [equal_share(experts, layout.expert, index) for index in range(layout.expert)]
+    first, count = shares[layout.expert_index(rank)]
+    exchange = ExpertExchange(group=group, held=tuple(number for _, number in shares))
+    for chunk in sharded.chunks:
+        for mixture in mixtures_of(chunk).values():
+            for name in [name for name in mixture.experts if not first <= int(name) < first + count]:
+                del mixture.experts[name]
+            mixture.run_all = exchange.run
+    return sharded
+
+
+def expert_groups(layout: Layout) -> list[tuple[int, ...]]:
+    """The ranks of each group that holds all experts together, in the experts' order; the groups in an order that is
+    the same on all ranks."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        key = (at["pipeline"], layout.place_among_tokens(rank) // layout.expert, at["tensor"])
+        groups.setdefault(key, []).append(rank)
+    return sorted(tuple(sorted(ranks, key=layout.expert_index)) for ranks in groups.values())
+
+
+# Tokens to the ranks that hold their experts, and results back: counts first, then rows.
+#
+# Every rank of a group must run the same layers in the same order; a rank to which no token goes takes part with no
+# rows.
+#
+# Note [begun and awaited]: rows leave in one function and are awaited in another, so that what lies between them, the
+# shared experts, is computed while they travel. Backward runs the functions in the opposite order of their making, so
+# that there the one that awaits begins, the shared experts' backward comes between, and the one that began awaits.
+#
+# Legend: r rows that this rank sends, in the order of experts; s rows that it receives; d numbers of a row.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,24 +5,30 @@ The order of work is not decided here: each rank carries out its list of partiti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.data.loader import Micro
 from plait.model.gpt import GPT
-from plait.parallel.outside_graphs import outside_graphs
-from plait.parallel.pipeline.deferred_gradients import DeferredGradients, defer_in
-from plait.parallel.pipeline.stage_links import StageLinks, WaitFor, wait_for
-from plait.parallel.pipeline.tied_embedding import TiedEmbeddingEnd
-from plait.parallel.sharded_model import Forward, Gradients, LossOf, ShardedModel, whole_weights
-from plait.parallel.tensor.sequence import stream_rows
-from plait.partition.boxes import model_parts_of
+from plait.model.linear import Linear, Multiply
+from plait.model.weights import is_trained
+from plait.parallel.compile import outside_graphs
+from plait.parallel.gradient_reducer import shared_weights
+from plait.parallel.mesh import make_groups
+from plait.parallel.pipeline_links import StageLinks, WaitFor, wait_for
+from plait.parallel.sharded_model import Forward, Gradients, LossOf, ShardedModel, UpdatedBy, whole_weights
+from plait.parallel.tensor import stream_rows
+from plait.parallel.tied_embedding import TIED_WEIGHT, TiedEmbeddingEnd
+from plait.partition.boxes import cut_box, model_parts_of, ranks_sharing
 from plait.partition.execution import Execution
 from plait.partition.pipeline_schedule import Action, ActionLists, schedule_actions
 from plait.partition.pipeline_simulation import transfers
@@ -222,3 +228,119 @@ class PipelineStep:
 
     def _count(self, loss: Tensor, micro: Micro) -> None:
         self.totals += torch.stack([loss.double(), micro.counted])
+
+
+# Products whose weight gradient is made later, for schedules that split the backward pass.
+#
+# Backward through such a product gives the gradients of its input and bias at once, and puts input and gradient aside;
+# `settle` multiplies them when the pipeline has time. The sum of both halves is plain backward, product by product.
+
+
+DeferredProduct = tuple[nn.Parameter, Tensor, Tensor]
+"""A weight [out, in], what it multiplied [..., in], and the gradient of the result [..., out]."""
+
+
+def defer_in(module: nn.Module, multiply: Multiply) -> None:
+    """Let every Linear in a module multiply by `multiply`, that of a `DeferredGradients`."""
+    for child in module.modules():
+        if isinstance(child, Linear):
+            child.product = multiply
+
+
+class DeferredGradients:
+    """One rank's deferred weight gradients, in a queue per backward pass; `collect` opens the next one's queue."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Hashable, list[DeferredProduct]] = {}
+        self._queue: list[DeferredProduct] | None = None
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The product that F.linear returns, in autocast's dtype where autocast is on; nothing is deferred of a frozen
+        weight."""
+        if not weight.requires_grad:
+            return F.linear(x, weight, bias)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        # The cast stands outside, so that autograd casts the input's gradient back.
+        product: Tensor = _Product.apply(x.to(dtype), weight, bias, self)  # type: ignore[assignment]
+        return product
+
+    def collect(self, key: Hashable) -> None:
+        """Open a queue: what backward defers from now on is settled under this key."""
+        self._queue = self._queues.setdefault(key, [])
+
+    def put_off(self, weight: nn.Parameter, x: Tensor, grad: Tensor) -> None:
+        """Defer the weight gradient of one product; called by its backward."""
+        assert self._queue is not None, "a product with a deferred weight gradient needs a queue before its backward"
+        self._queue.append((weight, x, grad))
+
+    @torch.no_grad()
+    def settle(self, key: Hashable) -> None:
+        """Add the gradients that were deferred under the key to each weight's `.grad`, and forget them."""
+        queue = self._queues.pop(key)
+        while queue:
+            weight, x, grad = queue.pop(0)
+            _accumulate(weight, grad.flatten(0, -2).T, x.flatten(0, -2))
+
+
+def _accumulate(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
+    """weight.grad += left @ right, without a second matrix where the dtypes allow it."""
+    if weight.grad is None:
+        weight.grad = (left @ right).to(weight.dtype)
+    elif weight.grad.dtype == left.dtype:
+        weight.grad.addmm_(left, right)
+    else:
+        weight.grad += left @ right
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # Not as a saved tensor: the parameter itself, not what a hook makes of it, gets the gradient.
+        ctx.parameter, ctx.deferred, ctx.bias_dtype = weight, deferred, None if bias is None else bias.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:  # type: ignore[override]
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        grad_bias = None
+        if ctx.bias_dtype is not None:
+            grad_bias = grad.flatten(0, -2).sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        ctx.deferred.put_off(ctx.parameter, x, grad)
+        return grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None, None, grad_bias, None
+
+
+# The stage that leaves a tied embedding to one end of the pipeline; what travels instead is in tied_embedding.py.
+
+
+def keep_at_one_end(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+    """Let the rank with the head alone keep a tied weight. Every rank must call it."""
+    if not is_kept_at_one_end(execution):
+        return sharded
+    shape, layout, tensors = execution.shape, execution.layout, range(execution.layout.tensor)
+    cuts = [cut_box(TIED_WEIGHT, shape, layout.tensor, index) for index in tensors]
+    groups = make_groups(sorted({ranks_sharing(shape, layout, TIED_WEIGHT, box, 0) for box in cuts}))
+    owner: dict[str, UpdatedBy] = {}
+    for weight in shared_weights(sharded, execution):
+        if weight.name == TIED_WEIGHT:
+            assert isinstance(sharded.pipe, StagePipe)
+            embeds = sharded.chunks[weight.chunk].part.embeds
+            sharded.pipe.ends = TiedEmbeddingEnd(weight, groups[weight.ranks], embeds=embeds)
+            owner[TIED_WEIGHT] = "another rank" if embeds else "this rank"
+    return replace(sharded, single_owner=owner)
+
+
+def is_kept_at_one_end(execution: Execution) -> bool:
+    """Whether there is a tied weight at both ends of a pipeline that learns, on processors, and nobody else holds it.
+
+    A GPU's links are fast, and where there are more copies, or heads in the middle, one sum for all of them is simpler.
+    """
+    layout = execution.layout
+    at_both_ends = execution.shape.tied and layout.pipeline > 1 and is_trained(TIED_WEIGHT, execution.shape)
+    nobody_else = layout.data_parallel_degree * layout.context == 1 and not execution.shape.objectives.heads
+    return at_both_ends and nobody_else and execution.device == "cpu" and execution.gradient_transfer == "float32"

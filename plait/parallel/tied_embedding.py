@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.parallel.gradients.buckets import SharedWeight
-from plait.parallel.pipeline.stage_links import WaitFor
+from plait.parallel.gradient_buckets import SharedWeight
+from plait.parallel.pipeline_links import WaitFor
 
 PendingRows = dict[int, tuple[dist.Work, Tensor]]
 """Maps a micro-batch to the transfer of its rows and their buffer."""

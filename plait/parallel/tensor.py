@@ -2,7 +2,7 @@
 
 The first products of attention and feed-forward (q, k, v; gate, up) give each rank its own columns for all tokens, the
 last ones (o, down) an addend of all columns; in between there is no communication. The stream around them is split by
-rows (sequence.py), and with it norms and additions (Korthikanti et al. 2022, arXiv 2205.05198). What a rank holds of
+rows, and with it norms and additions (Korthikanti et al. 2022, arXiv 2205.05198). What a rank holds of
 each weight is said in partition/boxes.py. A weight that all ranks hold, such as a norm's, is applied to other rows on
 each: its gradient is a part of the sum, and replicate.py adds the parts: Note [same box, same sum] in
 partition/boxes.py.
@@ -12,27 +12,29 @@ Legend: n all rows of the stream, m those of one rank, d elements of a row, b ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.layout import equal_share
 from plait.model.attention import Attention, Rows
-from plait.model.experts.mixture import Mixture
 from plait.model.feedforward import FeedForward
 from plait.model.gpt import GPT, Embedding, Layer
-from plait.model.latent.attention import LatentAttention
+from plait.model.latent_attention import LatentAttention
 from plait.model.linear import Around, Multiply, to_compute_precision
+from plait.model.mixture import Mixture
 from plait.model.shape import ModelShape
-from plait.parallel.outside_graphs import outside_graphs
+from plait.parallel.collectives import SPREAD_TAG, SUM_TAG, all_gather, reduce_scatter, spread_own, sum_parts
+from plait.parallel.compile import outside_graphs
 from plait.parallel.sharded_model import ShardedModel
-from plait.parallel.tensor.sequence import SequenceSplit, sequence_split, stream_rows
 from plait.partition.boxes import cut_box, kv_heads_of
 from plait.partition.execution import Execution
 
@@ -236,3 +238,99 @@ class SharedVocabulary:
 def first_vocabulary_entry(shape: ModelShape, stream: SequenceSplit) -> int:
     """The first vocabulary entry of embedding and head on this rank."""
     return cut_box("embed.tokens.weight", shape, stream.parts, stream.index).offset[0]
+
+
+# The flat stream shared out over the ranks of `tensor`: each holds as many of its consecutive rows.
+#
+# Between the products that a layer shares out, every rank norms and adds up its own rows only. Before such products
+# the rows are gathered, after them the ranks' partial results are summed and each keeps its rows of the sum; one is
+# the other's backward. Where the ranks do not divide the rows, the last ones hold rows of padding behind the end,
+# whose gradients are zero.
+#
+# Legend: n all rows of the stream, m those of one rank, d numbers of a row.
+
+
+def stream_rows(rows: int, parts: int) -> int:
+    """Rows of a stream that each of `parts` ranks holds, padding included."""
+    return -(-rows // parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSplit:
+    """Converts between a rank's rows and all rows. Every rank of the group must make the same calls in order."""
+
+    group: dist.ProcessGroup
+    parts: int
+    index: int
+    gather: Callable[[Tensor, int], Tensor]
+    """From this rank's rows [m, d] to all rows [n, d], given n; backward sums the ranks' gradients."""
+    scatter: Callable[[Tensor], Tensor]
+    """From this rank's addend of all rows [n, d] to its own rows of the sum [m, d]."""
+
+
+def sequence_split(group: dist.ProcessGroup) -> SequenceSplit:
+    """The SequenceSplit over the ranks of a group."""
+
+    def gather(own_md: Tensor, rows: int) -> Tensor:
+        every_nd: Tensor = _Gather.apply(own_md, rows, group)  # type: ignore[assignment]
+        return every_nd
+
+    def scatter(partial_nd: Tensor) -> Tensor:
+        own_md: Tensor = _Scatter.apply(partial_nd, group)  # type: ignore[assignment]
+        return own_md
+
+    parts, index = dist.get_world_size(group), dist.get_rank(group)
+    return SequenceSplit(group=group, parts=parts, index=index, gather=gather, scatter=scatter)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_md: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(own_md, rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _summed(grads[0], ctx.group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial_nd: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rows, ctx.group = len(partial_nd), group
+        return _summed(partial_nd, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _gathered(grads[0], ctx.rows, ctx.group), None
+
+
+def _gathered(own_md: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    parts = dist.get_world_size(group)
+    every = own_md.new_empty((parts * len(own_md), *own_md.shape[1:]))
+    if every.device.type == "cpu":  # see Note [room first] in collectives.py
+        every.chunk(parts)[dist.get_rank(group)].copy_(own_md)
+        for work in spread_own(every, group, SPREAD_TAG):
+            work.wait()
+    else:
+        all_gather(every, own_md.contiguous(), group=group)
+    return every if len(every) == rows else every[:rows]
+
+
+def _summed(partial_nd: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = dist.get_world_size(group)
+    sent = _padded(partial_nd.contiguous(), parts)
+    own = sent.new_empty((len(sent) // parts, *sent.shape[1:]))
+    if sent.device.type == "cpu":  # see Note [room first] in collectives.py
+        sum_parts(own, sent, group, SUM_TAG)
+    else:
+        reduce_scatter(own, sent, group=group)
+    return own
+
+
+def _padded(rows_nd: Tensor, parts: int) -> Tensor:
+    """Rows of zeros behind the last, until the parts are equal."""
+    missing = stream_rows(len(rows_nd), parts) * parts - len(rows_nd)
+    return torch.nn.functional.pad(rows_nd, (0, 0, 0, missing)) if missing else rows_nd

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.attention import Attend, Attention, Rows, attend, attend_cached
-from plait.model.kernels.norm import RMSNorm
-from plait.model.kernels.rotary import rotate_pairs
 from plait.model.linear import Linear, to_compute_precision
+from plait.model.norm import RMSNorm
 from plait.model.parts.latent_attention import LATENT_NORM_EPS, LatentAttentionShape, score_factor
+from plait.model.rotary import rotate_pairs
 from plait.model.shape import ModelShape
 
 GatherRows = Callable[[Tensor, int], Tensor]

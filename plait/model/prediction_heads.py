@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from plait.model.kernels.norm import make_norm
 from plait.model.linear import Linear, to_compute_precision
+from plait.model.norm import make_norm
 from plait.model.shape import ModelShape
 
 LookUp = Callable[[Tensor], Tensor]

@@ -1,30 +1,50 @@
-"""Parameters that lie split by rows over the ranks of `shard`: torch's FSDP2, with its averaging off."""
+"""`shard` (FSDP): ranks that split what one rank would hold alone and gather it when it is used.
+
+With shard_what = "optimizer" (ZeRO-1) gradient_reducer.py splits and nothing happens here. With "parameters" torch's
+ `fully_shard` (FSDP2, averaging off) does: each layer's weights are split by rows and gathered for its forward
+and backward, and its gradients are reduce-scattered after the backward of every micro-batch. Reducing them once a step
+would keep a whole model's gradients on each rank, and saving memory is the reason to split parameters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from plait.model.experts.mixture import Experts
-from plait.model.experts.router import Router
 from plait.model.gpt import GPT, mixtures_of
-from plait.parallel.comm.reduction import Transfer
-from plait.parallel.comm.split_reduction import SpreadWeights, SwapGradients
-from plait.parallel.gradients.buckets import BUCKET_BYTES, SharedWeight, whole_units
-from plait.parallel.gradients.reduce import GradientReducer, ProcessGroups
+from plait.model.mixture import Experts
+from plait.model.router import Router
+from plait.parallel.collectives import SPREAD_TAG, SUM_TAG, spread_own, sum_parts
+from plait.parallel.gradient_buckets import BUCKET_BYTES, SharedWeight, whole_units
+from plait.parallel.gradient_reducer import GradientReducer, ProcessGroups
 from plait.parallel.mesh import make_groups
+from plait.parallel.reduction import Transfer
 from plait.parallel.sharded_model import ShardedModel, held_weight
 from plait.partition.boxes import all_expert_splits
 from plait.partition.execution import Execution
+
+
+def shard(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
+    """Shard the parameters, still on the meta device, where the layout says so. Every rank must call it."""
+    if execution.layout.shard > 1 and execution.layout.shard_what == "parameters":
+        from plait.parallel.sharding import split_parameters  # most of a second of imports
+
+        split_parameters(sharded, mesh, execution)
+    return sharded
+
+
+# Parameters that lie split by rows over the ranks of `shard`: torch's FSDP2, with its averaging off.
 
 
 def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> None:
@@ -232,3 +252,62 @@ def _as_rows(local: Tensor, like: Tensor) -> Tensor:
 
 def _sharded_modules(chunk: GPT) -> list[FSDPModule]:
     return [module for module in chunk.modules() if isinstance(module, FSDPModule)]
+
+
+# FSDP2's gathers and scatters between processors by point-to-point messages, in place of gloo's slower collectives.
+#
+# See Note [room first] in collectives.py. torch allows both to be replaced (FSDPModule.set_custom_all_gather); it
+# passes as the input of a gather the slice of the output where it belongs.
+
+
+NO_BUCKET_LIMIT = timedelta(0)
+"""No timeout, in torch's convention."""
+
+
+class AllWork(dist.Work):
+    """Several transfers as one torch Work."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = NO_BUCKET_LIMIT) -> bool:
+        """Block until all are over; each may take as long."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+
+class _OrdinaryMemory:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An ordinary tensor, as torch's own gather and scatter allocate it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class SpreadWeights(_OrdinaryMemory):
+    """FSDP2's all-gather: a unit's weights from the parts of all ranks."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather in place: the input lies in the output."""
+        begun = AllWork(spread_own(output_tensor, group, SPREAD_TAG))
+        if not async_op:
+            begun.wait()
+        return begun if async_op else None
+
+
+class SwapGradients(_OrdinaryMemory):
+    """FSDP2's reduce-scatter: this rank's part of the sum of a unit's gradients."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Sum over the ranks; blocks, as torch requires here."""
+        assert op == dist.ReduceOp.SUM and not async_op, "gradients are sums everywhere: Note [loss is a sum]"
+        sum_parts(output_tensor, input_tensor, group, SUM_TAG)
