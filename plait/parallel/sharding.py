@@ -1,7 +1,7 @@
 """`shard` (FSDP): ranks that split what one rank would hold alone and gather it when it is used.
 
 With shard_what = "optimizer" (ZeRO-1) gradient_reducer.py splits and nothing happens here. With "parameters" torch's
- `fully_shard` (FSDP2, averaging off) does: each layer's weights are split by rows and gathered for its forward
+`fully_shard` (FSDP2, averaging off) does: each layer's weights are split by rows and gathered for its forward
 and backward, and its gradients are reduce-scattered after the backward of every micro-batch. Reducing them once a step
 would keep a whole model's gradients on each rank, and saving memory is the reason to split parameters.
 """
