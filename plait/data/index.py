@@ -61,6 +61,9 @@ class SourceEntry:
 
     path: str
     weight: _Weight | None
+    text_bytes: _Count = 0
+    heldout_bytes: _Count | None = None
+    """Bytes of its text that are held out; None in corpora of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

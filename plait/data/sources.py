@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES, find_text_files
 from plait.errors import PlaitError, check_utf8, installing
 
 _HUGGING_FACE = "hf:"
+_MOST_FILES_APART = 64
+"""With more files of records in one source, `by_file` does not tell them apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,17 @@ class OpenSource:
     records: Callable[[], Iterator[Record]]
     """Lines and rows with all their columns; a file of text has none."""
 
+    def by_file(self) -> Iterator[tuple[str, OpenSource]]:
+        """The source in parts, in reading order: each file of records by its name, and under the empty name what lies
+        between them. One part where files are not read as such, or are very many."""
+        runs = [(name, tuple(files)) for name, files in groupby(self.files, _file_of_records)]
+        apart = {name for name, _ in runs if name}
+        if self.selection or not 0 < len(apart) <= _MOST_FILES_APART:
+            yield "", self
+            return
+        for name, files in runs:
+            yield name, _open_files(self.source, files)
+
 
 def open_source(source: Source) -> OpenSource:
     """Find the files of a source, sorted by name; raises PlaitError before any text is read."""
@@ -73,6 +87,10 @@ def open_source(source: Source) -> OpenSource:
     files = _matching_files(source)
     for file in files:
         _check_kind(file, source)
+    return _open_files(source, files)
+
+
+def _open_files(source: Source, files: tuple[Path, ...]) -> OpenSource:
     return OpenSource(
         source=source,
         files=files,
@@ -80,6 +98,10 @@ def open_source(source: Source) -> OpenSource:
         documents=lambda: _file_documents(files, source),
         records=lambda: _file_records(files),
     )
+
+
+def _file_of_records(file: Path) -> str:
+    return str(file) if file.suffix in RECORD_SUFFIXES else ""
 
 
 def _matching_files(source: Source) -> tuple[Path, ...]:
