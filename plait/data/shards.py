@@ -12,6 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from plait.data.holdout import HoldoutSplit
 from plait.data.index import SampleLayout, ShardEntry, SourceEntry, damaged, file_sha256, read_index
+from plait.regular_file import open_regular_file
 
 # Note [stream of a shard]: <eot> document <eot> document … document <eot>. Each document is preceded by the end of text
 # and one more closes the stream, so over windows shifted by one every token and every end is a target exactly once, and
@@ -140,7 +141,7 @@ def _mapped_starts(folder: Path, entry: ShardEntry) -> np.ndarray[Any, Any]:
     """The positions at which documents begin. The header is compared and never interpreted: numpy reads one as Python's
     source, and whatever that can raise would come out."""
     path, header = folder / f"{entry.name}.starts.npy", _starts_header(entry.documents)
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         found = file.read(len(header))
     if found != header or path.stat().st_size != len(header) + 8 * entry.documents:
         raise damaged(folder, f"{path.name} does not list {entry.documents} documents")
