@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.data.documents import (
+    BLOCK_BYTES,
     Document,
     Record,
     column_hint,
@@ -26,6 +27,7 @@ from plait.data.documents import (
 )
 from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES, find_text_files
 from plait.errors import PlaitError, check_utf8, installing
+from plait.regular_file import open_regular_file
 
 _HUGGING_FACE = "hf:"
 _MOST_FILES_APART = 64
@@ -113,6 +115,8 @@ def _matching_files(source: Source) -> tuple[Path, ...]:
     names = glob.glob(pattern, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
     found = sorted({name for name in names if Path(name).is_file()})
     if not found:
+        if Path(pattern).exists():
+            raise PlaitError(f"{pattern} is a pipe, a socket or a device; name a file or folder in {source.given_as}")
         raise PlaitError(f'no file matches "{pattern}" (looked in {Path.cwd()}); correct the path in {source.given_as}')
     return tuple(Path(name) for name in found)
 
@@ -128,6 +132,12 @@ def _check_kind(file: Path, source: Source) -> None:
         )
     if file.stat().st_size == 0:
         raise PlaitError(f"{file} is empty; fill it or {source.removal(file)}")
+    if file.suffix != ".parquet":
+        with open_regular_file(file) as opened:  # before all of it is hashed
+            byte = opened.read(BLOCK_BYTES).find(b"\0")
+        if byte >= 0:
+            what = f"binary: it has a NUL byte at byte {byte}"
+            raise PlaitError(f"{file} is {what}; convert it to UTF-8 text or {source.removal(file)}")
 
 
 def _file_documents(files: tuple[Path, ...], source: Source) -> Iterator[Document]:
