@@ -108,7 +108,7 @@ def make_loader(orders: Orders, workload: Workload, plan: Plan) -> Loader:
     shard = Shard(source=0, tokens=tokens, starts=np.zeros(1, dtype=np.int64))
     corpus = Corpus(
         folder=orders.workdir, vocabulary=workload.vocabulary, eot=0, dtype=np.dtype(np.uint16), train=(shard,),
-        heldout=(), train_bytes=0, heldout_bytes=0, weights=(), source_names=(), content_hash="", entries=(),
+        heldout=(), train_bytes=0, heldout_bytes=0, weights=(), sources=(), content_hash="", entries=(),
     )  # fmt: skip
     order: Any = GivenOrder(orders.workdir, workload.sequence)
     return Loader(

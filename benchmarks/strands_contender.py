@@ -115,7 +115,7 @@ def corpus_of(work: Work) -> Corpus:
     shard = Shard(source=0, tokens=tokens_of(work), starts=np.zeros(1, dtype=np.int64))
     return Corpus(
         folder=Path(), vocabulary=work.vocabulary, eot=0, dtype=np.dtype(np.uint16), train=(shard,), heldout=(),
-        train_bytes=0, heldout_bytes=0, weights=(), source_names=(), content_hash="", entries=(),
+        train_bytes=0, heldout_bytes=0, weights=(), sources=(), content_hash="", entries=(),
     )  # fmt: skip
 
 

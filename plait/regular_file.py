@@ -1,5 +1,5 @@
-"""Opening files of runs and caches, which somebody else may have put there: no pipe that blocks for ever, no link that
-leads out, no file that fills the memory. And blocks of a file taken before they are written."""
+"""Opening files that somebody else may have made: none blocks for ever (a pipe), never ends (a device) or fills the
+memory. And blocks of a file taken before they are written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import BinaryIO, Literal, TextIO, cast
 
 MOST_BYTES = 1 << 28
-"""Of a file that is read as a whole: far above the largest that plait writes."""
+"""Of a file that is read as a whole: far above the largest that plait writes, and the largest tokenizers."""
+SMALL_FILE_BYTES = 1 << 24
+"""Of a recipe, a configuration, a template: what people write, and libraries about a model."""
 LOG_AHEAD_BYTES = 4 << 20
 """Some fifteen thousand lines of steps."""
 _TRY_AGAIN_BYTES = 64 << 10
@@ -23,16 +25,59 @@ _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
 
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+class UnfitFileError(OSError, ValueError):
+    """A file that is not regular, or too large; its text says so in words, and so does `strerror`."""
+
+    def __init__(self, why: str, path: Path) -> None:
+        super().__init__(why)
+        self.strerror, self.filename = why, str(path)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 def read_regular_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """All bytes of a file; raises OSError where it cannot be read, and ValueError, in words, where it is a pipe or a
-    device, or holds more than `most_bytes`."""
-    with open(path, "rb", opener=_without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
+    """All bytes of a file; raises OSError where it cannot be read, and UnfitFileError where it is a pipe or a device,
+    or holds more than `most_bytes`."""
+    with open_regular_file(path) as file:
+        too_large = UnfitFileError(f"it is larger than {most_bytes >> 20} MiB", path)
+        if os.fstat(file.fileno()).st_size > most_bytes:
+            raise too_large
         data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"it is larger than {most_bytes >> 20} MiB")
+    if len(data) > most_bytes:  # it grows, or is one of the kernel's, whose size is 0
+        raise too_large
     return data
+
+
+def read_regular_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The UTF-8 text of a file, as `read_regular_file`; raises UnicodeDecodeError where it is none. Line ends are those
+    that Python makes of them."""
+    return read_regular_file(path, most_bytes).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
+    """A file opened to be read; raises UnfitFileError at once where it is a pipe, a socket or a device."""
+    try:
+        opened = open(path, "rb", buffering, opener=_without_waiting)  # noqa: SIM115  returned open
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # open(2): a socket
+            raise UnfitFileError("it is a socket, not a regular file", path) from None
+        raise
+    file = cast("BinaryIO", opened)
+    kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)
+    if kind == stat.S_IFREG:
+        return file
+    file.close()
+    raise UnfitFileError(f"it is {_KINDS.get(kind, 'something else')}, not a regular file", path)
 
 
 def append_to_file(path: Path, *, buffering: int = -1) -> TextIO:

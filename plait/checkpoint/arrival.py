@@ -12,6 +12,7 @@ from plait.checkpoint.durable import earlier_checkpoints
 from plait.checkpoint.manifest import StoredPart, parse_parts
 from plait.checkpoint.shared_disk import names_now, size_now
 from plait.errors import RunFailed
+from plait.regular_file import read_regular_text
 
 SILENCE_LIMIT_S = 60.0
 ARRIVAL_LIMIT_S = 540.0
@@ -97,7 +98,7 @@ def _raise_refusal(staging: Path, missing: Sequence[int]) -> None:
         path = staging / _refusal(rank)
         if not path.exists():
             continue
-        if sentence := path.read_text(encoding="utf-8"):
+        if sentence := read_regular_text(path):
             raise RunFailed(sentence)
         raise _unheard_refusal(f"rank {rank} could not write its part, and has no room to say why", staging, rank)
 

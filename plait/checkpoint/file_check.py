@@ -12,6 +12,7 @@ from pathlib import Path
 from plait.checkpoint.manifest import MANIFEST, StoredPart, safetensors_header
 from plait.checkpoint.shared_disk import size_now
 from plait.errors import PlaitError
+from plait.regular_file import open_regular_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ def check_file(
     is wrong."""
     expected = check_file_layout(path, parts)
     mine = share.of(expected)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+    with open_regular_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         with memoryview(memory) as view:
             digests = list(pool.map(lambda part: _digest(view, part), mine))
         for part, digest in zip(mine, digests, strict=True):
@@ -59,7 +60,7 @@ def check_file_layout(path: Path, parts: Sequence[StoredPart]) -> list[StoredPar
     size, wanted = size_now(path), len(header) + sum(part.nbytes for part in parts)
     if size != wanted:
         raise damaged_file(path, f"it has {size} bytes instead of {wanted}")
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         if file.read(len(header)) != header:
             raise damaged_file(path, "its header is not the one that manifest.json asks for")
     return expected

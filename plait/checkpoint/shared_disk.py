@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from plait.regular_file import open_regular_file
+
 _NO_SUCH_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
 _STILL_OPEN = ".nfs"
 """What NFS calls a file that was deleted while somebody had it open; it goes by itself."""
@@ -24,7 +26,7 @@ def names_now(folder: Path) -> set[str]:
 
 def size_now(path: Path) -> int:
     """A file's size as whoever keeps it has it now; raises OSError."""
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         return os.fstat(file.fileno()).st_size
 
 

@@ -63,7 +63,7 @@ def publish(
     where nobody wrote one of the tensors that it `needs`.
     """
     with clean_stop(staging):
-        lists = [(rank, (staging / part_files(rank)[1]).read_bytes()) for rank in range(world_size)]
+        lists = [(rank, read_regular_file(staging / part_files(rank)[1])) for rank in range(world_size)]
         parts = sort_parts(part for rank, data in lists for part in parse_list(rank, data))
         missing = sorted(set(needs) - {part.tensor for part in parts})
         if missing:

@@ -29,6 +29,7 @@ from plait.cluster.probe.table import measurements_table
 from plait.cluster.short import parse_short_form
 from plait.errors import PlaitError
 from plait.layout import LARGEST_CLUSTER
+from plait.regular_file import SMALL_FILE_BYTES, read_regular_file
 
 FASTEST = 1000.0
 """Largest speed of a device relative to the catalogue's, and its inverse the smallest."""
@@ -208,7 +209,7 @@ def _sum_of(parts: list[tuple[int, float | None]]) -> float | None:
 
 def _file_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular_file(path, SMALL_FILE_BYTES)
     except OSError as error:
         raise PlaitError(
             f"cannot read the cluster {path}: {error.strerror}; name a cluster.json that exists"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.commands.preparing.balance_table import balance_report, check_balance_request
-from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
+from plait.commands.preparing.corpus import corpus_facts, heldout_lines, prepared_corpus
 from plait.commands.preparing.shown_samples import packing_lines, shown_samples
 from plait.recipe.load import load_recipe
 from plait.screen.screen import Screen
@@ -23,6 +23,8 @@ def prepare_text(
         check_balance_request(config, balance_ranks)
     corpus = prepared_corpus(config, CURRENT_FOLDER, screen)
     screen.print(str(corpus_facts(corpus)))
+    for line in heldout_lines(corpus):
+        screen.print(line)
     screen.print(f"ready    {corpus.folder}")
     for line in packing_lines(config, corpus):
         screen.print(line)

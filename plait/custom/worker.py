@@ -21,6 +21,7 @@ from plait.custom.process.variables import PROGRAM_VARIABLE, RENDEZVOUS
 from plait.errors import PlaitError, ProgramFailed
 from plait.launch.values.failure import describe_exception
 from plait.launch.values.job import RankContext
+from plait.regular_file import read_regular_file
 
 END_WAIT = timedelta(seconds=15)
 """How long a worker that is through waits for the others, which may still read what it sent."""
@@ -33,7 +34,7 @@ def main(context: RankContext, argument: str) -> None:
     """
     asked = json.loads(argument)
     path = Path(os.environ[PROGRAM_VARIABLE])
-    data = path.read_bytes()
+    data = read_regular_file(path)
     if sha256(data).hexdigest() != asked["sha256"]:
         raise PlaitError(f"{path} has changed since the run began; start it again")
     os.environ[RENDEZVOUS] = context.rendezvous

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from plait.checked_json import parse_json
 from plait.errors import PlaitError, RunFailed
+from plait.regular_file import read_regular_text
 from plait.units import counted
 
 
@@ -63,7 +64,7 @@ def read_questions(path: Path) -> tuple[ChoiceQuestion, ...]:
 def read_choices_text(path: Path) -> str:
     """The text of a file of questions; raises PlaitError where there is none."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular_text(path)
     except FileNotFoundError:
         raise PlaitError(f'there is no file of choices "{path}"; check its path') from None
     except UnicodeDecodeError:

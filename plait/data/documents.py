@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError, installing
+from plait.regular_file import open_regular_file
 
 BLOCK_BYTES = 1 << 18
 LONGEST_LINE_BYTES = 1 << 28
@@ -52,7 +53,7 @@ class Record:
 
 def file_document(path: Path, removal: str) -> Iterator[Document]:
     """A file as one document, without a byte order mark; none where it holds nothing else."""
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         begin = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
     text_bytes = path.stat().st_size - begin
     if text_bytes:
@@ -79,7 +80,7 @@ def json_records(path: Path) -> Iterator[Record]:
 def _json_values(path: Path) -> Iterator[tuple[str, object]]:
     """Each line that is not blank, with its place; raises PlaitError naming the line that is not JSON."""
     offset = 0
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         lines = iter(lambda: file.readline(LONGEST_LINE_BYTES + 1), b"")
         for number, line in enumerate(lines, start=1):
             if number == 1 and line.startswith(codecs.BOM_UTF8):
@@ -198,7 +199,7 @@ def _parquet_values(path: Path, file: Any, columns: list[str]) -> Iterator[Recor
 
 
 def _read_range(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         file.seek(start)
         while start < stop:
             block = file.read(min(BLOCK_BYTES, stop - start))

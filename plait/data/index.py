@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from plait.data.holdout import HoldoutSplit
 from plait.errors import PlaitError
-from plait.regular_file import read_regular_file
+from plait.regular_file import open_regular_file, read_regular_file
 
 SHARD_FORMAT = 1
 INDEX_FILE = "index.json"
@@ -61,6 +61,9 @@ class SourceEntry:
 
     path: str
     weight: _Weight | None
+    text_bytes: _Count = 0
+    heldout_bytes: _Count | None = None
+    """Bytes of its text that are held out; None in corpora of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +146,7 @@ def damaged(folder: Path, what: str) -> PlaitError:
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a file, read in blocks."""
     state = sha256()
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         while block := file.read(1 << 20):
             state.update(block)
     return state.hexdigest()

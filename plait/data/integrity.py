@@ -11,6 +11,7 @@ from pathlib import Path
 from plait.data.index import damaged
 from plait.data.shards import Corpus
 from plait.errors import PlaitError, RunFailed
+from plait.regular_file import open_regular_file
 
 AT_START_BYTES = 1 << 28
 """What may be hashed before each start: about half a second's worth."""
@@ -66,7 +67,7 @@ class BackgroundVerification:
     def _hash(self, path: Path) -> str | None:
         """The SHA-256 of a file, read with rests; None where it was stopped."""
         state = sha256()
-        with path.open("rb", buffering=0) as file:
+        with open_regular_file(path, buffering=0) as file:
             while True:
                 began = time.perf_counter()
                 block = file.read(_BLOCK_BYTES)

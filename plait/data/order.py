@@ -113,7 +113,7 @@ def longest_window(corpus: Corpus) -> int:
 def check_sources(corpus: Corpus) -> None:
     """Raise PlaitError where a source of a mix has no training text."""
     trained = {shard.source for shard in corpus.train}
-    held = [name for n, name in enumerate(corpus.source_names) if n not in trained]
+    held = [source.path for n, source in enumerate(corpus.sources) if n not in trained]
     if corpus.weights and held:
         raise PlaitError(f"all of {held[0]} is held out; give it more text, change data.holdout, or take it out")
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from plait.data.holdout import HoldoutSplit
-from plait.data.index import SampleLayout, ShardEntry, damaged, file_sha256, read_index
+from plait.data.index import SampleLayout, ShardEntry, SourceEntry, damaged, file_sha256, read_index
+from plait.regular_file import open_regular_file
 
 # Note [stream of a shard]: <eot> document <eot> document … document <eot>. Each document is preceded by the end of text
 # and one more closes the stream, so over windows shifted by one every token and every end is a target exactly once, and
@@ -63,7 +64,7 @@ class Corpus:
     train_bytes: int
     heldout_bytes: int
     weights: tuple[float, ...]
-    source_names: tuple[str, ...]
+    sources: tuple[SourceEntry, ...]
     content_hash: str
     entries: tuple[ShardEntry, ...]
     tokenizer_hash: str = ""
@@ -116,7 +117,7 @@ def open_corpus(folder: Path) -> Corpus:
         train_bytes=index.train_bytes,
         heldout_bytes=index.heldout_bytes,
         weights=index.weights,
-        source_names=tuple(source.path for source in index.sources),
+        sources=index.sources,
         content_hash=index.content_hash(),
         entries=index.shards,
         tokenizer_hash=index.tokenizer_hash,
@@ -140,7 +141,7 @@ def _mapped_starts(folder: Path, entry: ShardEntry) -> np.ndarray[Any, Any]:
     """The positions at which documents begin. The header is compared and never interpreted: numpy reads one as Python's
     source, and whatever that can raise would come out."""
     path, header = folder / f"{entry.name}.starts.npy", _starts_header(entry.documents)
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         found = file.read(len(header))
     if found != header or path.stat().st_size != len(header) + 8 * entry.documents:
         raise damaged(folder, f"{path.name} does not list {entry.documents} documents")

@@ -7,10 +7,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from plait.data.documents import (
+    BLOCK_BYTES,
     Document,
     Record,
     column_hint,
@@ -25,8 +27,11 @@ from plait.data.documents import (
 )
 from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES, find_text_files
 from plait.errors import PlaitError, check_utf8, installing
+from plait.regular_file import open_regular_file
 
 _HUGGING_FACE = "hf:"
+_MOST_FILES_APART = 64
+"""With more files of records in one source, `by_file` does not tell them apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,17 @@ class OpenSource:
     records: Callable[[], Iterator[Record]]
     """Lines and rows with all their columns; a file of text has none."""
 
+    def by_file(self) -> Iterator[tuple[str, OpenSource]]:
+        """The source in parts, in reading order: each file of records by its name, and under the empty name what lies
+        between them. One part where files are not read as such, or are very many."""
+        runs = [(name, tuple(files)) for name, files in groupby(self.files, _file_of_records)]
+        apart = {name for name, _ in runs if name}
+        if self.selection or not 0 < len(apart) <= _MOST_FILES_APART:
+            yield "", self
+            return
+        for name, files in runs:
+            yield name, _open_files(self.source, files)
+
 
 def open_source(source: Source) -> OpenSource:
     """Find the files of a source, sorted by name; raises PlaitError before any text is read."""
@@ -73,6 +89,10 @@ def open_source(source: Source) -> OpenSource:
     files = _matching_files(source)
     for file in files:
         _check_kind(file, source)
+    return _open_files(source, files)
+
+
+def _open_files(source: Source, files: tuple[Path, ...]) -> OpenSource:
     return OpenSource(
         source=source,
         files=files,
@@ -80,6 +100,10 @@ def open_source(source: Source) -> OpenSource:
         documents=lambda: _file_documents(files, source),
         records=lambda: _file_records(files),
     )
+
+
+def _file_of_records(file: Path) -> str:
+    return str(file) if file.suffix in RECORD_SUFFIXES else ""
 
 
 def _matching_files(source: Source) -> tuple[Path, ...]:
@@ -91,6 +115,8 @@ def _matching_files(source: Source) -> tuple[Path, ...]:
     names = glob.glob(pattern, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
     found = sorted({name for name in names if Path(name).is_file()})
     if not found:
+        if Path(pattern).exists():
+            raise PlaitError(f"{pattern} is a pipe, a socket or a device; name a file or folder in {source.given_as}")
         raise PlaitError(f'no file matches "{pattern}" (looked in {Path.cwd()}); correct the path in {source.given_as}')
     return tuple(Path(name) for name in found)
 
@@ -106,6 +132,12 @@ def _check_kind(file: Path, source: Source) -> None:
         )
     if file.stat().st_size == 0:
         raise PlaitError(f"{file} is empty; fill it or {source.removal(file)}")
+    if file.suffix != ".parquet":
+        with open_regular_file(file) as opened:  # before all of it is hashed
+            byte = opened.read(BLOCK_BYTES).find(b"\0")
+        if byte >= 0:
+            what = f"binary: it has a NUL byte at byte {byte}"
+            raise PlaitError(f"{file} is {what}; convert it to UTF-8 text or {source.removal(file)}")
 
 
 def _file_documents(files: tuple[Path, ...], source: Source) -> Iterator[Document]:

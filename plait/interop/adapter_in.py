@@ -22,6 +22,7 @@ from plait.model.adapter_shape import AdapterShape, AdapterTarget
 from plait.model.gpt import GPT
 from plait.model.names import ADAPTER_A, ADAPTER_B
 from plait.model.shape import ModelShape, linear_layers, weight_sizes
+from plait.regular_file import SMALL_FILE_BYTES, read_regular_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
 def _config(folder: Path) -> dict[str, Any]:
     file = folder / ADAPTER_CONFIG
     try:
-        values = parse_json(file.read_bytes())
+        values = parse_json(read_regular_file(file, SMALL_FILE_BYTES))
     except FileNotFoundError:
         raise PlaitError(f"there is no {ADAPTER_CONFIG} in {folder}; name a folder that PEFT or plait wrote") from None
     except (OSError, ValueError) as error:

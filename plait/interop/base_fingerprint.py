@@ -10,6 +10,7 @@ from math import prod
 from plait.errors import PlaitError
 from plait.interop.base_model import BaseModel
 from plait.interop.tensor_files import ITEM_SIZES, StoredTensor
+from plait.regular_file import open_regular_file
 
 SAMPLED_BYTES = 4096
 """Bytes of each weight that are read, from its middle. Training changes nearly every number of every weight, so that
@@ -29,7 +30,7 @@ def base_fingerprint(base: BaseModel) -> str:
 def _middle(stored: StoredTensor) -> bytes:
     size = prod(stored.shape) * ITEM_SIZES[stored.dtype]
     try:
-        with stored.file.open("rb") as file:
+        with open_regular_file(stored.file) as file:
             return os.pread(file.fileno(), min(size, SAMPLED_BYTES), stored.begin + max(0, size - SAMPLED_BYTES) // 2)
     except OSError as error:
         raise PlaitError(f"{stored.file} can no longer be read ({error.strerror}); was it moved?") from None

@@ -16,6 +16,7 @@ from plait.interop.families import MODEL_FAMILIES, Family, StoredName, fused_nam
 from plait.interop.tensor_files import INDEX, StoredTensor, list_tensors, same_numbers
 from plait.model.shape import ModelShape
 from plait.model.weights import stored_sizes
+from plait.regular_file import SMALL_FILE_BYTES, read_regular_file
 
 CONFIG = "config.json"
 FUSED_END = ".experts.gate_up_proj"
@@ -64,7 +65,7 @@ def needed_files(base: BaseModel) -> tuple[str, ...]:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder; raises PlaitError where there is none."""
     try:
-        values = parse_json((folder / CONFIG).read_bytes())
+        values = parse_json(read_regular_file(folder / CONFIG, SMALL_FILE_BYTES))
     except FileNotFoundError:
         raise PlaitError(
             f"there is no {CONFIG} in {folder}; name the folder of a model, a .gguf file or a run"

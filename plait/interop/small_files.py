@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from plait.regular_file import read_regular_file
+
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*")
 TOKENIZER = (
     "tokenizer.json",
@@ -29,6 +31,6 @@ def copy_small_files(source: Path, target: Path, patterns: Iterable[str]) -> lis
             if path.is_file() and path.stat().st_size <= LARGEST_FILE:
                 place = target / path.relative_to(source)
                 place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(path.read_bytes())
+                place.write_bytes(read_regular_file(path, LARGEST_FILE))
                 copied.append(str(path.relative_to(source)))
     return copied

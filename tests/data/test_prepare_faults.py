@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -149,6 +150,23 @@ def test_killed_at_ten_points_it_goes_on_from_there_with_the_same_shards(
     assert (made.name, contents(made)) == (other.name, contents(other))
     assert began_at >= size * part // 10 - (2 << 20)  # a batch and what is kept, of text with long characters
     assert began_at > 0 or part < 3
+
+
+def test_killed_amid_many_documents_it_holds_out_the_same_of_each_source(
+    tmp_path: Path, text: str, tokenizer_folder: Path
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "long.txt").write_text(text * 30)
+    for name in ("a", "b"):
+        rows = [{"text": f"{name} {n} {text[n * 11 : n * 11 + 900]}"} for n in range(2000)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made, began_at = killed_and_finished(tmp_path, folder, str(tokenizer_folder), 3_000_000)
+    request = DataRequest(sources=(Source(str(folder)),), tokenizer=str(tokenizer_folder), vocabulary=700, holdout=0.05)
+    other = prepare_corpus(request, tmp_path / "undisturbed", silent, shard_tokens=100_000)
+    assert (made.name, contents(made)) == (other.name, contents(other)) and began_at > 1_000_000
+    (source,) = json.loads((made / "index.json").read_text())["sources"]
+    assert source["heldout_bytes"] == pytest.approx(0.05 * source["text_bytes"], rel=0.01)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "note"])

@@ -11,7 +11,7 @@ import pytest
 
 from plait.data import documents
 from plait.data.folders import find_text_files
-from plait.data.holdout import holdout_spans, survey_documents
+from plait.data.holdout import Holdout, HoldoutSurvey, text_hash
 from plait.data.sources import Source, open_source
 from plait.errors import PlaitError
 
@@ -21,8 +21,9 @@ def texts(source: Source) -> list[str]:
 
 
 def read_all(source: Source) -> None:
-    for _ in survey_documents(open_source(source).documents(), 0.05):
-        pass
+    survey = HoldoutSurvey(0.05, 1)
+    for document in open_source(source).documents():
+        survey.add_document(document, 0, "")
 
 
 def write(path: Path, content: bytes | str) -> Path:
@@ -70,8 +71,9 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert marked.text_bytes == plain.text_bytes == len(text)
     for start, stop in ((0, None), (1, 7), (300_000, 700_001)):
         assert b"".join(marked.read(start, stop)) == b"".join(plain.read(start, stop))
-    for rule in ("documents", "tails"):
-        assert holdout_spans(marked, rule, 0.1) == holdout_spans(plain, rule, 0.1)
+    starts = {text_hash([text]): len(text) - len(text) // 10}
+    for holdout in (Holdout(rule="documents", fraction=0.1, starts=starts), Holdout(rule="tails", fraction=0.1)):
+        assert holdout.spans(marked, 0, "") == holdout.spans(plain, 0, "") and len(holdout.spans(plain, 0, "")) == 2
     write(tmp_path / "d.jsonl", mark + b'{"text": "one"}\n{"text": "two"}\n')
     assert texts(Source(str(tmp_path / "d.jsonl"))) == ["one", "two"]
     for name, rest in (("e.txt", b"abc\xff"), ("f.jsonl", b'"c\xff"')):

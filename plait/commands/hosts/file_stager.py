@@ -24,6 +24,7 @@ from plait.errors import PlaitError
 from plait.interop.base_model import needed_files, read_base_model
 from plait.planner.plan_file import plan_text, read_plan, write_plan
 from plait.private_folder import make_private_folder
+from plait.regular_file import SMALL_FILE_BYTES, read_regular_file, read_regular_text
 from plait.units import format_bytes
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -96,7 +97,7 @@ class FileStager:
     def open_run_folder(self) -> None:
         """Have every host that does not share the run's folder get its own ready; raises its PlaitError where it
         cannot, because that folder holds another run for example."""
-        recipe = RunFolder(self._run_folder).recipe.read_text(encoding="utf-8")
+        recipe = read_regular_text(RunFolder(self._run_folder).recipe, SMALL_FILE_BYTES)
         for member in self._members:
             if not self._is_shared_by_host[member.host]:
                 member.ask("open", {"kind": "run", "name": self._run_folder.name, "recipe": recipe})
@@ -195,7 +196,7 @@ class FileStager:
         if shared := self._shared_job_folder(member, folder):
             return shared
         assert staged is not None
-        recipe = RunFolder(folder).recipe.read_text(encoding="utf-8")
+        recipe = read_regular_text(RunFolder(folder).recipe, SMALL_FILE_BYTES)
         request = {"kind": staged.kind, "name": folder.name, "recipe": recipe}
         path = parse_reply(FolderReply, member, member.ask("open", request)).folder
         corpus, base = self._send_corpus(member, staged), self._send_base(member, staged)
@@ -206,7 +207,7 @@ class FileStager:
         plan = replace(read_plan(folder / "plan.json"), corpus=corpus, base=base)
         small = {"recipe.toml": recipe.encode(), "plan.json": plan_text(plan).encode()}
         if (routing := folder / ROUTING).exists():  # of a proof: where one process sent a mixture's tokens
-            small[ROUTING] = routing.read_bytes()
+            small[ROUTING] = read_regular_file(routing)
         for name, content in small.items():
             member.ask("put", {"name": name}, content)
         return JobFolder(path=path, is_shared=False)

@@ -14,6 +14,7 @@ from plait.commands.hosts.requests import CHECKPOINT_NAME
 from plait.commands.planning.run_folder import RunFolder, check_changes
 from plait.errors import PlaitError
 from plait.recipe.load import parse_recipe, read_saved_recipe
+from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
 
 _MARKER_FILE = "joined.json"
@@ -84,7 +85,7 @@ def refuse_joined_folder(folder: RunFolder) -> None:
 def _listed_checkpoints(marker: Path) -> set[str]:
     """The checkpoints that an earlier start of this run was sent, as joined.json lists them."""
     try:
-        names = json.loads(marker.read_text(encoding="utf-8"))["checkpoints"]
+        names = json.loads(read_regular_file(marker))["checkpoints"]
         return {name for name in names if CHECKPOINT_NAME.fullmatch(name)}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # of an earlier version, or damaged
         return set()

@@ -11,7 +11,7 @@ from plait.commands.planning.begun_plan import resumed_plan
 from plait.commands.planning.make_plan import make_plan
 from plait.commands.planning.measuring import MachineSurvey
 from plait.commands.planning.workers import HostWorkers
-from plait.commands.preparing.corpus import corpus_facts, prepared_corpus, run_facts
+from plait.commands.preparing.corpus import corpus_facts, heldout_lines, prepared_corpus, run_facts
 from plait.commands.probing.survey import HostMachine, survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
 from plait.planner.plan import Plan
@@ -35,6 +35,8 @@ class RunPlans:
         config, folder, screen = self._run.config, self._run.folder, self._run.screen
         corpus = prepared_corpus(config, workers.working_folder, screen)
         screen.print(str(corpus_facts(corpus)))
+        for line in heldout_lines(corpus):
+            screen.print(line)
         if not self._run.folder.has_begun:
             refuse_unfit_names(config, run_facts(config, corpus, workers.working_folder))
         fresh, probe = renew != "nothing", "again" if renew == "all" else "kept"

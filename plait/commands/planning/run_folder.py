@@ -122,7 +122,7 @@ class RunFolder:
         while any((self.path / name).exists() for name in (f"plan-{number}.json", f"shares-{number}.jsonl")):
             number += 1
         if self.plan.exists() and not _is_same_plan(self.saved_plan(), plan):
-            (self.path / f"plan-{number}.json").write_bytes(self.plan.read_bytes())
+            (self.path / f"plan-{number}.json").write_bytes(read_regular_file(self.plan))
         other = self.plan.exists() and (is_replanned or _splits_differently(self.saved_plan(), plan))
         files = {self.plan: plan_text(plan).encode(), self.recipe: recipe_text(config).encode()}
         if not (self.shares.exists() and other):  # one that was there before the run is to be obeyed

@@ -9,6 +9,7 @@ from plait.commands.preparing.base import base_facts, base_folder
 from plait.data.choices import read_questions
 from plait.data.conversations.chat_template import PLAIN_NAME
 from plait.data.folders import find_text_files
+from plait.data.index import INDEX_FILE
 from plait.data.integrity import verify_at_start
 from plait.data.order import longest_window
 from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
@@ -21,6 +22,9 @@ from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 from plait.working_folder import WorkingFolder
+
+_NAMED_SOURCES = 4
+"""Sources whose held-out share is printed by name."""
 
 
 def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -> Corpus:
@@ -45,6 +49,25 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
     if corpus.template:
         screen.print(f"template {_template_text(corpus)}")
     return corpus
+
+
+def heldout_lines(corpus: Corpus) -> list[str]:
+    """What each of several sources holds out, in one line; none for one source, or in a corpus of an earlier
+    version."""
+    shares = [
+        (source.heldout_bytes / source.text_bytes, source.path)
+        for source in corpus.sources
+        if source.heldout_bytes is not None and source.text_bytes
+    ]
+    if len(shares) < max(2, len(corpus.sources)) or not corpus.heldout_bytes:
+        return []
+    if len(shares) <= _NAMED_SOURCES:
+        return ["held out " + ", ".join(f"{share:.2%} of {path}" for share, path in shares)]
+    (least, least_path), (most, most_path) = min(shares), max(shares)
+    return [
+        f"held out {least:.2%} ({least_path}) to {most:.2%} ({most_path}) of each of {len(shares)} sources, listed in "
+        f"{corpus.folder / INDEX_FILE}"
+    ]
 
 
 def _template_text(corpus: Corpus) -> str:

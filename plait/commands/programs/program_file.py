@@ -11,6 +11,7 @@ from pathlib import Path
 from plait.custom.process.variables import PROGRAM_VARIABLE
 from plait.errors import PlaitError
 from plait.launch.values.entries import EntryTable
+from plait.regular_file import read_regular_file
 
 PROGRAM_ENTRY, COUNT_ENTRY = "program", "count_workers"
 PROGRAM_ENTRIES = EntryTable(
@@ -29,7 +30,7 @@ def program_bytes(path: Path) -> bytes:
             raise PlaitError(f"{path} is no file; name the program to run: plait run PROGRAM.py")
         if path.stat().st_size > LARGEST_PROGRAM:
             raise PlaitError(f"{path} is too large for a program; name a Python file")
-        return path.read_bytes()
+        return read_regular_file(path, LARGEST_PROGRAM)
     except OSError as error:
         raise PlaitError(f"{path} cannot be read ({error.strerror}); check its rights") from None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from plait.checked_json import parse_object, typed_value
 from plait.errors import PlaitError
 from plait.private_folder import make_private_folder
+from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -66,6 +67,6 @@ def record_if_any(name: str, working: WorkingFolder = CURRENT_FOLDER) -> Submitt
     if "/" in name or not file.is_file():
         return None
     try:
-        return typed_value(Submitted, parse_object(file.read_bytes()))
+        return typed_value(Submitted, parse_object(read_regular_file(file)))
     except (OSError, ValueError) as error:
         raise PlaitError(f"{file} is damaged ({error}); remove it, and look after the job by the scheduler") from None

@@ -20,6 +20,7 @@ from plait.checked_json import one_line
 from plait.checkpoint.durable import clean_stop, require_space, write_durably
 from plait.checkpoint.shared_disk import rename_for_all, sync_folder
 from plait.errors import PlaitError
+from plait.regular_file import read_regular_file
 
 STATE_FORMAT = 1
 _STEP = re.compile(r"step-(\d{1,15})(\.before)?")
@@ -79,7 +80,7 @@ def newest_saved(folder: Path) -> Path:
 def read_state(saved: Path) -> dict[str, Any]:
     """The JSON of a saved state; raises PlaitError where it is none that this plait can read."""
     try:
-        state = json.loads((saved / "state.json").read_text())
+        state = json.loads(read_regular_file(saved / "state.json"))
         if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
             raise ValueError("its format is another one")
         for name, kind in _FIELDS.items():

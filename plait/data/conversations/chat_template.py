@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
+from plait.regular_file import SMALL_FILE_BYTES, read_regular_file, read_regular_text
 
 Chat = Sequence[Mapping[str, str]]
 """Messages, each with its "role" ("system", "user", "assistant") and its "content"."""
@@ -172,7 +173,7 @@ def find_template(folders: Sequence[Path]) -> TemplateText | None:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_regular_text(file, SMALL_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise PlaitError(f"the chat template {file} cannot be read ({error}); bring the model's own") from None
 
@@ -201,7 +202,7 @@ def tokenizer_settings(folder: Path) -> Mapping[str, Any]:
 
 def _json_object(file: Path) -> dict[str, Any]:
     try:
-        values = parse_json(file.read_bytes())
+        values = parse_json(read_regular_file(file, SMALL_FILE_BYTES))
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -16,15 +16,8 @@ import numpy as np
 
 from plait.data.conversations.chat_template import TemplateText
 from plait.data.conversations.formats import SourceFormat
-from plait.data.holdout import (
-    DocumentSurvey,
-    HoldoutRule,
-    HoldoutSplit,
-    choose_holdout_rule,
-    holdout_spans,
-    survey_documents,
-    text_blocks,
-)
+from plait.data.documents import Document
+from plait.data.holdout import Holdout, HoldoutSplit, HoldoutSurvey, text_blocks
 from plait.data.index import SHARD_FORMAT, ShardEntry, index_row, token_dtype, write_index
 from plait.data.preparation.bpe_process import train_bpe_apart
 from plait.data.preparation.cuts import GPT2_CUT, cut_into_pieces
@@ -71,19 +64,29 @@ class _Piece:
     text: str
     split: HoldoutSplit
     source: int
+    stream: int
+    """The source that its shard is of: 0 for all where they are concatenated."""
     first: bool
+    nbytes: int
     bytes_done: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceCounts:
+    """Documents (or examples) of a source, and the bytes of their text."""
+
+    documents: int
+    text_bytes: int
 
 
 def build_corpus(work: BuildRequest, folder: Path) -> None:
     """Fill `folder` with the shards, the tokenizer and, last of all, the index; every file is on the disk when it
     returns. Goes on with what a killed one has left in the folder."""
     keeper = ProgressKeeper(folder, work.keep_every_bytes)
-    found = _survey(work)
-    total = sum(look.text_bytes for look in found)
-    rule = choose_holdout_rule(sum(found, DocumentSurvey()), work.holdout)
-    tokenizer = work.tokenizer or keeper.tokenizer() or _trained(work, rule, total)
-    writers = _tokenize(work, rule, tokenizer, (folder, keeper), total)
+    found, holdout = _survey(work)
+    total = sum(counts.text_bytes for counts in found)
+    tokenizer = work.tokenizer or keeper.tokenizer() or _trained(work, holdout, total)
+    writers, held = _tokenize(work, holdout, tokenizer, (folder, keeper), total)
     sizes: dict[HoldoutSplit, int] = {split: writer.text_bytes for split, writer in writers.items()}
     if work.holdout and not sizes["heldout"]:
         raise PlaitError(
@@ -92,27 +95,39 @@ def build_corpus(work: BuildRequest, folder: Path) -> None:
         )
     tokenizer.save(folder)
     entries = list(chain.from_iterable(writer.entries for writer in writers.values()))
-    write_index(folder, {**_index(tokenizer, rule, sizes, entries), "sources": source_entries(work, found)})
+    write_index(folder, {**_index(tokenizer, holdout, sizes, entries), "sources": source_entries(work, found, held)})
     keeper.finish()
 
 
-def _survey(work: BuildRequest) -> list[DocumentSurvey]:
+def _survey(work: BuildRequest) -> tuple[list[SourceCounts], Holdout]:
     """Read every document once: unreadable text is found here, before hours of work."""
-    found = []
-    for source in work.sources:
-        seen = DocumentSurvey()
-        for look in survey_documents(source.documents(), work.holdout):
-            seen += look
-            work.on_progress(seen.text_bytes, 0, "reading")
-        if not seen.text_bytes:
-            raise PlaitError(f"{source.source.path} holds no text; fill it or take it out of {source.source.given_as}")
-        found.append(seen)
-    return found
+    found, survey = [], begun_survey(work)
+    for number, source in enumerate(work.sources):
+        documents = text_bytes = 0
+        for document, file in _documents(source):
+            survey.add_document(document, number, file)
+            documents, text_bytes = documents + 1, text_bytes + document.text_bytes
+            work.on_progress(text_bytes, 0, "reading")
+        found.append(source_counts(source, documents, text_bytes))
+    return found, survey.choose("cut")
 
 
-def _trained(work: BuildRequest, rule: HoldoutRule, total: int) -> Tokenizer:
+def begun_survey(work: BuildRequest) -> HoldoutSurvey:
+    """A survey to which nothing was added yet."""
+    files = sum(len({file for file, _ in source.by_file()}) for source in work.sources)
+    return HoldoutSurvey(work.holdout, files)
+
+
+def source_counts(source: OpenSource, documents: int, text_bytes: int) -> SourceCounts:
+    """Raises PlaitError where there is no text."""
+    if not text_bytes:
+        raise PlaitError(f"{source.source.path} holds no text; fill it or take it out of {source.source.given_as}")
+    return SourceCounts(documents=documents, text_bytes=text_bytes)
+
+
+def _trained(work: BuildRequest, holdout: Holdout, total: int) -> Tokenizer:
     def training_texts() -> Iterator[str]:
-        for piece in _pieces(work, rule, GPT2_CUT):
+        for piece in _pieces(work, holdout, GPT2_CUT):
             if piece.split == "train":
                 work.on_progress(piece.bytes_done, total, "training the tokenizer")
                 yield piece.text
@@ -136,25 +151,48 @@ def sample_of_text(texts: Iterable[str], total: int) -> Iterator[str]:
             yield text
 
 
-def _pieces(work: BuildRequest, rule: HoldoutRule, cut: re.Pattern[str]) -> Iterator[_Piece]:
+def _pieces(work: BuildRequest, holdout: Holdout, cut: re.Pattern[str]) -> Iterator[_Piece]:
     # Sources without weights are one stream, so that a small file is not too short for a window of its own.
     weighted = work.sources[0].source.weight is not None
     done = 0
     for number, source in enumerate(work.sources):
-        for document in source.documents():
-            for span in holdout_spans(document, rule, work.holdout):
+        for document, file in _documents(source):
+            for span in holdout.spans(document, number, file):
                 blocks = text_blocks(document.read(span.start, span.stop))
                 for order, text in enumerate(cut_into_pieces(blocks, cut)):
-                    done += len(text.encode("utf-8"))
+                    nbytes = len(text.encode("utf-8"))
+                    done += nbytes
                     yield _Piece(
-                        text=text, split=span.split, source=number if weighted else 0, first=order == 0, bytes_done=done
+                        text=text,
+                        split=span.split,
+                        source=number,
+                        stream=number if weighted else 0,
+                        first=order == 0,
+                        nbytes=nbytes,
+                        bytes_done=done,
                     )
 
 
+def _documents(source: OpenSource) -> Iterator[tuple[Document, str]]:
+    """The documents of a source, each with the file that `OpenSource.by_file` tells apart."""
+    for file, part in source.by_file():
+        for document in part.documents():
+            yield document, file
+
+
 def _tokenize(
-    work: BuildRequest, rule: HoldoutRule, tokenizer: Tokenizer, place: tuple[Path, ProgressKeeper], total: int
-) -> dict[HoldoutSplit, ShardWriter]:
+    work: BuildRequest, holdout: Holdout, tokenizer: Tokenizer, place: tuple[Path, ProgressKeeper], total: int
+) -> tuple[dict[HoldoutSplit, ShardWriter], list[int]]:
+    """Write all shards; returns their writers, and the bytes that each source holds out."""
     folder, keeper = place
+    held = [0] * len(work.sources)
+
+    def pieces() -> Iterator[_Piece]:
+        for piece in _pieces(
+            work, holdout, tokenizer.cut
+        ):  # from the start, also where an earlier process is continued
+            held[piece.source] += piece.nbytes if piece.split == "heldout" else 0
+            yield piece
 
     def writer(split: HoldoutSplit) -> ShardWriter:
         dtype = token_dtype(tokenizer.vocabulary)
@@ -164,7 +202,7 @@ def _tokenize(
     done = 0
     try:
         count, done = keeper.begin(tokenizer, writers)
-        for batch in _batches(islice(_pieces(work, rule, tokenizer.cut), count, None)):
+        for batch in _batches(islice(pieces(), count, None)):
             work.on_progress(done, total, "tokenizing")
             _write(batch, tokenizer, writers)
             count, done = count + len(batch), batch[-1].bytes_done
@@ -176,7 +214,7 @@ def _tokenize(
             raise disk_full_error(folder, sum(each.bytes_written for each in writers.values()), done, total) from error
         raise
     work.on_progress(total, total, "tokenizing")
-    return writers
+    return writers, held
 
 
 def _batches(stream: Iterable[_Piece]) -> Iterator[list[_Piece]]:
@@ -196,13 +234,13 @@ def _write(batch: Sequence[_Piece], tokenizer: Tokenizer, writers: dict[HoldoutS
     for piece, ids in zip(batch, tokenizer.encode_pieces([piece.text for piece in batch]), strict=True):
         writer = writers[piece.split]
         if piece.first:
-            writer.begin_document(piece.source)
+            writer.begin_document(piece.stream)
         writer.add(np.array(ids, dtype=np.uint32))
-        writer.text_bytes += len(piece.text.encode("utf-8"))
+        writer.text_bytes += piece.nbytes
 
 
 def _index(
-    tokenizer: Tokenizer, rule: HoldoutRule, sizes: dict[HoldoutSplit, int], entries: list[ShardEntry]
+    tokenizer: Tokenizer, holdout: Holdout, sizes: dict[HoldoutSplit, int], entries: list[ShardEntry]
 ) -> dict[str, Any]:
     return {
         "format": SHARD_FORMAT,
@@ -210,24 +248,25 @@ def _index(
         "vocabulary": tokenizer.vocabulary,
         "eot": tokenizer.eot,
         "tokenizer_hash": tokenizer.hash,
-        "held_out_by": rule,
+        "held_out_by": holdout.rule,
         "train_bytes": sizes["train"],
         "heldout_bytes": sizes["heldout"],
         "shards": [index_row(entry) for entry in entries],
     }
 
 
-def source_entries(work: BuildRequest, found: Sequence[DocumentSurvey]) -> list[dict[str, Any]]:
-    """What the index says of each source."""
+def source_entries(work: BuildRequest, found: Sequence[SourceCounts], held: Sequence[int]) -> list[dict[str, Any]]:
+    """What the index says of each source; `held` are the bytes of text that each holds out."""
     return [
         {
             "path": source.source.path,
             "weight": source.source.weight,
-            "documents": look.documents,
-            "text_bytes": look.text_bytes,
+            "documents": counts.documents,
+            "text_bytes": counts.text_bytes,
+            "heldout_bytes": held_bytes,
             "files": [{"name": file.name, "sha256": work.file_hashes[file]} for file in source.files],
         }
-        for source, look in zip(work.sources, found, strict=True)
+        for source, counts, held_bytes in zip(work.sources, found, held, strict=True)
     ]
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plait.data.index import file_sha256
-from plait.regular_file import append_to_file
+from plait.regular_file import append_to_file, read_regular_file
 
 FileStamp = tuple[int, int, int]
 """Size, modification time and change time (ns); the change time moves even when a copy keeps the old modification
@@ -74,7 +74,7 @@ def _is_settled(entry: list[int]) -> bool:
 
 def _recall(memory: Path) -> dict[str, list]:
     try:
-        found = json.loads(memory.read_text(encoding="utf-8"))
+        found = json.loads(read_regular_file(memory))
     except (OSError, ValueError, RecursionError):
         return {}
     return {name: entry for name, entry in found.items() if _is_entry(entry)} if isinstance(found, dict) else {}

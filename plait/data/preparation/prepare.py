@@ -15,6 +15,8 @@ from pathlib import Path
 
 from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate, TemplateText, find_template
 from plait.data.conversations.formats import RequestedFormat, SourceFormat, holds_examples, source_format
+from plait.data.folders import TEXT_SUFFIXES
+from plait.data.holdout import FEWEST_DOCUMENTS
 from plait.data.index import SHARD_FORMAT
 from plait.data.preparation.build import BuildRequest, Progress, build_corpus
 from plait.data.preparation.fingerprint import FileStamp, cached_hashes, exclusive_lock, file_stamp, hash_files
@@ -28,6 +30,8 @@ from plait.private_folder import make_private_folder
 
 _EXAMPLES_READ = 2
 """Raised when examples come to be read or rendered in another way, so that those prepared before are made again."""
+_HELD_OUT = 2
+"""Raised when other documents or examples come to be held out, so that corpora prepared before are made again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,11 +181,19 @@ def _key(work: BuildRequest) -> str:
     sources = [_source_key(source, work.file_hashes) for source in work.sources]
     tokenizer = work.tokenizer.hash if work.tokenizer else f"bpe {work.vocabulary}"
     parts = [SHARD_FORMAT, sources, tokenizer, work.holdout, work.shard_tokens]
+    if work.holdout and (holds_examples(work.formats) or not _has_few_documents(work.sources)):
+        parts.append({"held out": _HELD_OUT})
     if holds_examples(work.formats):
         found = work.template
         template = [found.text, sorted(found.special.items())] if found else PLAIN_TEMPLATE
         parts += [[(form.kind, form.column) for form in work.formats], template, _EXAMPLES_READ]
     return sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _has_few_documents(sources: Sequence[OpenSource]) -> bool:
+    """Whether there are so few, as files tell, that the tail of each is held out: as it was in all versions."""
+    files = [file for source in sources for file in source.files]
+    return 0 < len(files) < FEWEST_DOCUMENTS and all(file.suffix in TEXT_SUFFIXES for file in files)
 
 
 def _source_key(source: OpenSource, hashes: dict[Path, str]) -> list[object]:

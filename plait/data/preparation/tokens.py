@@ -16,6 +16,7 @@ from plait.data.index import damaged, write_synced
 from plait.data.preparation.cuts import GPT2_CUT, OTHER_CUT, split_long_runs
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
+from plait.regular_file import SMALL_FILE_BYTES, read_regular_file, read_regular_text
 
 END_OF_TEXT = "<|endoftext|>"
 _OTHER_ENDS = ("</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eot_id|>", "[EOS]")
@@ -77,7 +78,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not file.is_file():
         raise PlaitError(f'there is no tokenizer "{path}"; write "gpt2", "bpe", or the path of a tokenizer.json')
     try:
-        definition = file.read_text(encoding="utf-8")
+        definition = read_regular_text(file)
         backend = tokenizers.Tokenizer.from_str(definition)
         return _tokenizer(backend, definition, _configured_end(file.with_name("tokenizer_config.json")), str(file))
     except PlaitError:
@@ -156,7 +157,7 @@ def _tokenizer(backend: tokenizers.Tokenizer, definition: str, end: str | None, 
 def _configured_end(config: Path) -> str | None:
     """`eos_token` of a tokenizer_config.json: a string, or an object with its text as `content`."""
     try:
-        entry = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        entry = json.loads(read_regular_file(config, SMALL_FILE_BYTES)).get("eos_token")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
     text = entry.get("content") if isinstance(entry, dict) else entry

@@ -4,7 +4,7 @@ at every token that is not learnt."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -22,14 +22,17 @@ from plait.data.conversations.encode import EncodedExample, ExampleEncoder
 from plait.data.conversations.examples import Example
 from plait.data.conversations.formats import holds_pairs, read_examples
 from plait.data.conversations.pairs import PairExample, parts_of
-from plait.data.holdout import DocumentSurvey, HoldoutSplit, hash_fraction
+from plait.data.holdout import Holdout, HoldoutSplit, text_hash
 from plait.data.index import SHARD_FORMAT, index_row, token_dtype, write_index, write_synced
 from plait.data.preparation.bpe_process import train_bpe_apart
 from plait.data.preparation.build import (
     NO_ROOM,
     BuildRequest,
+    SourceCounts,
+    begun_survey,
     disk_full_error,
     sample_of_text,
+    source_counts,
     source_entries,
 )
 from plait.data.preparation.kept_progress import ProgressKeeper
@@ -44,15 +47,19 @@ _BATCH_CHARACTERS = 1 << 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """An example, its source in the mix, and the split that it belongs to."""
+    """An example, its source, and the split that it belongs to.
+
+    `stream` is the source that its shard is of: 0 for all where they are concatenated.
+    """
 
     example: Example | PairExample
     source: int
+    stream: int
     split: HoldoutSplit
 
     @property
     def text_bytes(self) -> int:
-        return sum(len(text.encode("utf-8")) for text in self.example.texts)
+        return _text_bytes(self.example)
 
 
 def build_examples(work: BuildRequest, folder: Path) -> None:
@@ -60,17 +67,18 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
     disk when it returns. Raises PlaitError naming the record that cannot be learnt. Goes on with what a killed one has
     left in the folder."""
     keeper = ProgressKeeper(folder, work.keep_every_bytes)
-    found = _survey(work)
-    total = sum(look.text_bytes for look in found)
-    tokenizer = work.tokenizer or keeper.tokenizer() or _trained(work, total)
+    found, holdout = _survey(work)
+    total = sum(counts.text_bytes for counts in found)
+    tokenizer = work.tokenizer or keeper.tokenizer() or _trained(work, holdout, total)
     template = template_for(tokenizer, work.template)
-    writers = _write_all(work, tokenizer, template, (folder, keeper), total)
+    writers, held = _write_all(work, holdout, tokenizer, template, (folder, keeper), total)
     for split, writer in writers.items():
         if not writer.entries and (split == "train" or work.holdout):
             what = "holds nothing out" if split == "heldout" else "holds everything out"
+            examples = sum(counts.documents for counts in found)
             raise PlaitError(
-                f"data.holdout = {work.holdout} of {sum(look.documents for look in found)} examples {what} (those with "
-                "the same prompt stay together); give more of them, another data.holdout, or 0"
+                f"data.holdout = {work.holdout} of {examples} examples {what} (those with the same "
+                "prompt stay together); give more of them, another data.holdout, or 0"
             )
     tokenizer.save(folder)
     write_synced(folder / "tokenizer_config.json", json.dumps(special_settings(template.special), ensure_ascii=False))
@@ -88,7 +96,7 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
         "heldout_bytes": writers["heldout"].text_bytes,
         "shards": [index_row(entry) for entry in chain.from_iterable(each.entries for each in writers.values())],
     }
-    write_index(folder, {**index, "sources": source_entries(work, found)})
+    write_index(folder, {**index, "sources": source_entries(work, found, held)})
     keeper.finish()
 
 
@@ -98,32 +106,47 @@ def template_for(tokenizer: Tokenizer, own: TemplateText | None) -> TemplateText
     return replace(found, special={"eos_token": tokenizer.eot_text, **found.special})
 
 
-def _survey(work: BuildRequest) -> list[DocumentSurvey]:
+def _survey(work: BuildRequest) -> tuple[list[SourceCounts], Holdout]:
     """Read every example once: what cannot be learnt is found here, before hours of work."""
-    found = []
+    found, survey = [], begun_survey(work)
     for number, source in enumerate(work.sources):
-        seen = DocumentSurvey()
-        for one in _examples(work, number):
-            seen += DocumentSurvey(documents=1, text_bytes=one.text_bytes, held_documents=int(one.split == "heldout"))
-            work.on_progress(seen.text_bytes, 0, "reading")
-        if not seen.text_bytes:
-            raise PlaitError(f"{source.source.path} holds no text; fill it or take it out of {source.source.given_as}")
-        found.append(seen)
-    return found
+        examples = text_bytes = 0
+        for example, file in _read(work, number):
+            nbytes = _text_bytes(example)
+            survey.add_example(_prompt_hash(example), nbytes, number, file)
+            examples, text_bytes = examples + 1, text_bytes + nbytes
+            work.on_progress(text_bytes, 0, "reading")
+        found.append(source_counts(source, examples, text_bytes))
+    return found, survey.choose("whole")
 
 
-def _examples(work: BuildRequest, number: int) -> Iterator[_Placed]:
-    # Sources without weights are one stream, as those of text.
-    source = number if work.sources[0].source.weight is not None else 0
-    for example in read_examples(work.sources[number], work.formats[number]):
-        held = hash_fraction([example.question.encode("utf-8")]) < work.holdout
-        yield _Placed(example=example, source=source, split="heldout" if held else "train")
+def _read(work: BuildRequest, number: int) -> Iterator[tuple[Example | PairExample, str]]:
+    """The examples of a source, each with the file that `OpenSource.by_file` tells apart."""
+    for file, part in work.sources[number].by_file():
+        for example in read_examples(part, work.formats[number]):
+            yield example, file
 
 
-def _trained(work: BuildRequest, total: int) -> Tokenizer:
+def _placed(work: BuildRequest, holdout: Holdout) -> Iterator[_Placed]:
+    weighted = work.sources[0].source.weight is not None  # sources without weights are one stream, as those of text
+    for number in range(len(work.sources)):
+        for example, file in _read(work, number):
+            split = holdout.split_of_prompt(_prompt_hash(example), number, file)
+            yield _Placed(example=example, source=number, stream=number if weighted else 0, split=split)
+
+
+def _prompt_hash(example: Example | PairExample) -> int:
+    return text_hash([example.question.encode("utf-8")])
+
+
+def _text_bytes(example: Example | PairExample) -> int:
+    return sum(len(text.encode("utf-8")) for text in example.texts)
+
+
+def _trained(work: BuildRequest, holdout: Holdout, total: int) -> Tokenizer:
     def training_texts() -> Iterator[str]:
         done = 0
-        for one in chain.from_iterable(_examples(work, number) for number in range(len(work.sources))):
+        for one in _placed(work, holdout):
             done += one.text_bytes
             work.on_progress(done, total, "training the tokenizer")
             if one.split == "train":
@@ -136,9 +159,21 @@ def _trained(work: BuildRequest, total: int) -> Tokenizer:
 
 
 def _write_all(
-    work: BuildRequest, tokenizer: Tokenizer, template: TemplateText, place: tuple[Path, ProgressKeeper], total: int
-) -> dict[HoldoutSplit, ShardWriter]:
+    work: BuildRequest,
+    holdout: Holdout,
+    tokenizer: Tokenizer,
+    template: TemplateText,
+    place: tuple[Path, ProgressKeeper],
+    total: int,
+) -> tuple[dict[HoldoutSplit, ShardWriter], list[int]]:
+    """Write all shards; returns their writers, and the bytes of text that each source holds out."""
     folder, keeper = place
+    held = [0] * len(work.sources)
+
+    def examples() -> Iterator[_Placed]:
+        for one in _placed(work, holdout):  # from the start, also where an earlier process is continued
+            held[one.source] += one.text_bytes if one.split == "heldout" else 0
+            yield one
 
     def writer(split: HoldoutSplit) -> ShardWriter:
         dtype = token_dtype(tokenizer.vocabulary)
@@ -148,7 +183,7 @@ def _write_all(
     encoder, done = ExampleEncoder(tokenizer, ChatTemplate(template)), 0
     try:
         count, done = keeper.begin(tokenizer, writers)
-        for batch in _batches(work, count):
+        for batch in _batches(islice(examples(), count, None)):
             work.on_progress(done, total, "tokenizing")
             encoded = iter(encoder.encode([part for one in batch for part in parts_of(one.example)]))
             for one in batch:
@@ -163,7 +198,7 @@ def _write_all(
             raise disk_full_error(folder, sum(each.bytes_written for each in writers.values()), done, total) from error
         raise
     work.on_progress(total, total, "tokenizing")
-    return writers
+    return writers, held
 
 
 def _write(writer: ShardWriter, one: _Placed, parts: list[EncodedExample], shard_tokens: int) -> None:
@@ -177,15 +212,13 @@ def _write(writer: ShardWriter, one: _Placed, parts: list[EncodedExample], shard
         )
     for part in parts:
         left -= len(part.ids)
-        writer.add_whole(one.source, part.ids, part.mask, follow_tokens=left)
+        writer.add_whole(one.stream, part.ids, part.mask, follow_tokens=left)
         writer.text_bytes += part.learned_bytes
 
 
-def _batches(work: BuildRequest, first: int) -> Iterator[list[_Placed]]:
-    """All examples from number `first` on."""
+def _batches(examples: Iterable[_Placed]) -> Iterator[list[_Placed]]:
     batch, characters = list[_Placed](), 0
-    examples = chain.from_iterable(_examples(work, number) for number in range(len(work.sources)))
-    for one in islice(examples, first, None):
+    for one in examples:
         batch.append(one)
         characters += sum(map(len, one.example.texts))
         if characters >= _BATCH_CHARACTERS:

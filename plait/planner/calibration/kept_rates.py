@@ -14,6 +14,7 @@ from plait.cluster.product_rates import ProductRates
 from plait.cluster.topology import Machine
 from plait.errors import RunFailed
 from plait.private_folder import make_private_folder
+from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
 from plait.working_folder import WorkingFolder
 
@@ -30,7 +31,7 @@ def rates_path(working: WorkingFolder, machine: Machine, measured: Sequence[Any]
 def kept_rates(path: Path) -> Sequence[ProductRates]:
     """The rates of a file, of each worker; nothing where it is missing or no longer what was written."""
     try:
-        return [ProductRates.from_values(values) for values in parse_object(path.read_bytes())["ranks"]]
+        return [ProductRates.from_values(values) for values in parse_object(read_regular_file(path))["ranks"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
