@@ -90,6 +90,12 @@ class Cluster:
         return sum(island.nodes for island in self.islands)
 
     @property
+    def hour_devices(self) -> int:
+        """Devices that device-hours count, as a run's receipt does (Plan.devices): GPUs or TPU chips, and of machines
+        that compute on their processors the machines, however many workers share one."""
+        return sum(i.nodes if i.device.kind == "cpu" else i.n_devices for i in self.islands)
+
+    @property
     def price_per_hour(self) -> float | None:
         """US dollars per hour for all devices together; None if one of them has no public price."""
         return _sum_of([(island.n_devices, island.device.price_per_hour) for island in self.islands])

@@ -12,6 +12,7 @@ from plait.arguments import check_arguments
 from plait.checked_json import printable
 from plait.checkpoint.store import published_checkpoints
 from plait.commands.monitoring.account import RunAccount, account_of
+from plait.commands.monitoring.finish import is_finished
 from plait.commands.monitoring.run_end import run_end
 from plait.commands.planning.run_folder import find_run, run_names
 from plait.commands.python_call import in_call_words
@@ -60,8 +61,8 @@ class Run:
 
     @property
     def receipt(self) -> Receipt | None:
-        """What the run came to; None until it is finished."""
-        return read_receipt(self._folder.receipt) if self._folder.receipt.exists() else None
+        """The receipt of the finished run; None while steps of its plan are left, also of a larger `train.budget`."""
+        return read_receipt(self._folder.receipt) if is_finished(self._folder) else None
 
     @property
     def checkpoints(self) -> Sequence[Path]:

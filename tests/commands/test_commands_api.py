@@ -17,8 +17,12 @@ from typer.testing import CliRunner
 import plait
 from plait.cli import app
 from plait.cluster.cluster import cluster_from_json, read_cluster
+from plait.commands.planning.run_folder import run_folder
 from plait.commands.python_call import as_command, in_call_words, screen_for
 from plait.errors import Interrupted, PlaitError, RunFailed
+from plait.planner.derive.intervals import with_raised_budget
+from plait.recipe.load import load_recipe
+from plait.working_folder import WorkingFolder
 from tests.end_to_end.command import some_text
 
 RECIPE: Mapping[str, Any] = {
@@ -147,6 +151,20 @@ def test_a_run_on_its_way_says_where_it_stands(place: Path, tmp_path: Path) -> N
     (tmp_path / "runs" / "play" / "receipt.json").unlink()
     told = str(plait.Run("play", folder=tmp_path))
     assert told.startswith(f"run      {tmp_path}/runs/play: step 12 of 12, loss ")
+
+
+def test_a_continued_run_has_no_receipt_until_its_new_end(place: Path, tmp_path: Path) -> None:
+    """receipt.json on disk is still that of the first 12 steps while the run is on its way to 16."""
+    shutil.copytree(place / "work", tmp_path / "work")
+    begun, run = run_folder("play", WorkingFolder(tmp_path / "work")), plait.Run("play", folder=tmp_path / "work")
+    assert run.receipt is not None and run.receipt.steps == 12
+    longer = load_recipe(begun.recipe, ["train.budget=16 steps"])
+    begun.save_config_and_plan(longer, with_raised_budget(longer, begun.saved_plan()))
+    assert json.loads((run.path / "receipt.json").read_text())["steps"] == 12
+    assert run.receipt is None and run.account.state == "stopped"
+    assert str(run).startswith(f"run      {tmp_path}/work/runs/play: step 12 of 16, loss ")
+    ended = plait.train(begun.recipe, ["train.budget=16 steps"], folder=tmp_path / "work", progress="off")
+    assert run.receipt == ended and ended.steps == len(run.metrics("list")) == 16
 
 
 def test_every_function_has_a_command_or_is_about_values() -> None:

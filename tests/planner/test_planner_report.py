@@ -15,14 +15,15 @@ import pytest
 from rich.console import Console
 
 from plait.cluster.cluster import read_cluster
+from plait.cluster.topology import Machine
 from plait.commands.plan import plan, terms
 from plait.commands.planning.plan_report import PlanReport, make_plan_report, plan_report_text
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration
-from plait.planner.derive.resources import on_paper
+from plait.planner.derive.resources import Resources, on_paper
 from plait.planner.explain.glossary import GLOSSARY, glossary_text
-from plait.planner.explain.report import runners_up, short_reasons
+from plait.planner.explain.report import runners_up, runners_up_lines, short_reasons
 from plait.planner.explain.report_json import plan_json
 from plait.planner.explain.tipping_points import FINE_STEPS, TippingPoint, tipping_points, with_memory
 from plait.planner.search.constraints import Constraints
@@ -33,6 +34,7 @@ from plait.planner.search.search import search
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.terminal import TerminalScreen
+from plait.units import format_count, format_duration
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = {
@@ -143,8 +145,79 @@ def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> No
     one = make_plan_report(config, on_paper(read_cluster("8x4090")), top=3)
     values = plan_json(one.search, one.sections, 3)
     assert values["layout"] == {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 8}
-    assert "as [layout] of the recipe says; plait would choose" in values["why"][0]
-    assert values["why"][0].endswith("times as slow")
+    assert "as [layout] of the recipe says; left open, the forecast would choose" in values["why"][0]
+    assert values["why"][0].endswith("times as slow as that")
+
+
+def test_every_percentage_of_layouts_is_relative_to_the_fastest(answers: dict[str, PlanReport]) -> None:
+    """Recomputed from the step_s of --json."""
+    seen = 0
+    for name, one in answers.items():
+        found, values = one.search, plan_json(one.search, one.sections, 5)
+        fastest_s = min(found.step_s)
+        for runner in values["runners_up"]:
+            said = re.findall(r"([\d.]+)% slower than the fastest", runner["why_not"])
+            factor = runner["step_s"] / fastest_s
+            assert said == ([f"{100 * (factor - 1):.1f}"] if 1.0005 <= factor < 2 else []), (name, runner["why_not"])
+            seen += len(said)
+        percents = re.findall(r"%\S* (?:slower|faster|longer|less)(?! than the fastest)", plan_report_text(one, 1000))
+        assert not percents, name
+        if found.chosen != found.fastest:
+            slower = f"the chosen layout is {100 * (values['step_s'] / fastest_s - 1):.1f}% slower than the fastest"
+            assert slower in values["why"][0] and values["step_s"] <= fastest_s * (1 + values["error"]), name
+    assert seen > 20
+
+
+def test_no_other_layouts_are_listed_by_top_0_and_it_says_how_many_there_are(answers: dict[str, PlanReport]) -> None:
+    found = answers["8xh100"].search
+    c = found.candidates
+    ways = {(int(k), int(p), int(t)) for k, p, t in zip(kinds_of(c), c.pipeline, c.tensor, strict=True)}
+    said = "other kinds of layout would fit; --top N lists the fastest N of them"
+    assert runners_up_lines(found, 0) == [f"{len(ways) - 1} {said}"]
+    assert len(runners_up_lines(found, 1000)) == len(ways) - 1
+
+
+def test_where_no_other_kind_was_priced_the_reason_is_said(tmp_path: Path) -> None:
+    for cluster, named, said in (
+        ("3x4090", ("layout.replicate=3",), "no other kind of layout was priced: [layout] of the recipe allows this"),
+        ("1x4090", (), "one device has no other kind of layout"),
+        ("desktop", (), "one worker has no other kind of layout"),
+    ):
+        one = make_plan_report(
+            recipe(tmp_path, "25M", 512, 48, "1B tokens", *named), on_paper(read_cluster(cluster)), top=3
+        )
+        assert f"others   · {said}" in plan_report_text(one, 300)
+
+
+def test_a_named_layout_is_compared_with_what_the_machine_would_be_given_without_it(tmp_path: Path) -> None:
+    """Three workers on a machine of two cores: the planner would never choose three."""
+    machine = Machine(device="cpu", name="test", devices=1, cores=2, memory_bytes=24 * 2**30, versions=())
+    here = Resources(machine=machine, peak_flops=1e11)
+    for named, workers in ((("layout.replicate=3",), 3), (("layout.replicate=1",), 1)):
+        one = make_plan_report(recipe(tmp_path, "1M", 256, 6, "100 steps", *named), here, top=3)
+        free = make_plan_report(recipe(tmp_path, "1M", 256, 6, "100 steps"), here, top=3)
+        assert free.search.cluster.n_devices < 3 and one.search.cluster.n_devices == workers
+        reason = plan_json(one.search, one.sections, 3)["why"][0]
+        same = one.search.candidates.row(one.search.chosen) == free.search.candidates.row(free.search.chosen)
+        assert ("left open, the forecast would choose the same" in reason) == same == (workers == 1), reason
+        slower = one.search.chosen_step_s / free.search.chosen_step_s
+        assert same or f"{format_duration(free.search.chosen_step_s)}; yours is" in reason
+        assert same or (slower < 1.107 and "yours is about as fast" in reason)
+
+
+@pytest.mark.parametrize(("cluster", "hour_devices"), [("8xH100", 8), ("2xdesktop", 2), ("here", 1)])
+def test_device_hours_are_those_of_the_receipt(cluster: str, hour_devices: int, tmp_path: Path) -> None:
+    """GPUs, or machines where there are none (docs/guide-run.md), times the forecast's hours; the run's plan counts as
+    many."""
+    machine = Machine(device="cpu", name="test", devices=1, cores=2, memory_bytes=24 * 2**30, versions=())
+    resources = Resources(machine=machine, peak_flops=1e11) if cluster == "here" else on_paper(read_cluster(cluster))
+    named = ("layout.replicate=8" if hour_devices == 8 else "layout.replicate=2",)
+    one = make_plan_report(recipe(tmp_path, "1M", 256, 64, "1000000 steps", *named), resources, top=0)
+    hours = one.search.chosen_step_s * 1e6 / 3600
+    [said] = re.findall(r"([\d.,]+[KM]?) device-hours", plan_report_text(one, 300))
+    assert said == format_count(hours * hour_devices)
+    if cluster != "2xdesktop":  # on paper nobody knows the hosts
+        assert one.plan.devices == hour_devices
 
 
 def test_what_runs_here_taught_is_in_the_plan_and_said(tmp_path: Path) -> None:
@@ -163,8 +236,8 @@ def test_a_schedule_without_a_pipeline_is_not_said_to_have_decided_the_layout(tm
     config = recipe(tmp_path, "350M", 1024, 256, "1B tokens", "layout.schedule=1f1b")
     told = " ".join(plan_report_text(make_plan_report(config, on_paper(read_cluster("8xH100")), top=1)).split())
     assert "layout.schedule changes nothing: layout.pipeline is 1" in told
-    assert "the layout that plait would also choose without [layout] of the recipe" in told
-    assert "as [layout] of the recipe says" not in told and "whatever the machines" not in told
+    assert "as [layout] of the recipe says; left open, the forecast would choose the same" in told
+    assert "whatever the machines" not in told
 
 
 def test_a_layout_for_which_memory_is_short_is_explained_although_nothing_fits_freely(tmp_path: Path) -> None:
@@ -179,7 +252,7 @@ def test_a_layout_for_which_memory_is_short_is_explained_although_nothing_fits_f
     told = plan_report_text(one)
     assert "as [layout] of the recipe says; left open, plait would choose nothing: a model of" in " ".join(told.split())
     assert "the layout is as the recipe says, whatever the machines" in told and "memory is short" in told
-    assert "plait would choose nothing" in short_reasons(search(roomy.workload, tight, constraints=pins))[0]
+    assert "plait would choose nothing" in short_reasons(one.search)[0]
 
 
 def test_gradients_travel_as_the_recipe_says(tmp_path: Path) -> None:

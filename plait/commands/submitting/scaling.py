@@ -32,6 +32,7 @@ class NodesForecast:
 
     nodes: int
     devices: int
+    """GPUs or TPU chips, or machines that compute on their processors."""
     peak_flops: float
     """Of all devices together."""
     layout: Layout
@@ -127,7 +128,7 @@ def _row(nodes: int, cluster: Cluster, peak_flops: float, plan: Plan, first: Pla
     run_s, price = plan.forecast.step_s * first.steps, cluster.price_per_hour
     return NodesForecast(
         nodes=nodes,
-        devices=cluster.n_devices,
+        devices=cluster.hour_devices,
         peak_flops=peak_flops,
         layout=plan.layout,
         step_s=plan.forecast.step_s,

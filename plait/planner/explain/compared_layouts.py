@@ -1,4 +1,5 @@
-"""How one layout compares with the chosen one, and one that the recipe names with plait's own choice, in words."""
+"""How layouts compare, in words: step times with the fastest layout, complexity with the chosen one, and a layout that
+the recipe names with plait's own choice."""
 
 from __future__ import annotations
 
@@ -6,47 +7,65 @@ from plait.errors import PlaitError
 from plait.planner.search.cost_breakdown import TIME_NAMES, time_items
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import layout_text
-from plait.planner.search.search import search
-from plait.units import counted, format_duration, slower_text
+from plait.units import compared_text, counted, format_duration
 
 SAME_TIME = 5e-4
-"""Share of a step below which a difference is none."""
+"""Share of a step below which two times count as equal."""
 
 
 def why_not(found: Search, index: int) -> str:
-    """How one layout compares with the chosen one: its time, what makes it slower, its complexity."""
-    more = int(found.complexity[index] - found.complexity[found.chosen])
-    points = counted(abs(more), "point")
-    harder = f"{'more complicated' if more > 0 else 'simpler'} by {points}" if more else "as simple"
-    joined = "and " if found.step_s[index] < (1 + SAME_TIME) * found.step_s[found.chosen] else ""
-    return f"{time_compared(found, index)}, {joined}{harder}"
+    """One layout's time and complexity: "3.79 s, 20.1% slower than the fastest (…), 4 points simpler than the chosen
+    layout"."""
+    return f"{time_compared(found, index)}, {complexity_compared(found, index)} the chosen layout"
 
 
 def time_compared(found: Search, index: int) -> str:
-    """The time of one layout's step against that of the chosen one, and what makes it slower."""
-    factor = float(found.step_s[index] / found.step_s[found.chosen])
-    time = format_duration(float(found.step_s[index]))
-    if factor < 1 - SAME_TIME:
-        return f"{time}, {1 - factor:.1%} faster"
-    if factor < 1 + SAME_TIME:
-        return f"{time}, no faster"
-    return f"{time}, {slower_text(factor)} ({_worst_item(found, index)})"
+    """One layout's step time against the fastest layout's; where it is slower than the chosen layout, also the item
+    that costs it most."""
+    step_s, time = float(found.step_s[index]), format_duration(float(found.step_s[index]))
+    if step_s < (1 + SAME_TIME) * found.best_step_s:
+        return f"{time}, {'the fastest' if index == found.fastest else 'as fast as the fastest'}"
+    where = f" ({_worst_item(found, index)})" if step_s > (1 + SAME_TIME) * found.chosen_step_s else ""
+    return f"{time}, {slower_than_fastest(found, index)}{where}"
+
+
+def slower_than_fastest(found: Search, index: int) -> str:
+    """The one base of a plan's percentages: "5.1% slower than the fastest", "3 times as slow as the fastest"."""
+    factor = float(found.step_s[index]) / found.best_step_s
+    return compared_text(factor, "slower", "faster", digits=1, than="the fastest")
+
+
+def complexity_compared(found: Search, index: int) -> str:
+    """One layout's complexity against the chosen one's, which the caller names: "2 points simpler than", "as simple
+    as"."""
+    more = int(found.complexity[index] - found.complexity[found.chosen])
+    return (
+        f"{counted(abs(more), 'point')} {'more complicated' if more > 0 else 'simpler'} than"
+        if more
+        else "as simple as"
+    )
+
+
+def tolerance_text(found: Search) -> str:
+    """The tolerance with the digit by which a layout may just be inside it: "4.2%"."""
+    return f"{found.tolerance:.1%}"
 
 
 def recipe_layout_reason(found: Search) -> str:
-    """The layout that a person named against what the same search chooses without it."""
-    try:
-        free = search(found.workload, found.cluster, profile=found.profile)
-    except PlaitError as error:
-        return f"as [layout] of the recipe says; left open, plait would choose nothing: {error}"
-    if free.candidates.row(free.chosen) == found.candidates.row(found.chosen):
-        return "the layout that plait would also choose without [layout] of the recipe"
-    factor = float(found.step_s[found.chosen] / free.step_s[free.chosen])
-    own = layout_text(free.candidates.row(free.chosen))
-    if factor <= 1 + free.tolerance:
-        return f"as [layout] of the recipe says; plait would choose {own}, which is about as fast"
-    there = format_duration(float(free.step_s[free.chosen]))
-    return f"as [layout] of the recipe says; plait would choose {own}, {there}: yours is {slower_text(factor)}"
+    """The layout that the recipe names against the one that the planner chooses with [layout] left open."""
+    free, named = found.with_layout_open, "as [layout] of the recipe says"
+    if free is None:
+        return named
+    if isinstance(free, PlaitError):
+        return f"{named}; left open, plait would choose nothing: {free}"
+    own = free.candidates.row(free.chosen)
+    if own == found.candidates.row(found.chosen) and free.cluster.islands == found.cluster.islands:
+        return f"{named}; left open, the forecast would choose the same"
+    factor = found.chosen_step_s / free.chosen_step_s
+    slower = compared_text(factor, "slower", "faster", digits=1, than="that")
+    yours = "about as fast" if factor <= 1 + free.tolerance else slower
+    time = format_duration(free.chosen_step_s)
+    return f"{named}; left open, the forecast would choose {layout_text(own)}, {time}; yours is {yours}"
 
 
 def recipe_layout_changes(found: Search) -> str:
@@ -60,5 +79,6 @@ def _worst_item(found: Search, index: int) -> str:
     here, there = time_items(found, found.chosen), time_items(found, index)
     name = max(here, key=lambda item: there[item] - here[item])
     return (
-        f"{TIME_NAMES[name]} takes {format_duration(there[name])} in place of {format_duration(max(here[name], 0.0))}"
+        f"{TIME_NAMES[name]}: {format_duration(there[name])}, with the chosen layout "
+        f"{format_duration(max(here[name], 0.0))}"
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from plait.cluster.catalog import Link
 from plait.cluster.cluster import Cluster, Island, device_bytes_per_s
 from plait.errors import PlaitError
+from plait.planner.explain.compared_layouts import tolerance_text
 from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED, TippingPoint, tipping_points
 from plait.planner.heterogeneous.host_permutations import node_alone
 from plait.planner.search.found import Search
@@ -43,11 +44,11 @@ def certainty_lines(found: Search) -> list[str]:
         assert found.cluster.measured is not None
         return [
             f"arithmetic and messages were measured on these machines ({found.cluster.measured.date}): layouts within "
-            f"{found.tolerance:.0%} of each other count as equally fast; expect {low} to {high}"
+            f"{tolerance_text(found)} of each other count as equally fast; expect {low} to {high}"
         ]
     lines = [
         f"nothing was measured on these machines: {_record(found)}, so expect {low} to {high}; layouts within "
-        f"{found.tolerance:.0%} of each other count as equally fast"
+        f"{tolerance_text(found)} of each other count as equally fast"
     ]
     guessed = [i.device.name for i in found.cluster.islands if i.device.achievable is None]
     if guessed:

@@ -47,18 +47,18 @@ def left_out_lines(found: Search) -> list[str]:
         return []
     text = left_out_text(found)
     layout, all_s = layout_text(left.whole.candidates.row(left.whole.chosen)), left.whole.chosen_step_s
-    return [f"left out: {text}; {_comparison(found, all_s)}: {layout}", *_joining_lines(found, left.whole)]
+    return [f"left out: {text}; {_comparison(found, all_s, layout)}", *_joining_lines(found, left.whole)]
 
 
-def _comparison(found: Search, all_s: float) -> str:
-    """How long a step over all devices would take."""
+def _comparison(found: Search, all_s: float, layout: str) -> str:
+    """How long a step over all devices would take, by the layout that is best there."""
     here = found.chosen_step_s
     if all_s >= here:
-        return f"a step over all devices would take {format_duration(all_s)}, {as_long_text(all_s / here)}"
+        return f"a step over all devices would take {format_duration(all_s)}, {as_long_text(all_s / here)}: {layout}"
     tolerance = max(found.tolerance, found.left_out.whole.tolerance if found.left_out else 0.0)
-    told = "less than" if here <= (1 + tolerance) * all_s else f"hardly more than the {tolerance:.0%} that"
-    saved = f"{1 - all_s / here:.1%} less, which is {told} this forecast can tell"
-    return f"a step over all devices would take {format_duration(all_s)}, {saved}"
+    told = "less than" if here <= (1 + tolerance) * all_s else f"hardly more than the {tolerance:.1%} that"
+    more = f"the chosen layout takes {here / all_s - 1:.1%} longer, which is {told} this forecast can tell"
+    return f"a step over all devices would take {format_duration(all_s)} ({layout}); {more}"
 
 
 def _joining_lines(found: Search, whole: Search) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from plait.planner.explain.axis_choice import AxisChoice, CutAxis, axis_choice
-from plait.planner.explain.compared_layouts import time_compared
+from plait.planner.explain.compared_layouts import slower_than_fastest, time_compared, tolerance_text, why_not
 from plait.planner.explain.confidence import inside_rate_text, link_rate_text
 from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates
@@ -119,14 +119,20 @@ def _axis_line(found: Search, axis: CutAxis, on: str) -> str:
             f"{format_bytes(choice.leanest_without_bytes)} a device, which has {there}"
         )
     other = choice.without if here else choice.with_axis
-    what = f"{layout_text(found.candidates.row(other))} takes {time_compared(found, other)}"
+    layout = layout_text(found.candidates.row(other))
     if choice.pays:
-        return f"{question} Yes, for speed: without it, {what}{_turn(found, choice)}"
+        return (
+            f"{question} Yes, for speed: without it, {layout} takes {time_compared(found, other)}{_turn(found, choice)}"
+        )
     if here:
-        return f"{question} Not for speed: without it, {what}, but has more parts{_turn(found, choice)}"
-    faster = found.step_s[other] < found.step_s[found.chosen]
-    less = f", which is less than the {found.tolerance:.0%} that this forecast can tell" if faster else ""
-    return f"{question} No: with it, {what}{less}{_turn(found, choice)}"
+        return f"{question} Not for speed: without it, {layout} takes {why_not(found, other)}{_turn(found, choice)}"
+    less = (
+        f"; the chosen layout is {slower_than_fastest(found, found.chosen)}, and this forecast cannot tell less than "
+        f"{tolerance_text(found)}"
+        if found.step_s[other] < found.step_s[found.chosen]
+        else ""
+    )
+    return f"{question} No: with it, {layout} takes {time_compared(found, other)}{less}{_turn(found, choice)}"
 
 
 def _turn(found: Search, choice: AxisChoice) -> str:

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.planner.explain.compared_layouts import recipe_layout_changes, recipe_layout_reason, why_not
+from plait.planner.explain.compared_layouts import (
+    complexity_compared,
+    recipe_layout_changes,
+    recipe_layout_reason,
+    slower_than_fastest,
+    time_compared,
+    tolerance_text,
+    why_not,
+)
 from plait.planner.explain.confidence import certainty_lines, idle_machine_lines, layout_changes
 from plait.planner.explain.island_traffic import island_traffic_lines
 from plait.planner.explain.left_out import left_out_lines, left_out_text
@@ -51,7 +59,7 @@ class PlanSection:
 
 
 def report_sections(found: Search, budget: Amount, *, top: int) -> tuple[PlanSection, ...]:
-    """The whole report, section by section."""
+    """The whole report, section by section, with `top` other layouts."""
     chosen = found.candidates.row(found.chosen)
     who = [*unequal_lines(found, found.chosen), *memory_limit_lines(found, found.chosen)]
     without = f", leaving out {left_out_text(found)}" if found.left_out else ""
@@ -84,8 +92,9 @@ def short_reasons(found: Search) -> tuple[str, ...]:
     return (first, *who, *unequal_reasons(found), *load_lines(found), *_binds(found)[:2], *changed[:2])
 
 
-def runners_up(found: Search, top: int) -> list[int]:
-    """The next best layouts: the fastest of each kind and of each way to cut the model, beside the chosen one."""
+def runners_up(found: Search, top: int | None = None) -> list[int]:
+    """The next best layouts, `top` of them or all: the fastest of each kind and of each way to cut the model, beside
+    the chosen one."""
     c = found.candidates
     combinations = np.stack([kinds_of(c), c.pipeline, c.tensor])
     order = np.lexsort([found.complexity, found.step_s])
@@ -110,9 +119,8 @@ def choice_reasons(found: Search) -> list[str]:
         reasons.append(f"{words}: simpler, but this needs {format_bytes(bytes_)} {much}")
     here, by_kind = int(found.complexity[found.chosen]), best_of_kinds(found)
     for index in by_kind[found.complexity[by_kind] < here][:SIMPLER_KINDS_NAMED]:
-        reasons.append(
-            f"{kind_text(found.candidates.row(int(index)))}: simpler, but it takes {why_not(found, int(index))}"
-        )
+        kind, points = kind_text(found.candidates.row(int(index))), complexity_compared(found, int(index))
+        reasons.append(f"{kind}: {points} the chosen layout, but it takes {time_compared(found, int(index))}")
     return (
         reasons
         + objective_lines(found)
@@ -123,11 +131,18 @@ def choice_reasons(found: Search) -> list[str]:
 
 
 def runners_up_lines(found: Search, top: int) -> list[str]:
-    """What the other layouts would cost and why they lost."""
-    lines = []
-    for index in runners_up(found, top):
-        lines.append(f"{layout_text(found.candidates.row(index))}: {why_not(found, index)}")
-    return lines or ["these devices have no other kind of layout that fits"]
+    """What the other layouts would cost and why they lost; where none is listed, why there is none."""
+    others = runners_up(found)
+    if others and not top:
+        return [f"{counted(len(others), 'other kind', ',')} of layout would fit; --top N lists the fastest N of them"]
+    if others:
+        return [f"{layout_text(found.candidates.row(index))}: {why_not(found, index)}" for index in others[:top]]
+    if found.constraints:
+        return ["no other kind of layout was priced: [layout] of the recipe allows this kind alone"]
+    if found.cluster.n_devices == 1:
+        on_processor = found.cluster.islands[0].device.kind == "cpu"
+        return [f"one {'worker' if on_processor else 'device'} has no other kind of layout"]
+    return ["these devices have no other kind of layout that fits"]
 
 
 def best_of_kinds(found: Search) -> Counts:
@@ -173,17 +188,18 @@ def _memory(found: Search) -> list[str]:
 
 
 def _price_of_simplicity(found: Search) -> str:
-    chosen, fastest = found.step_s[found.chosen], found.step_s[found.fastest]
     if found.chosen == found.fastest:
+        where = " on the devices that it uses" if found.left_out else ""
         return (
-            f"the fastest of {counted(len(found.candidates), 'layout', ',')} that fit; "
-            f"none within {found.tolerance:.0%} is simpler"
+            f"the fastest of {counted(len(found.candidates), 'layout', ',')} that fit{where}; "
+            f"none within {tolerance_text(found)} is simpler"
         )
     if found.complexity[found.chosen] == found.complexity[found.fastest]:
         return f"as simple as the fastest of {counted(len(found.candidates), 'layout', ',')} that fit, and as fast"
+    fastest = f"{layout_text(found.candidates.row(found.fastest))}, takes {format_duration(found.best_step_s)}"
     return (
-        f"the simplest within {found.tolerance:.0%} of the fastest: {layout_text(found.candidates.row(found.fastest))} "
-        f"would save {1 - fastest / chosen:.1%} of the step, which is less than this forecast can tell"
+        f"the simplest within {tolerance_text(found)} of the fastest, which is less than this forecast can tell: the "
+        f"fastest, {fastest}; the chosen layout is {slower_than_fastest(found, found.chosen)}"
     )
 
 

@@ -18,7 +18,7 @@ def run_totals(found: Search, budget: Amount) -> list[str]:
     lines = [
         f"{counted(steps, 'step', ',')}, {format_count(steps * found.workload.batch_tokens)} tokens, for a "
         f"budget of {budget}: "
-        f"{_long(seconds)}, {format_count(hours * cluster.n_devices)} device-hours"
+        f"{_long(seconds)}, {format_count(hours * cluster.hour_devices)} device-hours"
     ]
     if cluster.watts is None:
         lines.append(f"energy: unknown, because no board power of {_without(found, 'watts')} is published")

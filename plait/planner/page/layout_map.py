@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plait.planner.explain.compared_layouts import SAME_TIME, complexity_compared, slower_than_fastest
 from plait.planner.explain.report import best_of_kinds, runners_up
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.search.cost_breakdown import TIME_NAMES
@@ -14,7 +15,6 @@ from plait.planner.search.layout_cost import filled_batches
 from plait.planner.search.layout_kinds import kinds_of, layout_text
 from plait.planner.step_time.step_time import estimate_step_time
 from plait.report.figures import time_words
-from plait.units import counted, slower_text
 
 DOTS_DRAWN = 500
 SLOWEST_DRAWN = 8.0
@@ -125,17 +125,17 @@ def _dot(found: Search, row: int, spent: Reals, chosen_spent: Reals) -> Dot:
 
 
 def _why(found: Search, row: int, more_s: Reals) -> str:
+    step_s, chosen_s = float(found.step_s[row]), found.chosen_step_s
+    is_fastest = step_s < (1 + SAME_TIME) * found.best_step_s
+    time = "as fast as the fastest" if is_fastest else slower_than_fastest(found, row)
     if row == found.chosen:
-        return "chosen: the simplest of those that are fast enough"
-    factor = float(found.step_s[row] / found.step_s[found.chosen])
-    more = int(found.complexity[row] - found.complexity[found.chosen])
-    harder = f"{counted(abs(more), 'point')} {'more complicated' if more > 0 else 'simpler'}"
-    harder = harder if more else "as simple"
-    if factor < 1 + 5e-4:
-        return f"{1 - factor:.1%} faster than the chosen, but {harder}" if factor < 1 - 5e-4 else f"as fast, {harder}"
+        return f"chosen: the simplest of those that are fast enough; {time}"
+    harder = f"{complexity_compared(found, row)} the chosen layout"
+    if step_s < (1 + SAME_TIME) * chosen_s:
+        return f"{time}, {harder}"
     worst = int(more_s.argmax())
     name = list(TIME_NAMES.values())[worst]
-    return f"{slower_text(factor)}, with {time_words(float(more_s[worst]))} more for {name}, {harder}"
+    return f"{time}, with {time_words(float(more_s[worst]))} more for {name}, {harder}"
 
 
 def _family(kind: int) -> str:

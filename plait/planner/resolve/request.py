@@ -6,6 +6,7 @@ given the same recipe, text and machines therefore build equal requests, and get
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -53,6 +54,8 @@ class Request:
     constraints: Constraints
     options: tuple[WorkerOption, ...]
     """The ways to use the machines, fewest workers first; several only on processors."""
+    open_options: tuple[WorkerOption, ...]
+    """The same if the recipe named no degrees."""
     compile: Compile
     """Whether layers are compiled."""
     profile: SoftwareProfile
@@ -103,11 +106,15 @@ def request_of(
     # Steps with TF32 products, or by another library, say nothing about steps without.
     precision = job.precision if job.matmul_precision == "float32" else job.matmul_precision
     calibration = resources.load_calibration(arithmetic_name(precision, job.matmul_backend), basis)
+    if not resources.has_known_devices:
+        notes.append(f"{resources.machine.name} is not in plait's catalogue: laid out as an {STAND_IN} with its memory")
+    counts = [_named_count(resources, constraints.degrees, notes)] if constraints.degrees else resources.worker_counts()
     return Request(
         job=job,
         workload=workload,
         constraints=constraints,
-        options=_options(resources, constraints, notes),
+        options=_options(resources, counts),
+        open_options=_options(resources, resources.worker_counts()),
         compile=compiled,
         profile=replace(
             program,
@@ -122,13 +129,8 @@ def request_of(
     )
 
 
-def _options(resources: Resources, constraints: Constraints, notes: list[str]) -> tuple[WorkerOption, ...]:
-    """The worker counts worth a search: the one that named degrees multiply to, or all that the machines allow."""
-    if not resources.has_known_devices:
-        notes.append(f"{resources.machine.name} is not in plait's catalogue: laid out as an {STAND_IN} with its memory")
-    counts = resources.worker_counts()
-    if constraints.degrees:
-        counts = [_named_count(resources, constraints.degrees, notes)]
+def _options(resources: Resources, counts: Sequence[int]) -> tuple[WorkerOption, ...]:
+    """The machines divided into each of these numbers of workers."""
     devices = "some" if resources.may_leave_devices_out else "all"
     return tuple(
         WorkerOption(cluster=resources.as_cluster(n), threads=resources.threads(n), devices=devices) for n in counts

@@ -19,6 +19,7 @@ from plait.planner.heterogeneous.host_permutations import node_alone
 from plait.planner.plan import Forecast
 from plait.planner.resolve.constrained_search import found_layout, searched_devices
 from plait.planner.resolve.request import Request, WorkerOption
+from plait.planner.search.constraints import Constraints
 from plait.planner.search.cost_breakdown import cluster_peak_flops, time_items
 from plait.planner.search.found import Search
 from plait.planner.search.search import search, simplest
@@ -65,9 +66,10 @@ def worker_layouts(request: Request) -> tuple[WorkerLayout, ...]:
     """
     layouts: list[WorkerLayout] = []
     refusal: PlaitError | None = None
+    free = _with_layout_open(request) if request.constraints else None
     for option in request.options:
         try:
-            layouts.append(_searched(request, option))
+            layouts.append(_searched(request, option, free))
         except PlaitError as error:  # as two devices a processor may hold no model that it holds as one
             refusal = refusal or error
     if not layouts:
@@ -142,10 +144,21 @@ def _by_forecast(layouts: Sequence[WorkerLayout]) -> list[WorkerLayout]:
     return sorted(layouts, key=lambda one: one.forecast.step_s if one.forecast else 0.0)
 
 
-def _searched(request: Request, option: WorkerOption) -> WorkerLayout:
-    found = searched_devices(request, option)
+def _with_layout_open(request: Request) -> Search | PlaitError:
+    """What would be chosen, by the forecast, for the same job if the recipe named nothing of the layout."""
+    try:
+        found = choose(worker_layouts(replace(request, constraints=Constraints(), options=request.open_options))).search
+    except PlaitError as error:
+        return error
+    assert found is not None
+    return found
+
+
+def _searched(request: Request, option: WorkerOption, free: Search | PlaitError | None) -> WorkerLayout:
+    found = replace(searched_devices(request, option), with_layout_open=free)
     chosen = _worker_layout(request, option, found, found.chosen)
-    return replace(chosen, reasons=(*short_reasons(found), *chosen.reasons))
+    own = chosen.search if request.constraints and chosen.search else found
+    return replace(chosen, reasons=(*short_reasons(own), *chosen.reasons))
 
 
 def _worker_layout(request: Request, option: WorkerOption, whole: Search, index: int) -> WorkerLayout:

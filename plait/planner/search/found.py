@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from plait.cluster.cluster import Cluster
+from plait.errors import PlaitError
 from plait.planner.heterogeneous.assignment import CandidateGroup, WorkAssigner, WorkAssignment
 from plait.planner.heterogeneous.host_permutations import HostOrder
 from plait.planner.heterogeneous.micro_batch_limits import replica_memory_of, tightest_replica
@@ -74,6 +75,9 @@ class Search:
     memory_budget: MemoryBudget
     host_order: HostOrder | None = None
     """The permutation of hosts where `cluster` has them in a better order than they were given in; else None."""
+    with_layout_open: Search | PlaitError | None = None
+    """Where the recipe names a part of the layout: what the planner would choose for this job on all devices if it
+    named nothing, or why it would find nothing."""
     left_out: LeftOut | None = None
     """Where `cluster` is only a part of the machines: the rest, which would not make a step shorter; else None."""
 
