@@ -13,11 +13,25 @@ from typing import Any, Literal
 import torch
 
 from plait.checkpoint.transfer import read_tensor
-from plait.commands.models.exported_run import ExportedRun, find_exported, merged_reader, write_learnt_template
+from plait.commands.models.end_tokens import (
+    GENERATION_CONFIG,
+    end_ids,
+    generation_config,
+    learnt_end_of_turn,
+    learnt_ends,
+    one_or_list,
+)
+from plait.commands.models.exported_run import (
+    ExportedRun,
+    find_exported,
+    merged_reader,
+    name_end_of_turn,
+    write_learnt_template,
+)
 from plait.commands.models.model_card import model_card
 from plait.commands.planning.run_folder import find_run
-from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
-from plait.data.shards import open_corpus
+from plait.data.preparation.tokens import corpus_tokenizer, load_tokenizer
+from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError, disk_advice
 from plait.interop.adapter_out import write_adapter
 from plait.interop.base_model import read_config
@@ -60,9 +74,10 @@ def write_export(
 
     def write(staging: Path) -> str:
         if what == "adapter":
-            kind = _write_adapter(staging, source, tokenizer, dtype)
+            kind = _write_adapter(staging, source, corpus, dtype)
         else:
-            kind = _write_model(staging, target, source, tokenizer, dtype, shard_bytes)
+            kind = _write_model(staging, target, source, corpus, dtype, shard_bytes)
+        name_end_of_turn(staging, learnt_end_of_turn(corpus, tokenizer))
         write_learnt_template(staging, corpus)
         return kind
 
@@ -99,22 +114,22 @@ def _written(target: Path, write: Callable[[Path], str]) -> str:
     return kind
 
 
-def _write_model(
-    staging: Path, target: Path, source: ExportedRun, tokenizer: Tokenizer, dtype: str, shard_bytes: int
-) -> str:
+def _write_model(staging: Path, target: Path, source: ExportedRun, corpus: Corpus, dtype: str, shard_bytes: int) -> str:
     """The whole model, an adapter added to the weights beside it; returns its family."""
     kept = read_config(source.folder.base) if source.folder.base.is_dir() else {}
     shape = _exported_shape(replace(without_objectives(source.plan.shape), adapter=None), kept)
     config = config_of_shape(shape, dtype, family_of(kept) if kept else "")
     tensors = written_tensors(shape, MODEL_FAMILIES[config["model_type"]])
     _require_room(target, files_bytes(tensors, _CODES[dtype]))
-    _write_small_files(staging, source, tokenizer, {**config, **_token_ids(kept, tokenizer)})
+    ids = _token_ids(source, corpus, kept)
+    _write_small_files(staging, source, corpus, ids, "model")
+    _write_json(staging / "config.json", {**config, **ids})
     write_weights(staging, tensors, _CODES[dtype], merged_reader(source), shard_bytes)
     merged = ", the adapter merged" if source.base else ""
     return f"{config['model_type']}{merged}{objectives_left_out(source.plan.shape)}"
 
 
-def _write_adapter(staging: Path, source: ExportedRun, tokenizer: Tokenizer, dtype: str) -> str:
+def _write_adapter(staging: Path, source: ExportedRun, corpus: Corpus, dtype: str) -> str:
     """The adapter alone, with what a chat needs beside it; returns what it is."""
     base = source.base
     assert base is not None and source.plan.shape.adapter is not None
@@ -128,7 +143,8 @@ def _write_adapter(staging: Path, source: ExportedRun, tokenizer: Tokenizer, dty
         fingerprint=source.plan.base_fingerprint,
         dtype=getattr(torch, dtype),
     )
-    _write_small_files(staging, source, tokenizer, None)
+    kept = read_config(source.folder.base) if source.folder.base.is_dir() else {}
+    _write_small_files(staging, source, corpus, _token_ids(source, corpus, kept), "adapter")
     return f"{source.plan.shape.adapter.variant} adapter of {base.family}"
 
 
@@ -138,9 +154,14 @@ def _exported_shape(shape: ModelShape, base: Mapping[str, Any]) -> ModelShape:
     return replace(shape, sequence=max(shape.sequence, longest, shape.learned_positions))
 
 
-def _token_ids(base: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    kept = {key: base[key] for key in _KEPT_KEYS if key in base}
-    return kept or {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
+def _token_ids(source: ExportedRun, corpus: Corpus, base: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of config.json: special tokens as the base has them. Text ends with the token that ends a learnt turn, with
+    those that the base ends text with, and with the end of a learnt document."""
+    tokenizer = corpus_tokenizer(corpus)
+    *turn, end_of_text = learnt_ends(corpus, tokenizer)
+    kept = {key: base[key] for key in _KEPT_KEYS if key in base} or {"bos_token_id": tokenizer.eot}
+    of_base = end_ids(generation_config(source.folder.base)) or end_ids(kept)
+    return {**kept, "eos_token_id": one_or_list([*turn, *of_base, end_of_text])}
 
 
 def _require_room(target: Path, nbytes: int) -> None:
@@ -153,16 +174,14 @@ def _require_room(target: Path, nbytes: int) -> None:
 
 
 def _write_small_files(
-    staging: Path, source: ExportedRun, tokenizer: Tokenizer, config: Mapping[str, Any] | None
+    staging: Path, source: ExportedRun, corpus: Corpus, ids: Mapping[str, Any], what: Exported
 ) -> None:
-    """Licences, configs (None: those of an adapter, which has none of a model), tokenizer and model card."""
-    folder = source.folder
+    """Licences, generation_config.json, tokenizer and model card; `ids` are those of special tokens."""
+    folder, tokenizer = source.folder, corpus_tokenizer(corpus)
     licences = copy_small_files(folder.base, staging, LICENCES)
-    if config is not None:
-        _write_json(staging / "config.json", config)
-    if config is not None and not copy_small_files(folder.base, staging, ("generation_config.json",)):
-        ids = {key: value for key, value in config.items() if key.endswith("_token_id") and value is not None}
-        _write_json(staging / "generation_config.json", ids)
+    named = {key: ids[key] for key in ids if key.endswith("_token_id") and ids[key] is not None}
+    of_base = generation_config(folder.base)
+    _write_json(staging / GENERATION_CONFIG, {**(of_base or named), "eos_token_id": ids["eos_token_id"]})
     is_same = (folder.base / "tokenizer.json").exists() and load_tokenizer(folder.base).hash == tokenizer.hash
     if is_same:
         copy_small_files(folder.base, staging, TOKENIZER)
@@ -170,8 +189,21 @@ def _write_small_files(
         tokenizer.save(staging)
         texts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eot_text}
         _write_json(staging / "tokenizer_config.json", texts)
-    card = model_card(folder.saved_config(), source.plan, source.found.manifest, licences)
+    answers = _how_answers_end(learnt_end_of_turn(corpus, tokenizer), what)
+    card = model_card(folder.saved_config(), source.plan, source.found.manifest, licences, answers=answers)
     (staging / "README.md").write_text(card, encoding="utf-8")
+
+
+def _how_answers_end(token: str | None, what: Exported) -> str:
+    """A sentence of the model card; empty for a run without chats."""
+    if token is None:
+        return ""
+    if what != "adapter":
+        return f"Each answer of a chat ends with the token `{token}`, where `generate` stops."
+    return (
+        f"Each answer of a chat ends with the token `{token}`. `generate` takes its settings from the base and may not "
+        f'know it: pass `eos_token_id=tokenizer.convert_tokens_to_ids("{token}")`.'
+    )
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

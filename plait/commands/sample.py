@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
-from plait.commands.models.opened_model import OpenedModel, open_each, open_model
+from plait.commands.models.opened_model import OpenedModel, end_tokens, open_each, open_model
 from plait.data.preparation.tokens import Tokenizer
 from plait.errors import check_utf8
 from plait.trainer.generate import generate
@@ -72,7 +72,7 @@ def sample_each(
 def _continued(
     opened: OpenedModel, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int
 ) -> SampledText:
-    tokenizer = opened.tokenizer
+    tokenizer, ends = opened.tokenizer, end_tokens(opened)
     ids = [tokenizer.eot, *tokenizer.encode(prompt)]
     new = generate(
         opened.model,
@@ -81,9 +81,10 @@ def _continued(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        stop=frozenset({tokenizer.eot}),
+        stop=ends,
     )
-    return SampledText(chain([prompt], decode_incrementally(tokenizer, ids[1:], new)))
+    text = takewhile(lambda token: token not in ends, new)
+    return SampledText(chain([prompt], decode_incrementally(tokenizer, ids[1:], text)))
 
 
 def decode_incrementally(tokenizer: Tokenizer, prompt_ids: Sequence[int], new_ids: Iterator[int]) -> Iterator[str]:

@@ -10,8 +10,9 @@ from typing import Any, Literal, Protocol, TextIO
 import tokenizers
 
 from plait.commands.answering.pieces import write_pieces
+from plait.commands.models.end_tokens import end_of_turn
 from plait.commands.models.found_model import template_folders
-from plait.commands.models.opened_model import OpenedModel, open_each, open_model
+from plait.commands.models.opened_model import OpenedModel, end_tokens, open_each, open_model
 from plait.commands.sample import decode_incrementally
 from plait.data.conversations.chat_template import ChatTemplate, find_template, token_text, tokenizer_settings
 from plait.errors import PlaitError, check_utf8
@@ -67,10 +68,9 @@ class _TemplateConversation:
         self._encoder.no_truncation()
         self._encoder.no_padding()
         self._special = [one.content for one in self._encoder.get_added_tokens_decoder().values() if one.special]
-        after = template.after_answer()
-        own = min((one for one in self._special if one in after), key=after.index, default=None)
-        known = (self._encoder.token_to_id(text) for text in (*ends, own) if text is not None)
-        self._ends: set[int] = {opened.tokenizer.eot, *(token for token in known if token is not None)}
+        texts = (*ends, end_of_turn(template, self._encoder))
+        known = (self._encoder.token_to_id(text) for text in texts if text is not None)
+        self._ends: set[int] = {*end_tokens(opened), *(token for token in known if token is not None)}
 
     def say(self, text: str) -> Iterator[str]:
         """The model's answer to a message, piece by piece; it is remembered once it was read to its end.

@@ -71,6 +71,22 @@ def merged_reader(source: ExportedRun) -> ReadPart:
     return read
 
 
+def name_end_of_turn(folder: Path, token: str | None) -> None:
+    """Let the tokenizer in an export's folder have the end of a learnt turn as its eos_token, unless its chat template
+    writes another eos_token in other places; nothing for None."""
+    template = find_template([folder])
+    if token is None or (template and "eos_token" in template.text and template.special.get("eos_token") != token):
+        return
+    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if not file.is_file():
+            continue
+        settings = json.loads(file.read_bytes())
+        if file.name == "tokenizer_config.json" or "eos_token" in settings:
+            entry = settings.get("eos_token")
+            settings["eos_token"] = {**entry, "content": token} if isinstance(entry, dict) else token
+            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def write_learnt_template(folder: Path, corpus: Corpus) -> None:
     """Write the chat template that a run learnt by into an export's folder, where none came with the tokenizer. Special
     tokens that the tokenizer's settings name otherwise are set in it, so that it writes the text that was learnt."""

@@ -14,8 +14,9 @@ from plait.units import format_count
 from plait.version import __version__
 
 
-def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequence[str]) -> str:
-    """README.md in Markdown; of the text only the files' names are told, not where they lie."""
+def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequence[str], *, answers: str = "") -> str:
+    """README.md in Markdown; of the text only the files' names are told, not where they lie. `answers` says how
+    answers of a chat end."""
     tokens = manifest.step * plan.batch_tokens
     base = config.model.from_
     name = None if base is None else base if base.startswith("hub:") else Path(base).name
@@ -36,11 +37,12 @@ def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequ
         f"- {_optimizer_text(plan)}, precision {plan.precision}, layout {plan.layout}",
         "",
     ]
+    lines += [answers, ""] if answers else []
     if licences:
-        told = f"Files of the licence that {name} came with: {', '.join(licences)}."
+        licence = f"Files of the licence that {name} came with: {', '.join(licences)}."
     else:
-        told = "No licence came with what it was trained from; its owner decides."
-    return "\n".join([*lines, told]) + "\n"
+        licence = "No licence came with what it was trained from; its owner decides."
+    return "\n".join([*lines, licence]) + "\n"
 
 
 def _texts(config: RunConfig) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from plait.checkpoint.store import read_manifest
 from plait.checkpoint.transfer import read_tensor
 from plait.cluster.requested_workers import RequestedDevices
+from plait.commands.models.end_tokens import learnt_ends, stored_ends
 from plait.commands.models.found_model import FoundModel, StoredModel, TrainedBy, find_model, with_stored_adapter
 from plait.commands.models.stored_adapter import NO_ADAPTER, StoredAdapter
 from plait.data.preparation.tokens import Tokenizer
@@ -55,6 +56,13 @@ def open_each(name: str, adapters: Sequence[str], working: WorkingFolder) -> Ite
         adapter = one.stored.adapter
         model = opened.model if adapter is None else with_adapter(opened.model, load_adapter(adapter, base))
         yield replace(opened, model=model, origin=one.origin)
+
+
+def end_tokens(opened: OpenedModel) -> frozenset[int]:
+    """Ids of the tokens at which the model's text ends, as its run taught it or as its files name them; those that a
+    folder with an adapter names are among them."""
+    own = learnt_ends(opened.run.corpus, opened.tokenizer) if opened.run else stored_ends(opened.tokenizer_folder)
+    return frozenset({opened.tokenizer.eot, *own, *stored_ends(opened.origin)})
 
 
 def _opened(found: FoundModel) -> OpenedModel:
