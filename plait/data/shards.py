@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from plait.data.holdout import HoldoutSplit
-from plait.data.index import SampleLayout, ShardEntry, damaged, file_sha256, read_index
+from plait.data.index import NOTHING_COUNTED, RecordCounts, SampleLayout, ShardEntry, damaged, file_sha256, read_index
 
 # Note [stream of a shard]: <eot> document <eot> document … document <eot>. Each document is preceded by the end of text
 # and one more closes the stream, so over windows shifted by one every token and every end is a target exactly once, and
@@ -70,6 +70,8 @@ class Corpus:
     layout: SampleLayout = "stream"
     template: str = ""
     """Where the chat template was found; empty where no conversation was read."""
+    counts: RecordCounts = NOTHING_COUNTED
+    """What became of the records that it was made of."""
 
     @property
     def train_tokens(self) -> int:
@@ -122,6 +124,7 @@ def open_corpus(folder: Path) -> Corpus:
         tokenizer_hash=index.tokenizer_hash,
         layout=index.layout,
         template=index.template,
+        counts=index.counts,
     )
 
 
