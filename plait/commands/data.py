@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.commands.preparing.balance_table import balance_report, check_balance_request
-from plait.commands.preparing.corpus import corpus_facts, heldout_lines, prepared_corpus
+from plait.commands.preparing.corpus import heldout_lines, learnt_facts, prepared_corpus
 from plait.commands.preparing.shown_samples import packing_lines, shown_samples
 from plait.recipe.load import load_recipe
 from plait.screen.screen import Screen
@@ -22,7 +22,7 @@ def prepare_text(
     if balance_ranks:
         check_balance_request(config, balance_ranks)
     corpus = prepared_corpus(config, CURRENT_FOLDER, screen)
-    screen.print(str(corpus_facts(corpus)))
+    screen.print(str(learnt_facts(config, corpus)))
     for line in heldout_lines(corpus):
         screen.print(line)
     screen.print(f"ready    {corpus.folder}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import codecs
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from plait.errors import PlaitError, installing
 from plait.regular_file import open_regular_file
@@ -49,6 +49,8 @@ class Record:
 
     place: str
     values: Mapping[str, object]
+    fault: PlaitError | None = None
+    """Why a line is no record; it has no values then."""
 
 
 def file_document(path: Path, removal: str) -> Iterator[Document]:
@@ -70,15 +72,22 @@ def json_lines(path: Path, field: str) -> Iterator[Document]:
 
 
 def json_records(path: Path) -> Iterator[Record]:
-    """Every line of a file of JSON objects; raises PlaitError naming the line that is none."""
-    for place, values in _json_values(path):
-        if not isinstance(values, dict):
-            raise PlaitError(f"{place} is no JSON object; {_ONE_OBJECT}")
-        yield Record(place, values)
+    """Every line of a file of JSON objects; one that is none is a record with a fault."""
+    for place, values in _json_values(path, lambda error: error):
+        if isinstance(values, dict):
+            yield Record(place, values)
+        else:
+            fault = PlaitError(f"{place} is no JSON object; {_ONE_OBJECT}")
+            yield Record(place, {}, values if isinstance(values, PlaitError) else fault)
 
 
-def _json_values(path: Path) -> Iterator[tuple[str, object]]:
-    """Each line that is not blank, with its place; raises PlaitError naming the line that is not JSON."""
+def _raise(error: PlaitError) -> NoReturn:
+    raise error
+
+
+def _json_values(path: Path, on_error: Callable[[PlaitError], object] = _raise) -> Iterator[tuple[str, object]]:
+    """Each line that is not blank, with its place; of a line that is not JSON what `on_error` gives for the error that
+    names it."""
     offset = 0
     with open_regular_file(path) as file:
         lines = iter(lambda: file.readline(LONGEST_LINE_BYTES + 1), b"")
@@ -88,7 +97,12 @@ def _json_values(path: Path) -> Iterator[tuple[str, object]]:
             if len(line) > LONGEST_LINE_BYTES:
                 raise PlaitError(f"{path}:{number} is longer than {LONGEST_LINE_BYTES} bytes; {_ONE_OBJECT}")
             if line.strip():
-                yield f"{path}:{number}", _json_value(f"{path}:{number}", offset, line)
+                place = f"{path}:{number}"
+                try:
+                    value = _json_value(place, offset, line)
+                except PlaitError as error:
+                    value = on_error(error)
+                yield place, value
             offset += len(line)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -67,6 +68,24 @@ class SourceEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordCounts:
+    """What became of the records of chats, prompts and pairs that a corpus was made of."""
+
+    records: _Count = 0
+    skipped: _Count = 0
+    first_skipped: tuple[str, ...] = ()
+    """Why the first of them cannot be learnt from, with their lines."""
+    chats: _Count = 0
+    """Conversations that were kept, of a pair both."""
+    remarks: Mapping[str, _Count] = field(default_factory=dict[str, int])
+    """In how many chats "last answers" alone are learnt, a template's "other prompt" differs from the text before an
+    answer, or the text of a message is missing: "lost" and its role, or "reasoning"."""
+
+
+NOTHING_COUNTED = RecordCounts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusIndex:
     """The contents of index.json that reading the corpus needs; the file may say more, for people."""
 
@@ -82,6 +101,7 @@ class CorpusIndex:
     layout: SampleLayout = "stream"
     template: str = ""
     """Where the chat template was found; empty where no conversation was read."""
+    counts: RecordCounts = NOTHING_COUNTED
 
     @property
     def weights(self) -> tuple[float, ...]:

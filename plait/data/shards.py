@@ -11,7 +11,16 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from plait.data.holdout import HoldoutSplit
-from plait.data.index import SampleLayout, ShardEntry, SourceEntry, damaged, file_sha256, read_index
+from plait.data.index import (
+    NOTHING_COUNTED,
+    RecordCounts,
+    SampleLayout,
+    ShardEntry,
+    SourceEntry,
+    damaged,
+    file_sha256,
+    read_index,
+)
 from plait.regular_file import open_regular_file
 
 # Note [stream of a shard]: <eot> document <eot> document … document <eot>. Each document is preceded by the end of text
@@ -71,6 +80,8 @@ class Corpus:
     layout: SampleLayout = "stream"
     template: str = ""
     """Where the chat template was found; empty where no conversation was read."""
+    counts: RecordCounts = NOTHING_COUNTED
+    """What became of the records that it was made of."""
 
     @property
     def train_tokens(self) -> int:
@@ -123,6 +134,7 @@ def open_corpus(folder: Path) -> Corpus:
         tokenizer_hash=index.tokenizer_hash,
         layout=index.layout,
         template=index.template,
+        counts=index.counts,
     )
 
 

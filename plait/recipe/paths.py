@@ -11,6 +11,8 @@ from typing import Any
 from plait.errors import PlaitError
 
 _NAMED_TOKENIZERS = ("auto", "bpe", "gpt2")
+_TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
+"""A chat template without one of these, and without a folder, is named and not a file."""
 
 
 def resolve_paths(values: dict[str, Any], bases: Sequence[Path]) -> None:
@@ -32,6 +34,9 @@ def resolve_paths(values: dict[str, Any], bases: Sequence[Path]) -> None:
         data["files"] = [_resolve_source(item, bases) for item in files]
     if isinstance(tokenizer, str) and tokenizer not in _NAMED_TOKENIZERS:
         data["tokenizer"] = _absolute(tokenizer, bases)
+    template = data.get("chat_template")
+    if isinstance(template, str) and ("/" in template or template.endswith(_TEMPLATE_SUFFIXES)):
+        data["chat_template"] = _absolute(template, bases)
 
 
 def _resolve_source(item: object, bases: Sequence[Path]) -> object:

@@ -71,6 +71,10 @@ class DataSection(RecipeSection):
     """What files hold: text, chats, prompts with completions, or pairs of answers; "auto" tells it by the columns."""
     overlong: Literal["refuse", "drop", "cut"] = "refuse"
     """What becomes of a chat that is longer than a window: refused, left out, or cut at the window's end."""
+    chat_template: str = "auto"
+    """Of chats: a built-in template such as "chatml" or "qwen3", or a Jinja file; "auto": the model's, else plait's."""
+    bad_records: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """The fraction of chats, prompts and pairs that may be skipped because nothing can be learnt from them."""
 
 
 class TrainSection(RecipeSection):

@@ -81,6 +81,8 @@ OTHER_VALUES = {
     "data.mask_documents": "true",
     "data.format": "chat",
     "data.overlong": "drop",
+    "data.chat_template": "chatml",
+    "data.bad_records": "0.25",
     "train.budget": "200 steps",
     "train.sequence": "64",
     "train.batch_tokens": "65536",

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate, TemplateText
+from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate, MarkedText, TemplateText
 from plait.data.conversations.encode import ExampleEncoder
 from plait.data.conversations.examples import ChatExample, ChatMessage
-from plait.data.conversations.learned import marked_text
 from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
 from plait.data.shards import Corpus, open_corpus
@@ -53,6 +52,18 @@ def example(*texts: str, system: str = "") -> ChatExample:
 
 def template(text: str) -> ChatTemplate:
     return ChatTemplate(TemplateText(text=text, where="a test", special={"eos_token": "<|im_end|>"}))
+
+
+def marked_text(one: ChatExample, by: ChatTemplate, ends: Sequence[str]) -> MarkedText:
+    (found,) = by.learned([one], ends)
+    if isinstance(found, PlaitError):
+        raise found
+    return found
+
+
+def learnt_of(one: ChatExample, text: str) -> list[str]:
+    marked = marked_text(one, template(text), ENDS)
+    return [marked.text[start:stop] for start, stop in marked.learned]
 
 
 @pytest.fixture(scope="module")
@@ -123,17 +134,20 @@ def test_the_plain_template_is_marked_and_ends_each_answer() -> None:
     assert plain.render(chat("Hi")) == "User:\nHi\n\nAssistant:\n"
 
 
-def test_a_template_that_changes_earlier_text_is_refused() -> None:
-    assert marked_text(example("Hi", "Hello."), template(STRIPS_EARLIER), ENDS).learned
+def test_where_a_template_changes_earlier_text_only_the_last_answer_is_learnt() -> None:
+    assert learnt_of(example("Hi", "Hello."), STRIPS_EARLIER) == ["Hello.\n"]
+    assert learnt_of(example("What", "No way.", "Why", "It is so."), STRIPS_EARLIER) == ["It is so.\n"]
+    found = marked_text(example("What", "No way.", "Why", "It is so."), template(STRIPS_EARLIER), ENDS)
+    assert "last answers" in found.remarks and "lost assistant" in found.remarks
+    moves = "{% for m in messages|reverse %}{{ m.content }};{% endfor %}"
     with pytest.raises(PlaitError, match=r"here:1: the chat template changes earlier text once message 2 follows"):
-        marked_text(example("Hi", "Hello.", "Who?", "I am."), template(STRIPS_EARLIER), ENDS)
+        marked_text(example("Hi", "Hello."), template(moves), ENDS)
 
 
-def test_a_template_may_not_leave_the_sandbox_and_sees_no_date() -> None:
+def test_a_template_may_not_leave_the_sandbox_and_sees_a_fixed_date() -> None:
     with pytest.raises(PlaitError, match=r"here:1: the chat template in a test refuses these messages"):
         marked_text(example("Hi", "Hello."), template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), ENDS)
-    with pytest.raises(PlaitError, match="refuses these messages"):
-        template("{{ strftime_now('%Y') }}").render(chat("Hi"))
+    assert template("{{ strftime_now('%d %b %Y') }}").render(chat("Hi")) == "26 Jul 2024"
     with pytest.raises(PlaitError, match="is not valid"):
         template("{% for %}")
     with pytest.raises(PlaitError, match="marks no answer"):
@@ -311,16 +325,17 @@ def test_keys_that_say_nothing_more_change_nothing(prepare: Prepare) -> None:
 LOST: dict[str, tuple[dict[str, Any], str]] = {
     "tool call": (
         answered(tool_calls=[{"function": {"name": "f"}}]),
-        r'message 2 has "tool_calls", which would not be',
+        r'the chat template leaves out "tool_calls" \(f\); name one that writes them in data.chat_template',
     ),
-    "function": (answered(function_call={"name": "f"}), r'message 2 has "function_call", which would not be learnt'),
-    "reasoning": (answered(reasoning_content="Hm"), r'message 2 has "reasoning_content", .*write it into the content'),
-    "thinking": (answered(thinking="Hm"), r'message 2 has "thinking", .*leave such records out'),
+    "function": (
+        answered(function_call={"name": "f"}),
+        r'message 2 has "function_call", which templates do not read; write',
+    ),
     "half a weight": (answered(weight=0.5), r'message 2 has "weight": 0\.5, .* write 1 to learn it, 0 only to read it'),
     "a word": (answered(train="some"), r"message 2 has \"train\": 'some', and an answer is learnt as a whole or not"),
     "none learnt": (answered(weight=0), r"says that no answer is learnt \(by weight or train\); leave such records"),
-    "tools": ({**answered(), "tools": [{"name": "f"}]}, r'has "tools", which would not be learnt; leave such records'),
-    "functions": ({**answered(), "functions": '[{"name": 1}]'}, r'has "functions", which would not be learnt'),
+    "tools": ({**answered(), "tools": [{"name": "f"}]}, r'leaves out "tools" \(f\); name one'),
+    "functions": ({**answered(), "functions": '[{"name": 1}]'}, r'has "functions", which templates do not read'),
     "system": ({**answered(), "system": ["a"]}, r'"system" is of the type list, not a text; write a string'),
     "two systems": (
         {"messages": chat("Hi", "Hello.", system="Be short."), "system": "Be kind."},

@@ -266,12 +266,15 @@ def test_a_pair_of_chats_keeps_its_system_column_and_loses_nothing() -> None:
     assert found.chosen.texts == ("Be short.", "Who?", "I.") and found.rejected.texts == ("Be short.", "Who?", "Me.")
     assert isinstance(found.chosen, ChatExample) and found.chosen.learned_from == 2
     for more, sentence in (
-        ({"tools": [{"name": "f"}]}, r'here:1 has "tools", which would not be learnt'),
+        ({"functions": [{"name": "f"}]}, r'here:1 has "functions", which templates do not read'),
         (
             {"rejected": [ASKED, {**answer("Me."), "weight": 0}]},
             r"here:1: the rejected answer is said not to be learnt",
         ),
-        ({"chosen": [ASKED, {**answer("I."), "thinking": "Hm"}]}, r'here:1, chosen, message 2 has "thinking"'),
+        (
+            {"chosen": [ASKED, {**answer("I."), "function_call": {"name": "f"}}]},
+            r'here:1, chosen, message 2 has "function_call"',
+        ),
     ):
         with pytest.raises(PlaitError, match=sentence):
             pair(**{**values, **more})

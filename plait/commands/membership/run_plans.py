@@ -11,7 +11,14 @@ from plait.commands.planning.begun_plan import resumed_plan
 from plait.commands.planning.make_plan import make_plan
 from plait.commands.planning.measuring import MachineSurvey
 from plait.commands.planning.workers import HostWorkers
-from plait.commands.preparing.corpus import corpus_facts, heldout_lines, prepared_corpus, run_facts
+from plait.commands.preparing.corpus import (
+    corpus_facts,
+    heldout_lines,
+    learnt_facts,
+    overlong_lines,
+    prepared_corpus,
+    run_facts,
+)
 from plait.commands.probing.survey import HostMachine, survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
 from plait.planner.plan import Plan
@@ -34,7 +41,7 @@ class RunPlans:
         """Prepare the data, survey the machines, and make or load the plan."""
         config, folder, screen = self._run.config, self._run.folder, self._run.screen
         corpus = prepared_corpus(config, workers.working_folder, screen)
-        screen.print(str(corpus_facts(corpus)))
+        screen.print(str(learnt_facts(config, corpus)))
         for line in heldout_lines(corpus):
             screen.print(line)
         if not self._run.folder.has_begun:
@@ -51,6 +58,8 @@ class RunPlans:
                 plan = resumed_plan(config, begun, corpus, survey, workers, fresh=fresh, log=screen.print, show=show)
             else:
                 plan = make_plan(config, corpus, survey("measured"), workers, fresh=fresh, say=screen.print, show=show)
+        for line in overlong_lines(corpus_facts(corpus), plan.sequence, config.data.overlong):
+            screen.print(line)
         return self._on_hosts(plan, workers)
 
     def further(self, workers: HostWorkers) -> Plan:

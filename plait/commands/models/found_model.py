@@ -108,11 +108,13 @@ def with_stored_adapter(found: FoundModel, name: str, working: WorkingFolder) ->
 
 
 def template_folders(run: TrainedBy | None, tokenizer_folder: Path, working: WorkingFolder) -> list[Path]:
-    """Where a model's chat template may be: a run's folder, the model that it began from, its tokenizer's folder."""
+    """Where a model's chat template may be: a run's folder, the data that it learnt by if these were chats, the model
+    that it began from, its tokenizer's folder."""
     if run is None:
         return [tokenizer_folder]
     base = base_folder(run.folder.saved_config(), working)
-    return [run.folder.path, *([base] if base else []), tokenizer_folder]
+    learnt = [run.corpus.folder] if run.corpus.template else []
+    return [run.folder.path, *learnt, *([base] if base else []), tokenizer_folder]
 
 
 def _model_of_folder(folder: Path, sequence: int | None) -> FoundModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from plait.checked_json import one_line
 from plait.commands.preparing.base import base_facts, base_folder
 from plait.data.choices import read_questions
 from plait.data.conversations.chat_template import PLAIN_NAME
@@ -14,17 +15,20 @@ from plait.data.integrity import verify_at_start
 from plait.data.order import longest_window
 from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
 from plait.data.preparation.tokens import corpus_tokenizer
-from plait.data.samples.sizes import corpus_sizes
+from plait.data.samples.sizes import Overlong, corpus_sizes
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
 from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
+from plait.units import counted
 from plait.working_folder import WorkingFolder
 
 _NAMED_SOURCES = 4
 """Sources whose held-out share is printed by name."""
+_LOST = {"system": "the system message", "user": "what the user says", "assistant": "what the assistant says"}
+_LOST |= {"tool": "results of tools", "reasoning": "some reasoning"}
 
 
 def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -> Corpus:
@@ -46,8 +50,8 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
             'data.files hold pairs of answers (chosen, rejected), which finetune.objective = "dpo" learns from; write '
             "it in [finetune], or name other files"
         )
-    if corpus.template:
-        screen.print(f"template {_template_text(corpus)}")
+    for line in example_lines(corpus, config.data.bad_records):
+        screen.print(line)
     return corpus
 
 
@@ -68,6 +72,56 @@ def heldout_lines(corpus: Corpus) -> list[str]:
         f"held out {least:.2%} ({least_path}) to {most:.2%} ({most_path}) of each of {len(shares)} sources, listed in "
         f"{corpus.folder / INDEX_FILE}"
     ]
+
+
+def example_lines(corpus: Corpus, bad_records: float) -> list[str]:
+    """Where the chat template comes from, how many records were skipped and why, and what the template changes; a line
+    each. Nothing for a corpus without chats that skipped none."""
+    counts, lines = corpus.counts, list[str]()
+    if corpus.template:
+        lines.append(f"template {_template_text(corpus)}")
+    if counts.skipped:
+        lines.append(
+            f"skipped  {counts.skipped:,} of {counted(counts.records, 'record', ',')}, as data.bad_records = "
+            f"{bad_records:g} allows: {'; '.join(map(one_line, counts.first_skipped))}"
+            f"{'; …' if counts.skipped > len(counts.first_skipped) else ''}"
+        )
+    many = f"of {counted(counts.chats, 'chat', ',')}"
+    if number := counts.remarks.get("last answers"):
+        lines.append(f"learnt   in {number:,} {many} only the last answers: the template changes earlier ones")
+    if number := counts.remarks.get("other prompt"):
+        lines.append(
+            f"learnt   in {number:,} {many} an answer after other text than the template has a model go on from; "
+            "another data.chat_template may not"
+        )
+    lost = {key.removeprefix("lost "): number for key, number in counts.remarks.items() if key.startswith("lost ")}
+    if lost:
+        parts = ", ".join(f"{_LOST.get(kind, kind)} in {number:,}" for kind, number in sorted(lost.items()))
+        lines.append(
+            f"left out {many} the template leaves out {parts}: the model neither reads nor learns it; another "
+            "data.chat_template may keep it"
+        )
+    return lines
+
+
+def learnt_facts(config: RunConfig, corpus: Corpus) -> CorpusFacts:
+    """The facts as a person reads them: with a window named in the recipe, without the examples that do not fit."""
+    facts, sequence = corpus_facts(corpus), config.train.sequence
+    if facts.sizes is None or sequence == "auto" or config.data.overlong == "refuse":
+        return facts
+    packed = facts.sizes.packed(sequence, config.data.overlong)
+    return replace(facts, documents=packed.examples, train_tokens=packed.tokens)
+
+
+def overlong_lines(facts: CorpusFacts, sequence: int, overlong: Overlong) -> list[str]:
+    """How many examples do not fit into a window, and what becomes of them; nothing where all fit."""
+    packed = facts.sizes.packed(sequence, overlong) if facts.sizes and facts.sizes.examples else None
+    if packed is None or not packed.overlong:
+        return []
+    unit = packed.unit
+    longer = f"{counted(packed.overlong, unit, ',')} of more than {sequence} tokens"
+    fate = {"refuse": "refused", "drop": "left out", "cut": "cut at a window's end"}[overlong]
+    return [f"overlong {longer}: {fate} (data.overlong); {counted(packed.examples, unit, ',')} learnt from"]
 
 
 def _template_text(corpus: Corpus) -> str:
@@ -109,6 +163,8 @@ def data_request(config: RunConfig, base: Path | None = None) -> DataRequest:
         holdout=config.data.holdout,
         format="preference" if config.finetune.objective == "dpo" else config.data.format,
         template_folders=(base,) if base else (),
+        chat_template=config.data.chat_template,
+        bad_records=config.data.bad_records,
     )
 
 

@@ -7,6 +7,7 @@ from itertools import accumulate, groupby
 
 import numpy as np
 
+from plait.commands.preparing.corpus import corpus_facts, overlong_lines
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer
 from plait.data.samples.sizes import corpus_sizes
 from plait.data.shards import Corpus, Shard
@@ -33,11 +34,7 @@ def packing_lines(config: RunConfig, corpus: Corpus) -> list[str]:
         f"packing  {packed.windows:,} windows of {sequence} tokens, {packed.share:.1%} full{asked}; "
         f"the longest {sizes.unit} has {counted(sizes.longest_example, 'token', ',')}",
     ]
-    if packed.overlong:
-        fates = {"refuse": "refused", "drop": "left out", "cut": "cut at a window's end"}
-        fate = fates[config.data.overlong]
-        longer = counted(packed.overlong, sizes.unit, ",")
-        lines.append(f"overlong {longer} of more than {sequence} tokens: {fate} (data.overlong)")
+    lines += overlong_lines(corpus_facts(corpus), sequence, config.data.overlong)
     return lines
 
 

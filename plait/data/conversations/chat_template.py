@@ -1,29 +1,26 @@
 """The chat template of a model: a Jinja text that turns messages into the text that the model was trained on.
 
-A template is a program of somebody else. It runs in Jinja's sandbox, which lets it read the messages and nothing else.
+A template is a program of somebody else. It runs in Jinja's sandbox, which lets it read the messages and nothing else,
+and in a child process with limits.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from plait.checked_json import parse_json
+from plait.data.conversations.examples import ChatExample
+from plait.data.conversations.render_process import RenderProcess
 from plait.errors import PlaitError
 from plait.regular_file import SMALL_FILE_BYTES, read_regular_file, read_regular_text
 
-Chat = Sequence[Mapping[str, str]]
-"""Messages, each with its "role" ("system", "user", "assistant") and its "content"."""
+Chat = Sequence[Mapping[str, Any]]
+"""Messages, each with its "role" ("system", "user", "assistant", "tool") and mostly its "content"."""
+FIXED_DATE = "2024-07-26"
+"""What strftime_now gives while a corpus is made: the date that Llama's templates name where they are given none."""
 _EXTRA_TOKENS = ("model_specific_special_tokens", "extra_special_tokens")
 
 PLAIN_TEMPLATE = """\
@@ -41,11 +38,6 @@ PLAIN_TEMPLATE = """\
 """The template of models whose tokenizer has none: the role, a colon, and the message on lines of its own."""
 PLAIN_NAME = "plait's plain one"
 
-# Two code points that Unicode keeps out of all text stand for the edges of what a template marks as the answer.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-_EDGES = re.compile(f"[{_BEGIN}{_END}]")
-_ANSWER = "an answer that no template has"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateText:
@@ -56,102 +48,82 @@ class TemplateText:
     special: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-class ChatTemplate:
-    """A template that was read; `render` raises PlaitError where it refuses the messages.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedText:
+    """A conversation's text, and the ranges of its characters that are learnt, in order and apart from each other."""
 
-    Without a `clock` it is told no date, so that the same messages always give the same text.
+    text: str
+    learned: tuple[tuple[int, int], ...]
+    remarks: tuple[str, ...] = ()
+    """What a person should know of how it was made: keys of the counts in index.json."""
+
+
+class ChatTemplate:
+    """A template that was compiled; raises PlaitError where it is not valid, or refuses messages.
+
+    It runs in a child process (render_process.py). Without a `clock` it is given a fixed date, so that the same
+    messages always give the same text.
     """
 
     def __init__(self, found: TemplateText, clock: Literal["today", "none"] = "none") -> None:
-        self._where, self._special = found.where, found.special
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationMarks]
-        )
-        environment.filters["tojson"] = lambda value, **more: json.dumps(value, ensure_ascii=False, **more)
-        environment.globals["raise_exception"] = _refuse
-        if clock == "today":
-            environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-        try:
-            self._template = environment.from_string(found.text)
-            self.marks_answers = re.search(r"{%[-+]?\s*generation\b", found.text) is not None
-            """Whether it says itself which parts are the assistant's."""
-        except (TemplateError, RecursionError) as error:
-            raise PlaitError(
-                f"the chat template in {self._where} is not valid ({error}); bring the model's own"
-            ) from None
+        begin = {"text": found.text, "special": dict(found.special), "date": "" if clock == "today" else FIXED_DATE}
+        self._process = RenderProcess(begin, found.where)
+        self._process.start()
 
-    def render(self, messages: Chat) -> str:
-        """The messages as one text, up to where the model's answer begins."""
-        return _EDGES.sub("", self._render(messages, add_generation_prompt=True))
+    def close(self) -> None:
+        """End the child process; the next call starts another."""
+        self._process.close()
+
+    def render(self, messages: Chat, tools: object = None) -> str:
+        """The messages as one text, up to where the model's answer begins: behind the header of its turn, also where
+        the template ignores add_generation_prompt."""
+        return self._asked("prompt", messages=messages, tools=tools)["text"]
 
     def after_answer(self) -> str:
         """What the template puts behind an answer: a model that speaks by it ends its own so, whatever else its
         tokenizer calls the end of a text. Empty where the template refuses a question and an answer."""
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        try:
-            return self.render_marked(messages)[0].rpartition(_ANSWER)[2]
-        except PlaitError:
-            return ""
+        return self._asked("after answer")["text"]
 
-    def render_marked(self, messages: Chat) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def render_marked(self, messages: Chat, tools: object = None) -> tuple[str, tuple[tuple[int, int], ...]]:
         """The messages as one text that ends with the last of them, and the ranges of characters that the template
         marks as the assistant's."""
-        return _without_edges(self._render(messages, add_generation_prompt=False))
+        answer = self._asked("marked", messages=messages, tools=tools)
+        return answer["text"], _spans(answer)
 
-    def _render(self, messages: Chat, *, add_generation_prompt: bool) -> str:
-        if any(_EDGES.search(text) for message in messages for text in message.values()):
-            raise PlaitError("a message holds U+FDD0 or U+FDD1, which are no characters; take them out")
-        values: dict[str, Any] = {
-            **self._special,
-            "messages": [dict(message) for message in messages],
-            "tools": None,  # as transformers gives them: a template may ask "is not none"
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            return self._template.render(**values)
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            raise PlaitError(f"the chat template in {self._where} refuses these messages ({error})") from None
+    def learned(self, chats: Sequence[ChatExample], ends: Sequence[str]) -> list[MarkedText | PlaitError]:
+        """What is learnt of each conversation, or why nothing can be; `ends` are the texts of the tokenizer's special
+        tokens."""
+        found = list[MarkedText | PlaitError]()
+        answers = self._process.answers([{"kind": "ends", "ends": ends}, *map(_learn_task, chats)])
+        next(answers)
+        for one, answer in zip(chats, answers, strict=True):
+            if isinstance(answer, PlaitError):
+                found.append(PlaitError(f"{one.place}: {answer}"))
+            else:
+                remarks = tuple(answer["remarks"])
+                found.append(MarkedText(text=answer["text"], learned=_spans(answer), remarks=remarks))
+        return found
+
+    def _asked(self, kind: str, **values: object) -> dict[str, Any]:
+        (answer,) = self._process.answers([{"kind": kind, **values}])
+        if isinstance(answer, PlaitError):
+            raise answer
+        return answer
 
 
-class _GenerationMarks(Extension):
-    """{% generation %} … {% endgeneration %}: around what the assistant says."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """The block as a call that puts edges around it."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Any) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
+def _learn_task(example: ChatExample) -> dict[str, object]:
+    learnt = range(example.learned_from, len(example.messages))
+    return {
+        "kind": "learn",
+        "messages": [message.values for message in example.messages],
+        "answers": [number for number in learnt if example.messages[number].is_learnt],
+        "tools": example.tools,
+        "learned_from": example.learned_from,
+    }
 
 
-def _without_edges(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-    pieces, spans, length, begin = list[str](), list[tuple[int, int]](), 0, 0
-    for piece in re.split(f"([{_BEGIN}{_END}])", text):
-        if piece == _BEGIN:
-            begin = length
-        elif piece == _END:
-            spans.append((begin, length))
-        else:
-            pieces.append(piece)
-            length += len(piece)
-    return "".join(pieces), tuple(spans)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
+def _spans(answer: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((start, stop) for start, stop in answer["learned"])
 
 
 def find_template(folders: Sequence[Path]) -> TemplateText | None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
 
-from plait.data.conversations.chat_template import ChatTemplate
+from plait.data.conversations.chat_template import ChatTemplate, MarkedText
 from plait.data.conversations.examples import ChatExample, Example
-from plait.data.conversations.learned import MarkedText, marked_text
+from plait.data.conversations.message_keys import texts_in
 from plait.errors import PlaitError
 
 Encoded = list[list[int]]
@@ -38,6 +38,9 @@ class EncodedExample:
     mask: np.ndarray[Any, Any]
     learned_bytes: int
     """Bytes of the text that is learnt."""
+    is_chat: bool = False
+    remarks: tuple[str, ...] = ()
+    """What a person should know of how a chat was made: as in MarkedText."""
 
 
 class ExampleEncoder:
@@ -55,11 +58,19 @@ class ExampleEncoder:
         self._special = [token.content for token in added if token.special]
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
-        """The examples' tokens; raises PlaitError naming the one that cannot be learnt."""
+        """The examples' tokens; raises PlaitError naming the first one that cannot be learnt."""
+        found = self.encode_each(examples)
+        for one in found:
+            if isinstance(one, PlaitError):
+                raise one
+        return [one for one in found if not isinstance(one, PlaitError)]
+
+    def encode_each(self, examples: Sequence[Example]) -> list[EncodedExample | PlaitError]:
+        """The tokens of each example, or why it cannot be learnt."""
         chats = [example for example in examples if isinstance(example, ChatExample)]
         encoded = iter(self._encode_chats(chats))
         others = iter(self._tokenizer.encode_pieces([text for one in examples for text in _plain_texts(one)]))
-        found = []
+        found = list[EncodedExample | PlaitError]()
         for example in examples:
             if isinstance(example, ChatExample):
                 found.append(next(encoded))
@@ -67,25 +78,30 @@ class ExampleEncoder:
                 found.append(self._with_ends([next(others) for _ in example.texts], example))
         return found
 
-    def _encode_chats(self, chats: Sequence[ChatExample]) -> list[EncodedExample]:
-        for one in chats:
-            self._refuse_special(one)
-        marked = [marked_text(one, self._template, self._special) for one in chats]
+    def _encode_chats(self, chats: Sequence[ChatExample]) -> Iterator[EncodedExample | PlaitError]:
+        refused = [self._special_token_in(one) for one in chats]
+        kept = [one for one, why in zip(chats, refused, strict=True) if why is None]
+        rendered = iter(self._template.learned(kept, self._special))
+        found = [why or next(rendered) for why in refused]
+        marked = [one for one in found if not isinstance(one, PlaitError)]
         parts = [_parts(one) for one in marked]
         wholes = self._ids([one.text for one in marked])
         apart = iter(self._ids([text for one in parts for text, _ in one]))
-        found = []
-        for one, own, whole in zip(marked, parts, wholes, strict=True):
+        rows = iter(zip(parts, wholes, strict=True))
+        for example, one in zip(chats, found, strict=True):
+            if isinstance(one, PlaitError):
+                yield one
+                continue
+            own, whole = next(rows)
             pieces = [next(apart) for _ in own]
             if list(chain.from_iterable(pieces)) != whole:
                 pieces = self._cut_at_prefixes(own, whole) or pieces
             nbytes = sum(len(one.text[start:stop].encode("utf-8")) for start, stop in one.learned)
-            learned = [kind == "learnt" for _, kind in own]
-            found.append(_example(pieces, learned, nbytes))
-        for one, example in zip(chats, found, strict=True):
-            if example.mask.all():
-                raise PlaitError(f"{one.place} leaves no token to learn; mend or remove that conversation")
-        return found
+            encoded = _example(pieces, [kind == "learnt" for _, kind in own], nbytes)
+            if encoded.mask.all():
+                yield PlaitError(f"{example.place} leaves no token to learn; mend or remove that conversation")
+            else:
+                yield replace(encoded, is_chat=True, remarks=one.remarks)
 
     def _cut_at_prefixes(self, parts: Sequence[tuple[str, str]], whole: list[int]) -> Encoded | None:
         """The whole text's tokens, divided where the tokens of each longer prefix end; None where one of them is not
@@ -99,12 +115,16 @@ class ExampleEncoder:
     def _ids(self, texts: Sequence[str]) -> Encoded:
         return [found.ids for found in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def _refuse_special(self, example: ChatExample) -> None:
-        for number, text in enumerate(example.texts, start=1):
+    def _special_token_in(self, example: ChatExample) -> PlaitError | None:
+        """The refusal of a chat whose text holds a special token: as text it would be read as the token itself."""
+        texts = [(f"message {n}", text) for n, one in enumerate(example.messages, 1) for text in texts_in(one.values)]
+        texts += [("tools", text) for text in texts_in(example.tools)]
+        for what, text in texts:
             if found := next((token for token in self._special if token in text), None):
-                raise PlaitError(
-                    f'{example.place}, message {number} holds "{found}", which has a meaning of its own; take it out'
+                return PlaitError(
+                    f'{example.place}, {what} holds "{found}", which has a meaning of its own; take it out'
                 )
+        return None
 
     def _with_ends(self, texts: Encoded, example: Example) -> EncodedExample:
         """Tokens between two ends of text; of a prompt with its completion only the latter is learnt."""

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from plait.data.conversations.message_keys import Use, refuse_columns, refuse_message_keys, use_of_answer
+from plait.data.conversations.message_keys import (
+    Use,
+    further_keys,
+    reasoning_of,
+    refuse_columns,
+    tools_of,
+    use_of_answer,
+)
 from plait.data.documents import Record
 from plait.errors import PlaitError
 
 SampleFormat = Literal["text", "chat", "prompt-completion", "preference"]
 
-_OLDER_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
-_ROLES = ("system", "user", "assistant")
+Role = Literal["system", "user", "assistant", "tool"]
+_ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+_OLDER_ROLES: dict[str, Role] = {"human": "user", "gpt": "assistant", **{role: role for role in _ROLES}}
+_MAY_FOLLOW: dict[Role | None, tuple[Role, ...]] = {
+    None: ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
 _MOST_NAMES = 12
 
 
@@ -21,10 +36,23 @@ _MOST_NAMES = 12
 class ChatMessage:
     """One turn of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Role
     content: str
     use: Use = "learnt"
     """Of the assistant's: what is only read says nothing of how the model is to answer."""
+    further: Mapping[str, object] = field(default_factory=dict[str, object])
+    """What else a template may read: tool calls, reasoning, a tool's name."""
+
+    @property
+    def values(self) -> Mapping[str, object]:
+        """The message as a template gets it; a call of tools may say nothing else."""
+        said = {} if not self.content and "tool_calls" in self.further else {"content": self.content}
+        return {"role": self.role, **said, **self.further}
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether it is an answer that is learnt."""
+        return self.role == "assistant" and self.use == "learnt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +63,13 @@ class ChatExample:
     messages: tuple[ChatMessage, ...]
     learned_from: int = 0
     """Messages before this one are only read, those of the assistant too."""
+    tools: object = None
+    """What the model may call, as a list; None: nothing."""
 
     @property
     def texts(self) -> tuple[str, ...]:
         """What is written in it, in order."""
-        return tuple(message.content for message in self.messages)
+        return tuple(text for one in self.messages for text in (*reasoning_of(one.further), one.content))
 
     @property
     def question(self) -> str:
@@ -99,7 +129,7 @@ def chat_example(record: Record, column: str) -> ChatExample:
     check_turns(place, messages)
     if all(message.use == "read" for message in messages if message.role == "assistant"):
         raise PlaitError(f"{place} says that no answer is learnt (by weight or train); leave such records out")
-    return ChatExample(place=place, messages=(*system_column(record, messages), *messages))
+    return ChatExample(place=place, messages=(*system_column(record, messages), *messages), tools=tools_of(record))
 
 
 def system_column(record: Record, messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
@@ -158,27 +188,26 @@ def chat_message(place: str, turn: object) -> ChatMessage:
     if known is None:
         named = f'has the role "{role}"' if isinstance(role, str) else "has no role"
         raise PlaitError(f"{place} {named}; known are {', '.join(_ROLES)}")
-    refuse_message_keys(place, turn)
+    further = further_keys(place, turn)
+    content = "" if content is None and "tool_calls" in further else content
     if not isinstance(content, str):
         raise PlaitError(f"{place}: its content is {kind_of_value(content)}, not a text; write a string")
     use = use_of_answer(place, turn) if known == "assistant" else "learnt"
-    return ChatMessage(role=_ROLES[_ROLES.index(known)], content=encodable_text(place, content), use=use)
+    return ChatMessage(role=known, content=encodable_text(place, content), use=use, further=further)
 
 
 def check_turns(place: str, messages: Sequence[ChatMessage]) -> None:
-    """Raise PlaitError unless system comes first, if at all, then user and assistant in turn, with an answer."""
+    """Raise PlaitError unless system comes first, if at all, then user and assistant in turn, calls of tools with their
+    results between them, and there is an answer."""
     for number, message in enumerate(messages, start=1):
         before = messages[number - 2].role if number > 1 else None
-        allowed = {None: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",)}[
-            before
-        ]
-        if message.role not in allowed:
+        if message.role not in _MAY_FOLLOW[before]:
             after = f"follows {before}" if before else "comes first"
             raise PlaitError(
                 f"{place}, message {number}: the role {message.role} {after}; "
                 "a conversation is an optional system, then user and assistant in turn"
             )
-        if message.role == "assistant" and not message.content:
+        if message.role == "assistant" and not message.content and "tool_calls" not in message.further:
             raise PlaitError(f"{place}, message {number}: the assistant says nothing; mend or remove that conversation")
     if _first_answer(messages) == len(messages):
         raise PlaitError(f"{place} has no answer of the assistant, so nothing is learnt; mend or remove it")

@@ -84,8 +84,11 @@ def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceForma
     return SourceFormat(kind="chat", column=found or columns[0])
 
 
-def read_examples(opened: OpenSource, form: SourceFormat) -> Iterator[Example | PairExample]:
-    """The examples of a source, in its order; raises PlaitError naming the record that is none."""
+def read_examples(
+    opened: OpenSource, form: SourceFormat, on_bad: Callable[[PlaitError], None]
+) -> Iterator[Example | PairExample]:
+    """The examples of a source, in its order; `on_bad` is called with an error that names the record for each that is
+    none. Raises PlaitError for documents that are none, and for files that cannot be read."""
     readers: dict[SampleFormat, Callable[[Record], Example | PairExample]] = {
         "chat": lambda record: chat_example(record, form.column),
         "prompt-completion": prompt_example,
@@ -93,8 +96,16 @@ def read_examples(opened: OpenSource, form: SourceFormat) -> Iterator[Example | 
     }
     if form.kind == "text":
         yield from _whole_texts(opened.documents())
-    else:
-        yield from map(readers[form.kind], opened.records())
+        return
+    for record in opened.records():
+        try:
+            if record.fault:
+                raise record.fault
+            example = readers[form.kind](record)
+        except PlaitError as error:
+            on_bad(error)
+        else:
+            yield example
 
 
 def holds_pairs(forms: Sequence[SourceFormat]) -> bool:
@@ -119,7 +130,7 @@ def _pairs(first: Record) -> SourceFormat:
 
 def _first(opened: OpenSource, requested: RequestedFormat) -> Record | None:
     try:
-        return next(opened.records(), None)
+        return next((record for record in opened.records() if record.fault is None), None)
     except PlaitError:
         if requested == "auto":  # it is reported when it is read as text
             return None

@@ -1,9 +1,9 @@
-"""What stands in a conversation beside roles and texts: what tells that an answer is only read, and what would change
-the meaning if it were left out."""
+"""What a conversation holds beside roles and texts: what a template may read, and whether an answer is learnt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from plait.data.documents import Record
@@ -11,28 +11,65 @@ from plait.errors import PlaitError
 
 Use = Literal["learnt", "read"]
 
-_BESIDE_MESSAGES = ("tools", "functions")
-_BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_OURS = ("role", "content", "from", "value")
+_OLDER = {"function_call": "tool_calls", "functions": "tools"}
+"""Keys of OpenAI's first form of tools, which no template reads, and what they are called now."""
 _LEARNT = ("weight", "train", "training", "trainable", "loss")
 _HIDDEN = ("mask", "masked")
 _NOTHING = ("", "[]", "{}", "null")
 
 
 def refuse_columns(record: Record) -> None:
-    """Raise PlaitError for a column that the answers of a chat depend on and no message holds."""
-    if key := _first_said(record.values, _BESIDE_MESSAGES):
-        raise PlaitError(
-            f'{record.place} has "{key}", which would not be learnt; leave such records out, or write what the model '
-            "is to read of it into the system message"
-        )
+    """Raise PlaitError for a column that the answers of a chat depend on and no template reads."""
+    if _says_something(record.values.get("functions")):
+        raise _older_form(record.place, "functions")
 
 
-def refuse_message_keys(place: str, turn: Mapping[Any, Any]) -> None:
-    """Raise PlaitError for a key of a message that says more than its content."""
-    if key := _first_said(turn, _BESIDE_CONTENT):
-        raise PlaitError(
-            f'{place} has "{key}", which would not be learnt; leave such records out, or write it into the content'
-        )
+def tools_of(record: Record) -> object:
+    """What the model may call, as the column "tools" says: a list, or one written as JSON; None where it is empty.
+    Raises PlaitError for what is no list."""
+    tools = record.values.get("tools")
+    if not _says_something(tools):
+        return None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            tools = None
+    if not isinstance(tools, list):
+        raise PlaitError(f'{record.place}: "tools" is no list; write a list of functions, as transformers takes them')
+    return tools
+
+
+def further_keys(place: str, turn: Mapping[Any, Any]) -> dict[str, object]:
+    """The keys of a message that a template may read beside role and content; raises PlaitError for the older form of
+    calls."""
+    if _says_something(turn.get("function_call")):
+        raise _older_form(place, "function_call")
+    own = (*_OURS, *_LEARNT, *_HIDDEN, *_OLDER)
+    return {
+        key: value for key, value in turn.items() if isinstance(key, str) and key not in own and _says_something(value)
+    }
+
+
+def reasoning_of(further: Mapping[str, object]) -> Iterator[str]:
+    """The reasoning of a message, where it has any."""
+    return (text for key in _REASONING if isinstance(text := further.get(key), str))
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Every text of a value, however deep inside, names of keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for inner in value.values() for text in texts_in(inner))
+    elif isinstance(value, list | tuple):
+        yield from (text for inner in value for text in texts_in(inner))
+
+
+def _older_form(place: str, key: str) -> PlaitError:
+    return PlaitError(f'{place} has "{key}", which templates do not read; write it as "{_OLDER[key]}"')
 
 
 def use_of_answer(place: str, turn: Mapping[Any, Any]) -> Use:
@@ -54,10 +91,6 @@ def _use(place: str, key: str, value: object, numbers: tuple[int, int]) -> Use:
         f'{place} has "{key}": {ascii(value)[:40]}, and an answer is learnt as a whole or not at all; write '
         f"{numbers[0]} to learn it, {numbers[1]} only to read it, or leave such records out"
     )
-
-
-def _first_said(values: Mapping[Any, Any], keys: Sequence[str]) -> str | None:
-    return next((key for key in keys if _says_something(values.get(key))), None)
 
 
 def _says_something(value: object) -> bool:

@@ -17,7 +17,7 @@ from plait.data.conversations.examples import (
     kind_of_value,
     system_column,
 )
-from plait.data.conversations.message_keys import refuse_columns
+from plait.data.conversations.message_keys import refuse_columns, tools_of
 from plait.data.documents import Record
 from plait.errors import PlaitError
 
@@ -110,9 +110,14 @@ def _pair_of_chats(record: Record, chosen: object, rejected: object) -> PairExam
     for column, messages in zip(ANSWERS, (first, second), strict=True):
         if any(message.use == "read" for message in messages[common:]):
             raise PlaitError(f"{record.place}: the {column} answer is said not to be learnt (weight, train); {_MEND}")
-    head = system_column(record, first)
+    head, tools = system_column(record, first), tools_of(record)
     parts = (
-        ChatExample(place=f"{record.place}, {column}", messages=(*head, *messages), learned_from=len(head) + common)
+        ChatExample(
+            place=f"{record.place}, {column}",
+            messages=(*head, *messages),
+            learned_from=len(head) + common,
+            tools=tools,
+        )
         for column, messages in zip(ANSWERS, (first, second), strict=True)
     )
     return PairExample(place=record.place, chosen=next(parts), rejected=next(parts))

@@ -55,6 +55,8 @@ class BuildRequest:
     """The tokenizer's own chat template; None where it has none."""
     keep_every_bytes: int = KEEP_EVERY_BYTES
     """Of text: how often the progress is kept, from which a preparation that was killed goes on."""
+    bad_records: float = 0.0
+    """The fraction of records of chats, prompts and pairs that may be skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from plait.checked_json import parse_object, sealed_text
 from plait.data.holdout import HoldoutSplit
+from plait.data.index import NOTHING_COUNTED, RecordCounts
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
 from plait.data.preparation.writer import ShardWriter, WriterState
 from plait.errors import PlaitError
@@ -36,6 +37,8 @@ class KeptProgress:
     pieces: int
     done_bytes: int
     writers: Mapping[HoldoutSplit, WriterState]
+    counts: RecordCounts = NOTHING_COUNTED
+    """Of records: what was counted while they were written."""
 
 
 _KEPT = TypeAdapter(KeptProgress)
@@ -48,6 +51,8 @@ class ProgressKeeper:
         self._folder, self._every_bytes = folder, every_bytes
         self._kept = _read(folder)
         self._tokenizer_hash, self._kept_bytes = "", 0
+        self.counts = NOTHING_COUNTED
+        """What was counted while records were written, as it was kept."""
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that was trained before, if this goes on."""
@@ -77,6 +82,7 @@ class ProgressKeeper:
             tokenizer.save(self._folder)
         self._tokenizer_hash = tokenizer.hash
         pieces, done_bytes = (kept.pieces, kept.done_bytes) if kept else (0, 0)
+        self.counts = kept.counts if kept else NOTHING_COUNTED
         self._keep(pieces, done_bytes, writers)
         return pieces, done_bytes
 
@@ -95,6 +101,7 @@ class ProgressKeeper:
             pieces=pieces,
             done_bytes=done_bytes,
             writers={split: writer.state() for split, writer in writers.items()},
+            counts=self.counts,
         )
         aside = self._folder / f".{_FILE}"
         aside.write_text(sealed_text(asdict(state)), encoding="utf-8")

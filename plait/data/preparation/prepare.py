@@ -13,7 +13,8 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
-from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate, TemplateText, find_template
+from plait.data.conversations.built_in_templates import named_template
+from plait.data.conversations.chat_template import PLAIN_TEMPLATE, TemplateText, find_template
 from plait.data.conversations.formats import RequestedFormat, SourceFormat, holds_examples, source_format
 from plait.data.folders import TEXT_SUFFIXES
 from plait.data.holdout import FEWEST_DOCUMENTS
@@ -28,7 +29,7 @@ from plait.data.sources import OpenSource, Source, open_source
 from plait.errors import PlaitError
 from plait.private_folder import make_private_folder
 
-_EXAMPLES_READ = 2
+_EXAMPLES_READ = 3
 """Raised when examples come to be read or rendered in another way, so that those prepared before are made again."""
 _HELD_OUT = 2
 """Raised when other documents or examples come to be held out, so that corpora prepared before are made again."""
@@ -45,6 +46,10 @@ class DataRequest:
     format: RequestedFormat = "auto"
     template_folders: tuple[Path, ...] = ()
     """Where the chat template may be, in this order, before the tokenizer's own folder."""
+    chat_template: str = "auto"
+    """A built-in template's name, or a file; "auto" takes the one in these folders."""
+    bad_records: float = 0.0
+    """The fraction of records that may be skipped as none that can be learnt from."""
 
 
 def prepare_corpus(
@@ -83,6 +88,7 @@ def prepare_corpus(
             formats=formats,
             template=_own_template(request, formats),
             keep_every_bytes=keep_every_bytes,
+            bad_records=request.bad_records,
         )
         folder = home / _key(work)
         with exclusive_lock(
@@ -119,6 +125,7 @@ def find_prepared(request: DataRequest, cache: Path) -> Path | None:
         on_progress=lambda *_: None,
         formats=formats,
         template=_own_template(request, formats),
+        bad_records=request.bad_records,
     )
     folder = home / _key(work)
     return folder if folder.is_dir() else None
@@ -157,10 +164,8 @@ def _own_template(request: DataRequest, formats: Sequence[SourceFormat]) -> Temp
     file = Path(request.tokenizer)
     shipped = request.tokenizer in ("gpt2", "bpe")
     own = None if shipped else file if file.is_dir() else file.parent
-    found = find_template([*request.template_folders, *([own] if own else [])])
-    if found:
-        ChatTemplate(found)  # one that cannot be read is refused before any work
-    return found
+    folders = [*request.template_folders, *([own] if own else [])]
+    return find_template(folders) if request.chat_template == "auto" else named_template(request.chat_template, folders)
 
 
 def _throttled(on_progress: Progress) -> Progress:
@@ -186,7 +191,7 @@ def _key(work: BuildRequest) -> str:
     if holds_examples(work.formats):
         found = work.template
         template = [found.text, sorted(found.special.items())] if found else PLAIN_TEMPLATE
-        parts += [[(form.kind, form.column) for form in work.formats], template, _EXAMPLES_READ]
+        parts += [[(form.kind, form.column) for form in work.formats], template, _EXAMPLES_READ, work.bad_records]
     return sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

@@ -4,13 +4,16 @@ at every token that is not learnt."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
+from math import floor
 from pathlib import Path
 
 import numpy as np
 
+from plait.data.conversations.built_in_templates import check_tokens
 from plait.data.conversations.chat_template import (
     PLAIN_NAME,
     PLAIN_TEMPLATE,
@@ -23,7 +26,15 @@ from plait.data.conversations.examples import Example
 from plait.data.conversations.formats import holds_pairs, read_examples
 from plait.data.conversations.pairs import PairExample, parts_of
 from plait.data.holdout import Holdout, HoldoutSplit, text_hash
-from plait.data.index import SHARD_FORMAT, index_row, token_dtype, write_index, write_synced
+from plait.data.index import (
+    NOTHING_COUNTED,
+    SHARD_FORMAT,
+    RecordCounts,
+    index_row,
+    token_dtype,
+    write_index,
+    write_synced,
+)
 from plait.data.preparation.bpe_process import train_bpe_apart
 from plait.data.preparation.build import (
     NO_ROOM,
@@ -39,10 +50,13 @@ from plait.data.preparation.kept_progress import ProgressKeeper
 from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary
 from plait.data.preparation.writer import ShardWriter
 from plait.errors import PlaitError
+from plait.units import counted
 
 TEMPLATE_FILE = "chat_template.jinja"
 _BATCH_CHARACTERS = 1 << 19
 """Encoded in one call, during which no signal is heeded: half a second on one core."""
+FIRST_NAMED = 3
+"""Bad records that are named with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +81,15 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
     disk when it returns. Raises PlaitError naming the record that cannot be learnt. Goes on with what a killed one has
     left in the folder."""
     keeper = ProgressKeeper(folder, work.keep_every_bytes)
-    found, holdout = _survey(work)
+    if work.template:
+        ChatTemplate(work.template).close()  # one that cannot be used is refused before any work
+    bad = BadRecords(work.bad_records)
+    found, holdout = _survey(work, bad)
     total = sum(counts.text_bytes for counts in found)
     tokenizer = work.tokenizer or keeper.tokenizer() or _trained(work, holdout, total)
     template = template_for(tokenizer, work.template)
-    writers, held = _write_all(work, holdout, tokenizer, template, (folder, keeper), total)
+    check_tokens(template, tokenizer.backend.get_vocab(with_added_tokens=True))
+    writers, held = _write_all(work, holdout, tokenizer, template, (folder, keeper), (total, bad))
     for split, writer in writers.items():
         if not writer.entries and (split == "train" or work.holdout):
             what = "holds nothing out" if split == "heldout" else "holds everything out"
@@ -96,7 +114,8 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
         "heldout_bytes": writers["heldout"].text_bytes,
         "shards": [index_row(entry) for entry in chain.from_iterable(each.entries for each in writers.values())],
     }
-    write_index(folder, {**index, "sources": source_entries(work, found, held)})
+    counts = asdict(bad.with_written(keeper.counts))
+    write_index(folder, {**index, "counts": counts, "sources": source_entries(work, found, held)})
     keeper.finish()
 
 
@@ -106,24 +125,71 @@ def template_for(tokenizer: Tokenizer, own: TemplateText | None) -> TemplateText
     return replace(found, special={"eos_token": tokenizer.eot_text, **found.special})
 
 
-def _survey(work: BuildRequest) -> tuple[list[SourceCounts], Holdout]:
-    """Read every example once: what cannot be learnt is found here, before hours of work."""
-    found, survey = [], begun_survey(work)
-    for number, source in enumerate(work.sources):
+class BadRecords:
+    """Counts the records that cannot be learnt from; raises PlaitError once they are more than the recipe allows."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._records = self._read = 0
+        self._first = list[str]()
+
+    def count(self) -> None:
+        """One record more was read, good or bad."""
+        self._records += 1
+
+    def add(self, error: PlaitError) -> None:
+        """One of the records is no example."""
+        self._records, self._read = self._records + 1, self._read + 1
+        self._first = [*self._first, str(error)][:FIRST_NAMED]
+        if self._limit == 0:
+            raise self._too_many(self._read, self._first)
+
+    def check(self, written: RecordCounts = NOTHING_COUNTED) -> None:
+        """All records were read, and so many of them could not be written."""
+        counts = self.with_written(written)
+        if counts.skipped > self._limit * self._records:
+            raise self._too_many(counts.skipped, counts.first_skipped)
+
+    def with_written(self, written: RecordCounts) -> RecordCounts:
+        """All counts, of reading and of writing."""
+        first = (*self._first, *written.first_skipped)[:FIRST_NAMED]
+        return replace(written, records=self._records, skipped=self._read + written.skipped, first_skipped=first)
+
+    def _too_many(self, skipped: int, first: Sequence[str]) -> PlaitError:
+        allowed = floor(self._limit * self._records)
+        return PlaitError(
+            f"{skipped} of {counted(self._records, 'record', ',')} cannot be learnt from, and data.bad_records = "
+            f"{self._limit:g} allows {allowed or 'none'}; the first is {first[0]}"
+        )
+
+
+def _survey(work: BuildRequest, bad: BadRecords) -> tuple[list[SourceCounts], Holdout]:
+    """Read every record once: what is no example is found here, before hours of work."""
+    counts, survey = [], begun_survey(work)
+    for number in range(len(work.sources)):
         examples = text_bytes = 0
-        for example, file in _read(work, number):
+        for example, file in _read(work, number, bad.add):
+            bad.count()
             nbytes = _text_bytes(example)
             survey.add_example(_prompt_hash(example), nbytes, number, file)
             examples, text_bytes = examples + 1, text_bytes + nbytes
             work.on_progress(text_bytes, 0, "reading")
-        found.append(source_counts(source, examples, text_bytes))
+        counts.append((examples, text_bytes))
+    bad.check()
+    found = [source_counts(source, *each) for source, each in zip(work.sources, counts, strict=True)]
     return found, survey.choose("whole")
 
 
-def _read(work: BuildRequest, number: int) -> Iterator[tuple[Example | PairExample, str]]:
+def _skip(error: PlaitError) -> None:
+    """For each further reading: bad records were counted in the first."""
+
+
+def _read(
+    work: BuildRequest, number: int, on_bad: Callable[[PlaitError], None] = _skip
+) -> Iterator[tuple[Example | PairExample, str]]:
     """The examples of a source, each with the file that `OpenSource.by_file` tells apart."""
     for file, part in work.sources[number].by_file():
-        for example in read_examples(part, work.formats[number]):
+        for example in read_examples(part, work.formats[number], on_bad):
             yield example, file
 
 
@@ -164,10 +230,10 @@ def _write_all(
     tokenizer: Tokenizer,
     template: TemplateText,
     place: tuple[Path, ProgressKeeper],
-    total: int,
+    surveyed: tuple[int, BadRecords],
 ) -> tuple[dict[HoldoutSplit, ShardWriter], list[int]]:
     """Write all shards; returns their writers, and the bytes of text that each source holds out."""
-    folder, keeper = place
+    (folder, keeper), (total, bad) = place, surveyed
     held = [0] * len(work.sources)
 
     def examples() -> Iterator[_Placed]:
@@ -180,15 +246,18 @@ def _write_all(
         return ShardWriter(folder, split, eot=tokenizer.eot, dtype=dtype, shard_tokens=work.shard_tokens, marks="kept")
 
     writers: dict[HoldoutSplit, ShardWriter] = {"train": writer("train"), "heldout": writer("heldout")}
-    encoder, done = ExampleEncoder(tokenizer, ChatTemplate(template)), 0
+    chats, done = ChatTemplate(template), 0
+    encoder = ExampleEncoder(tokenizer, chats)
     try:
         count, done = keeper.begin(tokenizer, writers)
         for batch in _batches(islice(examples(), count, None)):
             work.on_progress(done, total, "tokenizing")
-            encoded = iter(encoder.encode([part for one in batch for part in parts_of(one.example)]))
+            encoded = iter(encoder.encode_each([part for one in batch for part in parts_of(one.example)]))
             for one in batch:
                 parts = [next(encoded) for _ in parts_of(one.example)]
-                _write(writers[one.split], one, parts, work.shard_tokens)
+                refused = _write(writers[one.split], one, parts, work.shard_tokens)
+                keeper.counts = _counted(keeper.counts, refused, parts)
+            bad.check(keeper.counts)
             count, done = count + len(batch), done + sum(one.text_bytes for one in batch)
             keeper.written(count, done, writers)
         for each in writers.values():
@@ -197,16 +266,24 @@ def _write_all(
         if error.errno in NO_ROOM:
             raise disk_full_error(folder, sum(each.bytes_written for each in writers.values()), done, total) from error
         raise
+    finally:
+        chats.close()
     work.on_progress(total, total, "tokenizing")
     return writers, held
 
 
-def _write(writer: ShardWriter, one: _Placed, parts: list[EncodedExample], shard_tokens: int) -> None:
+def _write(
+    writer: ShardWriter, one: _Placed, encoded: Sequence[EncodedExample | PlaitError], shard_tokens: int
+) -> PlaitError | None:
+    """Write an example, or return why it cannot be learnt."""
+    parts = [part for part in encoded if not isinstance(part, PlaitError)]
+    if refused := next((part for part in encoded if isinstance(part, PlaitError)), None):
+        return refused
     left = sum(len(part.ids) for part in parts)
     if left >= shard_tokens:
-        raise PlaitError(f"{one.example.place} has {left} tokens, too many for one example; divide it")
+        return PlaitError(f"{one.example.place} has {left} tokens, too many for one example; divide it")
     if len(parts) == 2 and np.array_equal(parts[0].ids, parts[1].ids):
-        raise PlaitError(
+        return PlaitError(
             f"{one.example.place}: the chosen and the rejected answer become the same tokens, so there is no "
             "preference; mend or remove that pair"
         )
@@ -214,6 +291,21 @@ def _write(writer: ShardWriter, one: _Placed, parts: list[EncodedExample], shard
         left -= len(part.ids)
         writer.add_whole(one.stream, part.ids, part.mask, follow_tokens=left)
         writer.text_bytes += part.learned_bytes
+    return None
+
+
+def _counted(
+    counts: RecordCounts, refused: PlaitError | None, parts: Sequence[EncodedExample | PlaitError]
+) -> RecordCounts:
+    if refused:
+        first = (*counts.first_skipped, str(refused))[:FIRST_NAMED]
+        return replace(counts, skipped=counts.skipped + 1, first_skipped=first)
+    chats = [part for part in parts if isinstance(part, EncodedExample) and part.is_chat]
+    if not chats:
+        return counts
+    remarks = Counter(counts.remarks)
+    remarks.update(remark for part in chats for remark in part.remarks)
+    return replace(counts, chats=counts.chats + len(chats), remarks=dict(remarks))
 
 
 def _batches(examples: Iterable[_Placed]) -> Iterator[list[_Placed]]:

@@ -30,6 +30,11 @@ class PackedShare:
     """Of the windows' tokens, those that examples fill."""
     overlong: int
     """Examples that are longer than a window."""
+    examples: int
+    """Examples, or pairs, that are learnt from."""
+    tokens: int
+    """Tokens of these, as far as windows hold them."""
+    unit: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +71,21 @@ class CorpusSizes:
 
     def packed(self, sequence: int, overlong: Overlong) -> PackedShare:
         """What packing whole examples into windows of `sequence` tokens comes to."""
-        windows = used = beyond = 0
+        windows = used = beyond = examples = 0
         for counts in self.examples:
             length, before, number = np.array(counts, dtype=np.int64).T
             beyond += int(number[length > sequence].sum())
             kept = (length > 0) & (length <= sequence if overlong == "drop" else before < sequence)
+            examples += int(number[kept].sum())
             lengths = np.repeat(np.minimum(length, sequence)[kept], number[kept])
             if len(lengths):
                 windows += int(best_fit(lengths, sequence).max()) + 1
                 used += int(lengths.sum())
-        return PackedShare(windows=windows, share=used / max(1, windows * sequence), overlong=beyond)
+        share = used / max(1, windows * sequence)
+        tokens = used + examples * (2 if self.layout == "pairs" else 1)  # the last of each is only a target
+        return PackedShare(
+            windows=windows, share=share, overlong=beyond, examples=examples, tokens=tokens, unit=self.unit
+        )
 
     def check_overlong(self, sequence: int, overlong: Overlong) -> None:
         """Raise PlaitError where examples are longer than a window and the recipe does not say what to do."""
