@@ -29,6 +29,11 @@ _NOISE = re.compile(
 )
 _MIG_SLICE = re.compile(r"\bmig ((\d)g)\.(\d+)gb")
 _MEMORY = re.compile(r"\b(\d+)\s*gi?b\b")
+_MEMORY_AS_TYPED = re.compile(r"\b(\d+)\s*g(?:i?b)?\b")
+"""People also write "A100-40G"; drivers do not, and "3g" in their names of MIG slices is no size."""
+
+_NVIDIA_MACHINE = re.compile(r"(?:nvidia\s+)?[dh]gx[\s_-]+(.+)")
+_TPU_SLICE = re.compile(r"(?:google\s+)?(?:cloud\s+)?(?:tpu[\s_-]*)?(v\d+\s?[a-z]*|(?<=tpu)7x)-(\d+)")
 
 SMALLEST_AMOUNT, LARGEST_AMOUNT = 1e-9, 1e24
 """Of a device's or a link's figures: beyond any machine, and within what step times can be computed from."""
@@ -106,7 +111,7 @@ def find_device(name: str) -> Device:
     """The device that a person means by a name such as "H100", "a100-40gb", "RTX 4090" or "TPU v5p"; raises
     PlaitError with the nearest names."""
     text = name.lower()
-    size = _MEMORY.search(text)
+    size = _MEMORY.search(text) or _MEMORY_AS_TYPED.search(text)
     word = _word(text)
     entries = [entry for entry in _entries().values() if word in map(_word, entry["aliases"])]
     if not entries:
@@ -114,6 +119,48 @@ def find_device(name: str) -> Device:
     if not size:
         return _device(min(entries, key=lambda entry: len(entry["key"].split())))
     return _device_of_size(entries, int(size[1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """A whole machine as clouds and NVIDIA name it: "p5.48xlarge", "DGX H100"."""
+
+    device: Device
+    devices: int
+    between: str
+    """The link between several of them, or a rate of each machine: "@80G"."""
+    source: str
+
+
+def find_instance(name: str) -> Instance | None:
+    """The machine of this name; None where the name is not that of a whole machine. Raises PlaitError for a DGX or HGX
+    of a device that the catalogue lacks."""
+    plain = re.sub(r"[^a-z0-9]+", "", name.lower()).removeprefix("standard")
+    for key, entry in _catalog()["instance"].items():
+        if plain in (re.sub(r"[^a-z0-9]+", "", alias) for alias in (key, *entry.get("aliases", ()))):
+            device = find_device(entry["device"])
+            return Instance(device=device, devices=entry["devices"], between=entry["between"], source=entry["source"])
+    if not (made := _NVIDIA_MACHINE.match(name.lower())):
+        return None
+    device = find_device(made[1])
+    source = f"NVIDIA's machine with all devices that {device.inside} joins"
+    return Instance(device=device, devices=device.per_node, between=device.between, source=source)
+
+
+def slice_chips(name: str) -> tuple[str, int, str] | None:
+    """The TPU, the chips of the slice and what the number counts, in "v5p-256": ("v5p", 128, "TensorCores"); None where
+    the name is not that of a slice. Raises PlaitError for a TPU of which Google names no slices so."""
+    if not (named := _TPU_SLICE.fullmatch(name.lower().strip())):
+        return None
+    kind, number = re.sub(r"[^a-z0-9]", "", named[1]), int(named[2][:9])
+    counts = _catalog()["tpu_slices"].get(kind)
+    if counts is None:
+        device = find_device(kind if kind.startswith("v") else f"v{kind}")
+        raise PlaitError(
+            f'"{name}" may count chips or TensorCores, as Google names no slices of {device.name} by a number; write '
+            f"the chips, as in {number}x{device.name}"
+        )
+    return kind, number // 2 if counts == "TensorCores" else number, counts
 
 
 def find_device_by_driver_name(name: str) -> Device | None:
@@ -199,7 +246,7 @@ def _must_be_amounts(name: str, amounts: Mapping[str, float]) -> None:
 def _device(entry: Mapping[str, Any]) -> Device:
     lacks = entry.get("without", ())
     rates = {p: entry[key] * 1e12 for p, key in _PRECISIONS.items() if key in entry and p not in lacks}
-    usable = _catalog()["usable_memory"][entry["vendor"]]
+    usable = entry.get("usable_memory", _catalog()["usable_memory"][entry["vendor"]])
     return Device(
         name=entry["name"],
         vendor=entry["vendor"],
@@ -239,13 +286,18 @@ def _sizes(entry: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _word(text: str) -> str:
     """What identifies the device, without maker, memory and the like: "a100" for "nvidia a100-sxm4-80gb"."""
-    plain = _NOISE.sub(" ", _MEMORY.sub(" ", text.lower()))
+    plain = _NOISE.sub(" ", _MEMORY_AS_TYPED.sub(" ", text.lower()))
     return re.sub(r"[^a-z0-9]+", "", plain).removeprefix("tpu").removeprefix("rtx")
 
 
 def _nearest_devices(word: str) -> str:
-    names = {_word(alias): entry["name"] for entry in _entries().values() for alias in entry["aliases"]}
-    near = dict.fromkeys(names[match] for match in difflib.get_close_matches(word, list(names), n=3, cutoff=0.6))
+    names: dict[str, list[str]] = {}
+    for entry in _entries().values():
+        for alias in entry["aliases"]:
+            names.setdefault(_word(alias), []).append(entry["name"])
+    names |= {_word(key): [key] for key in _catalog()["instance"]}
+    close = difflib.get_close_matches(word, list(names), n=3, cutoff=0.6)
+    near = dict.fromkeys(name for match in close for name in names[match])
     if not near:
         return "describe yours in a cluster.json"
     return f"the nearest {'are' if len(near) > 1 else 'is'} {', '.join(near)}"

@@ -16,7 +16,7 @@ writes one with what it measured under "measured".
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ class Cluster:
     """Link between islands, and between nodes unless their island has its own."""
     measured: Measurements | None = field(default=None, hash=False)
     """What a probe measured on these machines; the planner prefers it to the catalogue's values."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """Sentences on how a short form was read, where a person could mean something else."""
 
     def __post_init__(self) -> None:
         if not self.islands:
@@ -145,8 +147,14 @@ def read_cluster(text: str | Path) -> Cluster:
         Island(device=part.device, per_node=part.per_node, nodes=part.nodes, inside=find_link(part.device.inside))
         for part in said.parts
     ]
-    between = said.network or _usual_between(islands)
-    return Cluster(name=str(text).strip(), islands=tuple(islands), between=between)
+    usual = [part.between or find_link(part.device.between) for part in said.parts]
+    between = said.network or _slowest(list(zip(usual, (part.per_node for part in said.parts), strict=True)))
+    if said.network is None:
+        islands = [
+            island if part.between in (None, between) else replace(island, network=part.between)
+            for island, part in zip(islands, said.parts, strict=True)
+        ]
+    return Cluster(name=str(text).strip(), islands=tuple(islands), between=between, notes=said.notes)
 
 
 def cluster_json(cluster: Cluster) -> str:
@@ -204,8 +212,12 @@ def _island(values: Any, where: str) -> Island:
 
 def _usual_between(islands: list[Island]) -> Link:
     """The islands' usual link between nodes that is slowest per device."""
-    usual = [(find_link(island.device.between), island.per_node) for island in islands]
-    return min(usual, key=lambda pair: device_bytes_per_s(*pair))[0]
+    return _slowest([(find_link(island.device.between), island.per_node) for island in islands])
+
+
+def _slowest(links: list[tuple[Link, int]]) -> Link:
+    """The link that is slowest per device; each stands with the devices of a node."""
+    return min(links, key=lambda pair: device_bytes_per_s(*pair))[0]
 
 
 def _sum_of(parts: list[tuple[int, float | None]]) -> float | None:

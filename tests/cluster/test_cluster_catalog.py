@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from plait.cluster import catalog
 from plait.cluster.catalog import (
     Device,
     device_names,
     find_device,
     find_device_by_driver_name,
+    find_instance,
     find_link,
     link_at_rate,
     link_names,
@@ -18,6 +22,7 @@ from plait.cluster.catalog import (
 from plait.errors import PlaitError
 
 DEVICES = [find_device(name) for name in device_names()]
+INSTANCES = tomllib.loads((Path(catalog.__file__).parent / "catalog.toml").read_text())["instance"]
 
 
 @pytest.mark.parametrize("known", DEVICES, ids=lambda known: known.name)
@@ -77,6 +82,14 @@ def test_figures_of_the_most_used_devices() -> None:
         ("TPU v6e (Trillium)", "TPU v6e"),
         ("Apple M3 Max 64GB", "Apple M3 Max 64GB"),
         ("mi250x", "MI250X GCD"),
+        ("A100-40G", "A100 SXM 40GB"),
+        ("A100 80G", "A100 SXM 80GB"),
+        ("RTX A5000", "RTX A5000"),
+        ("3060", "RTX 3060"),
+        ("3070 Ti", "RTX 3070 Ti"),
+        ("RTX 4060", "RTX 4060"),
+        ("GH200 144GB", "GH200 144GB"),
+        ("MI350X", "MI350X"),
     ],
 )
 def test_a_name_finds_what_people_mean(said: str, meant: str) -> None:
@@ -116,6 +129,18 @@ def test_every_device_is_found_again_by_its_own_name(known: Device) -> None:
         ("NVIDIA A10G", "A10G"),
         ("NVIDIA B200", "B200 SXM"),
         ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 3060", "RTX 3060"),
+        ("NVIDIA GeForce RTX 3060 Ti", "RTX 3060 Ti"),
+        ("NVIDIA GeForce RTX 3070", "RTX 3070"),
+        ("NVIDIA GeForce RTX 4060", "RTX 4060"),
+        ("NVIDIA GeForce RTX 4060 Ti", "RTX 4060 Ti"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA A30", "A30"),
+        ("NVIDIA RTX A5000", "RTX A5000"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GB10", "GB10"),
+        ("AMD Instinct MI210", "MI210"),
+        ("AMD Instinct MI350X", "MI350X"),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "H100 SXM"),
     ],
 )
@@ -146,6 +171,8 @@ def test_a_laptop_s_gpu_is_not_the_desktop_s_of_the_same_number() -> None:
         ("B200", "3g.90gb", 63, 4),
         ("B200", "7g.180gb", 148, 8),
         ("RTX PRO 6000 Blackwell Server Edition", "1g.24gb", 47, 2),
+        ("A30", "1g.6gb", 14, 2),
+        ("A30", "2g.12gb", 28, 4),
     ],
 )
 def test_a_mig_slice_has_its_own_units_and_eighths_of_the_memory(
@@ -160,14 +187,42 @@ def test_a_mig_slice_has_its_own_units_and_eighths_of_the_memory(
 
 @pytest.mark.parametrize(
     ("name", "clock_ghz"),
-    [("4060 laptop", 2.37), ("4070 laptop", 2.175), ("4080 laptop", 2.28), ("4090 laptop", 2.04), ("4090 d", 2.52)],
-)
+    [("4060 laptop", 2.37), ("4070 laptop", 2.175), ("4080 laptop", 2.28), ("4090 laptop", 2.04), ("4090 d", 2.52),
+     ("4060", 2.46), ("4060 ti", 2.535), ("3060", 1.777), ("3060 ti", 1.665), ("3070", 1.725), ("3070 ti", 1.77)],
+)  # fmt: skip
 def test_a_game_card_s_rates_are_its_units_at_the_highest_clock(name: str, clock_ghz: float) -> None:
-    """Clocks as NVIDIA lists them; a unit of Ada makes 256 float32 operations a clock and 512 of bf16."""
+    """Clocks as NVIDIA lists them; a unit of Ada or Ampere makes 256 float32 operations a clock and 512 of bf16."""
     known = find_device(name)
     assert known.units
     assert known.flops("float32") == pytest.approx(known.units * 256 * clock_ghz * 1e9, rel=0.005)
     assert known.flops("bf16") == pytest.approx(2 * known.flops("float32"), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "bf16_a_clock", "clock_ghz"),
+    [
+        # Operations of bf16 a clock and unit: 1024 of Ampere's professional cards, 2048 of A100's kind, 4096 of CDNA 4.
+        ("A40", 84, 1024, 1.74),
+        ("RTX A5000", 64, 1024, 1.695),
+        ("A30", 56, 2048, 1.44),
+        ("MI210", 104, 1024, 1.7),
+        ("MI350X", 256, 4096, 2.2),
+        ("MI355X", 256, 4096, 2.4),
+    ],
+)
+def test_a_server_card_s_rate_is_its_units_at_the_highest_clock(
+    name: str, units: int, bf16_a_clock: int, clock_ghz: float
+) -> None:
+    known = find_device(name)
+    assert known.units == units
+    assert known.flops("bf16") == pytest.approx(units * bf16_a_clock * clock_ghz * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_every_instance_names_a_device_and_a_network(name: str) -> None:
+    known = find_instance(name)
+    assert known and known.source and 0 < known.devices <= known.device.per_node
+    assert known.between.startswith("@") or find_link(known.between)
 
 
 def test_h200_nvl_is_slower_than_h200() -> None:

@@ -34,6 +34,21 @@ from plait.errors import PlaitError
         ("2xlaptop", [("laptop processor", 2, 1)], "ethernet-1g"),
         ("3x(2x3090)@2.5G", [("RTX 3090", 3, 2)], "ethernet-2.5g"),
         ("H100+8xA100", [("H100 SXM", 1, 1), ("A100 SXM 80GB", 1, 8)], "infiniband-hdr"),
+        ("H100x8", [("H100 SXM", 1, 8)], "infiniband-ndr"),
+        ("4 x H100x8", [("H100 SXM", 4, 8)], "infiniband-ndr"),
+        ("64xA100-40G", [("A100 SXM 40GB", 8, 8)], "infiniband-hdr"),
+        ("8xA100-80G", [("A100 SXM 80GB", 1, 8)], "infiniband-hdr"),
+        ("DGX H100", [("H100 SXM", 1, 8)], "infiniband-ndr"),
+        ("4xHGX-A100+400G", [("A100 SXM 80GB", 4, 8)], "roce-400g"),
+        ("DGX Spark", [("GB10", 1, 1)], "roce-200g"),
+        ("p5.48xlarge", [("H100 SXM", 1, 8)], "efa"),
+        ("2x(p4d.24xlarge)", [("A100 SXM 40GB", 2, 8)], "efa-p4d"),
+        ("4xp4de.24xlarge", [("A100 SXM 80GB", 4, 8)], "efa-p4d"),
+        ("2xa3-highgpu-8g", [("H100 SXM", 2, 8)], "roce-100g"),
+        ("ND H100 v5", [("H100 SXM", 1, 8)], "infiniband-ndr"),
+        ("8xStandard_ND96isr_H100_v5", [("H100 SXM", 8, 8)], "infiniband-ndr"),
+        ("2xnc96ads_A100_v4", [("A100 PCIe 80GB", 2, 4)], "ethernet-80g"),
+        ("2xp5.48xlarge+1xp4d.24xlarge", [("H100 SXM", 2, 8), ("A100 SXM 40GB", 1, 8)], "efa-p4d"),
     ],
 )  # fmt: skip
 def test_short_forms(text: str, islands: list[tuple[str, int, int]], between: str) -> None:
@@ -43,11 +58,52 @@ def test_short_forms(text: str, islands: list[tuple[str, int, int]], between: st
     assert cluster.n_devices == sum(nodes * per_node for _, nodes, per_node in islands)
 
 
+@pytest.mark.parametrize(
+    ("name", "chips", "counts"),
+    [
+        # Google's tables of slices: v5p 4x4x8 has 256 cores and 128 chips, v4 2x2x1 8 and 4; v5e and v6e count chips.
+        ("v5p-256", 128, "TensorCores"),
+        ("v5p-8", 4, "TensorCores"),
+        ("TPU v4-8", 4, "TensorCores"),
+        ("v3-32", 16, "TensorCores"),
+        ("v6e-8", 8, "chips"),
+        ("v5e-16", 16, "chips"),
+        ("v5litepod-256", 256, "chips"),
+    ],
+)
+def test_a_slice_s_name_counts_what_google_counts_and_says_so(name: str, chips: int, counts: str) -> None:
+    for text, nodes in ((name, 1), (f"2x{name}", 2)):
+        cluster = read_cluster(text)
+        assert [(i.nodes, i.per_node) for i in cluster.islands] == [(nodes, chips)]
+        [note] = cluster.notes
+        assert note.startswith(f"the number in {name} counts {counts}") and ("two a chip" in note) == (
+            chips != int(name.split("-")[-1])
+        )
+
+
+def test_two_kinds_of_machines_keep_their_own_networks() -> None:
+    cluster = read_cluster("2xp5.48xlarge+2xp4d.24xlarge")
+    assert [cluster.link_between_nodes(island).name for island in cluster.islands] == ["efa", "efa-p4d"]
+    overruled = read_cluster("2xp5.48xlarge+2xp4d.24xlarge@10G")
+    assert {overruled.link_between_nodes(island).name for island in overruled.islands} == {"ethernet-10g"}
+
+
+@pytest.mark.parametrize("text", ["1x(4x4090)@10G", "4090@10G", "p5.48xlarge+400G"])
+def test_a_network_that_joins_nothing_is_said_to_change_nothing(text: str) -> None:
+    cluster = read_cluster(text)
+    assert (
+        cluster.n_nodes == 1
+        and cluster.notes[-1] == f'"{text[-4:] if "@" in text else "+400G"}" changes nothing: there is one machine'
+    )
+
+
 def test_a_rate_is_each_device_s_after_plus_and_each_machine_s_after_at() -> None:
     cards, office = read_cluster("2x(8xA100)+100G").between, read_cluster("2x(8xA100)@100G").between
     assert device_bytes_per_s(cards, 8) == 12.5e9
     assert device_bytes_per_s(office, 8) == 12.5e9 / 8
-    assert read_cluster("2xH100+50GB/s").between.bytes_per_s == read_cluster("2xH100+0.4T").between.bytes_per_s == 50e9
+    assert (
+        read_cluster("16xH100+50GB/s").between.bytes_per_s == read_cluster("16xH100+0.4T").between.bytes_per_s == 50e9
+    )
     assert device_bytes_per_s(find_link("ici-v4"), 64) == 6 * 45e9
 
 
@@ -69,6 +125,15 @@ def test_a_rate_is_each_device_s_after_plus_and_each_machine_s_after_at() -> Non
         ("H100@1G+A100", r"names the network before its end"),
         ("512xH1000", r"the nearest are H100 SXM"),
         ("2x(8xH100", r"is not a device of the catalogue"),
+        ("4x4090@10G", r'is one machine of 4 RTX 4090.* for 4 machines write "4x\(1xRTX 4090\)@10G"'),
+        ("8xH100+400G", r'for two such machines "2x\(8xH100 SXM\)\+400G"'),
+        ("v4-7", r"the number counts TensorCores \(two a chip\).* a multiple of 4"),
+        ("v5e-512", r"a slice of TPU v5e has 1 to 256 chips"),
+        ("tpu7x-128", r"may count chips or TensorCores.*128xTPU v7x"),
+        ("2x(8xDGX H100)", r"is a whole machine.* write 16xDGX H100"),
+        ("4xH100x16", r"joins 8 at most; write 8x\(8xH100\)"),
+        ("64xA100-40X", r"the nearest are A100 SXM 40GB, A100 SXM 80GB"),
+        ("2xp5.24xlarge", r"the nearest are p5\.4.*xlarge"),
     ],
 )
 def test_what_contradicts_itself_is_refused_in_one_sentence(text: str, complaint: str) -> None:
@@ -85,7 +150,7 @@ def test_what_contradicts_itself_is_refused_in_one_sentence(text: str, complaint
 )
 def test_any_cluster_of_equal_nodes_reads_back_from_its_json(name: str, nodes: int, per_node: int, end: str) -> None:
     size = min(per_node, find_device(name).per_node)
-    cluster = read_cluster(f"{nodes}x({size}x{name}){end}")
+    cluster = read_cluster(f"{nodes}x({size}x{name}){end}")  # of one node the network changes nothing, and it says so
     assert cluster.n_devices == nodes * size
     assert cluster_from_json(cluster_json(cluster), "cluster.json") == cluster
 

@@ -45,8 +45,9 @@ def make_plan_report(
 ) -> PlanReport:
     """Plan a recipe for machines that need not be there; usual values replace text that was not prepared."""
     corpus, assumed = corpus_facts_or_usual(config, working)
+    read_as = resources.cluster.notes if resources.cluster else ()
     drafted = draft(config, corpus, resources, recipe_hash="")
-    chosen, notes = choose(drafted.layouts), [*assumed, *drafted.request.notes]
+    chosen, notes = choose(drafted.layouts), [*read_as, *assumed, *drafted.request.notes]
     notes += lines_without_effect(config, [chosen])
     found, forecast = chosen.search, chosen.forecast
     if found is None or forecast is None:
