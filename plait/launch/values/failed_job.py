@@ -19,8 +19,11 @@ from plait.launch.values.failure import (
 )
 from plait.launch.values.job import StoppedBy
 
-Cause = Literal["killed", "ended", "raised", "out of memory", "lost connection", "hung", "host lost", "no answer"]
-"""killed: by a signal. ended: left by itself. no answer: what starts the workers, or a worker at its start."""
+Cause = Literal[
+    "killed", "ended", "raised", "out of memory", "lost connection", "hung", "host lost", "no answer", "no room"
+]
+"""killed: by a signal. ended: left by itself. no answer: what starts the workers, or a worker at its start.
+no room: a joined host can keep neither its part of a checkpoint nor what a start needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
