@@ -102,8 +102,8 @@ class CheckpointCollector:
         self._from_memory[host] = count = self._from_memory.get(host, 0) + 1
         if count.bit_count() == 1:  # the first, second, fourth, … time
             text = (
-                f"warning  the disk of {host} has no room for its part of the checkpoint, which is therefore sent here "
-                "from its memory; free some space there"
+                f"warning  the disk of {host} is full, so its part of the checkpoint is sent here from its memory; free "
+                "some space there"
             )
             self._on_message(Message(rank=0, kind=NOTE, values={"text": text}))
         return lambda name: PartSource(
@@ -116,8 +116,9 @@ class CheckpointCollector:
         full = self._full.setdefault(str(peer), set())
         full.add(str(message.values["staging"]))
         if self._leaves_out == "full hosts" and len(full) >= FULL_CHECKPOINTS:
-            why = f"{peer} has no room for its part of {len(full)} checkpoints in a row ({message.values.get('why')})"
-            raise WorkersFailed(f"{why}; {RESUME_ADVICE}", FailureFacts(cause="no room", host=str(peer)))
+            why = f"no room for its part of {len(full)} checkpoints in a row ({message.values.get('why')})"
+            facts = FailureFacts(cause="no room", host=str(peer), what=why)
+            raise WorkersFailed(f"{peer} has {why}; {RESUME_ADVICE}", facts)
 
     def _fetch(self, rank: int, staging: Path, source: Callable[[str], PartSource]) -> None:
         """Copy a rank's files into the staging folder, its list last; on failure leave a note there for rank 0."""

@@ -57,6 +57,14 @@ class WorkersFailed(RunFailed):
         return str(self).partition(";")[0].partition(", often ")[0]
 
 
+class HostNotServed(PlaitError):
+    """A joined host could not take what a start of the workers needs there, for a reason of its own."""
+
+    def __init__(self, sentence: str, host: str) -> None:
+        super().__init__(sentence)
+        self.facts = FailureFacts(cause="no room", host=host, what=sentence.partition(";")[0])
+
+
 def lost_host(host: str, how: str | None) -> WorkersFailed:
     """Another host was lost while no ranks ran; `how` is the end of a sentence."""
     return WorkersFailed(f"{host} was lost: {how}; {RESUME_ADVICE}", FailureFacts(cause="host lost", host=host))

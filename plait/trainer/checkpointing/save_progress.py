@@ -19,14 +19,16 @@ class SaveProgress:
     ) -> None:
         self._step, self._total, self._clock = step, total_bytes, clock
         self._began_s, self._said_after_s = clock(), FIRST_SAID_S
-        self._first: int | None = None
+        self._first: tuple[float, int] | None = None
+        """When bytes were first seen, after how many seconds, and how many."""
         self._stops = was_stopped
 
     def look(self, arrived_bytes: int, stop_requested: bool = False) -> str:
         """A line for the log where one is due, else "": after five seconds and then ever less often, and at once when a
         stop is requested. `arrived_bytes` are on rank 0's disk by now, whoever wrote them."""
         waited_s = self._clock() - self._began_s
-        self._first = arrived_bytes if self._first is None else self._first
+        if self._first is None and arrived_bytes:
+            self._first = waited_s, arrived_bytes
         if waited_s < self._said_after_s and not (stop_requested and not self._stops):
             return ""
         while self._said_after_s <= waited_s:
@@ -38,8 +40,9 @@ class SaveProgress:
         if arrived >= self._total:
             return f"saving   step {self._step}: waiting for the disk for {format_duration(waited_s)} so far"
         text = f"saving   step {self._step}: {format_bytes(arrived)} of {format_bytes(self._total)} have arrived"
-        rate = (arrived - (self._first or 0)) / waited_s if waited_s > 0 else 0.0
-        if rate <= 0:
-            return f"{text}, nothing of it in the last {format_duration(waited_s)}"
+        first_s, first = self._first or (waited_s, arrived)
+        if waited_s <= first_s or arrived <= first:
+            return f"{text}, nothing more for {format_duration(waited_s)} so far"
+        rate = (arrived - first) / (waited_s - first_s)
         left_s = (self._total - arrived) / rate
         return f"{text}, {format_bytes(rate)}/s: about {format_duration(max(1.0, round(left_s)))} more"
