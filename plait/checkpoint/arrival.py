@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from json import loads
 from pathlib import Path
+from typing import Literal
 
-from plait.checkpoint.durable import earlier_checkpoints
+from plait.checkpoint.durable import NoRoom, earlier_checkpoints
 from plait.checkpoint.manifest import StoredPart, parse_parts
 from plait.checkpoint.shared_disk import names_now, size_now
 from plait.errors import RunFailed
 from plait.regular_file import read_regular_text
 
 SILENCE_LIMIT_S = 60.0
-ARRIVAL_LIMIT_S = 540.0
-"""Below the ten minutes after which the other ranks consider rank 0, which waits here, lost."""
+RefusedFor = Literal["no room", "another reason"]
+"""Why a rank's part of a checkpoint does not come: the same save may go well once there is room."""
 
 _LOOK_EVERY_S = 0.02
 
@@ -39,18 +40,18 @@ def await_parts(
     world_size: int,
     *,
     quiet_s: float = SILENCE_LIMIT_S,
-    in_all_s: float = ARRIVAL_LIMIT_S,
     is_given_up: Callable[[], bool] = lambda: False,
+    note_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Block until every rank's part lies in `staging`; rank 0 alone calls it, before `publish`.
+    """Block until every rank's part lies in `staging`, for as long as bytes come; rank 0 alone calls it, before
+    `publish`.
 
-    Returns at once where all hosts share the folder. Raises RunFailed when a part was refused, when nothing has come
-    for `quiet_s`, when it all takes longer than `in_all_s`, or once it `is_given_up`, as a rank said by other means
-    that it could not write.
+    Returns at once where all hosts share the folder. Calls `note_bytes` with the bytes that are there by now. Raises
+    RunFailed when a part was refused, when nothing has come for `quiet_s`, or once it `is_given_up`, as a rank said by
+    other means that it could not write.
     """
     missing = list(range(world_size))
     seen, news_at = -1, time.monotonic()
-    began = news_at
     while missing := _without(names_now(staging), missing):
         _raise_refusal(staging, missing)
         if is_given_up():
@@ -58,8 +59,9 @@ def await_parts(
         arrived, now = _bytes_in(staging), time.monotonic()
         if arrived != seen:
             seen, news_at = arrived, now
-        if now - news_at > quiet_s or now - began > in_all_s:
-            raise RunFailed(_too_late(missing, now - began, staging.parent))
+            note_bytes(arrived)
+        if now - news_at > quiet_s:
+            raise RunFailed(_too_late(missing, now - news_at, staging.parent))
         threading.Event().wait(_LOOK_EVERY_S)
 
 
@@ -68,20 +70,20 @@ def _without(names: Collection[str], ranks: Sequence[int]) -> list[int]:
     return [rank for rank in ranks if part_files(rank)[1] not in names]
 
 
-def refuse_part(staging: Path, rank: int, sentence: str) -> None:
-    """Tell the rank that waits for a part that it will not come, and why; the files of it that did arrive are
-    removed first. The folder may have been taken away, and is then made anew: else nobody would hear of it. A disk
-    without room for the sentence takes an empty file. Raises OSError."""
+def refuse_part(staging: Path, rank: int, sentence: str, why: RefusedFor = "another reason") -> None:
+    """Tell the rank that waits for a part that it will not come, and why. The files of it that did arrive are removed
+    first. Makes the folder again where it was removed, as nobody would hear of it otherwise. A disk without room for
+    the sentence takes an empty file. Raises OSError."""
     staging.mkdir(exist_ok=True)
     for name in part_files(rank):
         (staging / name).unlink(missing_ok=True)
         (staging / partial_name(name)).unlink(missing_ok=True)
-    aside = staging / partial_name(_refusal(rank))
+    aside = staging / partial_name(_refusal(rank, why))
     try:
         aside.write_text(sentence, encoding="utf-8")
     except OSError:  # some of it may have been written, and half a sentence tells nobody anything
         aside.write_bytes(b"")
-    aside.rename(staging / _refusal(rank))
+    aside.rename(staging / _refusal(rank, why))
 
 
 def partial_name(name: str) -> str:
@@ -89,24 +91,27 @@ def partial_name(name: str) -> str:
     return f".{name}.part"
 
 
-def _refusal(rank: int) -> str:
-    return f"rank-{rank:05d}.refused"
+def _refusal(rank: int, why: RefusedFor) -> str:
+    return f"rank-{rank:05d}.{'no-room' if why == 'no room' else 'refused'}"
 
 
 def _raise_refusal(staging: Path, missing: Sequence[int]) -> None:
     for rank in missing:
-        path = staging / _refusal(rank)
-        if not path.exists():
-            continue
-        if sentence := read_regular_text(path):
-            raise RunFailed(sentence)
-        raise _unheard_refusal(f"rank {rank} could not write its part, and has no room to say why", staging, rank)
+        for path, kind in (
+            (staging / _refusal(rank, "no room"), NoRoom),
+            (staging / _refusal(rank, "another reason"), RunFailed),
+        ):
+            if not path.exists():
+                continue
+            if sentence := read_regular_text(path):
+                raise kind(sentence)
+            raise _unheard_refusal(f"rank {rank} could not write its part, and has no room to say why", staging, rank)
 
 
 def _unheard_refusal(what: str, staging: Path, rank: int) -> RunFailed:
     """That a part will not come, where its rank's own sentence is not here; that rank is heard first, where it can
     be."""
-    failed = RunFailed(
+    failed = NoRoom(
         f"could not save the checkpoint: {what}; {earlier_checkpoints(staging.parent)}: free some space and give the "
         "same command again"
     )
@@ -126,7 +131,7 @@ def _bytes_in(staging: Path) -> int:
 
 def _too_late(missing: Sequence[int], waited_s: float, folder: Path) -> str:
     return (
-        f"could not save the checkpoint: the part of {_ranks_text(missing)} did not arrive from another host within "
+        f"could not save the checkpoint: nothing came of the part of {_ranks_text(missing)} from another host for "
         f"{waited_s:.0f} s; {earlier_checkpoints(folder)}: mend the network between the hosts, or keep runs/ on a disk "
         "that they share, and give the same command again"
     )

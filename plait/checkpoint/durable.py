@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,29 +15,46 @@ from plait.units import format_bytes
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
+class NoRoom(RunFailed):
+    """A checkpoint could not be saved because a disk is full: the same save may go well once there is room."""
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether a write failed for want of room, or of the user's share of it."""
+    return isinstance(error, NoRoom) or (isinstance(error, OSError) and error.errno in _NO_SPACE)
+
+
 @contextmanager
-def clean_stop(staging: Path) -> Iterator[None]:
-    """Context for everything that writes into `staging`: on an error it removes the folder and raises RunFailed."""
+def clean_stop(staging: Path, own: Collection[str] = ()) -> Iterator[None]:
+    """Context for everything that writes into `staging`: on an error it removes the folder and raises RunFailed.
+
+    Where the disk is full it raises NoRoom, and removes only its `own` files, if they are named: what other ranks have
+    written there may still be wanted.
+    """
     try:
         yield
     except (OSError, ValueError, RecursionError, RunFailed) as error:
-        shutil.rmtree(staging, ignore_errors=True)
+        full = is_full_disk(error)
+        if full and own:
+            for name in own:
+                (staging / name).unlink(missing_ok=True)
+        else:
+            shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, RunFailed):
             raise
         why = f"{error.strerror}: {error.filename or staging}" if isinstance(error, OSError) else str(error)
-        full = isinstance(error, OSError) and error.errno in _NO_SPACE
-        raise RunFailed(
+        raise (NoRoom if full else RunFailed)(
             f"could not save the checkpoint ({why}); {earlier_checkpoints(staging.parent)}: "
             f"{'free some space' if full else 'mend the cause'} and give the same command again"
         ) from error
 
 
 def require_space(folder: Path, nbytes: int) -> None:
-    """Raise RunFailed unless `nbytes` more fit on the disk of `folder`."""
+    """Raise NoRoom unless `nbytes` more fit on the disk of `folder`."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if free < nbytes:
-        raise RunFailed(
+        raise NoRoom(
             f"saving needs {format_bytes(nbytes)} ({nbytes} bytes) in {folder.parent}, where {format_bytes(free)} "
             f"({free} bytes) are free; {earlier_checkpoints(folder.parent)}: free some space and give the same command "
             "again"

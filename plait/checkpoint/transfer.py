@@ -76,8 +76,8 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
 
     Blocks until the disk has the bytes. Device tensors pass through host memory piece by piece. Raises RunFailed.
     """
-    with clean_stop(staging):
-        file = part_files(rank)[0]
+    file, name = part_files(rank)
+    with clean_stop(staging, (file, name, partial_name(name))):
         header, parts, local = rank_layout(rank, tensors)
         for made in (staging.parent, staging):  # not what is above: a run's folder that was moved is not made anew
             made.mkdir(exist_ok=True)
@@ -91,7 +91,6 @@ def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Seq
             written = [_write(out, part, local[part.key], hasher) for part in parts]
             out.flush()
             os.fsync(out.fileno())
-        name = part_files(rank)[1]
         aside = staging / partial_name(name)
         write_durably(aside, parts_text(sort_parts(written)).encode())
         sync_folder(staging)

@@ -175,7 +175,7 @@ def _note_save(end: SaveEnd | None, pace: CheckpointPace, divergence: Divergence
             sink.note(sentence)
         return
     divergence.saved(end.step)
-    if sentence := pace.cost_known(end.cost_s):
+    if sentence := pace.cost_known(end.step, end.cost_s):
         sink.note(sentence)
 
 

@@ -24,7 +24,7 @@ from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, plan_at, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import BuildAssembly, move_layers
-from plait.trainer.checkpointing.background import saver_of
+from plait.trainer.checkpointing.background import reports_of, saver_of
 from plait.trainer.checkpointing.copy_actions import CopyActions
 from plait.trainer.checkpointing.persist import prune_old, restore, verify_together
 from plait.trainer.choices import load_choices
@@ -88,7 +88,12 @@ def main(context: WorkerContext, argument: str) -> None:
             tell = partial(context.send, "times")
             balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage)
             parts, generation = requested["parts"], requested["generation"]
-            saver = saver_of(assembly, folder, parts, generation, context.send, copying.copies)
+            saver = saver_of(
+                *(assembly, folder, parts, generation, context.send, copying.copies),
+                reports=reports_of(context.send, context.progress, context.stop_requested),
+                memory=context.memory,
+                local_rank=context.local_rank,
+            )
             keep, keep_s = plan.checkpoint_keep, plan.checkpoint_keep_s
             prune = partial(prune_old, folder / "checkpoints", keep, keep_s, world, whole, saver.fence)
             choices = load_choices(assembly, Path(plan.choices) if plan.choices else None, world)

@@ -31,7 +31,7 @@ def in_thread(act: Callable[[], None]) -> threading.Thread:
 
 
 def test_parts_that_are_all_here_are_not_waited_for(staging: Path) -> None:
-    await_parts(staging, 1, quiet_s=0, in_all_s=0)
+    await_parts(staging, 1, quiet_s=0)
 
 
 def test_it_waits_for_the_list_that_comes_last(staging: Path) -> None:
@@ -79,25 +79,8 @@ def test_bytes_that_still_come_are_waited_for(staging: Path) -> None:
     thread = in_thread(trickle)
     await_parts(staging, 2, quiet_s=0.4)
     thread.join(5)
-    with pytest.raises(RunFailed, match=r"rank 2 did not arrive from another host within .* earlier checkpoints, if"):
+    with pytest.raises(RunFailed, match=r"nothing came of the part of rank 2 from another host for .* earlier checkpoints, if"):
         await_parts(staging, 3, quiet_s=0.1)
-
-
-def test_a_part_that_never_ends_ends_too(staging: Path) -> None:
-    stop = threading.Event()
-
-    def trickle() -> None:
-        while not stop.wait(0.02):
-            with (staging / "x").open("ab") as file:
-                file.write(b"x")
-
-    thread = in_thread(trickle)
-    try:
-        with pytest.raises(RunFailed, match=r"ranks 1, 2 did not arrive"):
-            await_parts(staging, 3, quiet_s=5, in_all_s=0.3)
-    finally:
-        stop.set()
-        thread.join(5)
 
 
 def test_a_refused_part_is_told_and_leaves_room(staging: Path) -> None:

@@ -5,34 +5,61 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal
 
-from plait.checkpoint.arrival import ARRIVAL_LIMIT_S, parse_list, part_files, refuse_part
-from plait.checkpoint.durable import earlier_checkpoints
+from plait.checkpoint.arrival import parse_list, part_files, refuse_part
+from plait.checkpoint.durable import earlier_checkpoints, is_full_disk
 from plait.checkpoint.file_check import check_file
 from plait.commands.hosts.file_transfer import fetch_file
 from plait.commands.hosts.replies import Peer
 from plait.commands.hosts.requests import STAGING_NAME
 from plait.commands.planning.workers import OnMessage
 from plait.errors import PlaitError, disk_advice
-from plait.launch.values.job import Message
+from plait.launch.remote.held_copies import OUTBOX_KIND
+from plait.launch.values.failed_job import FailureFacts, WorkersFailed
+from plait.launch.values.failure import RESUME_ADVICE
+from plait.launch.values.job import NOTE, Message
 
 _CONCURRENT_FETCHES = 8
-TRAVEL_GRACE_S = ARRIVAL_LIMIT_S
-"""Time for the parts of a last checkpoint to arrive, besides that for saving it."""
+FULL_CHECKPOINTS = 2
+"""So many checkpoints in a row that a host has no room for, on its disk or in memory, and it is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSource:
+    """What to ask another host for a file: the kind of the question, and its values but for the place in the file."""
+
+    kind: str
+    values: Mapping[str, Any]
 
 
 class CheckpointCollector:
     """Fetches the parts of checkpoints that ranks on other hosts have written, during one job. Ranks announce them
-    with a "wrote" message; threads of its own copy them into the staging folders below `checkpoints` on this host,
-    where rank 0 waits for them. All other messages of ranks go to `on_message`."""
+    with a "wrote" message, from memory where their disk is full; threads of its own copy them into the staging folders
+    below `checkpoints` on this host, where rank 0 waits for them. All other messages of ranks go to `on_message`.
 
-    def __init__(self, peer_of: Callable[[int], Peer], checkpoints: Path, on_message: OnMessage) -> None:
+    With `leaves_out` "full hosts" it ends the job for a host that has no room for its parts any more.
+    """
+
+    def __init__(
+        self,
+        peer_of: Callable[[int], Peer],
+        checkpoints: Path,
+        on_message: OnMessage,
+        leaves_out: Literal["nobody", "full hosts"] = "nobody",
+    ) -> None:
         self._peer_of, self._checkpoints, self._on_message = peer_of, checkpoints, on_message
+        self._leaves_out = leaves_out
+        self._from_memory = dict[str, int]()
+        """How many checkpoints of each host came from memory, by the host's name."""
+        self._full = dict[str, set[str]]()
+        """The staging folders of the checkpoints in a row that each host has had no room for."""
         self._pool = ThreadPoolExecutor(_CONCURRENT_FETCHES, thread_name_prefix="gather")
         self._staging_folders: set[Path] = set()
         self._on_the_way: set[tuple[int, Path]] = set()
@@ -50,34 +77,70 @@ class CheckpointCollector:
             shutil.rmtree(staging, ignore_errors=True)
 
     def handle_message(self, message: Message) -> None:
-        """What the supervisor calls with every word of a rank; returns at once."""
-        if message.kind != "wrote":
+        """What the supervisor calls with every word of a rank; returns at once. Raises WorkersFailed where a host is to
+        be left out."""
+        if message.kind == "saved":
+            self._full.clear()
+        if message.kind not in ("wrote", "no room"):
             self._on_message(message)
         elif STAGING_NAME.fullmatch(str(message.values.get("staging"))):
             staging = self._checkpoints / message.values["staging"]
-            self._staging_folders.add(staging)
-            if (message.rank, staging) not in self._on_the_way:
+            if message.kind == "no room":
+                self._note_full(message)
+            elif (message.rank, staging) not in self._on_the_way:
+                self._staging_folders.add(staging)
                 self._on_the_way.add((message.rank, staging))
-                self._pool.submit(self._fetch, message.rank, staging)
+                source = self._source(message, staging)
+                self._pool.submit(self._fetch, message.rank, staging, source)
 
-    def _fetch(self, rank: int, staging: Path) -> None:
+    def _source(self, message: Message, staging: Path) -> Callable[[str], PartSource]:
+        """Where a file of a rank's part is read from, by the file's name."""
+        memory = message.values.get("memory")
+        if not isinstance(memory, Mapping):
+            return lambda name: PartSource(kind="read", values={"name": name, "staging": staging.name})
+        host, tensors = str(self._peer_of(message.rank)), part_files(message.rank)[0]
+        self._from_memory[host] = count = self._from_memory.get(host, 0) + 1
+        if count.bit_count() == 1:  # the first, second, fourth, … time
+            text = (
+                f"warning  the disk of {host} is full, so its part of the checkpoint is sent here from its memory; free "
+                "some space there"
+            )
+            self._on_message(Message(rank=0, kind=NOTE, values={"text": text}))
+        return lambda name: PartSource(
+            kind=OUTBOX_KIND, values={**memory, "what": "tensors" if name == tensors else "list"}
+        )
+
+    def _note_full(self, message: Message) -> None:
+        """A host has room for its part neither on its disk nor in memory."""
+        peer = self._peer_of(message.rank)
+        full = self._full.setdefault(str(peer), set())
+        full.add(str(message.values["staging"]))
+        if self._leaves_out == "full hosts" and len(full) >= FULL_CHECKPOINTS:
+            why = f"no room for its part of {len(full)} checkpoints in a row ({message.values.get('why')})"
+            facts = FailureFacts(cause="no room", host=str(peer), what=why)
+            raise WorkersFailed(f"{peer} has {why}; {RESUME_ADVICE}", facts)
+
+    def _fetch(self, rank: int, staging: Path, source: Callable[[str], PartSource]) -> None:
         """Copy a rank's files into the staging folder, its list last; on failure leave a note there for rank 0."""
         peer = self._peer_of(rank)
         tensors, their_list = (staging / name for name in part_files(rank))
         try:
             staging.mkdir(exist_ok=True)
             if not their_list.exists():  # else it was found whole, and is not replaced
-                self._fetch_file(peer, tensors, lambda path: None)
-                self._fetch_file(peer, their_list, partial(_check_part, rank, tensors))
+                self._fetch_file(peer, tensors, source, lambda path: None)
+                self._fetch_file(peer, their_list, source, partial(_check_part, rank, tensors))
         except (OSError, PlaitError) as error:
             with contextlib.suppress(OSError):  # then rank 0 finds by itself that nothing comes
-                refuse_part(staging, rank, _refusal_text(peer, error, staging.parent))
+                why = "no room" if is_full_disk(error) else "another reason"
+                refuse_part(staging, rank, _refusal_text(peer, error, staging.parent), why)
         finally:
             self._on_the_way.discard((rank, staging))
 
-    def _fetch_file(self, peer: Peer, path: Path, check: Callable[[Path], None]) -> None:
-        source = {"name": path.name, "staging": path.parent.name}
-        fetch_file(peer, source, path, is_cancelled=self._cancelled.is_set, check=check)
+    def _fetch_file(
+        self, peer: Peer, path: Path, source: Callable[[str], PartSource], check: Callable[[Path], None]
+    ) -> None:
+        wanted = source(path.name)
+        fetch_file(peer, wanted.values, path, kind=wanted.kind, is_cancelled=self._cancelled.is_set, check=check)
 
 
 def _check_part(rank: int, tensors: Path, their_list: Path) -> None:
@@ -91,9 +154,9 @@ def _check_part(rank: int, tensors: Path, their_list: Path) -> None:
 
 def _refusal_text(peer: Peer, error: OSError | PlaitError, folder: Path) -> str:
     if isinstance(error, PlaitError):
-        why, mend = str(error).partition(";")[0], "mend that"
+        why, mend = str(error).partition(";")[0], "free some space" if is_full_disk(error) else "mend that"
     else:
-        why, mend = f"{error.strerror}: {error.filename}", disk_advice(error)
+        why, mend = f"on this host: {error.strerror}: {error.filename}", disk_advice(error)
     return (
         f"could not save the checkpoint: the part from {peer.name} did not arrive ({why}); "
         f"{earlier_checkpoints(folder)}: {mend} and give the same command again"

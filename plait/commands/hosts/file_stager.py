@@ -20,8 +20,9 @@ from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import ROUTING
 from plait.data.shards import open_corpus
-from plait.errors import PlaitError
+from plait.errors import PlaitError, RunFailed
 from plait.interop.base_model import needed_files, read_base_model
+from plait.launch.values.failed_job import HostNotServed
 from plait.planner.plan_file import plan_text, read_plan, write_plan
 from plait.private_folder import make_private_folder
 from plait.regular_file import SMALL_FILE_BYTES, read_regular_file, read_regular_text
@@ -196,6 +197,14 @@ class FileStager:
         if shared := self._shared_job_folder(member, folder):
             return shared
         assert staged is not None
+        try:
+            return self._send_staged_files(member, folder, staged)
+        except RunFailed:
+            raise
+        except PlaitError as error:
+            raise HostNotServed(str(error), str(member)) from error
+
+    def _send_staged_files(self, member: JoinedHost, folder: Path, staged: _StagedFiles) -> JobFolder:
         recipe = read_regular_text(RunFolder(folder).recipe, SMALL_FILE_BYTES)
         request = {"kind": staged.kind, "name": folder.name, "recipe": recipe}
         path = parse_reply(FolderReply, member, member.ask("open", request)).folder

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from plait.checkpoint.arrival import partial_name
+from plait.checkpoint.durable import NoRoom
 from plait.commands.hosts.file_names import TRANSFER_BLOCK_BYTES, check_file_name, safe_path
 from plait.commands.hosts.replies import OfferReply, Peer, ReadReply, parse_reply
 from plait.data.index import file_sha256
 from plait.errors import PlaitError, disk_advice
 from plait.private_folder import make_private_folder
 from plait.units import format_bytes
+
+_FIRST_BLOCK_BYTES, _LEAST_BLOCK_BYTES, _BLOCK_S = TRANSFER_BLOCK_BYTES // 4, 1 << 14, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,25 +85,32 @@ def send_folder(
 
 def fetch_file(
     peer: Peer,
-    source: Mapping[str, str],
+    source: Mapping[str, Any],
     target: Path,
     *,
+    kind: str = "read",
     is_cancelled: Callable[[], bool] = lambda: False,
     check: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Copy a file from the other host; it appears as `target` only when all of it is on the disk.
 
-    `source` holds its "name" in that host's current folder, and "staging" if it belongs to a checkpoint. `is_cancelled`
-    is called before each block; raises PlaitError as soon as it returns True. `check` looks at the file before it gets
-    its name, and raises where it may not.
+    `source` is what that host is asked for by a question of this `kind`: a file's "name" in its current folder, and
+    "staging" if it belongs to a checkpoint. `is_cancelled` is called before each block; raises PlaitError as soon as it
+    returns True. `check` looks at the file before it gets its name, and raises where it may not. Blocks are so small
+    that one takes about a second of a slow link, on which heartbeats travel as well. Raises NoRoom where this host's
+    disk is full.
     """
     part = target.with_name(partial_name(target.name))
     with part.open("wb") as file:
-        size = None
+        size, wanted = None, _FIRST_BLOCK_BYTES
         while size is None or file.tell() < size:
             if is_cancelled():
                 raise PlaitError(f"nobody waits for {target.name} any more; give the same command again")
-            answer = peer.ask("read", {**source, "offset": file.tell(), "bytes": TRANSFER_BLOCK_BYTES})
+            asked_at_s = time.monotonic()
+            answer = peer.ask(kind, {**source, "offset": file.tell(), "bytes": wanted})
+            took_s = time.monotonic() - asked_at_s
+            wanted = min(2 * wanted, TRANSFER_BLOCK_BYTES) if took_s < _BLOCK_S / 2 else wanted
+            wanted = max(wanted // 2, _LEAST_BLOCK_BYTES) if took_s > _BLOCK_S else wanted
             total = parse_reply(ReadReply, peer, answer).size
             if size is None:
                 size = total
@@ -117,7 +129,7 @@ def fetch_file(
 def _refuse_without_space(peer: Peer, target: Path, nbytes: int) -> None:
     free = _free_bytes(target.parent)
     if not 0 <= nbytes <= free:
-        raise PlaitError(
+        raise NoRoom(
             f"{target.name} of {peer.name} has {nbytes} bytes, and in {target.parent} {format_bytes(free)} are free; "
             "free some space, then give the same command again"
         )

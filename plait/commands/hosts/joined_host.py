@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from plait.launch.values.job import Job
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.private_folder import make_private_folder, remove_folder_but
+from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
 
 
@@ -218,8 +219,11 @@ class JoinedHostFiles:
         return Reply()
 
     def _write_file(self, frame: Frame) -> Reply:
-        """A small file as a whole."""
+        """A small file as a whole; one that is here already needs no room on a disk that may be full by now."""
         path = safe_path(self._current_folder, parse_request(SmallFile, frame.values).name)
+        with suppress(OSError, ValueError):
+            if read_regular_file(path) == frame.blob:
+                return Reply()
         replace_file(path, frame.blob, failure=PlaitError)
         return Reply()
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from plait.cluster.requested_workers import PeakNeed, SurveyRequest
 from plait.cluster.topology import Machine, make_names_unique, usable_cores
-from plait.commands.hosts.collect_checkpoint import TRAVEL_GRACE_S, CheckpointCollector
+from plait.commands.hosts.collect_checkpoint import CheckpointCollector
 from plait.commands.hosts.file_stager import FileStager
 from plait.commands.hosts.host_info import machine_survey, own_host_info
 from plait.commands.hosts.host_shares import (
@@ -151,13 +151,12 @@ class LeaderWorkers:
         first, *others = self.host_shares
         parts = [own_part(job, first.workers, first.threads)]
         parts += [joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
-        # At the end parts of a checkpoint travel, too, unless all hosts share the folder.
-        grace_s = STOP_GRACE_S + (0.0 if all(place.is_shared for place in places) else TRAVEL_GRACE_S)
         membership = self._hosts.membership if training and self._joining == "open" else None
         heard = _of_rank_0(self._noting_saves(folder, on_message) if membership else on_message)
-        with CheckpointCollector(self._member_of, folder / "checkpoints", heard) as gathering:
+        leaves_out = "full hosts" if membership else "nobody"
+        with CheckpointCollector(self._member_of, folder / "checkpoints", heard, leaves_out) as gathering:
             handle = gathering.handle_message
-            result = self._hosts.run(job, on_message=handle, parts=parts, grace_s=grace_s, membership=membership)
+            result = self._hosts.run(job, on_message=handle, parts=parts, grace_s=STOP_GRACE_S, membership=membership)
         if not training:
             self._file_stager.collect_job_files(folder)
         return result

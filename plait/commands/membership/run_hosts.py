@@ -43,6 +43,7 @@ class RunHosts:
         membership = self._hosts.membership
         change = membership.renew()
         cut = [*self._cut_off()] if failure and failure.cause in _MAY_BE_OF_A_LINK else []
+        cut += self._without_room(failure)
         if not change and not cut:
             return None
         there, new_names = _links(membership.members), _names(change.came)
@@ -81,6 +82,13 @@ class RunHosts:
                 why = "was cut off from other hosts"
                 self._send_home([member], f"this host {why}; mend the network between them, and join again")
                 yield Departure(name=member.name, why=why, by=None)
+
+    def _without_room(self, failure: FailureFacts | None) -> Iterator[Departure]:
+        """Send the host home that cannot keep what the run needs there."""
+        if failure is not None and failure.cause == "no room":
+            for member in [one for one in self._hosts.members if str(one) == failure.host]:
+                self._send_home([member], f"this host cannot take part: {failure.what}; mend that, and join again")
+                yield Departure(name=member.name, why=f"cannot take part ({failure.what})", by=None)
 
     def _own_listener(self) -> ConnectivityListener:
         return ConnectivityListener(own_host_info()["name"], self._hosts.addresses[0])

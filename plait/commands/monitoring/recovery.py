@@ -17,7 +17,7 @@ from plait.commands.monitoring.newest_state import NewestState
 from plait.commands.monitoring.session import Session, Start
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import GaveUp, PlaitError
-from plait.launch.values.failed_job import FailureFacts, WorkersFailed
+from plait.launch.values.failed_job import FailureFacts, HostNotServed, WorkersFailed
 from plait.planner.plan import Plan
 from plait.recipe.schema import RecoverSection
 from plait.report.atomic import cannot_write
@@ -47,6 +47,8 @@ class Recovery:
         self._asked, self._folder, self._plan, self._require_present = asked, folder, plan, require_present
         self._may_shrink = may_shrink
         self._without_progress = 0
+        self._has_worked = False
+        """Whether any start of this command did a step."""
         self._newest_before: int | None = None
         self._failed_at_s: float | None = None
         self._killed_for_memory = kernel_memory_kills()
@@ -64,6 +66,7 @@ class Recovery:
 
     def first_step(self) -> None:
         """The first step of this start was reported: the run is back at work, if it had failed."""
+        self._has_worked = True
         if self._failed_at_s is not None:
             back_after_s = time.monotonic() - self._failed_at_s
             self._failed_at_s = None
@@ -75,10 +78,13 @@ class Recovery:
         self._failed_at_s = time.monotonic()
         failure = error if isinstance(error, WorkersFailed) else None
         facts = self._true_facts(failure.facts) if failure else FailureFacts(cause="raised", what=str(error))
+        not_served = isinstance(error, HostNotServed) and self._has_worked
+        if isinstance(error, HostNotServed) and not_served:
+            facts = error.facts
         self._without_progress = 1 if state.step != self._newest_before else self._without_progress + 1
         self._newest_before = state.step
-        may_go_on = failure is not None and failure.stopped_by == "finished"
-        shrinks = facts.cause == "host lost" and self._may_shrink
+        may_go_on = not_served or (failure is not None and failure.stopped_by == "finished")
+        shrinks = facts.cause in ("host lost", "no room") and self._may_shrink
         passes = may_go_on and (shrinks or may_pass(facts, did_steps=session.has_stepped))
         decision = decision_after(self._asked, self._without_progress, "may pass" if passes else "stays")
         no_way_on = state.damage if decision == "started again" else None
@@ -205,7 +211,7 @@ def decision_after(asked: RecoverSection, without_progress: int, cause: Literal[
 
 def may_pass(facts: FailureFacts, *, did_steps: bool) -> bool:
     """Whether a new start may go well where this one did not, by the cause; `did_steps`: it had done any."""
-    if facts.cause == "host lost":  # its devices are gone, and the layout needs them
+    if facts.cause in ("host lost", "no room"):  # its devices are gone, and the layout needs them
         return False
     if facts.cause == "out of memory":  # in the first step the same happens again
         return did_steps

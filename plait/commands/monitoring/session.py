@@ -12,7 +12,7 @@ from plait.commands.monitoring.forecast_monitor import ForecastMonitor, pass_to_
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.workers import TRAINING_ENTRY, WorkerPool, make_log_folder, modules_needed
 from plait.errors import StopSignal
-from plait.launch.values.job import STOP_IN_WORDS, STOPPING, Job, JobResult, Message
+from plait.launch.values.job import NOTE, STOP_IN_WORDS, STOPPING, Job, JobResult, Message
 from plait.planner.plan import Plan
 from plait.report.metrics import EvalReport, StepReport
 from plait.screen.screen import StepDisplay
@@ -80,7 +80,7 @@ class Session:
             self._note_step(StepReport(**_parse_floats(values)))
         elif message.kind == "evaluation":
             self._display.evaluation(EvalReport(**_parse_floats(values)))
-        elif message.kind == "note":
+        elif message.kind == NOTE:
             self._display.note(values["text"])
         elif message.kind == STOPPING:
             self._display.note(stopping_text(values["signal"]))

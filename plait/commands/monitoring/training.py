@@ -25,7 +25,7 @@ from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import listed_as_running, registry_folder, run_on_this_machine
 from plait.commands.preparing.base import keep_base_files
 from plait.errors import PlaitError
-from plait.launch.values.failed_job import FailureFacts, WorkersFailed
+from plait.launch.values.failed_job import FailureFacts, HostNotServed, WorkersFailed
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -82,7 +82,7 @@ def run_training(
         except PlaitError as error:
             state = newest_state(folder, elastic.workers, start.lineage)
             screen.print(recovery.after(error, session, start, state))
-            failure = error.facts if isinstance(error, WorkersFailed) else None
+            failure = error.facts if isinstance(error, WorkersFailed | HostNotServed) else None
         else:
             if result.stopped_by != "finished" or step >= plan.steps:
                 break

@@ -6,20 +6,24 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Literal
 from zlib import crc32
 
-from plait.launch.values.copies import SLOTS, KeptCopy
+from plait.launch.values.copies import OUTBOX, SLOTS, KeptCopy
 from plait.regular_file import reserve_space
 
 # Addresses in a file that takes memory only where something was written: ranks need not know each other's sizes.
-_REGION_BYTES, _SLOT_BYTES, _RECORDS_BYTES = 1 << 40, 1 << 38, 1 << 16
+_REGION_BYTES, _SLOT_BYTES, _RECORDS_BYTES = 1 << 41, 1 << 38, 1 << 16
 _TEXT_BYTES = 1 << 28
 _RECORD = struct.Struct("<8sQQQQ")
 _SUM = struct.Struct("<I")
 _RECORD_BYTES = 64
 _WHOLE, _TORN = b"plait ok", b"being wr"
+OutboxFile = Literal["tensors", "list"]
+"""The two files of a rank's part of a checkpoint."""
 
-assert _RECORD.size + _SUM.size <= _RECORD_BYTES and _RECORDS_BYTES + SLOTS * _SLOT_BYTES <= _REGION_BYTES
+assert _RECORD.size + _SUM.size <= _RECORD_BYTES and _RECORDS_BYTES + (OUTBOX + 1) * _SLOT_BYTES <= _REGION_BYTES
 
 
 class AgentMemory:
@@ -40,6 +44,20 @@ class AgentMemory:
             {copy.step for copy in _copies(self.descriptor, rank) if copy.lineage == lineage} for rank in range(ranks)
         ]
         return sorted(set.intersection(*kept), reverse=True) if kept else []
+
+    def outbox(
+        self, local_rank: int, step: int, what: OutboxFile, offset: int, nbytes: int
+    ) -> tuple[int, bytes] | None:
+        """The size of one of the two files of a rank's part of a checkpoint that are kept in memory, and some of its
+        bytes; None where there is none of this step."""
+        copy = _copy(self.descriptor, local_rank, OUTBOX)
+        if copy is None or copy.step != step:
+            return None
+        place, size = _data_at(local_rank, OUTBOX), copy.data_bytes
+        if what == "list":
+            place, size = _text_at(local_rank, OUTBOX), copy.text_bytes
+        wanted = min(nbytes, size - offset)
+        return size, os.pread(self.descriptor, wanted, place + offset) if wanted > 0 else b""
 
 
 class RankMemory:
@@ -68,6 +86,12 @@ class RankMemory:
             raise OSError(f"a description of {len(text)} bytes is larger than the {_TEXT_BYTES} that a slot has")
         _write_all(self._file, memoryview(text), _text_at(self._own, slot))
         self._record(slot, _WHOLE, step, lineage, len(text), data_bytes)
+
+    def release(self, slot: int, nbytes: int) -> None:
+        """As in CopyStore."""
+        self.begin(slot)
+        with suppress(OSError), mmap.mmap(self._file, nbytes, offset=_data_at(self._own, slot)) as memory:
+            memory.madvise(mmap.MADV_REMOVE)
 
     def copies(self, local_rank: int) -> Sequence[KeptCopy]:
         """As in CopyStore."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from plait.launch.local.failure_causes import on_host
 from plait.launch.local.site import WorkerHost
 from plait.launch.values.failure import RESUME_ADVICE, HostLost, RankHung
 from plait.launch.values.phase import HangTimeouts
 from plait.launch.watching.board import innermost_place
-from plait.launch.watching.hang_watch import LOOK_EVERY_S, Hang, HangWatch
+from plait.launch.watching.hang_watch import LOOK_EVERY_S, Hang, HangWatch, SlowWait
+from plait.units import format_bytes, format_duration
 
+_SLOW_SAID_AGAIN_S = 60.0
+_STILL_MOVES_S = 15.0
+"""A slow link may pause that long, while it sends again what was lost, and is not given up."""
 FoundHang = tuple[RankHung | HostLost, WorkerHost]
 """What hangs, and the host it is on."""
 
@@ -24,6 +29,8 @@ class HangMonitor:
         self._timeouts = timeouts
         self._watch = HangWatch(timeouts)
         self._server_stopped_s: dict[str | None, float] = {}
+        self._last_step = 0
+        self._slow_text, self._say_slow_at_s, self._say_slow_after_s = "", 0.0, _SLOW_SAID_AGAIN_S
         self.next_at_s = time.monotonic() + LOOK_EVERY_S
 
     def look(self, sites: Sequence[WorkerHost]) -> FoundHang | None:
@@ -39,12 +46,31 @@ class HangMonitor:
         site_of = {rank.rank: (site, rank) for site in sites for rank in site.observe()}
         hang = self._watch.look(now_s, [rank for _, rank in site_of.values()])
         if hang is None:
+            self._note_slow_waits(now_s, {rank: site for rank, (site, _) in site_of.items()})
             return None
         site = site_of[hang.culprit.rank][0]
         return _hung_rank(hang, site.stack_of(hang.culprit.rank)), site
 
+    def slow_text(self) -> str:
+        """What to say, once, of a network that has become slow: which host, and how slow; else ""."""
+        text, self._slow_text = self._slow_text, ""
+        return text
+
+    def is_moving(self) -> bool:
+        """Whether bytes move that a rank waits for in its step, so that an end that was asked for comes in time."""
+        return self._watch.has_moved(time.monotonic(), within_s=_STILL_MOVES_S, last_step=self._last_step)
+
+    def _note_slow_waits(self, now_s: float, site_of: Mapping[int, WorkerHost]) -> None:
+        """Have it said when the network between hosts becomes slow, and then ever less often while it stays so."""
+        if len(set(site_of.values())) < 2 or now_s < self._say_slow_at_s or not (slow := self._watch.slow_waits()):
+            return
+        self._slow_text = slow_network_text(slow, site_of)
+        self._say_slow_at_s, self._say_slow_after_s = now_s + self._say_slow_after_s, 2 * self._say_slow_after_s
+
     def stop_grace_s(self) -> float:
-        """How long ranks may take to finish their step and save, by what they took so far; 0 where nothing is known."""
+        """How long ranks that are asked to end now may take to finish their step and save, by what they took so far; 0
+        where nothing is known."""
+        self._last_step = self._watch.furthest_step + 1  # ranks may hear of the stop in the step after that
         return 3 * self._watch.longest_phase_s(time.monotonic())
 
 
@@ -67,6 +93,32 @@ class EndReports:
     def most_overdue(self, alive: Collection[int]) -> int:
         """The one of these ranks whose report was due first."""
         return min(set(alive) & self._due.keys(), key=self._due.__getitem__)
+
+
+def slow_network_text(slow: Sequence[SlowWait], site_of: Mapping[int, WorkerHost]) -> str:
+    """A line for the log on ranks that wait for a network that has become slow.
+
+    The host is named at which most of the connections end that have bytes waiting; where several hosts share in them
+    alike, all of these are.
+    """
+    by_address = {site.address: _name(site) for site in site_of.values() if site.address}
+    ends = Counter[str]()
+    for one in slow:
+        if one.rank.sends_to:
+            pair = {_name(site_of[one.rank.rank]), by_address.get(one.rank.sends_to, _name(None))}
+            ends.update(pair if len(pair) == 2 else ())
+    most = [name for name, count in ends.items() if count == max(ends.values())]
+    of = f"of {most[0]}" if len(most) == 1 else f"between {' and '.join(sorted(most))}" if most else "between the hosts"
+    slowest = min(slow, key=lambda one: one.rate)
+    return (
+        f"slow     the network {of} carries {format_bytes(slowest.rate)}/s now, {format_bytes(slowest.rate_before)}/s "
+        f"at its best before: {slowest.rank.place} has taken {format_duration(slowest.waited_s)} so far, "
+        f"{format_duration(slowest.rank.longest_s or 0.0)} at most before; training goes on"
+    )
+
+
+def _name(site: WorkerHost | None) -> str:
+    return (site.host if site is not None else None) or "this host"
 
 
 def _hung_rank(hang: Hang, stack: str) -> RankHung:

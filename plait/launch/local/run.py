@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal
 
 from plait.errors import PlaitError
-from plait.launch.in_memory.memory import AgentMemory
+from plait.launch.in_memory.memory import AgentMemory, OutboxFile
 from plait.launch.local.server import ServerProcess
 from plait.launch.local.signals import collected_signals
 from plait.launch.local.site import LocalWorkerHost
@@ -112,6 +112,12 @@ class ForkServer:
         """The steps of which this host's ranks of the jobs so far, so many, have left whole copies of their state here,
         the newest first; see `in_memory/`. From any thread."""
         return self._memory.whole_steps(ranks, lineage) if self._memory is not None else ()
+
+    def outbox(
+        self, local_rank: int, step: int, what: OutboxFile, offset: int, nbytes: int
+    ) -> tuple[int, bytes] | None:
+        """As in AgentMemory. From any thread."""
+        return self._memory.outbox(local_rank, step, what, offset, nbytes) if self._memory is not None else None
 
     @contextlib.contextmanager
     def start(self, job: Job, meeting: Rendezvous | None = None) -> Iterator[LocalWorkerHost]:

@@ -6,6 +6,7 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from plait.errors import RunFailed, StopSignal
@@ -14,6 +15,7 @@ from plait.launch.local.server import ServerProcess
 from plait.launch.values.job import Job
 from plait.launch.values.progress import RankProgress
 from plait.launch.watching.board import ProgressBoard, process_state
+from plait.launch.watching.traffic import Traffic, traffic_of
 
 # Note [events]: an event is what a rank or its fork server said, as it was said, for a rank with its number as
 # "rank". Two more are ours: {"rank", "ended"}: its wire is closed, so its death must be reported soon; and {"over"}: no
@@ -23,6 +25,8 @@ RankEvent = Mapping[str, Any]
 KillOrder = Literal["SIGTERM", "SIGKILL", "pause"]
 """pause: SIGTERM because the hosts of the run change, after which it goes on."""
 _SILENCE_S = 1.0
+_TRAFFIC_EVERY_LOOKS = 4
+"""How often the traffic of ranks that get on is read, so that it is known how fast it was before it became slow."""
 
 
 class WorkerHost(Protocol):
@@ -36,6 +40,11 @@ class WorkerHost(Protocol):
     @property
     def host(self) -> str | None:
         """The host's name for sentences; None for this machine."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where other hosts reach it; "" for this machine."""
         ...
 
     def fileno(self) -> int: ...
@@ -91,7 +100,8 @@ class LocalWorkerHost:
         self.job = job
         self._board = board
         self._pids: dict[int, int] = {}
-        self.host = None
+        self.host, self.address = None, ""
+        self._looks = 0
         self._server = server
         self._readers = {
             rank: LineReader(wire, sender=f"rank {rank}") for rank, wire in enumerate(wires, start=job.first_rank)
@@ -122,8 +132,11 @@ class LocalWorkerHost:
         self._server.kill()
 
     def observe(self) -> Sequence[RankProgress]:
-        first = self.job.first_rank
-        return [self._board.read(rank - first, rank=rank, pid=pid) for rank, pid in self._pids.items()]
+        first, self._looks = self.job.first_rank, self._looks + 1
+        seen = [self._board.read(rank - first, rank=rank, pid=pid) for rank, pid in self._pids.items()]
+        reads_all = self._looks % _TRAFFIC_EVERY_LOOKS == 0
+        traffic = traffic_of([self._pids[one.rank] for one in seen if reads_all or one.cpu_s is not None])
+        return [_with_traffic(one, traffic.get(self._pids[one.rank])) for one in seen]
 
     def stack_of(self, rank: int) -> str:
         pid = self._pids.get(rank)
@@ -175,3 +188,7 @@ class LocalWorkerHost:
 
     def _forget(self, rank: int) -> None:
         self._selector.unregister(self._readers.pop(rank).wire)
+
+
+def _with_traffic(rank: RankProgress, traffic: Traffic | None) -> RankProgress:
+    return rank if traffic is None else replace(rank, network_bytes=traffic.nbytes, sends_to=traffic.sends_to)

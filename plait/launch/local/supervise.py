@@ -17,8 +17,11 @@ from plait.launch.local.signals import SignalMailbox
 from plait.launch.local.site import KillOrder, MembershipEvents, RankEvent, WorkerHost
 from plait.launch.values.failed_job import WorkersFailed
 from plait.launch.values.failure import RESUME_ADVICE, Failure, HostLost, RankDied, rank_raised_from
-from plait.launch.values.job import STOPPING, JobEnd, Message, StoppedBy
+from plait.launch.values.job import NOTE, STOPPING, JobEnd, Message, StoppedBy
 from plait.launch.values.phase import Phase, PhaseTimeouts
+
+_MORE_GRACE_S = 2.0
+"""How long to wait again, for ranks that were asked to save, while bytes of it still move."""
 
 
 class Supervision:
@@ -92,6 +95,8 @@ class Supervision:
             self._fail(failure, site)
             if isinstance(failure, HostLost):
                 site.kill()
+        elif text := self._hang_monitor.slow_text():
+            self._on_message(Message(rank=0, kind=NOTE, values={"text": text}))
 
     def _enter(self, phase: Phase, for_at_most_s: float) -> None:
         self._phase: Phase = phase
@@ -206,6 +211,8 @@ class Supervision:
             self._kill_servers()
         elif self._phase == "running":
             self._look_for_unreported_deaths()
+        elif self._phase == "stopping" and self._hang_monitor.is_moving():  # a second signal still ends it
+            self._enter("stopping", _MORE_GRACE_S)
         elif self._phase == "collecting" and self._a_lost_host_may_explain():
             self._waits_for_hosts = False
             self._enter("collecting", self._timeouts.host_s)

@@ -20,6 +20,7 @@ class RemoteWorkerHost:
     def __init__(self, job: Job, link: HostConnection, *, host: str, number: int) -> None:
         self.job = job
         self.host = host
+        self.address = link.address
         self.link = link
         self._number = number
         self._forked = self._over = False

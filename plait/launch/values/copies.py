@@ -8,6 +8,8 @@ from typing import Protocol
 
 SLOTS = 3
 """Copies of each rank: the newest whole one, one that is being made, and one that a save reads."""
+OUTBOX = SLOTS
+"""One more slot, which holds no copy: a rank's part of a checkpoint, where its host's disk has no room for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,10 @@ class CopyStore(Protocol):
 
     def finish(self, slot: int, *, step: int, lineage: int, text: bytes, data_bytes: int) -> None:
         """The slot holds a whole copy from now on, whose parts the text describes."""
+        ...
+
+    def release(self, slot: int, nbytes: int) -> None:
+        """Give so many bytes of a slot back: it holds nothing any more."""
         ...
 
     def copies(self, local_rank: int) -> Sequence[KeptCopy]:

@@ -19,8 +19,11 @@ from plait.launch.values.failure import (
 )
 from plait.launch.values.job import StoppedBy
 
-Cause = Literal["killed", "ended", "raised", "out of memory", "lost connection", "hung", "host lost", "no answer"]
-"""killed: by a signal. ended: left by itself. no answer: what starts the workers, or a worker at its start."""
+Cause = Literal[
+    "killed", "ended", "raised", "out of memory", "lost connection", "hung", "host lost", "no answer", "no room"
+]
+"""killed: by a signal. ended: left by itself. no answer: what starts the workers, or a worker at its start.
+no room: a joined host can keep neither its part of a checkpoint nor what a start needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,14 @@ class WorkersFailed(RunFailed):
     def summary(self) -> str:
         """What happened, without advice: for one who need not do anything."""
         return str(self).partition(";")[0].partition(", often ")[0]
+
+
+class HostNotServed(PlaitError):
+    """A joined host could not take what a start of the workers needs there, for a reason of its own."""
+
+    def __init__(self, sentence: str, host: str) -> None:
+        super().__init__(sentence)
+        self.facts = FailureFacts(cause="no room", host=host, what=sentence.partition(";")[0])
 
 
 def lost_host(host: str, how: str | None) -> WorkersFailed:

@@ -20,6 +20,8 @@ LONGEST_ARGUMENT = 1 << 19
 THREADS_AT_MOST = 1 << 16
 """More than any machine has processors."""
 
+NOTE = "note"
+"""Kind of the message, of rank 0 or as if of rank 0, whose "text" is a line for the log."""
 STOPPING = "stopping"
 """Kind of the message, as if of rank 0, by which a supervisor says that the ranks have been asked to end."""
 

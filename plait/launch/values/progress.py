@@ -24,6 +24,11 @@ class ProgressReport(Protocol):
         """The rank enters one more operation in which it waits for others."""
         ...
 
+    def moved(self, nbytes: int) -> None:
+        """Bytes, counted from any beginning, of the files that the rank waits for now: where they grow, it is not
+        stuck."""
+        ...
+
 
 class NoReport:
     """Where nobody listens: torchrun's ranks, and tests."""
@@ -37,6 +42,9 @@ class NoReport:
     def collective(self) -> None:
         """Does nothing."""
 
+    def moved(self, nbytes: int) -> None:
+        """Does nothing."""
+
 
 NO_REPORT = NoReport()
 
@@ -46,6 +54,9 @@ class RankProgress:
     """What is seen of one rank at one moment; `changes` counts what it published, so an equal count is silence.
 
     `cpu_s` is the processor time that its process has used; None where nobody looked, as it had just published.
+    `network_bytes` and `file_bytes` only ever grow, but for connections that close: what the process's TCP connections
+    have carried both ways (None where nobody looked, or the kernel does not say), and what the rank itself counts of
+    files that it waits for.
     """
 
     rank: int
@@ -57,6 +68,10 @@ class RankProgress:
     cpu_s: float | None
     longest_s: float | None
     """How long this phase took the rank at most so far; None in a phase that it is in for the first time."""
+    network_bytes: int | None = None
+    file_bytes: int = 0
+    sends_to: str = ""
+    """The address that most of its unsent bytes go to; "" where none waits."""
 
     @property
     def place(self) -> str:

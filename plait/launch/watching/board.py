@@ -15,7 +15,7 @@ from time import monotonic, sleep
 
 from plait.launch.values.progress import ProcessState, RankProgress
 
-_SLOT = struct.Struct("<QQQd40s")
+_SLOT = struct.Struct("<QQQQd40s")
 _SLOT_BYTES = 128
 STACK_SIGNAL = signal.SIGUSR2
 """A rank that gets it writes the stacks of its threads after the slots, also while it is stuck in a C library."""
@@ -46,7 +46,7 @@ class ProgressBoard:
 
         Of one that has published anything since the last call the process is not looked at: it works.
         """
-        changes, step, collective, longest_s, phase = _SLOT.unpack_from(self._memory, slot * _SLOT_BYTES)
+        changes, step, collective, moved, longest_s, phase = _SLOT.unpack_from(self._memory, slot * _SLOT_BYTES)
         silent = self._changes.get(slot) == changes
         self._changes[slot] = changes
         state, cpu_s = process_state(pid) if silent else ("working", None)
@@ -59,6 +59,7 @@ class ProgressBoard:
             state=state,
             cpu_s=cpu_s,
             longest_s=None if longest_s < 0 else longest_s,
+            file_bytes=moved,
         )
 
     def stack_of(self, pid: int) -> str:
@@ -86,7 +87,7 @@ class SlotWriter:
     def __init__(self, descriptor: int, slot: int) -> None:
         size = os.fstat(descriptor).st_size
         self._memory, self._at = mmap.mmap(descriptor, size), slot * _SLOT_BYTES
-        self._changes = self._step = self._collective = 0
+        self._changes = self._step = self._collective = self._moved = 0
         self._phase, self._entered_s = b"", monotonic()
         self._longest_s: dict[bytes, float] = {}
 
@@ -109,10 +110,18 @@ class SlotWriter:
         self._collective += 1
         self._write()
 
+    def moved(self, nbytes: int) -> None:
+        """As in ProgressReport; it is no sign of life by itself, as the watch asks how much has moved."""
+        self._moved = nbytes
+        self._put()
+
     def _write(self) -> None:
         self._changes += 1
-        longest_s = self._longest_s.get(self._phase, -1.0)
-        _SLOT.pack_into(self._memory, self._at, self._changes, self._step, self._collective, longest_s, self._phase)
+        self._put()
+
+    def _put(self) -> None:
+        counts = self._changes, self._step, self._collective, self._moved
+        _SLOT.pack_into(self._memory, self._at, *counts, self._longest_s.get(self._phase, -1.0), self._phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +140,7 @@ def published(board: int, slot: int) -> Published | None:
     data = os.pread(board, _SLOT.size, slot * _SLOT_BYTES)
     if len(data) < _SLOT.size:
         return None
-    changes, step, _, longest_s, phase = _SLOT.unpack(data)
+    changes, step, _, _, longest_s, phase = _SLOT.unpack(data)
     name = phase.rstrip(b"\0").decode(errors="replace")
     return Published(step=step, phase=name, longest_s=max(0.0, longest_s)) if changes else None
 

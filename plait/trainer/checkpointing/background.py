@@ -10,29 +10,47 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Literal
+from typing import Literal, Protocol
+
+import torch
 
 from plait.checkpoint.arrival import refuse_part
+from plait.checkpoint.durable import NoRoom, is_full_disk
 from plait.checkpoint.generation import require_newest
 from plait.checkpoint.store import checkpoint_for, staging_for
 from plait.checkpoint.transfer import TensorSlice, write_rank
 from plait.cluster.topology import free_memory_bytes
 from plait.errors import PlaitError, RunFailed
+from plait.launch.values.copies import CopyStore
+from plait.launch.values.job import NOTE
+from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.parallel.mesh import Sums
+from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.all_ranks import run_on_all_ranks
 from plait.trainer.checkpointing.in_memory import MemoryCopies, Slices
-from plait.trainer.checkpointing.persist import Send, publish_parts, rank_slices
+from plait.trainer.checkpointing.outbox import Outbox
+from plait.trainer.checkpointing.persist import publish_parts, rank_slices
+from plait.trainer.checkpointing.save_progress import SaveProgress
 from plait.trainer.state import TrainState
+from plait.units import format_duration
 
 NOTHING, WRITING, FAILED = 0, 1, 2
 """What a rank says of its save at each agreement; the largest of all ranks is how the save stands."""
 _MEMORY_KEPT = 0.25
 """Share of the free memory that copies may not take."""
+_TOGETHER_S, _LOOK_S = 2.0, 0.25
+_TRY_AGAIN_AFTER_S = 3.0
+"""Less than the shortest silence that counts as a hang."""
+_TRY_FOR_S, _TRY_AT_STOP_FOR_S = 600.0, 60.0
+"""How long the last state of a run is kept for a disk that is full; the second where the run was asked to stop, and
+has two minutes for it."""
 
 # Note [one agreement]: ranks agree once, when a save begins: that all numbers are finite, and whether copies have the
 # memory. Then no rank waits for another. Rank 0 sees by files when all parts are there, or why one does not come; the
-# others hear how it ended by a number in the agreement that every step has anyway.
+# others hear how it ended by a number in the agreement that every step has anyway. Where training waits for a save,
+# ranks agree every two seconds whether it still goes on: a save may take longer than the process group lets one rank
+# wait for another, and rank 0 hears soon of a part that will not come.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +64,8 @@ class SaveEnd:
     cost_s: float
     blocked_s: float
     failure: str = ""
+    lacks_room: bool = False
+    """Whether a full disk was the only reason of the failure."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,16 +80,53 @@ class _Writing:
     error: PlaitError | None = None
     ended_s: float = 0.0
     thread: threading.Thread | None = None
+    total_bytes: int = 0
+    arrived_bytes: int = 0
+    """Of all ranks' parts; the second, on rank 0 alone, is what has come into its folder by now."""
     from_memory: bool = False
     """Whether what is written is a copy for the case that a worker dies."""
     given_up: threading.Event = field(default_factory=threading.Event)  # a rank cannot write: rank 0 need not wait
+
+
+class PartsCarrier(Protocol):
+    """Takes the parts of a rank whose folder is not on rank 0's host there."""
+
+    def send(self, staging: Path, kept: Literal["disk", "memory"]) -> None:
+        """Request the transfer of this rank's part; returns before it has arrived."""
+        ...
+
+    def put_in_memory(self, slices: Slices, step: int) -> None:
+        """Keep the part in memory, where the disk has no room for it; raises OSError or MemoryError."""
+        ...
+
+    def cannot_send(self, staging: Path, why: str) -> None:
+        """Report that this host has room for the part nowhere."""
+        ...
+
+    def clear(self) -> None:
+        """The save is over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverReports:
+    """What a saver reports to while training waits for it: the log (on rank 0), the watch for hangs, and from which
+    it hears of a stop."""
+
+    say: Callable[[str], None] = lambda line: None
+    progress: ProgressReport = NO_REPORT
+    stop_requested: Callable[[], bool] = lambda: False
+
+
+_NO_REPORTS = SaverReports()
 
 
 class CheckpointSaver:
     """Saves the checkpoints of one rank in `folder`; every rank has one and makes the same calls in the same order.
 
     `fence` raises RunFailed where its start of the run, `generation`, may no longer write. A rank whose `folder` is not
-    on rank 0's host passes `send`. Where there are `copies`, a save that goes on beside training writes one of them.
+    on rank 0's host passes a `carrier`. Where there are `copies`, a save that goes on beside training writes one of
+    them. The state that a run ends with is kept for `try_for_s` where a disk has no room for it.
     """
 
     def __init__(
@@ -78,11 +135,14 @@ class CheckpointSaver:
         folder: Path,
         world: Sums,
         fence: Callable[[], None],
-        send: Send | None,
+        carrier: PartsCarrier | None,
         generation: int = 0,
         copies: MemoryCopies | None = None,
+        reports: SaverReports = _NO_REPORTS,
+        try_for_s: float = _TRY_FOR_S,
     ) -> None:
-        self._assembly, self._folder, self._world, self._send = assembly, folder, world, send
+        self._assembly, self._folder, self._world, self._carrier = assembly, folder, world, carrier
+        self._reports, self._try_for_s = reports, try_for_s
         self.fence, self._generation, self._copies = fence, generation, copies
         self._now: _Writing | None = None
         self._agreed = NOTHING
@@ -108,17 +168,46 @@ class CheckpointSaver:
 
         No other save may go on. Raises RunFailed on every rank where a value is not finite.
         """
-        self._start(state, "copies")
+        if self._start(state, "copies") == "as it is":
+            assert self._now is not None
+            self._wait_together(self._now)
 
     def save_now(self, state: TrainState) -> SaveEnd:
         """Save a state, and return when it is on the disk. Every rank must call it; raises RunFailed on all of them
-        where one could not write, or holds a value that is not finite; earlier checkpoints stay."""
-        self._start(state, "as it is")
-        end = self.finish()
-        assert end is not None
-        if end.failure:
-            raise RunFailed(end.failure)
-        return end
+        where one could not write, or holds a value that is not finite; earlier checkpoints stay. Where a disk has no
+        room the state stays in memory, and saving is tried again for some minutes, or until a stop is requested."""
+        began_s, said_after_s = time.monotonic(), 0.0
+        stopped_before = self._agree_on(self._reports.stop_requested())
+        try_for_s = min(self._try_for_s, _TRY_AT_STOP_FOR_S) if stopped_before else self._try_for_s
+        while True:
+            self._start(state, "as it is")
+            end = self.finish()
+            assert end is not None
+            if not end.failure:
+                return end
+            tried_s = time.monotonic() - began_s
+            gives_up = tried_s > try_for_s or (self._reports.stop_requested() and not stopped_before)
+            if not end.lacks_room or self._agree_on(gives_up):
+                raise RunFailed(end.failure)
+            if tried_s >= said_after_s:
+                said_after_s = max(10.0, 2 * said_after_s)
+                left = format_duration(max(1.0, round(try_for_s - tried_s)))
+                self._reports.say(
+                    f"warning  {end.failure.partition(';')[0]}; step {state.step} is kept in memory, and saving is "
+                    f"tried again for {left}: free some space, or end the run by {'another ' * stopped_before}Ctrl-C"
+                )
+            self._pause()
+
+    def _pause(self) -> None:
+        """Wait until the next try, or until a stop is requested here."""
+        until_s = time.monotonic() + _TRY_AGAIN_AFTER_S
+        stopped = self._reports.stop_requested()
+        while time.monotonic() < until_s and self._reports.stop_requested() == stopped:
+            time.sleep(_LOOK_S)
+        self._reports.progress.phase("saving")
+
+    def _agree_on(self, own: bool) -> bool:
+        return bool(self._world.largest(torch.tensor([int(own)]))[0])
 
     def finish(self) -> SaveEnd | None:
         """Wait until the save that goes on has ended, and say how; None where there is none. Every rank must call
@@ -126,11 +215,12 @@ class CheckpointSaver:
         now, waited_from_s = self._now, time.monotonic()
         if now is None:
             return None
-        if now.thread is not None:
-            if self._agreed == FAILED:
-                now.given_up.set()
-            now.thread.join()
-        clears = self._send is not None or self._world.index == 0
+        self._wait_together(now)
+        clears = self._carrier is not None or self._world.index == 0
+        of_room = isinstance(now.error, NoRoom)
+        follows = now.error is not None and isinstance(now.error.__cause__, FileNotFoundError)
+        others = now.error is not None and not of_room and not follows
+        by_room, by_others = self._world.largest(torch.tensor([int(of_room), int(others)])).tolist()
 
         def raise_failure() -> None:
             if now.error is not None:
@@ -141,21 +231,44 @@ class CheckpointSaver:
             run_on_all_ranks(self._world, raise_failure, now.staging if clears else None)
         except RunFailed as error:
             failure = str(error)
-        return self._ended(now, waited_from_s, failure)
+        return self._ended(now, waited_from_s, failure, lacks_room=bool(by_room and not by_others))
 
-    def _ended(self, now: _Writing, waited_from_s: float, failure: str = "") -> SaveEnd:
+    def _wait_together(self, now: _Writing) -> None:
+        """Wait until no rank is writing any more; says now and then how far the save is. Every rank must call it."""
+        stops = self._reports.stop_requested()
+        told = SaveProgress(now.state.step, now.total_bytes, was_stopped=stops)
+        while True:
+            until_s = time.monotonic() + _TOGETHER_S
+            while now.thread is not None and now.thread.is_alive() and time.monotonic() < until_s:
+                now.thread.join(_LOOK_S)
+                self._reports.progress.moved(now.arrived_bytes)
+                line = told.look(now.arrived_bytes, self._reports.stop_requested())
+                if line and self._world.index == 0:
+                    self._reports.say(line)
+            writes = now.thread is not None and now.thread.is_alive()
+            flags = self._world.largest(torch.tensor([int(writes), int(now.status == FAILED)])).tolist()
+            if flags[1]:
+                now.given_up.set()
+            if not flags[0]:
+                return
+
+    def _ended(self, now: _Writing, waited_from_s: float, failure: str = "", *, lacks_room: bool = False) -> SaveEnd:
         """Take note that the save is over, as all ranks know."""
         self._now = None
         if now.thread is not None:
             now.thread.join()
         if now.from_memory and self._copies is not None:
             self._copies.saved()
-        if self._send is not None:
+        if self._carrier is not None:
+            self._carrier.clear()
             rmtree(now.staging, ignore_errors=True)
         blocked_s = now.blocked_s + time.monotonic() - waited_from_s
-        return SaveEnd(step=now.state.step, cost_s=now.ended_s - now.began_s, blocked_s=blocked_s, failure=failure)
+        cost_s = now.ended_s - now.began_s
+        return SaveEnd(step=now.state.step, cost_s=cost_s, blocked_s=blocked_s, failure=failure, lacks_room=lacks_room)
 
-    def _start(self, state: TrainState, how: Literal["copies", "as it is"]) -> None:
+    def _start(self, state: TrainState, how: Literal["copies", "as it is"]) -> Literal["copies", "as it is"]:
+        """Begin a save in a thread of its own; returns whether it writes copies or, which is the same on all ranks, the
+        state itself, which may not change then before it is over."""
         assert self._now is None, "one save at a time"
         began_s, slices = time.monotonic(), dict[str, list[TensorSlice]]()
 
@@ -166,14 +279,15 @@ class CheckpointSaver:
             self._world, look, None, number=lambda: int(how == "copies" and self._is_short(slices))
         )
         now = _Writing(state=state, staging=staging_for(self._folder, state.step, self._generation), began_s=began_s)
+        own = sum(one.tensor.nbytes for some in slices.values() for one in some)
+        now.total_bytes = int(self._world(torch.tensor([own]))[0])
         self._now, self._agreed = now, WRITING
-        if how == "copies" and not is_short:
-            copies = self._copied(now, slices)
-            now.thread = threading.Thread(target=self._write_copies, args=(now, copies), name="save", daemon=True)
-            now.thread.start()
-        else:
-            self._write(now, slices)
+        done: Literal["copies", "as it is"] = "as it is" if is_short else how
+        write, what = (self._write_copies, self._copied(now, slices)) if done == "copies" else (self._write, slices)
+        now.thread = threading.Thread(target=write, args=(now, what), name="save", daemon=True)
+        now.thread.start()
         now.blocked_s = time.monotonic() - began_s
+        return done
 
     def _is_short(self, slices: Slices) -> bool:
         """Whether this rank's host lacks the memory for copies; those that survive the worker have theirs already."""
@@ -201,24 +315,53 @@ class CheckpointSaver:
 
     def _write(self, now: _Writing, slices: Slices) -> None:
         """Write this rank's part; rank 0 then publishes the parts of all."""
-        may_write = self._send is not None  # what is sent is not asked for any more where a later start has begun
+        may_write = self._carrier is not None  # what is sent is not asked for any more where a later start has begun
         try:
             if not may_write:
                 self.fence()
                 may_write = True
-            write_rank(now.staging, self._world.index, slices)
-            if self._send is not None:
-                self._send(now.staging)
+            try:
+                self._write_own_part(now, slices)
+            except (OSError, PlaitError) as error:
+                own = error if isinstance(error, PlaitError) else _run_failed(error)
+                raise self._with_host(own) from own.__cause__
             if self._world.index == 0:
                 places, given_up = (now.staging, checkpoint_for(self._folder, now.state.step)), now.given_up.is_set
-                publish_parts(self._assembly, now.state, places, self._world.size, self.fence, given_up)
+                note = partial(setattr, now, "arrived_bytes")
+                publish_parts(self._assembly, now.state, places, self._world.size, self.fence, given_up, note)
             now.ended_s, now.status = time.monotonic(), NOTHING
         except (OSError, PlaitError) as error:
             now.error = error if isinstance(error, PlaitError) else _run_failed(error)
             with suppress(OSError):  # then rank 0 hears of it in the agreement after the next step
                 if may_write:
-                    refuse_part(now.staging, self._world.index, str(now.error))
+                    why = "no room" if isinstance(now.error, NoRoom) else "another reason"
+                    refuse_part(now.staging, self._world.index, str(now.error), why)
             now.ended_s, now.status = time.monotonic(), FAILED
+
+    def _write_own_part(self, now: _Writing, slices: Slices) -> None:
+        """Write this rank's part to the disk and, where it is not rank 0's, have it sent there: from memory, where the
+        disk is full."""
+        if self._carrier is None:
+            write_rank(now.staging, self._world.index, slices)
+            return
+        try:
+            write_rank(now.staging, self._world.index, slices)
+        except NoRoom as full:
+            try:
+                self._carrier.put_in_memory(slices, now.state.step)
+            except (OSError, MemoryError):
+                self._carrier.cannot_send(now.staging, str(full).partition(";")[0])
+                raise full from None
+            self._carrier.send(now.staging, "memory")
+        else:
+            self._carrier.send(now.staging, "disk")
+
+    def _with_host(self, error: PlaitError) -> PlaitError:
+        """The same error with the name of this rank's host, where the run has several."""
+        plan = self._assembly.plan
+        if len(plan.hosts) < 2 or isinstance(error.__cause__, FileNotFoundError):
+            return error
+        return (NoRoom if isinstance(error, NoRoom) else RunFailed)(f"on {_host_of(plan, self._world.index)}: {error}")
 
 
 def saver_of(
@@ -228,21 +371,62 @@ def saver_of(
     generation: int,
     tell: Callable[..., None],
     copies: MemoryCopies | None = None,
+    reports: SaverReports = _NO_REPORTS,
+    memory: CopyStore | None = None,
+    local_rank: int = 0,
 ) -> CheckpointSaver:
-    """What saves the checkpoints of the run in `folder`, as its start of that number, unless a later one has begun; by
-    way of the `copies` in memory, where there are such.
+    """The saver of the run's checkpoints in `folder`; refuses to write once a start later than `generation` has begun.
+    Saves from the in-memory `copies` if there are any.
 
-    A rank whose part is "sent" uses `tell` to have the supervisors send it on to rank 0's folder.
+    A rank whose part is "sent" uses `tell` to have the supervisors send it on to rank 0's folder, and `memory` where
+    its own disk is full.
     """
-
-    def send(staging: Path) -> None:
-        tell("wrote", staging=staging.name)
-
     fence = partial(require_newest, folder, generation)
     world, checkpoints = assembly.sums, folder / "checkpoints"
-    return CheckpointSaver(
-        assembly, checkpoints, world, fence, send if parts == "sent" else None, generation, copies=copies
-    )
+    carrier = None
+    if parts == "sent":
+        outbox = Outbox(memory, world.index, generation) if memory is not None else None
+        carrier = MessageCarrier(tell, outbox, local_rank, sharers=assembly.plan.workers_beside(world.index))
+    return CheckpointSaver(assembly, checkpoints, world, fence, carrier, generation, copies=copies, reports=reports)
+
+
+class MessageCarrier:
+    """A PartsCarrier that tells the supervisors, who then fetch the part; `sharers` ranks share this host's memory."""
+
+    def __init__(self, tell: Callable[..., None], outbox: Outbox | None, local_rank: int, *, sharers: int) -> None:
+        self._tell, self._outbox, self._local_rank, self._sharers = tell, outbox, local_rank, sharers
+        self._step = 0
+
+    def send(self, staging: Path, kept: Literal["disk", "memory"]) -> None:
+        """As in PartsCarrier."""
+        in_memory = {"memory": {"local_rank": self._local_rank, "step": self._step}} if kept == "memory" else {}
+        self._tell("wrote", staging=staging.name, **in_memory)
+
+    def put_in_memory(self, slices: Slices, step: int) -> None:
+        """As in PartsCarrier."""
+        if self._outbox is None:
+            raise MemoryError("nobody keeps memory for this rank")
+        self._step = step
+        self._outbox.put(slices, step, (1 - _MEMORY_KEPT) * free_memory_bytes() / self._sharers)
+
+    def cannot_send(self, staging: Path, why: str) -> None:
+        """As in PartsCarrier."""
+        self._tell("no room", staging=staging.name, why=why)
+
+    def clear(self) -> None:
+        """As in PartsCarrier."""
+        if self._outbox is not None:
+            self._outbox.clear()
+
+
+def reports_of(tell: Callable[..., None], progress: ProgressReport, stop_requested: Callable[[], bool]) -> SaverReports:
+    """What a rank of a run reports to; rank 0's lines are for the log."""
+    return SaverReports(say=lambda line: tell(NOTE, text=line), progress=progress, stop_requested=stop_requested)
+
+
+def _host_of(plan: Plan, rank: int) -> str:
+    names = [share.name for share in plan.hosts for _ in range(share.workers)]
+    return names[rank]
 
 
 def _copied(one: TensorSlice) -> TensorSlice:
@@ -251,6 +435,7 @@ def _copied(one: TensorSlice) -> TensorSlice:
 
 
 def _run_failed(error: OSError) -> RunFailed:
-    failed = RunFailed(f"could not save the checkpoint ({error.strerror}: {error.filename}); earlier ones are whole")
+    kind = NoRoom if is_full_disk(error) else RunFailed
+    failed = kind(f"could not save the checkpoint ({error.strerror}: {error.filename}); earlier ones are whole")
     failed.__cause__ = error  # a missing file is heard last: another rank's failure took it away
     return failed

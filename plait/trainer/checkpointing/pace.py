@@ -15,7 +15,9 @@ class CheckpointPace:
     def __init__(self, every: Every, *, step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._every, self._clock = every, clock
         self._step, self._at = step, clock()
-        self._least_s, self._failing = 0.0, False
+        self._least_s = 0.0
+        self._saved_step, self._saved_at, self._has_saved = step, clock(), False
+        self._failures, self._said_failures = 0, 0
         self._cost_s, self._between_s = 0.0, 0.0
         self._said_s = every.value
 
@@ -43,23 +45,29 @@ class CheckpointPace:
         """Take note of a save after this step, which took so many seconds, and that the next interval begins now; the
         sentence is `cost_known`'s."""
         self.begun(step)
-        return self.cost_known(cost_s)
+        return self.cost_known(step, cost_s)
 
     def failed(self, sentence: str) -> str | None:
-        """Take note that a save failed, as this sentence says; returns the warning for the log, once until one goes
-        well."""
-        if self._failing:
+        """Take note that a save failed, as this sentence says; returns a warning for the log with the age of the newest
+        checkpoint, after the first, second, fourth, eighth, … failure in a row."""
+        self._failures += 1
+        if self._failures < 2 * self._said_failures:
             return None
-        self._failing = True
-        why = sentence.partition(";")[0]
-        return f"warning  {why}; training goes on, and saving is tried again whenever it is due"
+        self._said_failures = self._failures
+        why, age = sentence.partition(";")[0], format_duration(self._clock() - self._saved_at)
+        newest = f"the newest checkpoint is that of step {self._saved_step}, {age} old"
+        if not self._has_saved:
+            newest = f"nothing was saved since this start began at step {self._saved_step}, {age} ago"
+        return f"warning  {why}; {newest}; training goes on, and saving is tried again whenever it is due"
 
-    def cost_known(self, cost_s: float) -> str | None:
-        """Take note that a save went well, and of how many seconds it took.
+    def cost_known(self, step: int, cost_s: float) -> str | None:
+        """Take note that the save after this step went well, and of how many seconds it took.
 
         Returns a sentence for the log where the interval is now another one than was last said, by a factor of two.
         """
-        self._failing, self._cost_s = False, cost_s
+        self._saved_step, self._saved_at, self._has_saved = step, self._clock(), True
+        self._failures = self._said_failures = 0
+        self._cost_s = cost_s
         share = self._every.cost_share
         if share is None:
             return None

@@ -73,12 +73,13 @@ def publish_parts(
     world_size: int,
     fence: Callable[[], None] = lambda: None,
     is_given_up: Callable[[], bool] = lambda: False,
+    note_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Wait for the parts of all ranks in the first of two `places`, and make them the checkpoint in the second; rank 0
-    alone calls it. `fence` raises RunFailed where it may no longer write. Raises RunFailed, also once it
-    `is_given_up`."""
+    alone calls it. `fence` raises RunFailed where it may no longer write. `is_given_up` and `note_bytes` are as in
+    `await_parts`."""
     staging, final = places
-    await_parts(staging, world_size, is_given_up=is_given_up)
+    await_parts(staging, world_size, is_given_up=is_given_up, note_bytes=note_bytes)
     fence()
     kinds = ("model", *moment_names(assembly.plan.optimizer))
     publish(

@@ -1,0 +1,48 @@
+"""What is said of a save while training waits for it: how far it is, and how long it may still take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from plait.units import format_bytes, format_duration
+
+FIRST_SAID_S = 5.0
+
+
+class SaveProgress:
+    """Follows one wait for a save of `total_bytes`, which may be that of a run that `was_stopped`; `clock` counts
+    seconds."""
+
+    def __init__(
+        self, step: int, total_bytes: int, clock: Callable[[], float] = time.monotonic, *, was_stopped: bool = False
+    ) -> None:
+        self._step, self._total, self._clock = step, total_bytes, clock
+        self._began_s, self._said_after_s = clock(), FIRST_SAID_S
+        self._first: tuple[float, int] | None = None
+        """When bytes were first seen, after how many seconds, and how many."""
+        self._stops = was_stopped
+
+    def look(self, arrived_bytes: int, stop_requested: bool = False) -> str:
+        """A line for the log where one is due, else "": after five seconds and then ever less often, and at once when a
+        stop is requested. `arrived_bytes` are on rank 0's disk by now, whoever wrote them."""
+        waited_s = self._clock() - self._began_s
+        if self._first is None and arrived_bytes:
+            self._first = waited_s, arrived_bytes
+        if waited_s < self._said_after_s and not (stop_requested and not self._stops):
+            return ""
+        while self._said_after_s <= waited_s:
+            self._said_after_s *= 2
+        self._stops = stop_requested
+        return self._text(arrived_bytes, waited_s)
+
+    def _text(self, arrived: int, waited_s: float) -> str:
+        if arrived >= self._total:
+            return f"saving   step {self._step}: waiting for the disk for {format_duration(waited_s)} so far"
+        text = f"saving   step {self._step}: {format_bytes(arrived)} of {format_bytes(self._total)} have arrived"
+        first_s, first = self._first or (waited_s, arrived)
+        if waited_s <= first_s or arrived <= first:
+            return f"{text}, nothing more for {format_duration(waited_s)} so far"
+        rate = (arrived - first) / (waited_s - first_s)
+        left_s = (self._total - arrived) / rate
+        return f"{text}, {format_bytes(rate)}/s: about {format_duration(max(1.0, round(left_s)))} more"
