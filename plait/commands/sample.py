@@ -73,17 +73,17 @@ def _continued(
     opened: OpenedModel, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int
 ) -> SampledText:
     tokenizer = opened.tokenizer
-    ids = [tokenizer.eot, *tokenizer.encode(prompt)]
+    ids = tokenizer.encode(prompt)
     new = generate(
         opened.model,
-        ids,
+        [*tokenizer.beginning, *ids],
         tokens=tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
         stop=frozenset({tokenizer.eot}),
     )
-    return SampledText(chain([prompt], decode_incrementally(tokenizer, ids[1:], new)))
+    return SampledText(chain([prompt], decode_incrementally(tokenizer, ids, new)))
 
 
 def decode_incrementally(tokenizer: Tokenizer, prompt_ids: Sequence[int], new_ids: Iterator[int]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from plait.errors import PlaitError
 from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
+from plait.units import counted
 from plait.working_folder import WorkingFolder
 
 
@@ -44,7 +45,32 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
         )
     if corpus.template:
         screen.print(f"template {_template_text(corpus)}")
+    for line in _token_lines(corpus):
+        screen.print(line)
     return corpus
+
+
+def _token_lines(corpus: Corpus) -> list[str]:
+    """How texts begin, where not with the end of text, and how many of their tokens are not quite those of the text."""
+    lines = []
+    if corpus.bos:
+        chats = "; chats begin as their template begins them" if corpus.template else ""
+        text = corpus_tokenizer(corpus).bos_text
+        lines.append(
+            f"tokens   each document and each prompt begins with {text}, as this model's tokenizer does{chats}"
+        )
+    if corpus.boundary_tokens and corpus.layout == "stream":
+        lines.append(
+            f"tokens   {counted(corpus.boundary_tokens, 'place', ',')} in text without spaces had to be cut where a "
+            "token may lie; the tokens there may differ from those of the whole text"
+        )
+    elif corpus.boundary_tokens:
+        number = counted(corpus.boundary_tokens, "completion", ",")
+        lines.append(
+            f"tokens   the first characters of {number} share a token with the end of the prompt, so they are read and "
+            "not learnt; end prompts without a space and begin completions with it"
+        )
+    return lines
 
 
 def _template_text(corpus: Corpus) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -71,8 +71,14 @@ class _Piece:
     text: str
     split: HoldoutSplit
     source: int
-    first: bool
+    before: str
+    """The last character before it in its document; empty where the document begins."""
     bytes_done: int
+
+    @property
+    def first(self) -> bool:
+        """Whether its document begins with it."""
+        return not self.before
 
 
 def build_corpus(work: BuildRequest, folder: Path) -> None:
@@ -92,7 +98,8 @@ def build_corpus(work: BuildRequest, folder: Path) -> None:
         )
     tokenizer.save(folder)
     entries = list(chain.from_iterable(writer.entries for writer in writers.values()))
-    write_index(folder, {**_index(tokenizer, rule, sizes, entries), "sources": source_entries(work, found)})
+    index = _index(tokenizer, rule, sizes, entries, sum(writer.boundary_tokens for writer in writers.values()))
+    write_index(folder, {**index, "sources": source_entries(work, found)})
     keeper.finish()
 
 
@@ -143,12 +150,12 @@ def _pieces(work: BuildRequest, rule: HoldoutRule, cut: re.Pattern[str]) -> Iter
     for number, source in enumerate(work.sources):
         for document in source.documents():
             for span in holdout_spans(document, rule, work.holdout):
-                blocks = text_blocks(document.read(span.start, span.stop))
-                for order, text in enumerate(cut_into_pieces(blocks, cut)):
+                blocks, before = text_blocks(document.read(span.start, span.stop)), ""
+                for text in cut_into_pieces(blocks, cut):
                     done += len(text.encode("utf-8"))
-                    yield _Piece(
-                        text=text, split=span.split, source=number if weighted else 0, first=order == 0, bytes_done=done
-                    )
+                    owner = number if weighted else 0
+                    yield _Piece(text=text, split=span.split, source=owner, before=before, bytes_done=done)
+                    before = text[-1]
 
 
 def _tokenize(
@@ -158,7 +165,11 @@ def _tokenize(
 
     def writer(split: HoldoutSplit) -> ShardWriter:
         dtype = token_dtype(tokenizer.vocabulary)
-        return ShardWriter(folder, split, eot=tokenizer.eot, dtype=dtype, shard_tokens=work.shard_tokens)
+        marks: Literal["none", "kept"] = "kept" if tokenizer.bos else "none"
+        limit = work.shard_tokens
+        return ShardWriter(
+            folder, split, eot=tokenizer.eot, bos=tokenizer.bos, dtype=dtype, shard_tokens=limit, marks=marks
+        )
 
     writers: dict[HoldoutSplit, ShardWriter] = {"train": writer("train"), "heldout": writer("heldout")}
     done = 0
@@ -193,22 +204,30 @@ def _batches(stream: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _write(batch: Sequence[_Piece], tokenizer: Tokenizer, writers: dict[HoldoutSplit, ShardWriter]) -> None:
-    for piece, ids in zip(batch, tokenizer.encode_pieces([piece.text for piece in batch]), strict=True):
+    encoded = tokenizer.encode_pieces([piece.text for piece in batch], [piece.before for piece in batch])
+    for piece, ids in zip(batch, encoded, strict=True):
         writer = writers[piece.split]
         if piece.first:
             writer.begin_document(piece.source)
         writer.add(np.array(ids, dtype=np.uint32))
         writer.text_bytes += len(piece.text.encode("utf-8"))
+        writer.boundary_tokens += tokenizer.may_cut_token(piece.before, piece.text)
 
 
 def _index(
-    tokenizer: Tokenizer, rule: HoldoutRule, sizes: dict[HoldoutSplit, int], entries: list[ShardEntry]
+    tokenizer: Tokenizer,
+    rule: HoldoutRule,
+    sizes: dict[HoldoutSplit, int],
+    entries: list[ShardEntry],
+    boundary_tokens: int,
 ) -> dict[str, Any]:
     return {
         "format": SHARD_FORMAT,
         "dtype": token_dtype(tokenizer.vocabulary).str,
         "vocabulary": tokenizer.vocabulary,
         "eot": tokenizer.eot,
+        **({"bos": tokenizer.bos} if tokenizer.bos else {}),
+        **({"boundary_tokens": boundary_tokens} if boundary_tokens else {}),
         "tokenizer_hash": tokenizer.hash,
         "held_out_by": rule,
         "train_bytes": sizes["train"],

@@ -177,6 +177,8 @@ def _key(work: BuildRequest) -> str:
     sources = [_source_key(source, work.file_hashes) for source in work.sources]
     tokenizer = work.tokenizer.hash if work.tokenizer else f"bpe {work.vocabulary}"
     parts = [SHARD_FORMAT, sources, tokenizer, work.holdout, work.shard_tokens]
+    if work.tokenizer and (work.tokenizer.bos or work.tokenizer.adds_prefix):
+        parts.append([work.tokenizer.bos, work.tokenizer.adds_prefix])
     if holds_examples(work.formats):
         found = work.template
         template = [found.text, sorted(found.special.items())] if found else PLAIN_TEMPLATE
