@@ -114,7 +114,8 @@ def _plan_with_heldout(run: str, working: WorkingFolder, given_as: str) -> Plan:
 def _heldout_text(plan: Plan, found: FoundModel, working: WorkingFolder, given_as: str) -> tuple[MeasuredText, int]:
     """The text that a run held out, and its bytes; raises PlaitError where the model has other tokens."""
     corpus = open_corpus(working.path / plan.corpus)
-    if corpus_tokenizer(corpus).hash != found.tokenizer.hash:
+    tokenizer, own = corpus_tokenizer(corpus), found.tokenizer
+    if (tokenizer.hash, tokenizer.bos) != (own.hash, own.bos):
         raise PlaitError(
             f"{found.origin} has another tokenizer than the held-out text was made with; name the text itself with "
             f"{given_as}"

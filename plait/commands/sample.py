@@ -73,10 +73,10 @@ def _continued(
     opened: OpenedModel, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int
 ) -> SampledText:
     tokenizer, ends = opened.tokenizer, end_tokens(opened)
-    ids = [tokenizer.eot, *tokenizer.encode(prompt)]
+    ids = tokenizer.encode(prompt)
     new = generate(
         opened.model,
-        ids,
+        [*tokenizer.beginning, *ids],
         tokens=tokens,
         temperature=temperature,
         top_p=top_p,
@@ -84,7 +84,7 @@ def _continued(
         stop=ends,
     )
     text = takewhile(lambda token: token not in ends, new)
-    return SampledText(chain([prompt], decode_incrementally(tokenizer, ids[1:], text)))
+    return SampledText(chain([prompt], decode_incrementally(tokenizer, ids, text)))
 
 
 def decode_incrementally(tokenizer: Tokenizer, prompt_ids: Sequence[int], new_ids: Iterator[int]) -> Iterator[str]:

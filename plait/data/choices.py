@@ -23,7 +23,7 @@ class EncodesText(Protocol):
     """What choices need of a tokenizer."""
 
     @property
-    def eot(self) -> int: ...
+    def beginning(self) -> tuple[int, ...]: ...
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]: ...
 
 
@@ -108,7 +108,7 @@ def _question(values: Any) -> ChoiceQuestion:
 
 
 def choice_rows(questions: Sequence[ChoiceQuestion], tokenizer: EncodesText, sequence: int) -> tuple[ChoiceRow, ...]:
-    """Every choice of every question, in order, behind an end of text.
+    """Every choice of every question, in order, behind what the tokenizer's texts begin with.
 
     A space stands between question and choice where neither has one. A question that leaves no room in a window of
     `sequence` tokens loses its beginning. Raises PlaitError for a choice that is longer than a window.
@@ -128,7 +128,7 @@ def choice_rows(questions: Sequence[ChoiceQuestion], tokenizer: EncodesText, seq
                     f'the choice "{choice[:40]}…" has {len(ids) - shared} tokens, more than a window of {sequence}; '
                     "shorten it, or give a longer --sequence"
                 )
-            whole = [tokenizer.eot, *ids][-(sequence + 1) :]
+            whole = [*tokenizer.beginning, *ids][-(sequence + 1) :]
             first = len(whole) - (len(ids) - shared)
             found.append(ChoiceRow(tokens=tuple(whole), first=first, text_bytes=len(choice.encode())))
     return tuple(found)

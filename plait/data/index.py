@@ -102,6 +102,11 @@ class CorpusIndex:
     template: str = ""
     """Where the chat template was found; empty where no conversation was read."""
     counts: RecordCounts = NOTHING_COUNTED
+    bos: tuple[_Count, ...] = ()
+    """Ids that each document and prompt begins with, as its tokenizer begins a text; empty: with `eot`."""
+    boundary_tokens: _Count = 0
+    """Of a stream: cuts of long text that may have divided a token. Of examples: completions of which the first
+    characters are in a token of their prompt's end."""
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -195,7 +200,7 @@ def _agrees(index: CorpusIndex) -> bool:
     names = [entry.name for entry in index.shards]
     return (
         index.dtype == token_dtype(index.vocabulary).str
-        and index.eot < index.vocabulary
+        and max((index.eot, *index.bos)) < index.vocabulary
         and len(index.weights) in (0, len(index.sources))
         and all(entry.source < len(index.sources) for entry in index.shards)
         and all(entry.name.startswith(entry.split) for entry in index.shards)

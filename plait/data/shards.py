@@ -26,11 +26,12 @@ from plait.regular_file import open_regular_file
 # Note [stream of a shard]: <eot> document <eot> document … document <eot>. Each document is preceded by the end of text
 # and one more closes the stream, so over windows shifted by one every token and every end is a target exactly once, and
 # a document's first token is predicted from <eot>. A document that outgrows a shard goes on in the next one as if it
-# began there: one false end in SHARD_TOKENS. Where some tokens are never to be learned (a prompt, say), a mask beside
-# the shard marks them with 1, one byte a token. In a corpus of whole examples (layout "whole") an example is all tokens
-# from its start to the next one's, with the ends of text that it has itself; its first token is marked, as nothing
-# stands before it, and so is the <eot> that closes the shard. Of pairs (layout "pairs") documents 2i and 2i + 1 are the
-# chosen and the rejected example of one, in the same shard.
+# began there: one false end in SHARD_TOKENS. Where the tokenizer begins texts with a token of its own (BOS), the stream
+# is <bos> document <eot> <bos> document <eot>, and the mask keeps each <bos> from being a target. Where some tokens are
+# never to be learned (a prompt, say), a mask beside the shard marks them with 1, one byte a token. In a corpus of whole
+# examples (layout "whole") an example is all tokens from its start to the next one's, with the ends of text that it has
+# itself; its first token is marked, as nothing stands before it, and so is the <eot> that closes the shard. Of pairs
+# (layout "pairs") documents 2i and 2i + 1 are the chosen and the rejected example of one, in the same shard.
 
 SHARD_TOKENS = 2**28
 _MOST_STARTS_CHECKED = 1 << 20
@@ -38,7 +39,7 @@ _MOST_STARTS_CHECKED = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shard:
-    """A memory-mapped stream of tokens and the positions of the <eot> before each of its documents.
+    """A memory-mapped stream of tokens and the positions of the <eot>, or <bos>, before each of its documents.
 
     `mask`, where there is one, is 1 at tokens that are never a target. `name` is that of its files.
     """
@@ -82,6 +83,11 @@ class Corpus:
     """Where the chat template was found; empty where no conversation was read."""
     counts: RecordCounts = NOTHING_COUNTED
     """What became of the records that it was made of."""
+    bos: tuple[int, ...] = ()
+    """Ids that each document and prompt begins with, as its tokenizer begins a text; empty: with `eot`."""
+    boundary_tokens: int = 0
+    """Of a stream: cuts of long text that may have divided a token. Of examples: completions of which the first
+    characters are in a token of their prompt's end."""
 
     @property
     def train_tokens(self) -> int:
@@ -135,6 +141,8 @@ def open_corpus(folder: Path) -> Corpus:
         layout=index.layout,
         template=index.template,
         counts=index.counts,
+        bos=index.bos,
+        boundary_tokens=index.boundary_tokens,
     )
 
 

@@ -14,7 +14,7 @@ from plait.errors import PlaitError, RunFailed
 class Letters:
     """One token a letter, but for " a", which is one token with its space."""
 
-    eot = 0
+    beginning = (0,)
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
         return [[ord(sign) for sign in piece.replace(" a", "\x01").replace("b ", "\x02")] for piece in pieces]

@@ -106,9 +106,9 @@ def in_float64(theirs: PreTrainedModel) -> None:
                 setattr(module, name, Float64Rotary(theirs.config, child.inv_freq))
 
 
-def in_float64_here(folder: Path) -> GPT:
+def in_float64_here(folder: Path, sequence: int = SEQUENCE) -> GPT:
     base = read_base_model(folder)
-    ours = GPT(base.shape_for(SEQUENCE)).double()
+    ours = GPT(base.shape_for(sequence)).double()
     read_boxes(base, ((name, whole_box(p.shape), p.data) for name, p in ours.named_parameters()))
     return ours
 

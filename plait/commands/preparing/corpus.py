@@ -50,7 +50,7 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
             'data.files hold pairs of answers (chosen, rejected), which finetune.objective = "dpo" learns from; write '
             "it in [finetune], or name other files"
         )
-    for line in example_lines(corpus, config.data.bad_records):
+    for line in (*example_lines(corpus, config.data.bad_records), *_token_lines(corpus)):
         screen.print(line)
     return corpus
 
@@ -100,6 +100,29 @@ def example_lines(corpus: Corpus, bad_records: float) -> list[str]:
         lines.append(
             f"left out {many} the template leaves out {parts}: the model neither reads nor learns it; another "
             "data.chat_template may keep it"
+        )
+    return lines
+
+
+def _token_lines(corpus: Corpus) -> list[str]:
+    """How texts begin, where not with the end of text, and how many of their tokens are not quite those of the text."""
+    lines = []
+    if corpus.bos:
+        chats = "; chats begin as their template begins them" if corpus.template else ""
+        text = corpus_tokenizer(corpus).bos_text
+        lines.append(
+            f"tokens   each document and each prompt begins with {text}, as this model's tokenizer does{chats}"
+        )
+    if corpus.boundary_tokens and corpus.layout == "stream":
+        lines.append(
+            f"tokens   {counted(corpus.boundary_tokens, 'place', ',')} in text without spaces had to be cut where a "
+            "token may lie; the tokens there may differ from those of the whole text"
+        )
+    elif corpus.boundary_tokens:
+        number = counted(corpus.boundary_tokens, "completion", ",")
+        lines.append(
+            f"tokens   the first characters of {number} share a token with the end of the prompt, so they are read and "
+            "not learnt; end prompts without a space and begin completions with it"
         )
     return lines
 

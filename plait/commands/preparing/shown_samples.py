@@ -64,8 +64,8 @@ def _shown(
 ) -> Iterator[Sequence[TextPiece]]:
     bounds = np.append(shard.starts, len(shard.tokens) - 1)
     first, last = int(bounds[number]), int(bounds[number + 1])
-    if corpus.layout == "stream":  # the end of text after a document is learnt as well
-        last += 1
+    if corpus.layout == "stream" and (not corpus.bos or number == len(shard.starts) - 1):
+        last += 1  # the end of text after a document is learnt as well
     stop = min(last, first + MOST_TOKENS_SHOWN)
     ids = shard.tokens[first:stop].tolist()
     marks = shard.mask_rows(np.array([first]), stop - first)[0].astype(bool)
@@ -73,11 +73,13 @@ def _shown(
     learned = int((~marks).sum()) if stop == last else None
     about = f", {learned} of them learnt" if learned is not None else f", the first {stop - first} of them"
     yield [(f"{title}: {counted(last - first, 'token', ',')}{about}", "plain")]
-    runs = groupby(zip(ids, marks.tolist(), strict=True), key=lambda pair: pair[1])
-    pieces: list[TextPiece] = [
-        (_printable(tokenizer.decode([token for token, _ in run])), "plain" if mark else "emphasized")
-        for mark, run in runs
-    ]
+    pieces, done, shown = list[TextPiece](), 0, 0
+    for mark, run in groupby(marks.tolist()):
+        done += len(list(run))
+        # Decoded by itself, a run would lose a space that it begins with.
+        text = tokenizer.decode(ids[:done])
+        pieces.append((_printable(text[shown:]), "plain" if mark else "emphasized"))
+        shown = len(text.rstrip("\ufffd"))  # a character of several tokens is shown with the last of them
     yield [*pieces, ("" if stop == last else " …", "plain")]
 
 

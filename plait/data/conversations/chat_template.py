@@ -22,6 +22,7 @@ Chat = Sequence[Mapping[str, Any]]
 FIXED_DATE = "2024-07-26"
 """What strftime_now gives while a corpus is made: the date that Llama's templates name where they are given none."""
 _EXTRA_TOKENS = ("model_specific_special_tokens", "extra_special_tokens")
+_NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
@@ -128,16 +129,17 @@ def _spans(answer: dict[str, Any]) -> tuple[tuple[int, int], ...]:
 
 def find_template(folders: Sequence[Path]) -> TemplateText | None:
     """The template of the first of these folders that has one: chat_template.jinja, or the "chat_template" of
-    tokenizer_config.json. None where none has."""
+    tokenizer_config.json. None where none has; raises PlaitError for a file that is there and cannot be used."""
     for folder in folders:
         settings = tokenizer_settings(folder)
         special = special_tokens(settings)
         file, inside = folder / "chat_template.jinja", settings.get("chat_template")
-        if file.is_file():
+        if file.is_file() or file.is_symlink():
             return TemplateText(text=_read(file), where=str(file), special=special)
         if isinstance(inside, list):
-            named = {one.get("name"): one.get("template") for one in inside if isinstance(one, dict)}
-            inside = named.get("default")
+            inside = {one["name"]: one["template"] for one in inside}
+        if isinstance(inside, dict):
+            inside = inside.get("default")
         if isinstance(inside, str):
             return TemplateText(text=inside, where=str(folder / "tokenizer_config.json"), special=special)
     return None
@@ -166,18 +168,55 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tokenizer_settings(folder: Path) -> Mapping[str, Any]:
-    """What tokenizer_config.json says, and of special tokens special_tokens_map.json where it says none; empty where
-    there are no such files."""
-    settings, older = (_json_object(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    """tokenizer_config.json, with special tokens of special_tokens_map.json where it has none; empty where there are no
+    such files. Raises PlaitError for a file that is there and cannot be used: without it another template or another
+    end of text would be taken."""
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    settings, older = (_checked_settings(folder / name) for name in names)
     return settings | {key: value for key, value in older.items() if settings.get(key) is None}
 
 
-def _json_object(file: Path) -> dict[str, Any]:
+def _checked_settings(file: Path) -> dict[str, Any]:
+    """The object in one of a tokenizer's settings files, with special tokens and chat template of the right types."""
     try:
         values = parse_json(read_regular_file(file, SMALL_FILE_BYTES))
-    except (OSError, ValueError):
+        _check_types(values)
+    except FileNotFoundError:
+        if file.is_symlink():
+            raise PlaitError(f"{file} is not usable (it links to a file that is missing); download it again") from None
         return {}
-    return values if isinstance(values, dict) else {}
+    except (OSError, ValueError) as error:
+        raise PlaitError(f"{file} is not usable ({error}); download it again") from None
+    return values
+
+
+def _check_types(values: object) -> None:
+    """Raises ValueError, in words, for what transformers could not read either."""
+    if not isinstance(values, dict):
+        raise ValueError("it is not a table of keys and values")
+    for key in _NAMED_TOKENS:
+        if values.get(key) is not None and token_text(values, key) is None:
+            raise ValueError(f'"{key}" is not the text of a token')
+    template = values.get("chat_template")
+    if isinstance(template, list):
+        is_template = all(_is_named_template(one) for one in template)
+    elif isinstance(template, dict):
+        is_template = all(isinstance(text, str) for text in template.values())
+    else:
+        is_template = template is None or isinstance(template, str)
+    if not is_template:
+        raise ValueError('"chat_template" is neither a text nor named texts')
+    for key in _EXTRA_TOKENS:
+        entry = values.get(key)
+        named = entry if isinstance(entry, dict) else {}
+        if any(text is not None and token_text(named, name) is None for name, text in named.items()):
+            raise ValueError(f'"{key}" holds what is not the text of a token')
+        if entry is not None and not isinstance(entry, dict | list):
+            raise ValueError(f'"{key}" is neither a list nor a table of tokens')
+
+
+def _is_named_template(one: object) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
 
 
 def token_text(settings: Mapping[str, Any], key: str) -> str | None:

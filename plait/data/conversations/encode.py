@@ -11,7 +11,7 @@ import numpy as np
 import tokenizers
 
 from plait.data.conversations.chat_template import ChatTemplate, MarkedText
-from plait.data.conversations.examples import ChatExample, Example
+from plait.data.conversations.examples import ChatExample, Example, PromptExample
 from plait.data.conversations.message_keys import texts_in
 from plait.errors import PlaitError
 
@@ -25,6 +25,10 @@ class DefinesTokens(Protocol):
     def definition(self) -> str: ...
     @property
     def eot(self) -> int: ...
+    @property
+    def beginning(self) -> tuple[int, ...]: ...
+    @property
+    def adds_prefix(self) -> bool: ...
     def encode_pieces(self, pieces: Sequence[str]) -> Encoded: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -41,6 +45,8 @@ class EncodedExample:
     is_chat: bool = False
     remarks: tuple[str, ...] = ()
     """What a person should know of how a chat was made: as in MarkedText."""
+    straddles: bool = False
+    """Whether a token holds the end of the prompt and the beginning of what is learnt."""
 
 
 class ExampleEncoder:
@@ -69,7 +75,7 @@ class ExampleEncoder:
         """The tokens of each example, or why it cannot be learnt."""
         chats = [example for example in examples if isinstance(example, ChatExample)]
         encoded = iter(self._encode_chats(chats))
-        others = iter(self._tokenizer.encode_pieces([text for one in examples for text in _plain_texts(one)]))
+        others = iter(self._tokenizer.encode_pieces([text for one in examples for text in self._plain_texts(one)]))
         found = list[EncodedExample | PlaitError]()
         for example in examples:
             if isinstance(example, ChatExample):
@@ -127,15 +133,28 @@ class ExampleEncoder:
         return None
 
     def _with_ends(self, texts: Encoded, example: Example) -> EncodedExample:
-        """Tokens between two ends of text; of a prompt with its completion only the latter is learnt."""
+        """Tokens between the beginning and the end of a text; of a prompt with its completion only that is learnt.
+
+        Where the tokenizer adds a prefix, the last of `texts` is the whole text, divided after as many tokens as the
+        prompt alone has, as TRL does it. If these are others than the whole begins with, a token straddles the
+        boundary.
+        """
         *known, last = texts
-        end = [self._tokenizer.eot]
+        straddles = False
+        if known and self._tokenizer.adds_prefix:
+            straddles = last[: len(known[0])] != known[0]
+            edge = min(len(known[0]), len(last) - 1)
+            known, last = [last[:edge]], last[edge:]
         nbytes = len(example.texts[-1].encode("utf-8"))
-        return _example([end, *known, last, end], [False, *[False] * len(known), True, True], nbytes)
+        pieces = [[*self._tokenizer.beginning], *known, last, [self._tokenizer.eot]]
+        return replace(_example(pieces, [False, *[False] * len(known), True, True], nbytes), straddles=straddles)
 
-
-def _plain_texts(example: Example) -> tuple[str, ...]:
-    return () if isinstance(example, ChatExample) else example.texts
+    def _plain_texts(self, example: Example) -> tuple[str, ...]:
+        """The texts to encode: of a prompt with its completion both together where the completion alone would be given
+        a prefix that is not in the file."""
+        if isinstance(example, PromptExample) and self._tokenizer.adds_prefix:
+            return example.prompt, example.prompt + example.completion
+        return () if isinstance(example, ChatExample) else example.texts
 
 
 def _parts(marked: MarkedText) -> list[tuple[str, str]]:

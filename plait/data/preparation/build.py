@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -68,9 +68,15 @@ class _Piece:
     source: int
     stream: int
     """The source that its shard is of: 0 for all where they are concatenated."""
-    first: bool
+    before: str
+    """The last character before it in its document; empty where the document begins."""
     nbytes: int
     bytes_done: int
+
+    @property
+    def first(self) -> bool:
+        """Whether its document begins with it."""
+        return not self.before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +103,9 @@ def build_corpus(work: BuildRequest, folder: Path) -> None:
         )
     tokenizer.save(folder)
     entries = list(chain.from_iterable(writer.entries for writer in writers.values()))
-    write_index(folder, {**_index(tokenizer, holdout, sizes, entries), "sources": source_entries(work, found, held)})
+    boundary_tokens = sum(writer.boundary_tokens for writer in writers.values())
+    index = _index(tokenizer, holdout, sizes, entries, boundary_tokens)
+    write_index(folder, {**index, "sources": source_entries(work, found, held)})
     keeper.finish()
 
 
@@ -160,8 +168,8 @@ def _pieces(work: BuildRequest, holdout: Holdout, cut: re.Pattern[str]) -> Itera
     for number, source in enumerate(work.sources):
         for document, file in _documents(source):
             for span in holdout.spans(document, number, file):
-                blocks = text_blocks(document.read(span.start, span.stop))
-                for order, text in enumerate(cut_into_pieces(blocks, cut)):
+                blocks, before = text_blocks(document.read(span.start, span.stop)), ""
+                for text in cut_into_pieces(blocks, cut):
                     nbytes = len(text.encode("utf-8"))
                     done += nbytes
                     yield _Piece(
@@ -169,10 +177,11 @@ def _pieces(work: BuildRequest, holdout: Holdout, cut: re.Pattern[str]) -> Itera
                         split=span.split,
                         source=number,
                         stream=number if weighted else 0,
-                        first=order == 0,
+                        before=before,
                         nbytes=nbytes,
                         bytes_done=done,
                     )
+                    before = text[-1]
 
 
 def _documents(source: OpenSource) -> Iterator[tuple[Document, str]]:
@@ -198,7 +207,11 @@ def _tokenize(
 
     def writer(split: HoldoutSplit) -> ShardWriter:
         dtype = token_dtype(tokenizer.vocabulary)
-        return ShardWriter(folder, split, eot=tokenizer.eot, dtype=dtype, shard_tokens=work.shard_tokens)
+        marks: Literal["none", "kept"] = "kept" if tokenizer.bos else "none"
+        limit = work.shard_tokens
+        return ShardWriter(
+            folder, split, eot=tokenizer.eot, bos=tokenizer.bos, dtype=dtype, shard_tokens=limit, marks=marks
+        )
 
     writers: dict[HoldoutSplit, ShardWriter] = {"train": writer("train"), "heldout": writer("heldout")}
     done = 0
@@ -233,22 +246,30 @@ def _batches(stream: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _write(batch: Sequence[_Piece], tokenizer: Tokenizer, writers: dict[HoldoutSplit, ShardWriter]) -> None:
-    for piece, ids in zip(batch, tokenizer.encode_pieces([piece.text for piece in batch]), strict=True):
+    encoded = tokenizer.encode_pieces([piece.text for piece in batch], [piece.before for piece in batch])
+    for piece, ids in zip(batch, encoded, strict=True):
         writer = writers[piece.split]
         if piece.first:
             writer.begin_document(piece.stream)
         writer.add(np.array(ids, dtype=np.uint32))
         writer.text_bytes += piece.nbytes
+        writer.boundary_tokens += tokenizer.may_cut_token(piece.before, piece.text)
 
 
 def _index(
-    tokenizer: Tokenizer, holdout: Holdout, sizes: dict[HoldoutSplit, int], entries: list[ShardEntry]
+    tokenizer: Tokenizer,
+    holdout: Holdout,
+    sizes: dict[HoldoutSplit, int],
+    entries: list[ShardEntry],
+    boundary_tokens: int,
 ) -> dict[str, Any]:
     return {
         "format": SHARD_FORMAT,
         "dtype": token_dtype(tokenizer.vocabulary).str,
         "vocabulary": tokenizer.vocabulary,
         "eot": tokenizer.eot,
+        **({"bos": tokenizer.bos} if tokenizer.bos else {}),
+        **({"boundary_tokens": boundary_tokens} if boundary_tokens else {}),
         "tokenizer_hash": tokenizer.hash,
         "held_out_by": holdout.rule,
         "train_bytes": sizes["train"],

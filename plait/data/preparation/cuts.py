@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 MIN_PIECE_CHARACTERS = 1 << 14
 LONGEST_PIECE = 1 << 17
@@ -14,8 +15,11 @@ LONGEST_RUN = 1 << 12
 # Note [cuts keep the tokens]: long documents are tokenized in pieces, and a piece boundary must be one that the
 # pre-tokenizer would draw anyway. A space between two non-spaces opens a new word in every byte-level scheme. A newline
 # before a non-space stands alone in GPT-2's pattern, so the cut may fall before it; the patterns of Llama 3 and Qwen
-# glue newlines to what precedes them, so there the cut falls behind. Other tokenizers (SentencePiece) may give other
-# tokens at a cut, at most one cut each PIECE_CHARACTERS.
+# glue newlines to what precedes them, so there the cut falls behind. Tokenizers that give a text a prefix are cut only
+# where `prefix_cut` finds that no token can lie, and the piece behind is encoded behind the character before it.
+_SPACE_CUT = re.compile(r"(?<=\S)(?= \S)")
+_LETTER_SPACE_CUT = re.compile(r"(?<=[^\W_])(?= [^\W_])")
+_NO_CUT = re.compile(r"(?!)")
 GPT2_CUT = re.compile(r"(?=\n\S)|(?<=\S)(?= \S)")
 OTHER_CUT = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
 
@@ -23,6 +27,8 @@ OTHER_CUT = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
 # DNA or one repeated letter is a single word of megabytes. So runs without a space are split after LONGEST_RUN
 # characters at most: where a letter or digit meets punctuation, which ends a word in every byte-level scheme (code,
 # Chinese), else anywhere. Tokenizer.encode_pieces and train_bpe do it, so all text is split at the same places.
+# Tokenizers that give a text a prefix encode long runs whole: their words end at spaces alone, and a run of a megabyte
+# takes them less than a second.
 _RUN = re.compile(r"\S+|\s+")
 _HALF_RUN = re.compile(rf"\S{{{LONGEST_RUN // 2}}}|\s{{{LONGEST_RUN // 2}}}")
 _WORD_END = re.compile(r"(?<=[^\W_])(?=[^\w\s]|_)|(?<=\S)(?=[^\S\r\n]\S)")
@@ -40,6 +46,57 @@ def cut_into_pieces(blocks: Iterable[str], cut: re.Pattern[str]) -> Iterator[str
         waiting = waiting[start:]
     if waiting:
         yield waiting
+
+
+def adds_text_prefix(definition: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer.json encodes the beginning of a text in another way than text that goes on: it puts "▁" or a
+    space before it, or strips one."""
+    steps = [*_steps(definition.get("normalizer")), *_steps(definition.get("pre_tokenizer"))]
+    return any(
+        step["type"] == "Prepend"
+        or step.get("add_prefix_space") is True
+        or step.get("prepend_scheme") in ("always", "first")
+        or (step["type"] == "Strip" and step.get("strip_left"))
+        for step in steps
+    )
+
+
+def prefix_cut(definition: Mapping[str, Any]) -> re.Pattern[str]:
+    """Where the tokenizer of a tokenizer.json that `adds_text_prefix` never has one token on both sides."""
+    normalizer, splitter = _steps(definition.get("normalizer")), _steps(definition.get("pre_tokenizer"))
+    if any(step["type"] == "ByteLevel" for step in splitter):
+        return _SPACE_CUT
+    model = definition["model"]
+    vocabulary = model["vocab"] if isinstance(model["vocab"], dict) else [entry[0] for entry in model["vocab"]]
+    added = [token["content"] for token in definition.get("added_tokens", ()) if not token.get("special")]
+    tokens = [*vocabulary, *added]
+    spaces = {" ", "▁", *(step["replacement"] for step in splitter if "replacement" in step)}
+    followed = {sign for token in tokens for sign in token[:-1]}
+    before_space = {one for token in tokens for one, other in pairwise(token) if other in spaces and one not in spaces}
+    before_space |= {token["content"][-1] for token in definition.get("added_tokens", ()) if token.get("rstrip")}
+    is_plain = all(step["type"] == "Metaspace" for step in splitter) and all(
+        step["type"] == "Prepend" or (step["type"], step.get("pattern")) == ("Replace", {"String": " "})
+        for step in normalizer
+    )
+    if not is_plain:  # the characters of the text may not be those that the vocabulary is made of
+        return _NO_CUT if before_space else _LETTER_SPACE_CUT
+    last = {token for token in tokens if len(token) == 1 and token not in followed and not token.isspace()} - spaces
+    if model.get("byte_fallback") and not any("\n" in token for token in tokens):
+        last.add("\n")
+    behind_last = f"|(?<=[{_class(last)}])(?=\\S)" if last else ""
+    return re.compile(rf"(?<=[^\s{_class(before_space)}])(?= \S){behind_last}")
+
+
+def _steps(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The single steps of a normalizer or a pre-tokenizer."""
+    if part is None:
+        return []
+    inner = part.get("normalizers", part.get("pretokenizers"))
+    return [part] if inner is None else [step for one in inner for step in _steps(one)]
+
+
+def _class(signs: Iterable[str]) -> str:
+    return "".join(re.escape(sign) for sign in sorted(signs))
 
 
 def split_long_runs(text: str) -> list[str]:

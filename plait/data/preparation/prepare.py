@@ -188,6 +188,8 @@ def _key(work: BuildRequest) -> str:
     parts = [SHARD_FORMAT, sources, tokenizer, work.holdout, work.shard_tokens]
     if work.holdout and (holds_examples(work.formats) or not _has_few_documents(work.sources)):
         parts.append({"held out": _HELD_OUT})
+    if work.tokenizer and (work.tokenizer.bos or work.tokenizer.adds_prefix):
+        parts.append([work.tokenizer.bos, work.tokenizer.adds_prefix])
     if holds_examples(work.formats):
         found = work.template
         template = [found.text, sorted(found.special.items())] if found else PLAIN_TEMPLATE

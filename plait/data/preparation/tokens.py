@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
-from plait.data.index import damaged, write_synced
-from plait.data.preparation.cuts import GPT2_CUT, OTHER_CUT, split_long_runs
+from plait.data.conversations.chat_template import token_text, tokenizer_settings
+from plait.data.index import INDEX_FILE, damaged, read_index, write_synced
+from plait.data.preparation.cuts import GPT2_CUT, OTHER_CUT, adds_text_prefix, prefix_cut, split_long_runs
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
-from plait.regular_file import SMALL_FILE_BYTES, read_regular_file, read_regular_text
+from plait.regular_file import read_regular_text
 
 END_OF_TEXT = "<|endoftext|>"
 _OTHER_ENDS = ("</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eot_id|>", "[EOS]")
 
 SMALLEST_BPE = 257
 """One entry for every byte, and the end of text."""
+
+_OTHER_CONTEXTS = ("\n", ".", ",", "0", "")
+"""What a piece is encoded behind where the character before it would become part of its first token; the last one
+always works, and gives the piece a prefix."""
 
 _PROBE = "One.\n\nTwo;\nthree\n  four 4\n\n\n(five)\tsix\nseven"
 
@@ -35,9 +41,24 @@ class Tokenizer:
     definition: str
     eot: int
     eot_text: str
+    bos: tuple[int, ...]
+    """What it writes before a text (BOS), where that is not `eot`; empty where texts begin with `eot`."""
     vocabulary: int
     hash: str
     cut: re.Pattern[str]
+    adds_prefix: bool
+    """Whether a text's first word is encoded as if a space stood before it (SentencePiece), so that text which goes on
+    must be encoded behind what it follows."""
+
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        """Ids that stand before every document and every prompt."""
+        return self.bos or (self.eot,)
+
+    @property
+    def bos_text(self) -> str:
+        """The text of `bos`; empty where there is none."""
+        return "".join(str(self.backend.id_to_token(token)) for token in self.bos)
 
     @property
     def added_entries(self) -> int:
@@ -52,12 +73,20 @@ class Tokenizer:
         ends."""
         return self.encode_pieces([text])[0]
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Token ids of each of many pieces, computed on all cores; text without spaces is encoded in parts, see
-        Note [long runs are split]."""
+    def encode_pieces(self, pieces: Sequence[str], before: Sequence[str] = ()) -> list[list[int]]:
+        """Token ids of each of many pieces, computed on all cores. `before` is the character before each in its
+        document, empty where the document begins. Text without spaces is encoded in parts, see Note [long runs are
+        split], unless this `adds_prefix`."""
+        if self.adds_prefix:
+            return _encode_behind(self.backend, pieces, before or [""] * len(pieces))
         parts = [split_long_runs(piece) for piece in pieces]
         found = iter(self.backend.encode_batch_fast(list(chain.from_iterable(parts)), add_special_tokens=False))
         return [list(chain.from_iterable(next(found).ids for _ in own)) for own in parts]
+
+    def may_cut_token(self, before: str, piece: str) -> bool:
+        """Whether the whole text may have a token that lies on both sides of the place before a piece. Only of a
+        tokenizer that `adds_prefix`: others divide runs of text anywhere, see Note [long runs are split]."""
+        return self.adds_prefix and before != "" and self.cut.match(before + piece, len(before)) is None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, including the text of special tokens."""
@@ -80,7 +109,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         definition = read_regular_text(file)
         backend = tokenizers.Tokenizer.from_str(definition)
-        return _tokenizer(backend, definition, _configured_end(file.with_name("tokenizer_config.json")), str(file))
+        tokenizer = _tokenizer(backend, definition, tokenizer_settings(file.parent), str(file))
+        if (file.parent / INDEX_FILE).is_file():  # a corpus says itself how its documents begin
+            tokenizer = replace(tokenizer, bos=read_index(file.parent).bos)
+        return tokenizer
     except PlaitError:
         raise
     except Exception as error:  # the Rust side raises bare Exception
@@ -113,7 +145,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 def load_trained(definition: str) -> Tokenizer:
     """The tokenizer of a tokenizer.json that `train_bpe` made."""
-    return _tokenizer(tokenizers.Tokenizer.from_str(definition), definition, None, "the trained tokenizer")
+    return _tokenizer(tokenizers.Tokenizer.from_str(definition), definition, {}, "the trained tokenizer")
 
 
 def check_bpe_vocabulary(vocabulary: int) -> None:
@@ -130,38 +162,65 @@ def bpe_vocabulary(text_bytes: int) -> int:
     return 32768
 
 
-def _tokenizer(backend: tokenizers.Tokenizer, definition: str, end: str | None, name: str) -> Tokenizer:
+def _tokenizer(backend: tokenizers.Tokenizer, definition: str, settings: Mapping[str, Any], name: str) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
     if getattr(backend.model, "dropout", None):
         backend.model.dropout = None  # BPE dropout would make the corpus a matter of chance
     ids = backend.get_vocab(with_added_tokens=True)
+    end = token_text(settings, "eos_token")
     eot_text = next((text for text in (END_OF_TEXT, end, *_OTHER_ENDS) if text in ids), None)
     if eot_text is None:
         raise PlaitError(f"{name} has no end-of-text token; add eos_token to the tokenizer_config.json beside it")
-    canonical = json.dumps(json.loads(definition), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    values = json.loads(definition)
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     if eot_text != next((text for text in (END_OF_TEXT, *_OTHER_ENDS) if text in ids), None):
         canonical += eot_text  # another end of documents is another corpus
+    vocabulary = max(ids.values()) + 1
+    adds_prefix = adds_text_prefix(values)
+    bos = _written_before_texts(backend, settings)
+    if any(token >= vocabulary for token in bos):
+        raise PlaitError(f"{name} begins texts with a token that it does not have; download it again")
     return Tokenizer(
         backend=backend,
         definition=definition,
         eot=ids[eot_text],
         eot_text=eot_text,
-        vocabulary=max(ids.values()) + 1,
+        bos=() if bos == (ids[eot_text],) else bos,
+        vocabulary=vocabulary,
         hash=sha256(canonical.encode()).hexdigest(),
-        cut=_fitting_cut(backend),
+        cut=prefix_cut(values) if adds_prefix else _fitting_cut(backend),
+        adds_prefix=adds_prefix,
     )
 
 
-def _configured_end(config: Path) -> str | None:
-    """`eos_token` of a tokenizer_config.json: a string, or an object with its text as `content`."""
-    try:
-        entry = json.loads(read_regular_file(config, SMALL_FILE_BYTES)).get("eos_token")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    return text if isinstance(text, str) else None
+def _written_before_texts(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that transformers' AutoTokenizer (5) puts before a text: those of the post-processor. "add_bos_token" has
+    no effect beside a tokenizer.json, and GPT-NeoX's class never adds any."""
+    if str(settings.get("tokenizer_class")).removesuffix("Fast") == "GPTNeoXTokenizer":
+        return ()
+    for text in chain(("a",), backend.get_vocab()):
+        found = backend.encode(text)
+        if 0 in found.special_tokens_mask:
+            return tuple(found.ids[: found.special_tokens_mask.index(0)])
+    return ()  # it encodes no text at all
+
+
+def _encode_behind(backend: tokenizers.Tokenizer, pieces: Sequence[str], before: Sequence[str]) -> list[list[int]]:
+    """Token ids of pieces, each without those of the character before it: that one has the prefix which a text is
+    given. A character that joins the piece in a token, where a run without spaces was divided, is replaced."""
+
+    def ids(texts: Iterable[str]) -> list[list[int]]:
+        return [found.ids for found in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    joined, alone = ids(map("".join, zip(before, pieces, strict=True))), ids(before)
+    for number, piece in enumerate(pieces):
+        for other in _OTHER_CONTEXTS:
+            if joined[number][: len(alone[number])] == alone[number]:
+                break
+            joined[number], alone[number] = ids((other + piece, other))
+    return [whole[len(known) :] for whole, known in zip(joined, alone, strict=True)]
 
 
 def _fitting_cut(backend: tokenizers.Tokenizer) -> re.Pattern[str]:

@@ -101,6 +101,7 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
     tokenizer.save(folder)
     write_synced(folder / "tokenizer_config.json", json.dumps(special_settings(template.special), ensure_ascii=False))
     write_synced(folder / TEMPLATE_FILE, template.text)
+    boundary_tokens = sum(writer.boundary_tokens for writer in writers.values())
     index = {
         "format": SHARD_FORMAT,
         "layout": "pairs" if holds_pairs(work.formats) else "whole",
@@ -108,6 +109,8 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
         "dtype": token_dtype(tokenizer.vocabulary).str,
         "vocabulary": tokenizer.vocabulary,
         "eot": tokenizer.eot,
+        **({"bos": tokenizer.bos} if tokenizer.bos else {}),
+        **({"boundary_tokens": boundary_tokens} if boundary_tokens else {}),
         "tokenizer_hash": tokenizer.hash,
         "held_out_by": "prompts",
         "train_bytes": writers["train"].text_bytes,
@@ -121,7 +124,11 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
 
 def template_for(tokenizer: Tokenizer, own: TemplateText | None) -> TemplateText:
     """The tokenizer's own template, else the plain one, with the special tokens that it may write."""
-    found = own or TemplateText(text=PLAIN_TEMPLATE, where=PLAIN_NAME)
+    found = own or TemplateText(
+        text=("{{- bos_token -}}\n" if tokenizer.bos else "") + PLAIN_TEMPLATE,
+        where=PLAIN_NAME,
+        special={"bos_token": tokenizer.bos_text} if tokenizer.bos else {},
+    )
     return replace(found, special={"eos_token": tokenizer.eot_text, **found.special})
 
 
@@ -291,6 +298,7 @@ def _write(
         left -= len(part.ids)
         writer.add_whole(one.stream, part.ids, part.mask, follow_tokens=left)
         writer.text_bytes += part.learned_bytes
+        writer.boundary_tokens += part.straddles
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -36,12 +37,14 @@ class WriterState:
     """Whether it was given whole documents."""
     text_bytes: int
     bytes_written: int
+    boundary_tokens: int = 0
 
 
 class ShardWriter:
     """Writes one split as numbered shards; call `begin_document`, `add`, … and at the end `close_shard`.
 
-    With `marks` "kept" it writes a mask beside each shard.
+    With `marks` "kept" it writes a mask beside each shard. Documents begin with `bos`, which is never a target, and end
+    with `eot`; without `bos` the end of one is the beginning of the next. See Note [stream of a shard].
     """
 
     def __init__(
@@ -53,13 +56,16 @@ class ShardWriter:
         dtype: np.dtype[Any],
         shard_tokens: int,
         marks: Literal["none", "kept"] = "none",
+        bos: Sequence[int] = (),
     ) -> None:
-        assert shard_tokens >= 8
+        assert shard_tokens >= 8 + 4 * len(bos) and (marks == "kept" or not bos)
         self.entries: list[ShardEntry] = []
         self.bytes_written = self.text_bytes = 0
+        self.boundary_tokens = 0
+        """For the caller to count in: see CorpusIndex."""
         self._folder, self._dtype, self._limit = folder, dtype, shard_tokens
         self._split: HoldoutSplit = split
-        self._eot = np.array([eot], dtype=dtype)
+        self._eot, self._bos = np.array([eot], dtype=dtype), np.array(bos, dtype=dtype)
         self._marks = marks
         self._end = _COUNTED
         self._file: BinaryIO | None = None
@@ -69,12 +75,17 @@ class ShardWriter:
     def begin_document(self, source: int) -> None:
         """Start a document. A new shard is opened for a new source, and when at most an eighth of the current one is
         free, so that fewer documents are split."""
-        if source != self._source or self._tokens >= self._limit - self._limit // 8:
+        if source != self._source or self._tokens + len(self._bos) >= self._limit - self._limit // 8:
             self.close_shard()
         if self._file is None:
             self._open(source)
+        if len(self._bos) and self._starts:
+            self._write(self._eot, _COUNTED)
         self._starts.append(self._tokens)
-        self._write(self._eot, _COUNTED)
+        if len(self._bos):
+            self._write(self._bos, np.ones(len(self._bos), dtype=np.uint8))
+        else:
+            self._write(self._eot, _COUNTED)
 
     def add(self, ids: np.ndarray[Any, Any], mask: np.ndarray[Any, Any] | None = None) -> None:
         """Append tokens to the current document; `mask` is 1 at those that are never a target."""
@@ -145,6 +156,7 @@ class ShardWriter:
             whole=self._end is _NEVER,
             text_bytes=self.text_bytes,
             bytes_written=self.bytes_written,
+            boundary_tokens=self.boundary_tokens,
         )
 
     def restore(self, state: WriterState) -> None:
@@ -154,6 +166,7 @@ class ShardWriter:
             if any(file_sha256(self._folder / name) != sha for name, sha in entry.files.items()):
                 raise ValueError(f"{entry.name} is not what was written")
         self.entries, self.text_bytes, self.bytes_written = [*state.entries], state.text_bytes, state.bytes_written
+        self.boundary_tokens = state.boundary_tokens
         self._end = _NEVER if state.whole else _COUNTED
         if (shard := state.open) is None:
             return
@@ -174,6 +187,7 @@ class ShardWriter:
         self._file = self._mask_file = None
         self._end = _COUNTED
         self.entries, self.text_bytes, self.bytes_written, self._tokens, self._source = [], 0, 0, 0, 0
+        self.boundary_tokens = 0
 
     def _open(self, source: int, how: Literal["anew", "go on"] = "anew") -> None:
         self._name = f"{self._split}-{len(self.entries):05d}"
