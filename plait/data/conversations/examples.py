@@ -19,10 +19,10 @@ from plait.errors import PlaitError
 
 SampleFormat = Literal["text", "chat", "prompt-completion", "preference"]
 
-Role = Literal["system", "user", "assistant", "tool"]
-_ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
-_OLDER_ROLES: dict[str, Role] = {"human": "user", "gpt": "assistant", **{role: role for role in _ROLES}}
-_MAY_FOLLOW: dict[Role | None, tuple[Role, ...]] = {
+MessageRole = Literal["system", "user", "assistant", "tool"]
+_ROLES: tuple[MessageRole, ...] = ("system", "user", "assistant", "tool")
+_OLDER_ROLES: dict[str, MessageRole] = {"human": "user", "gpt": "assistant", **{role: role for role in _ROLES}}
+_MAY_FOLLOW: dict[MessageRole | None, tuple[MessageRole, ...]] = {
     None: ("system", "user"),
     "system": ("user",),
     "user": ("assistant",),
@@ -36,7 +36,7 @@ _MOST_NAMES = 12
 class ChatMessage:
     """One turn of a conversation."""
 
-    role: Role
+    role: MessageRole
     content: str
     use: Use = "learnt"
     """Of the assistant's: what is only read says nothing of how the model is to answer."""

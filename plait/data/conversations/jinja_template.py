@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Chat = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, Any]]
 Spans = tuple[tuple[int, int], ...]
 
 # Two code points that Unicode keeps out of all text stand for the edges of what a template marks as the answer.
@@ -49,11 +49,11 @@ class JinjaTemplate:
         self.marks_answers = re.search(r"{%[-+]?\s*generation\b", text) is not None
         """Whether it says itself which parts are the assistant's."""
 
-    def text(self, messages: Chat, tools: Any, *, add_generation_prompt: bool) -> str:
+    def text(self, messages: Messages, tools: Any, *, add_generation_prompt: bool) -> str:
         """The messages as one text."""
         return self.marked(messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
-    def marked(self, messages: Chat, tools: Any, *, add_generation_prompt: bool = False) -> tuple[str, Spans]:
+    def marked(self, messages: Messages, tools: Any, *, add_generation_prompt: bool = False) -> tuple[str, Spans]:
         """The messages as one text, and the ranges of characters that the template marks as the assistant's."""
         values: dict[str, Any] = {
             **self._special,

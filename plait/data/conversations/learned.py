@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.data.conversations.jinja_template import REASONING_KEYS, Chat, JinjaTemplate, Spans, holds_edges
+from plait.data.conversations.jinja_template import REASONING_KEYS, JinjaTemplate, Messages, Spans, holds_edges
 from plait.errors import PlaitError
 
 # Note [answers are found by rendering prefixes]: a template without generation marks is rendered up to each answer, as
@@ -34,7 +34,7 @@ _CHOOSE = 'name another template in data.chat_template, such as "chatml", or the
 class ChatToLearn:
     """A conversation as the template gets it; `answers` are the numbers of the messages that are learnt."""
 
-    messages: Chat
+    messages: Messages
     answers: Sequence[int]
     tools: Any = None
     learned_from: int = 0
@@ -78,7 +78,7 @@ class LearnedFinder:
         lost = dict.fromkeys(f"lost {kind}" for kind in _lost_texts(text, messages))
         return LearnedChat(text=text, learned=tuple(spans), remarks=(*remarks, *lost))
 
-    def prompt(self, messages: Chat, tools: Any) -> str:
+    def prompt(self, messages: Messages, tools: Any) -> str:
         """The messages up to where the model's answer begins, the header of its turn included."""
         _refuse_edges([messages, tools])
         text = self._prompt(messages, tools)
@@ -94,13 +94,13 @@ class LearnedFinder:
         except Exception:
             return ""
 
-    def _read(self, messages: Chat, tools: Any) -> str:
+    def _read(self, messages: Messages, tools: Any) -> str:
         return self.template.text(messages, tools, add_generation_prompt=False)
 
-    def _prompt(self, messages: Chat, tools: Any) -> str:
+    def _prompt(self, messages: Messages, tools: Any) -> str:
         return self.template.text(messages, tools, add_generation_prompt=True)
 
-    def _by_marks(self, chat: ChatToLearn, messages: Chat) -> tuple[str, list[tuple[int, int]], list[str]]:
+    def _by_marks(self, chat: ChatToLearn, messages: Messages) -> tuple[str, list[tuple[int, int]], list[str]]:
         text, marked = self.template.marked(messages, chat.tools)
         spans = [self._with_end_of_turn(text, span) for span in marked]
         assistants = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -113,7 +113,7 @@ class LearnedFinder:
         return text, spans, ["last answers"] if len(spans) < len(chat.answers) else []
 
     def _without_answer(
-        self, chat: ChatToLearn, messages: Chat, text: str, spans: list[tuple[int, int]], which: int
+        self, chat: ChatToLearn, messages: Messages, text: str, spans: list[tuple[int, int]], which: int
     ) -> list[tuple[int, int]]:
         """The marked ranges without those of the assistant's answer of this number, which is only read."""
         assistants = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -125,7 +125,7 @@ class LearnedFinder:
             raise _changes_earlier_text(assistants[which])
         return [span for span in spans if span[0] != marked[which][0]]
 
-    def _before(self, chat: ChatToLearn, messages: Chat, text: str, number: int) -> int:
+    def _before(self, chat: ChatToLearn, messages: Messages, text: str, number: int) -> int:
         """How many characters of the text stand before this message."""
         for render in (self._prompt, self._read):
             before = render(messages[:number], chat.tools)
@@ -133,7 +133,7 @@ class LearnedFinder:
                 return len(before)
         raise _changes_earlier_text(number)
 
-    def _by_prefixes(self, chat: ChatToLearn, messages: Chat) -> tuple[str, list[tuple[int, int]], list[str]]:
+    def _by_prefixes(self, chat: ChatToLearn, messages: Messages) -> tuple[str, list[tuple[int, int]], list[str]]:
         """See Note [answers are found by rendering prefixes]."""
         whole, remarks = self._read(messages, chat.tools), list[str]()
         spans, last = list[tuple[int, int]](), chat.answers[-1]
@@ -152,7 +152,7 @@ class LearnedFinder:
             final, remarks = (start, len(whole)), [*remarks, "other prompt"]
         return whole, [*spans, final], remarks
 
-    def _range(self, messages: Chat, number: int, whole: str, tools: Any) -> tuple[int, int] | None:
+    def _range(self, messages: Messages, number: int, whole: str, tools: Any) -> tuple[int, int] | None:
         """Where an answer begins and ends in the whole text; None where what stands before it, or the answer itself,
         is another text there."""
         before = self._prompt(messages[:number], tools)
@@ -165,7 +165,7 @@ class LearnedFinder:
         header = "" if self._prompts[role] else self._header(messages[: number + 1], tools, before, after)
         return len(before) + len(header), len(after)
 
-    def _header(self, messages: Chat, tools: Any, before: str, after: str) -> str:
+    def _header(self, messages: Messages, tools: Any, before: str, after: str) -> str:
         """See Note [headers are found by two answers]; `before` and `after` are the texts without and with the last
         message."""
         *others, answer = messages
@@ -213,7 +213,7 @@ def _refuse_edges(values: object) -> None:
         raise PlaitError("a message holds U+FDD0 or U+FDD1, which are no characters; take them out")
 
 
-def _refuse_lost_tools(text: str, messages: Chat, tools: Any) -> None:
+def _refuse_lost_tools(text: str, messages: Messages, tools: Any) -> None:
     """Raise PlaitError where the text has no trace of tools or of calls of them: the model would learn to stop where it
     should go on."""
     for what, entries in (("tools", tools), *(("tool_calls", one.get("tool_calls")) for one in messages)):
@@ -234,7 +234,7 @@ def _names(entries: Any) -> Iterator[str]:
             yield name
 
 
-def _lost_texts(text: str, messages: Chat) -> Iterator[str]:
+def _lost_texts(text: str, messages: Messages) -> Iterator[str]:
     """Whose text is missing from the rendering: a role, or "reasoning"."""
     for message in messages:
         content = message.get("content")

@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 _SHOWN_CHARACTERS = 200
 
 Task = Mapping[str, Any]
-Answer = dict[str, Any]
+RenderReply = dict[str, Any]
 
 
 class RenderProcess:
@@ -50,7 +50,7 @@ class RenderProcess:
         self._begin, self._where = begin, where
         self._child: subprocess.Popen[bytes] | None = None
 
-    def answers(self, tasks: Sequence[Task]) -> Iterator[Answer | PlaitError]:
+    def answers(self, tasks: Sequence[Task]) -> Iterator[RenderReply | PlaitError]:
         """The answer to each task, or why the template refuses it.
 
         Raises PlaitError where the template is not valid or the child reaches a limit of time: then no task can be
@@ -98,7 +98,7 @@ class RenderProcess:
             raise PlaitError(f"the chat template in {self._where} is not valid ({refused}); bring the model's own")
         return child
 
-    def _receive(self, child: subprocess.Popen[bytes]) -> Answer:
+    def _receive(self, child: subprocess.Popen[bytes]) -> RenderReply:
         assert child.stdout is not None
         line = child.stdout.readline()
         if line.endswith(b"\n"):
@@ -138,12 +138,12 @@ def main() -> None:
 
     finders: list[LearnedFinder] = []
 
-    def compile_template(begin: Task) -> Answer:
+    def compile_template(begin: Task) -> RenderReply:
         template = JinjaTemplate(begin["text"], begin["special"], begin["date"])
         finders.append(LearnedFinder(template))
         return {}
 
-    def do(task: Task) -> Answer:
+    def do(task: Task) -> RenderReply:
         finder, values = finders[0], {key: value for key, value in task.items() if key != "kind"}
         match task["kind"]:
             case "learn":
@@ -179,7 +179,7 @@ def _bind_to(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
 
 
-def _limited(do: Callable[[Task], Answer], task: Task, nbytes: int) -> str:
+def _limited(do: Callable[[Task], RenderReply], task: Task, nbytes: int) -> str:
     """The answer as JSON, or why there is none; `nbytes` is the size of the batch."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
