@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from plait.cluster.probe.limits import OWN_CGROUP, ROOT, cpu_quotas
 from plait.version import __version__
 
 MachineDevice = Literal["cpu", "cuda"]
@@ -90,11 +91,15 @@ def software_versions() -> tuple[tuple[str, str], ...]:
     return tuple(sorted(found.items()))
 
 
-def usable_cores() -> int:
-    """Number of cores that this process may use: its CPU affinity, limited by a container's CPU quota."""
+def usable_cores(
+    environment: Mapping[str, str] = os.environ, own_cgroup: Path = OWN_CGROUP, cgroups: Path = ROOT
+) -> int:
+    """Number of cores that this process may use: the least of its CPU affinity, the CPU quotas of its control group
+    and that group's parents, and the cores that Slurm gave its task, which Slurm does not enforce everywhere."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    quota = _cpu_quota()
-    return max(1, min(cores, int(quota))) if quota else cores
+    granted = [int(quota) for quota in cpu_quotas(own_cgroup, cgroups)]
+    given = environment.get("SLURM_CPUS_PER_TASK", "") if environment.get("SLURM_JOB_ID") else ""
+    return max(1, min([cores, *granted, *([int(given)] if given.isdecimal() else [])]))
 
 
 def usable_memory_bytes() -> int:
@@ -134,17 +139,6 @@ def processor_name() -> str:
     except OSError:
         pass  # not Linux
     return platform.processor() or platform.machine()
-
-
-def _cpu_quota() -> float | None:
-    """CPU time that the control group grants (version 2, then version 1), in cores; None where it sets no limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return float(quota) / float(period) if quota != "max" else None
-    except (OSError, ValueError):
-        quota = _number(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
-        period = _number(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
-        return quota / period if quota and period else None
 
 
 def _number(path: Path) -> int | None:

@@ -74,7 +74,7 @@ def node_command(
 
     place = NodePlace(nodes=nodes, rank=rank, leader=leader, port=port, secret_file=secret_file)
     code = exit_code_of(work_on_node(target, place, screen_on(sys.stdout)))
-    tell_scheduler(place, code)
+    tell_scheduler(target, place, code)
     raise typer.Exit(code)
 
 

@@ -52,6 +52,10 @@ def sbatch_script(job: ClusterJob, request: SlurmRequest) -> str:
     lines = ["#!/bin/bash", "# Made by plait submit. sbatch takes it as it is, in the folder to work in."]
     lines += [f"# {sentence}" for sentence in job.why]
     lines += [f"#SBATCH {option}" for option in _job_options(job, request)]
+    if _survives_lost_nodes(job, request):
+        lines.append(
+            "#SBATCH --no-kill  # the run goes on without a node that is lost; without node 0 it is queued again"
+        )
     for number, group in enumerate(job.groups):
         lines += ["#SBATCH hetjob"] if number else []
         lines += [f"#SBATCH {option}" for option in _node_options(group, request)]
@@ -112,6 +116,7 @@ def _launch_lines(job: ClusterJob, request: SlurmRequest) -> list[str]:
     secret = [] if job.nodes == 1 else ["--secret-file", _Shell(f'"{_secret_file(job, _THIS_START)}"')]
     # Neither the end of one agent nor its failure ends the others: a run may leave a node out, or go on without it.
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", *_het_groups(job)]
+    srun += ["--no-kill"] if _survives_lost_nodes(job, request) else []
     agent = [request.python, *node_arguments(job, secret)]
     checked = ["bash", "-c", _NO_PYTHON]
     if request.image.startswith(_APPTAINER):
@@ -122,6 +127,16 @@ def _launch_lines(job: ClusterJob, request: SlurmRequest) -> list[str]:
         mounts = [_Shell('--container-mounts="$PWD:$PWD"'), _Shell('--container-workdir="$PWD"')]
         return _wrapped(srun, [f"--container-image={request.image}", *mounts], checked, agent)
     return _wrapped(srun, checked, agent)
+
+
+def _survives_lost_nodes(job: ClusterJob, request: SlurmRequest) -> bool:
+    """Whether Slurm leaves the job alone when a node of it is lost.
+
+    Slurm then also leaves it alone when node 0, which runs the script, is lost; so another node's agent has to queue it
+    again (commands/submitting/lost_leader.py). It needs scontrol, which containers lack, and one list of nodes, which a
+    heterogeneous job has not.
+    """
+    return job.nodes > 1 and len(job.groups) == 1 and not request.image
 
 
 def _het_groups(job: ClusterJob) -> list[str]:

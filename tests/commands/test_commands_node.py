@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from plait.commands.submitting import node, node_address
-from plait.commands.submitting.node import NodePlace, tell_scheduler, work_on_node
-from plait.errors import PlaitError, RunFailed
+from plait.commands.submitting.lost_leader import requeue_if_leader_lost
+from plait.commands.submitting.node import NodePlace, count_fruitless_starts, tell_scheduler, work_on_node
+from plait.errors import GaveUp, PlaitError, RunFailed
 from plait.launch.remote.secret import new_secret
 from plait.screen.screen import SilentScreen
+from plait.working_folder import WorkingFolder
 from tests.slurm.cluster import free_ports
 
 
@@ -90,8 +94,93 @@ def test_an_error_in_the_recipe_is_node_0s_own_and_leaves_no_secret(tmp_path: Pa
 
 @pytest.mark.parametrize(("rank", "code", "told"), [(0, 75, True), (0, 0, False), (0, 1, False), (1, 75, False)])
 def test_node_0_alone_says_that_a_saved_run_is_to_go_on(tmp_path: Path, rank: int, code: int, told: bool) -> None:
-    tell_scheduler(NodePlace(nodes=2, rank=rank, leader="a", secret_file=tmp_path / "web-17-0.secret"), code)
+    place = NodePlace(nodes=2, rank=rank, leader="a", secret_file=tmp_path / "web-17-0.secret")
+    tell_scheduler(("play.py",), place, code)
     assert (tmp_path / "web-17-0.again").exists() == told
+
+
+def test_a_job_whose_starts_save_no_new_step_is_not_queued_again(tmp_path: Path) -> None:
+    """Three in a row; a new step begins the count anew, and so does another job."""
+    working = WorkingFolder(tmp_path)
+
+    def starts(job: str, steps: Sequence[int]) -> list[bool]:
+        went_on = []
+        for step in steps:
+            try:
+                count_fruitless_starts(job, step, working)
+                went_on.append(True)
+            except GaveUp as error:
+                assert error.exit_code == 93 and f"Slurm job {job} in a row saved no step after step {step}" in str(
+                    error
+                )
+                went_on.append(False)
+        return went_on
+
+    assert starts("17", [3, 3, 3, 3]) == [True, True, True, False]
+    assert starts("18", [0, 0, 4, 4, 4, 9]) == [True] * 6
+    assert starts("19", [0, 0, 0]) == [True, True, False]
+
+
+def test_the_count_reads_the_runs_own_checkpoints(
+    tmp_path: Path, target: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    place = NodePlace(nodes=2, rank=0, leader="a", secret_file=tmp_path / "web-17-0.secret")
+    for again in (True, True, False):
+        (tmp_path / "web-17-0.again").unlink(missing_ok=True)
+        with nullcontext() if again else pytest.raises(GaveUp, match="saved no step after step 0"):
+            tell_scheduler(target, place, 75)
+        assert (tmp_path / "web-17-0.again").exists() == again
+
+
+SCONTROL = """#!/bin/sh
+echo "$*" >>"$0.calls"
+case "$*" in
+*"hostnames n[1-2]") echo n1; echo n2;;
+*hostnames*) echo "$3";;
+*"show job"*) echo "JobId=17 JobState=RUNNING NodeList=$(cat "$0.nodes") BatchHost=n1";;
+esac
+"""
+SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "lost_at", "ends_at", "extra", "requeued"),
+    [
+        (1, 2, None, {}, True),  # Slurm takes node 0 from the job, which goes on: real Slurm 22.05 with --no-kill
+        (1, None, 2, {}, False),  # node 0 ends by itself
+        (9, 0, None, {}, False),
+        (1, 0, None, {"SLURM_HET_SIZE": "2"}, False),
+        (1, 0, None, {"SLURM_JOB_ID": ""}, False),
+    ],
+)
+def test_a_job_that_lost_its_node_0_is_queued_again_by_another(
+    rank: int,
+    lost_at: int | None,
+    ends_at: int | None,
+    extra: dict[str, str],
+    requeued: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "scontrol"
+    program.write_text(SCONTROL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    nodes, secret, looks = program.with_suffix(".nodes"), tmp_path / "web-17-0.secret", iter(range(10))
+    secret.write_text("a secret")
+
+    def wait(seconds: float) -> None:
+        at = next(looks)
+        nodes.write_text("n2" if lost_at is not None and at + 1 >= lost_at else "n[1-2]")
+        if ends_at is not None and at + 1 >= ends_at:
+            secret.unlink()
+
+    nodes.write_text("n2" if lost_at == 0 else "n[1-2]")
+    requeue_if_leader_lost(rank, secret, SilentScreen(), environment={**SLURM, **extra}, wait=wait)
+    calls = program.with_suffix(".calls")
+    assert ("requeue 17" in (calls.read_text() if calls.exists() else "")) == requeued
 
 
 def test_a_file_that_a_killed_node_0_left_is_not_waited_on_for_ever(

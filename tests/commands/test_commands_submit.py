@@ -20,6 +20,7 @@ from plait.commands.submitting.machines import (
     kubernetes_nodes,
     slurm_cluster,
     slurm_nodes,
+    slurm_seconds,
 )
 from plait.commands.submitting.node import NodePlace
 from plait.commands.submitting.options import (
@@ -314,6 +315,59 @@ def test_a_job_goes_to_slurm_once_and_is_found_by_its_name(tools: Tools, tmp_pat
     tools.add("squeue", "CANCELLED|None\n")
     assert "job 17" in send(REQUEST)
     assert job_state_line("other") is None
+
+
+PARTITIONS = """short*|9:00|n/a
+long|infinite|n/a
+easy|7-00:00:00|6:00
+tiny|2:00|n/a
+"""
+"""As `sinfo -o %P|%l|%L` writes them: the longest time, and that of a job which asks for none."""
+
+
+@pytest.mark.parametrize(
+    ("partition", "seconds"), [("", 135), ("long", 300), ("easy", 90), ("long,easy", 90), ("short", 135)]
+)
+def test_a_run_saves_in_a_quarter_of_a_partitions_short_time(partition: str, seconds: int, tools: Tools) -> None:
+    """A grace of 5 min would leave 4 of MaxTime 9 min, and 1 of DefaultTime 6 min."""
+    tools.add("sinfo", PARTITIONS)
+    tools.add("sbatch", "17\n")
+    tools.add("squeue", "RUNNING|None\n")
+    options = (f"partition={partition}",) if partition else ()
+    said = send(replace(REQUEST, options=options))
+    assert f"#SBATCH --signal=USR1@{seconds} " in tools.text("sbatch.input")
+    assert (f"grace    {seconds} s in place of 300 s" in said) == (seconds < 300)
+
+
+def test_a_time_that_is_asked_for_counts_whatever_the_partition_gives_by_itself(tools: Tools) -> None:
+    tools.add("sinfo", PARTITIONS)
+    tools.add("sbatch", "17\n")
+    tools.add("squeue", "RUNNING|None\n")
+    send(replace(REQUEST, options=("partition=easy",), time="2 hours"))
+    assert "USR1@300 " in tools.text("sbatch.input") and "sinfo" not in {
+        path.stem for path in tools.folder.glob("*.calls")
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("partition=tiny",), "partition tiny ends a job after 2 min .* --time, or name another partition"),
+        (("partition=easy", "grace=4 minutes"), 'ends a job after 6 min .* before the 240 s .*"grace=1 minute"'),
+    ],
+)
+def test_a_partition_that_leaves_no_time_to_train_is_refused(options: tuple[str, ...], says: str, tools: Tools) -> None:
+    tools.add("sinfo", PARTITIONS)
+    with pytest.raises(PlaitError, match=says):
+        send(replace(REQUEST, options=options))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30:00", 1800), ("2:00:00", 7200), ("1-12:00:00", 129600), ("0:30", 30), ("infinite", None), ("n/a", None)],
+)
+def test_a_time_as_sinfo_writes_it(text: str, seconds: int | None) -> None:
+    assert slurm_seconds(text) == seconds
 
 
 def test_what_a_scheduler_refuses_keeps_no_record(tools: Tools) -> None:

@@ -48,6 +48,22 @@ def test_a_node_lost_earlier_does_not_keep_a_saved_run_from_being_queued_again(t
     assert not (tmp_path / ".plait" / "web-17-1.again").exists()
 
 
+def test_a_run_that_gave_up_is_not_queued_again(tmp_path: Path) -> None:
+    assert end_of(tmp_path, 2, code=93) == (93, False)
+
+
+def test_slurm_leaves_a_run_alone_that_survives_a_lost_node() -> None:
+    """Where another node can queue the job again if node 0 is lost: not in containers, nor with several node lists."""
+
+    def script(*nodes: int, image: str = "") -> str:
+        groups = tuple(NodeGroup(nodes=count, gpus=0, partition=f"p{count}") for count in nodes)
+        job = ClusterJob(name="web", run="web", target=("a.toml",), groups=groups)
+        return sbatch_script(job, SlurmRequest(image=image))
+
+    assert script(2).count("--no-kill") == 2 and "#SBATCH --no-kill" in script(2)
+    assert "--no-kill" not in script(1) + script(1, 2) + script(2, image="apptainer:a.sif")
+
+
 def test_an_agent_that_ends_early_ends_no_other(tmp_path: Path) -> None:
     """A run may leave a node out, and go on without one that failed: srun waits for the rest however long it takes."""
     end_of(tmp_path, 2, code=0)

@@ -1,4 +1,4 @@
-"""How much of a core a process may use, where a control group limits it."""
+"""How many cores a process may use, and how much of each, where a control group limits it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 def core_share(threads: int, *, own: Path = OWN_CGROUP, root: Path = ROOT) -> float:
     """Share of a core that each of `threads` busy threads of this process's control group gets; 1 where nothing
     limits them."""
+    return min([1.0, *(quota / threads for quota in cpu_quotas(own, root))])
+
+
+def cpu_quotas(own: Path = OWN_CGROUP, root: Path = ROOT) -> list[float]:
+    """Numbers of cores that this process's control group and its parents grant; empty where nothing limits them."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
-        return 1.0  # not Linux
-    cores = [limit for line in lines for limit in _limits(line, root)]
-    return min([1.0, *(limit / threads for limit in cores)])
+        return []  # not Linux
+    return [limit for line in lines for limit in _limits(line, root)]
 
 
 def _limits(line: str, root: Path) -> Iterator[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +63,36 @@ def _cluster_of_counts(counts: Sequence[tuple[NodeKind, int]], name: str) -> Clu
 def _speed(kind: NodeKind) -> float:
     units = find_device(kind.device).units or kind.cores
     return min(FASTEST, max(1 / FASTEST, kind.cores / units))
+
+
+def slurm_limit_s(partition: str) -> tuple[str, int] | None:
+    """Of the partitions that are named (of the usual one, if none is), the one that ends jobs soonest which ask for no
+    time, and after how many seconds: its DefaultTime, else its MaxTime. None where none ends them, or sinfo does not
+    answer."""
+    if shutil.which("sinfo") is None:
+        return None
+    try:
+        said = tool_answer(["sinfo", "--noheader", "-o", "%P|%l|%L"], about="Slurm's partitions", within_s=30)
+    except PlaitError:
+        return None
+    rows = [line.split("|") for line in said.splitlines() if line.count("|") == 2]
+    named = re.split(r"[+,]", partition) if partition else []
+    own = [row for row in rows if (row[0].rstrip("*") in named if named else row[0].endswith("*"))]
+    limits = {}
+    for name, most, usual in own:
+        seconds = slurm_seconds(usual) or slurm_seconds(most)
+        if seconds is not None:
+            limits[name.rstrip("*")] = seconds
+    return min(limits.items(), key=lambda pair: pair[1], default=None)
+
+
+def slurm_seconds(text: str) -> int | None:
+    """Seconds of a time as sinfo writes it: "30:00" (minutes), "8:00:00", "1-12:00:00"; None for "infinite" and
+    "n/a"."""
+    if not (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d\d)", text.strip())):
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def slurm_cluster(partition: str) -> Cluster:

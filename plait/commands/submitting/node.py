@@ -7,17 +7,20 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.checkpoint.shared_disk import names_now
+from plait.checkpoint.store import published_checkpoints, read_manifest
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest, choose_secret
 from plait.commands.join import join
 from plait.commands.monitoring.finish import is_finished
 from plait.commands.planning.folder_lock import FolderTaken
 from plait.commands.planning.run_folder import run_folder
 from plait.commands.programs.run_program import run_program
+from plait.commands.submitting.lost_leader import requeue_if_leader_lost
 from plait.commands.submitting.node_address import own_address
 from plait.commands.train import train
 from plait.deploy.cluster_job import (
@@ -28,14 +31,16 @@ from plait.deploy.cluster_job import (
     REQUEUE_EXIT,
     USUAL_PORT,
 )
-from plait.errors import PlaitError, RunFailed
+from plait.errors import GaveUp, PlaitError, RunFailed
 from plait.launch.remote.agent import LeaderNotReached
 from plait.launch.remote.secret import SECRET_VARIABLE, Secret, read_secret
 from plait.launch.values.job import StoppedBy
 from plait.private_folder import make_private_folder
 from plait.recipe.load import load_recipe
+from plait.report.atomic import replace_file
 from plait.screen.screen import Screen
 from plait.units import counted
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 JOIN_AT_LATEST_S = 3600.0
 EARLIER_START_ENDS_S = 600.0
@@ -45,6 +50,20 @@ LISTENS_AT_LATEST_S = 900.0
 _LOOK_EVERY_S = 0.5
 _CONNECT_EVERY_S = 0.1
 """Once node 0 has begun: it listens within a second or two, and an attempt that comes too early costs it nothing."""
+
+
+FRUITLESS_STARTS = 3
+"""Starts of one Slurm job in a row that saved no new step, after which it is not queued again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Starts:
+    """What is kept between the starts of one Slurm job."""
+
+    step: int = 0
+    """The newest saved step."""
+    fruitless: int = 0
+    """Starts in a row that saved no new step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +100,47 @@ def work_on_node(target: Sequence[str], place: NodePlace, screen: Screen) -> Sto
             address = own_address(place.leader, screen)
             hosts = HostsRequest(n_hosts=place.nodes, address=address, port=place.port, secret_file=place.secret_file)
             return _run(target, hosts, screen)
-    return _join_when_possible(target, place, place.leader, screen)
+    try:
+        return _join_when_possible(target, place, place.leader, screen)
+    except RunFailed:
+        requeue_if_leader_lost(place.rank, place.secret_file, screen)
+        raise
 
 
-def tell_scheduler(place: NodePlace, code: int) -> None:
+def tell_scheduler(target: Sequence[str], place: NodePlace, code: int) -> None:
     """Node 0's word that all is saved and more is to do, beside the secret's file: the exit code that srun returns is
-    the highest of all nodes, and one of them may have been lost long ago."""
-    if code == REQUEUE_EXIT and place.rank == 0 and place.secret_file is not None:
+    the highest of all nodes, and one of them may have been lost long ago.
+
+    Raises GaveUp where the job's last starts have saved no new step: it is not queued again.
+    """
+    if code != REQUEUE_EXIT or place.rank not in (0, None):
+        return
+    if (job := os.environ.get("SLURM_JOB_ID")) and not is_program(target):  # programs save when they like
+        folder = run_folder(load_recipe(Path(target[0]), target[1:]).run.name)
+        saved = [read_manifest(path).step for path in published_checkpoints(folder.checkpoints)]
+        count_fruitless_starts(job, max(saved, default=0))
+    if place.secret_file is not None:
         place.secret_file.with_suffix(AGAIN_SUFFIX).touch()
+
+
+def count_fruitless_starts(job: str, step: int, working: WorkingFolder = CURRENT_FOLDER) -> None:
+    """Note at the end of a start of a Slurm job the newest saved step; raises GaveUp where FRUITLESS_STARTS starts in a
+    row have saved no new one."""
+    file = working.cache / f"slurm-{job}.json"
+    try:
+        before = typed_value(_Starts, parse_object(file.read_bytes()))
+    except (OSError, ValueError):
+        before = _Starts()
+    starts = before.fruitless + 1 if step <= before.step else 0
+    make_private_folder(file.parent)
+    replace_file(file, sealed_text(asdict(_Starts(step=step, fruitless=starts))).encode())
+    if starts >= FRUITLESS_STARTS:
+        file.unlink(missing_ok=True)
+        raise GaveUp(
+            f"{starts} starts of Slurm job {job} in a row saved no step after step {step}, so it is not queued again; "
+            'give it more --time or another partition, or less time to save in by --with "grace=1 minute", and submit '
+            "it again"
+        )
 
 
 def require_promised_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> None:

@@ -11,7 +11,7 @@ from plait.arguments import texts_of
 from plait.cluster.cluster import Cluster, Island, read_cluster
 from plait.commands.planning.output_files import write_output_file
 from plait.commands.programs.program_file import program_hash
-from plait.commands.submitting.machines import kubernetes_cluster, slurm_cluster
+from plait.commands.submitting.machines import kubernetes_cluster, slurm_cluster, slurm_limit_s
 from plait.commands.submitting.node import is_program
 from plait.commands.submitting.options import (
     Scheduler,
@@ -31,7 +31,7 @@ from plait.errors import PlaitError
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
-from plait.units import counted
+from plait.units import counted, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
@@ -171,12 +171,7 @@ def _job(
         screen.print(scaling_text(scaling, chosen, cluster.hardware))
         near = _near(scaling, chosen, cluster)
     limit = parse_time_s(request.time) if request.time else None
-    grace = parse_grace_s(options["grace"]) if "grace" in options else SAVE_GRACE_S
-    if limit is not None and limit < 2 * grace:
-        raise PlaitError(
-            f"--time {request.time} leaves no time to train before the {grace} s in which a run saves; ask for more, "
-            'or shorten it by --with "grace=1 minute"'
-        )
+    grace = _grace_s(request, options, limit, screen)
     return ClusterJob(
         name=cluster_job_name(name),
         run=name,
@@ -187,6 +182,37 @@ def _job(
         why=tuple(why),
         near=near,
     )
+
+
+def _grace_s(request: SubmitRequest, options: dict[str, str], limit: int | None, screen: Screen) -> int:
+    """Seconds before the end of its time at which a run is told to save: less than usual in a partition of short jobs,
+    since a job whose time is shorter would save and be queued again from its start on. Raises PlaitError where no time
+    to train is left."""
+    grace = parse_grace_s(options["grace"]) if "grace" in options else SAVE_GRACE_S
+    if limit is not None and limit < 2 * grace:
+        raise PlaitError(
+            f"--time {request.time} leaves no time to train before the {grace} s in which a run saves; ask for more, "
+            'or shorten it by --with "grace=1 minute"'
+        )
+    ends = slurm_limit_s(options.get("partition", "")) if request.scheduler == "slurm" and limit is None else None
+    if ends is None or ends[1] >= 2 * grace:
+        return grace
+    partition, seconds = ends
+    ends_it = f"partition {partition} ends a job after {format_duration(seconds)}"
+    if "grace" in options or seconds < _SHORTEST_JOB_S:
+        raise PlaitError(
+            f"{ends_it} unless it asks for more, which leaves no time to train before the {grace} s in which a run "
+            "saves; ask for more by --time, or name another partition by --with partition=NAME"
+            + (', or shorten the saving by --with "grace=1 minute"' if "grace" in options else "")
+        )
+    screen.print(
+        f"grace    {seconds // 4} s in place of {grace} s to save in: {ends_it} unless it asks for more (--time)"
+    )
+    return seconds // 4
+
+
+_SHORTEST_JOB_S = 180
+"""Slurm warns a minute too early at worst: a quarter of less leaves nothing."""
 
 
 def _machines(request: SubmitRequest, options: dict[str, str]) -> Cluster:

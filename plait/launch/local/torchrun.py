@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from plait.cluster.topology import usable_cores
 from plait.errors import PlaitError
 from plait.launch.local.guard import die_with_parent
 from plait.launch.local.heap import keep_freed_memory
@@ -55,11 +56,7 @@ def torchrun_context(on_message: Callable[[Message], None] | None = None) -> Ran
 def _threads(local_world_size: int) -> int:
     if "OMP_NUM_THREADS" in os.environ:  # torchrun sets it to 1 when it starts several
         return max(1, _number("OMP_NUM_THREADS"))
-    return max(1, _cores() // local_world_size)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, usable_cores() // local_world_size)
 
 
 def _number(name: str) -> int:
