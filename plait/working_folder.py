@@ -7,6 +7,7 @@ from pathlib import Path
 
 from plait.arguments import check_arguments
 from plait.errors import PlaitError
+from plait.private_folder import CACHE, RUNS, open_to_everybody
 
 Place = str | Path | None
 """The folder that runs/ and .plait/ lie in; None is the current one."""
@@ -21,12 +22,21 @@ class WorkingFolder:
     @property
     def runs(self) -> Path:
         """The folder with a folder for each run."""
-        return self.path / "runs"
+        return self.path / RUNS
 
     @property
     def cache(self) -> Path:
         """Prepared data, trained tokenizers, plans and measurements."""
-        return self.path / ".plait"
+        return self.path / CACHE
+
+    def warnings(self) -> list[str]:
+        """What to say, once a command, of the folders that other users can change."""
+        found = open_to_everybody((self.runs, self.cache, self.cache / "data"))
+        return [
+            f"warning  {folder} can be changed by every user of this machine, who could move or replace what plait "
+            f"writes there; close it: chmod o-w {folder}"
+            for folder in found
+        ]
 
     def relative(self, path: str) -> str:
         """A path below the cache as it reads from this folder, so that it holds where the folder is moved or mounted;

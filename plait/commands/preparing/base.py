@@ -86,7 +86,7 @@ def _convert(file: Path, folder: Path) -> None:
     aside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)  # left by a killed process: the lock is ours
     try:
-        aside.mkdir()
+        aside.mkdir(mode=0o700)
         convert_gguf(file, aside)
         aside.rename(folder)
     except BaseException:

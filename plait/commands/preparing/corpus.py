@@ -36,6 +36,8 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
     that cannot be used."""
     check_choices(config)
     base_facts(config, working)  # before minutes go into its tokens
+    for line in working.warnings():
+        screen.print(line)
     request = data_request(config, base_folder(config, working))
     for source in request.sources:
         if Path(source.path).is_dir():

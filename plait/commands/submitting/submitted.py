@@ -17,6 +17,7 @@ from plait.commands.submitting.over_ssh.sending import copy_by_ssh, end_by_ssh, 
 from plait.commands.submitting.records import Submitted, find_record, record_if_any
 from plait.commands.submitting.slurm import end_in_slurm, slurm_log_lines, slurm_state
 from plait.errors import PlaitError
+from plait.private_folder import make_private_folder
 from plait.report.atomic import replace_file
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -71,7 +72,7 @@ def _copy(record: Submitted, folder: RunFolder, working: WorkingFolder, screen: 
     mark, inside = folder.path / FETCHED_MARK, folder.path.relative_to(working.path)
     if folder.path.exists() and not mark.exists():
         raise PlaitError(f"{folder.path} here is a run of its own, which would be overwritten; move it elsewhere first")
-    folder.path.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder.path)
     # Before the copy: one that broke off is known as a copy, too.
     replace_file(mark, f"{json.dumps({'from': record.scheduler, 'machines': record.machines})}\n".encode())
     try:

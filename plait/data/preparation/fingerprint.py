@@ -86,5 +86,7 @@ def _is_entry(entry: object) -> bool:
 
 def _remember(memory: Path, known: dict[str, list]) -> None:
     aside = memory.with_name(f"{memory.name}.{os.getpid()}")
-    aside.write_text(json.dumps(known), encoding="utf-8")
+    aside.unlink(missing_ok=True)
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(json.dumps(known))
     aside.replace(memory)

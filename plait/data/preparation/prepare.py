@@ -226,7 +226,7 @@ def _make(work: BuildRequest, folder: Path, stamps: dict[Path, FileStamp]) -> No
     try:
         if not goes_on:
             shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
+            aside.mkdir(mode=0o700)
         build = build_examples if holds_examples(work.formats) else build_corpus
         build(work, aside)
         changed = next((path for path, before in stamps.items() if file_stamp(path) != before), None)
