@@ -327,7 +327,10 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
         answered(tool_calls=[{"function": {"name": "f"}}]),
         r'the chat template leaves out "tool_calls" \(f\); name one that writes them in data.chat_template',
     ),
-    "function": (answered(function_call={"name": "f"}), r'message 2 has "function_call", which templates do not read; write'),
+    "function": (
+        answered(function_call={"name": "f"}),
+        r'message 2 has "function_call", which templates do not read; write',
+    ),
     "half a weight": (answered(weight=0.5), r'message 2 has "weight": 0\.5, .* write 1 to learn it, 0 only to read it'),
     "a word": (answered(train="some"), r"message 2 has \"train\": 'some', and an answer is learnt as a whole or not"),
     "none learnt": (answered(weight=0), r"says that no answer is learnt \(by weight or train\); leave such records"),

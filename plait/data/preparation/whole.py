@@ -26,7 +26,15 @@ from plait.data.conversations.examples import Example
 from plait.data.conversations.formats import holds_pairs, read_examples
 from plait.data.conversations.pairs import PairExample, parts_of
 from plait.data.holdout import DocumentSurvey, HoldoutSplit, hash_fraction
-from plait.data.index import NOTHING_COUNTED, SHARD_FORMAT, RecordCounts, index_row, token_dtype, write_index, write_synced
+from plait.data.index import (
+    NOTHING_COUNTED,
+    SHARD_FORMAT,
+    RecordCounts,
+    index_row,
+    token_dtype,
+    write_index,
+    write_synced,
+)
 from plait.data.preparation.bpe_process import train_bpe_apart
 from plait.data.preparation.build import (
     NO_ROOM,
@@ -46,6 +54,7 @@ _BATCH_CHARACTERS = 1 << 19
 """Encoded in one call, during which no signal is heeded: half a second on one core."""
 FIRST_NAMED = 3
 """Bad records that are named with the reason."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
