@@ -97,7 +97,11 @@ class ChatTemplate:
         found = list[MarkedText | PlaitError]()
         answers = self._process.answers([{"kind": "ends", "ends": ends}, *map(_learn_task, chats)])
         next(answers)
-        for one, answer in zip(chats, answers, strict=True):
+        for one in chats:
+            try:
+                answer = next(answers)
+            except PlaitError as error:
+                raise PlaitError(f"{one.place}: {error}") from None
             if isinstance(answer, PlaitError):
                 found.append(PlaitError(f"{one.place}: {answer}"))
             else:

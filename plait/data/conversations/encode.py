@@ -123,13 +123,14 @@ class ExampleEncoder:
 
     def _special_token_in(self, example: ChatExample) -> PlaitError | None:
         """The refusal of a chat whose text holds a special token: as text it would be read as the token itself."""
-        texts = [(f"message {n}", text) for n, one in enumerate(example.messages, 1) for text in texts_in(one.values)]
+        texts = [(f"message {n}", text) for n, one in enumerate(example.messages, 1) for text in one.every_text]
         texts += [("tools", text) for text in texts_in(example.tools)]
         for what, text in texts:
-            if found := next((token for token in self._special if token in text), None):
-                return PlaitError(
-                    f'{example.place}, {what} holds "{found}", which has a meaning of its own; take it out'
-                )
+            for token in self._special:
+                if token in text:
+                    return PlaitError(
+                        f'{example.place}, {what} holds "{token}", which has a meaning of its own; take it out'
+                    )
         return None
 
     def _with_ends(self, texts: Encoded, example: Example) -> EncodedExample:

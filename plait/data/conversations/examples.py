@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +11,7 @@ from plait.data.conversations.message_keys import (
     further_keys,
     reasoning_of,
     refuse_columns,
+    texts_in,
     tools_of,
     use_of_answer,
 )
@@ -48,6 +49,13 @@ class ChatMessage:
         """The message as a template gets it; a call of tools may say nothing else."""
         said = {} if not self.content and "tool_calls" in self.further else {"content": self.content}
         return {"role": self.role, **said, **self.further}
+
+    @property
+    def every_text(self) -> Iterator[str]:
+        """Its content, and every text beside it."""
+        yield self.content
+        if self.further:
+            yield from texts_in(self.further)
 
     @property
     def is_learnt(self) -> bool:

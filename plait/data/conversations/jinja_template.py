@@ -31,10 +31,20 @@ def holds_edges(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(map(holds_edges, value))
 
 
+def as_transformers_gives(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message without keys whose value is None, and with its reasoning under the names that templates know."""
+    if message.keys() == {"role", "content"}:
+        return message
+    own = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((own[key] for key in REASONING_KEYS if key in own), None)
+    return own if reasoning is None else {"thinking": reasoning, **own, "reasoning_content": reasoning}
+
+
 class JinjaTemplate:
     """A compiled template, with what transformers gives one: special tokens, tools, `raise_exception`, `strftime_now`.
 
-    Any exception may come out of compiling and rendering. `date` is in ISO's form; empty for today.
+    Any exception may come out of compiling and rendering. Messages are as `as_transformers_gives` makes them. `date` is
+    in ISO's form; empty for today.
     """
 
     def __init__(self, text: str, special: Mapping[str, str], date: str) -> None:
@@ -57,19 +67,12 @@ class JinjaTemplate:
         """The messages as one text, and the ranges of characters that the template marks as the assistant's."""
         values: dict[str, Any] = {
             **self._special,
-            "messages": [_as_transformers_gives(message) for message in messages],
+            "messages": messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         return _without_edges(self._template.render(**values))
-
-
-def _as_transformers_gives(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without keys whose value is None, and with the reasoning under the names that templates know."""
-    own = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((own[key] for key in REASONING_KEYS if key in own), None)
-    return own if reasoning is None else {"thinking": reasoning, **own, "reasoning_content": reasoning}
 
 
 class _GenerationMarks(Extension):

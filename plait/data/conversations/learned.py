@@ -7,9 +7,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from plait.data.conversations.jinja_template import REASONING_KEYS, JinjaTemplate, Messages, Spans, holds_edges
+from plait.data.conversations.jinja_template import (
+    REASONING_KEYS,
+    JinjaTemplate,
+    Messages,
+    Spans,
+    as_transformers_gives,
+    holds_edges,
+)
 from plait.errors import PlaitError
 
 # Note [answers are found by rendering prefixes]: a template without generation marks is rendered up to each answer, as
@@ -57,6 +64,8 @@ class LearnedFinder:
 
     template: JinjaTemplate
     ends: Sequence[str] = ()
+    edges: Literal["possible", "none"] = "possible"
+    """Whether a text of the batch may hold what stands for an answer's edge."""
     _prompts: dict[str, bool] = field(default_factory=dict[str, bool])
     """Whether a prompt for the answer adds text, by the role of the message before it."""
     _headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -67,8 +76,7 @@ class LearnedFinder:
 
         Raises PlaitError where its text would not be what the model reads, or nothing is learnt.
         """
-        _refuse_edges([chat.messages, chat.tools])
-        messages = chat.messages[: chat.answers[-1] + 1]
+        messages = self.checked(chat.messages[: chat.answers[-1] + 1], chat.tools)
         find = self._by_marks if self.template.marks_answers else self._by_prefixes
         text, spans, remarks = find(chat, messages)
         spans = [span for span in (self._until_end_of_turn(text, span) for span in spans) if span[1] > span[0]]
@@ -80,11 +88,18 @@ class LearnedFinder:
 
     def prompt(self, messages: Messages, tools: Any) -> str:
         """The messages up to where the model's answer begins, the header of its turn included."""
-        _refuse_edges([messages, tools])
+        messages = self.checked(messages, tools)
         text = self._prompt(messages, tools)
         if text != self._read(messages, tools):
             return text
         return text + self._header([*messages, {"role": "assistant", "content": ""}], tools, text, text)
+
+    def checked(self, messages: Messages, tools: Any) -> Messages:
+        """The messages as transformers gives them to a template; raises PlaitError where an edge is among their
+        text."""
+        if self.edges == "possible" and holds_edges([messages, tools]):
+            raise PlaitError("a message holds U+FDD0 or U+FDD1, which are no characters; take them out")
+        return [as_transformers_gives(message) for message in messages]
 
     def after_answer(self) -> str:
         """What the template puts behind an answer; empty where it refuses a question and an answer."""
@@ -206,11 +221,6 @@ def _changes_earlier_text(number: int) -> PlaitError:
         f"the chat template changes earlier text once message {number + 1} follows, so the text before that answer is "
         f"not what the model would read; {_CHOOSE}"
     )
-
-
-def _refuse_edges(values: object) -> None:
-    if holds_edges(values):
-        raise PlaitError("a message holds U+FDD0 or U+FDD1, which are no characters; take them out")
 
 
 def _refuse_lost_tools(text: str, messages: Messages, tools: Any) -> None:

@@ -133,7 +133,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 def main() -> None:
     """The child: reads what to compile, then batches of tasks, and writes an answer to each."""
     _bind_to(int(sys.argv[1]))
-    from plait.data.conversations.jinja_template import JinjaTemplate
+    from plait.data.conversations.jinja_template import BEGIN, END, JinjaTemplate
     from plait.data.conversations.learned import ChatToLearn, LearnedFinder
 
     finders: list[LearnedFinder] = []
@@ -154,17 +154,23 @@ def main() -> None:
             case "prompt":
                 return {"text": finder.prompt(**values)}
             case "marked":
-                text, learned = finder.template.marked(**values)
+                messages = finder.checked(values["messages"], values["tools"])
+                text, learned = finder.template.marked(messages, values["tools"])
                 return {"text": text, "learned": learned}
             case _:
                 return {"text": finder.after_answer()}
 
     for line in iter(sys.stdin.buffer.readline, b""):
-        values = json.loads(line.decode("utf-8", "surrogatepass"))
+        text = line.decode("utf-8", "surrogatepass")
+        values = json.loads(text)
+        if finders:
+            finders[0].edges = "possible" if BEGIN in text or END in text else "none"
+        memory = _limit_memory(len(line))
         for task in values if finders else [values]:
             answer = _limited(do if finders else compile_template, task, len(line))
             sys.stdout.buffer.write(answer.encode("utf-8", "surrogatepass") + b"\n")
             sys.stdout.buffer.flush()
+        resource.setrlimit(resource.RLIMIT_AS, memory)
 
 
 def _bind_to(parent: int) -> None:
@@ -179,12 +185,18 @@ def _bind_to(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
 
 
+def _limit_memory(nbytes: int) -> tuple[int, int]:
+    """Let a batch of this size take so much memory beyond what is taken already; returns the limits before."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = here + _MEMORY_BYTES + _PER_BYTE * nbytes
+    if before[0] == resource.RLIM_INFINITY or limit < before[0]:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    return before
+
+
 def _limited(do: Callable[[Task], RenderReply], task: Task, nbytes: int) -> str:
     """The answer as JSON, or why there is none; `nbytes` is the size of the batch."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft = here + _MEMORY_BYTES + _PER_BYTE * nbytes
-    resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
     signal.setitimer(signal.ITIMER_PROF, SECONDS + nbytes / 1e6)
     try:
         answer = do(task)
@@ -197,7 +209,6 @@ def _limited(do: Callable[[Task], RenderReply], task: Task, nbytes: int) -> str:
         return json.dumps({"refused": _described(error), "kind": "theirs"})
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
 def _described(error: BaseException) -> str:
