@@ -358,3 +358,12 @@ def test_a_lost_host_is_told_while_another_is_still_served(here: Path, other: Ne
         assert not served.is_set()
     finally:
         ended.set()
+
+
+def test_a_small_file_that_is_larger_than_one_block_arrives_whole(here: Path, other: Neighbour) -> None:
+    """A proof's routing is as large as its text is long; no request carries more than 1 MiB."""
+    routes = bytes(range(256)) * 10_000
+    (HOME / ROUTING).write_bytes(routes)
+    [place] = freight(other)[0].stage_job_files(HOME, "job")
+    assert (Path(place.path) / ROUTING).read_bytes() == routes
+    assert other.asked.count("put") == 2 + 3

@@ -19,7 +19,7 @@ from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.link import HostConnection
 from plait.launch.remote.listener import JoinListener
 from plait.launch.remote.secret import new_secret
-from plait.launch.remote.wire import Frame
+from plait.launch.remote.wire import Frame, Wire
 from plait.launch.values.job import HostRanks
 from tests.launch.host import HEARTBEAT
 from tests.launch.joined import HostProcess
@@ -237,11 +237,28 @@ def test_a_nul_in_a_name_is_refused_not_taken_out(victim: tuple[HostConnection, 
     assert "NUL" in agent.ended(1)["error"]
 
 
+@contextlib.contextmanager
+def gate_and_attacker() -> Iterator[tuple[HostConnection, Wire]]:
+    """Host 0's connection to a host that knows the secret, and that host's end, which sends what it likes."""
+    listener = JoinListener(address="127.0.0.1", port=0, secret=SECRET, heartbeat=HEARTBEAT)
+    wire = connect("127.0.0.1", listener.port, SECRET, local_address="127.0.0.2")
+    wire.send("hello", {"name": "evil"})
+    arrival = listener.next(10)
+    assert arrival is not None
+    try:
+        yield arrival.link, wire
+    finally:
+        wire.close()
+        wire.release()
+        arrival.link.close()
+        listener.close("the test is over")
+
+
 def test_host_0_answers_no_question(capfd: pytest.CaptureFixture[str]) -> None:
-    with attacked([{"over": True, "reason": "gone"}]) as hosts:
-        failure_of(hosts)
-        with pytest.raises(PlaitError, match="it was asked what nobody asks it"):
-            hosts.members[0].ask("read", {"name": "x"})
+    with gate_and_attacker() as (link, attacker):
+        attacker.send("ask", {"number": 1, "kind": "read", "values": {"name": "x"}})
+        wait_until(lambda: link.lost is not None, within_s=10)
+        assert link.lost == "it asked what nobody asks of this host; install the same commit on both"
     assert "Traceback" not in capfd.readouterr().err
 
 

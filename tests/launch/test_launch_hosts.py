@@ -198,13 +198,13 @@ def test_hosts_answer_questions_also_during_a_job(three: _Hosts, tmp_path):
     members, answers = three.hosts.members, []
 
     def pull(record: Record) -> None:
-        question = {"path": str(tmp_path / "part"), "offset": 256, "bytes": 8 << 20}
+        question = {"path": str(tmp_path / "part"), "offset": 256, "bytes": 1 << 20}
         answers.extend(member.ask("read", question) for member in members)
         os.kill(os.getpid(), signal.SIGTERM)
 
     three.run(job("wait_for_stop", 3), Record(3, pull), (1, 1, 1))
     assert [answer.values["pid"] for answer in answers] == [agent.pid for agent in three.agents]
-    assert {len(answer.blob) for answer in answers} == {8 << 20}
+    assert {len(answer.blob) for answer in answers} == {1 << 20}
     with pytest.raises(PlaitError, match=r"^on host-127\.0\.0\.3 \(127\.0\.0\.3\): the disk is full; make room$"):
         members[1].ask("refuse", {})
     with pytest.raises(RunFailed, match=r"'break' failed with KeyError\('k'\); this is a bug in plait"):

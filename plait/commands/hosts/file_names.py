@@ -8,9 +8,9 @@ import stat
 from pathlib import Path
 
 from plait.errors import PlaitError
+from plait.launch.remote.wire import BLOB_BYTES_AT_MOST
 
-TRANSFER_BLOCK_BYTES = 1 << 20
-"""Small enough that a slow link carries one between two heartbeats, and never a whole file in memory."""
+TRANSFER_BLOCK_BYTES = BLOB_BYTES_AT_MOST
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

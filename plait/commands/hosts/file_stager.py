@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from plait.commands.hosts.file_names import check_file_name, safe_path
+from plait.commands.hosts.file_names import TRANSFER_BLOCK_BYTES, check_file_name, safe_path
 from plait.commands.hosts.file_transfer import FileEntry, fetch_file, file_entries_of, named_entries, send_folder
 from plait.commands.hosts.replies import FolderReply, NamesReply, Peer, SharedReply, parse_reply
 from plait.commands.hosts.requests import StagedKind
@@ -218,7 +218,9 @@ class FileStager:
         if (routing := folder / ROUTING).exists():  # of a proof: where one process sent a mixture's tokens
             small[ROUTING] = read_regular_file(routing)
         for name, content in small.items():
-            member.ask("put", {"name": name}, content)
+            for offset in range(0, max(1, len(content)), TRANSFER_BLOCK_BYTES):
+                header = {"name": name, "offset": offset, "nbytes": len(content)}
+                member.ask("put", header, content[offset : offset + TRANSFER_BLOCK_BYTES])
         return JobFolder(path=path, is_shared=False)
 
     def _send_corpus(self, member: JoinedHost, staged: _StagedFiles) -> str:

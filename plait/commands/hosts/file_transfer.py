@@ -18,6 +18,7 @@ from plait.commands.hosts.replies import OfferReply, Peer, ReadReply, parse_repl
 from plait.data.index import file_sha256
 from plait.errors import PlaitError, disk_advice
 from plait.private_folder import make_private_folder
+from plait.report.atomic import cannot_write
 from plait.units import format_bytes
 
 _FIRST_BLOCK_BYTES, _LEAST_BLOCK_BYTES, _BLOCK_S = TRANSFER_BLOCK_BYTES // 4, 1 << 14, 1.0
@@ -181,6 +182,23 @@ class IncomingFolder:
             if offset + len(data) == fact.nbytes:
                 _verify_and_rename(part, path, whole=self._digest.hexdigest() == fact.sha256)
                 self._still_missing.discard(name)
+
+
+def append_block(path: Path, offset: int, data: bytes, *, nbytes: int) -> None:
+    """Write the next bytes of a file that has `nbytes` in all; with the last of them it appears as `path`."""
+    part = path.with_name(partial_name(path.name))
+    if offset + len(data) > nbytes:
+        raise PlaitError(f"another host sent more of {path.name} than it has; give the same command again")
+    try:
+        _write_at(part, offset, data)
+        if offset + len(data) == nbytes:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            part.rename(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise cannot_write(path, error, PlaitError) from error
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.commands.hosts.file_names import read_block, refuse_links, safe_path
-from plait.commands.hosts.file_transfer import IncomingFolder, convert_disk_errors
+from plait.commands.hosts.file_transfer import IncomingFolder, append_block, convert_disk_errors
 from plait.commands.hosts.job_argument import ReceivedFolders, check_job
 from plait.commands.hosts.joined_run import JoinedRun
 from plait.commands.hosts.requests import (
@@ -36,7 +36,6 @@ from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.private_folder import make_private_folder, remove_folder_but
 from plait.regular_file import read_regular_file
-from plait.report.atomic import replace_file
 
 
 class JoinedHostFiles:
@@ -219,12 +218,16 @@ class JoinedHostFiles:
         return Reply()
 
     def _write_file(self, frame: Frame) -> Reply:
-        """A small file as a whole; one that is here already needs no room on a disk that may be full by now."""
-        path = safe_path(self._current_folder, parse_request(SmallFile, frame.values).name)
-        with suppress(OSError, ValueError):
-            if read_regular_file(path) == frame.blob:
-                return Reply()
-        replace_file(path, frame.blob, failure=PlaitError)
+        """The next bytes of a small file, which gets its name, and replaces an earlier one, with the last of them. One
+        that is here already, and came whole, needs no room on a disk that may be full by now."""
+        request = parse_request(SmallFile, frame.values)
+        path = safe_path(self._current_folder, request.name)
+        whole = len(frame.blob) if request.nbytes is None else request.nbytes
+        if len(frame.blob) == whole:
+            with suppress(OSError, ValueError):
+                if read_regular_file(path) == frame.blob:
+                    return Reply()
+        append_block(path, request.offset, frame.blob, nbytes=whole)
         return Reply()
 
     def _read(self, frame: Frame) -> Reply:

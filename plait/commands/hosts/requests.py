@@ -96,9 +96,12 @@ class BlockHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallFile:
-    """The bytes beside this are a whole file of the current folder."""
+    """The bytes beside this are those of a file of the current folder from `offset` on. `nbytes` is the size of
+    the whole file; without it these are all of its bytes."""
 
     name: Literal["recipe.toml", "plan.json", "routing.safetensors"]
+    offset: int = 0
+    nbytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 _LOOK_AT_LATEST_S = 1.0
@@ -32,6 +34,19 @@ class Attended(Protocol):
         """Do what is due by the monotonic clock; returns when the next of it is."""
         ...
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether anything waits until the socket takes it."""
+        ...
+
+    def flush(self) -> None:
+        """Send what the socket takes now."""
+        ...
+
+    def forgotten(self) -> None:
+        """The loop does not attend to the connection any more."""
+        ...
+
 
 class ConnectionLoop:
     """Attends to connections from `add` to `remove`; its thread is there while there are any."""
@@ -39,26 +54,30 @@ class ConnectionLoop:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._changes: deque[tuple[Attended, threading.Event | None]] = deque()
-        """What is to be added, with no event, or removed, with the event that says that it was."""
+        self._changes: deque[Callable[[selectors.BaseSelector], None]] = deque()
+        """What other threads want changed; the loop's thread carries it out."""
         self._attended: dict[Attended, int] = {}
         self._wake: socket.socket | None = None
         self._next_look_s = 0.0
 
     def add(self, connection: Attended) -> None:
         """Attend to a connection from now on; any thread."""
-        self._change(connection, None)
+        self._change(partial(self._add, connection))
 
     def remove(self, connection: Attended) -> None:
         """Attend to it no more; when this returns, nothing of it is being called. Any thread."""
         if threading.current_thread() is not self._thread:
             removed = threading.Event()
-            self._change(connection, removed)
+            self._change(partial(self._remove, connection, removed))
             removed.wait()
 
-    def _change(self, connection: Attended, removed: threading.Event | None) -> None:
+    def attend_again(self, connection: Attended) -> None:
+        """Look after a connection soon: it has something left to send, or became due earlier. Any thread."""
+        self._change(partial(self._attend_again, connection))
+
+    def _change(self, change: Callable[[selectors.BaseSelector], None]) -> None:
         with self._lock:
-            self._changes.append((connection, removed))
+            self._changes.append(change)
             if self._wake is None:
                 awake, self._wake = bell()
                 name = "plait connections"
@@ -75,9 +94,9 @@ class ConnectionLoop:
                 with contextlib.suppress(BlockingIOError):
                     while awake.recv(4096):
                         pass
-                for key, _ in ready:
+                for key, events in ready:
                     if key.data is not None:
-                        self._take(key.data, selector)
+                        self._serve(key.data, events, selector)
                 if time.monotonic() >= self._next_look_s:
                     self._look(selector)
 
@@ -90,20 +109,38 @@ class ConnectionLoop:
                         self._wake.close()
                         self._wake = None
                     return self._wake is not None
-                connection, removed = self._changes.popleft()
-            if removed is not None:
-                self._forget(connection, selector)
-                removed.set()
-                continue
-            self._attended[connection] = connection.descriptor
-            selector.register(connection.descriptor, selectors.EVENT_READ, connection)
-            self._take(connection, selector)  # what came with the frames before it was added
+                change = self._changes.popleft()
+            change(selector)
+
+    def _add(self, connection: Attended, selector: selectors.BaseSelector) -> None:
+        self._attended[connection] = connection.descriptor
+        selector.register(connection.descriptor, selectors.EVENT_READ, connection)
+        self._serve(connection, selectors.EVENT_READ, selector)  # what came with the frames before it was added
+        self._next_look_s = 0.0
+
+    def _remove(self, connection: Attended, removed: threading.Event, selector: selectors.BaseSelector) -> None:
+        self._forget(connection, selector)
+        removed.set()
+
+    def _attend_again(self, connection: Attended, selector: selectors.BaseSelector) -> None:
+        if connection in self._attended:
+            self._serve(connection, selectors.EVENT_WRITE, selector)
             self._next_look_s = 0.0
 
-    def _take(self, connection: Attended, selector: selectors.BaseSelector) -> None:
-        connection.take()
+    def _serve(self, connection: Attended, events: int, selector: selectors.BaseSelector) -> None:
+        """Take and send what is possible now, and wait for room only while something is left to send."""
+        if connection not in self._attended:  # forgotten a moment ago
+            return
+        if events & selectors.EVENT_READ:
+            connection.take()
+        if events & selectors.EVENT_WRITE and connection.lost is None:
+            connection.flush()
         if connection.lost is not None:
             self._forget(connection, selector)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
+        if selector.get_key(connection.descriptor).events != wanted:
+            selector.modify(connection.descriptor, wanted, connection)
 
     def _look(self, selector: selectors.BaseSelector) -> None:
         now_s = time.monotonic()
@@ -116,6 +153,7 @@ class ConnectionLoop:
         descriptor = self._attended.pop(connection, None)
         if descriptor is not None:
             selector.unregister(descriptor)
+            connection.forgotten()
 
 
 def bell() -> tuple[socket.socket, socket.socket]:

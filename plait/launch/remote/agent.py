@@ -199,6 +199,8 @@ class _Agent:
 
     def _read_site(self) -> None:
         assert self._site is not None
+        if not self._link.wait_for_room(LOOK_EVERY_S):  # ranks wait, too, when host 0 reads more slowly than they write
+            return
         try:
             events = self._site.read()
         except RunFailed as error:  # a rank's wire is garbled: better none than one that nobody understands
@@ -221,10 +223,10 @@ class _Agent:
         if self._server_stopped_looks * LOOK_EVERY_S >= HangTimeouts().stopped_s:
             site.kill()
         if ranks := site.observe():
-            self._send_event({"progress": [asdict(rank) for rank in ranks]})
+            self._send_event({"progress": [asdict(rank) for rank in ranks]}, "progress")
 
-    def _send_event(self, event: Mapping[str, Any]) -> None:
-        self._link.send("event", {"number": self._number, "event": event, "sent_at_s": time.monotonic()})
+    def _send_event(self, event: Mapping[str, Any], kind: Literal["event", "progress"] = "event") -> None:
+        self._link.send(kind, {"number": self._number, "event": event, "sent_at_s": time.monotonic()})
 
     def _read_signals(self) -> None:
         for name in self._signals.read():

@@ -9,18 +9,33 @@ import queue
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from plait.checked_json import one_line
 from plait.errors import PlaitError, RunFailed
 from plait.launch.network.connection_loop import ConnectionLoop, bell
-from plait.launch.remote.messages import Answer, Farewell, Question, UnexpectedMessage, parse_message
-from plait.launch.remote.wire import Frame, Wire, WireEnded
+from plait.launch.remote.messages import (
+    REQUESTS,
+    Answer,
+    Farewell,
+    Question,
+    RequestKind,
+    UnexpectedMessage,
+    parse_message,
+)
+from plait.launch.remote.wire import Frame, Wire, WireEnded, parse_frame
 from plait.launch.values.failed_job import error_for_caller, lost_host
 from plait.launch.values.failure import describe_exception
+from plait.units import format_bytes
 
+UNREAD_BYTES_AT_MOST = 8 << 20
+"""Bytes of frames that may wait in this process until somebody reads or answers them; with more the connection ends."""
+NEWEST_ONLY = frozenset({"progress"})
+"""Kinds of frames of which only the newest is of interest: it replaces one that nobody has read."""
+_FRAME_OVERHEAD_BYTES = 1024
+_ROOM_BYTES = 1 << 20
 _PART_S = 3.0
 
 
@@ -49,27 +64,42 @@ DEFAULT_HEARTBEAT = Heartbeat()
 class HostConnection:
     """One end of a living connection between two hosts; made on both ends once the wire stands.
 
-    The thread of a `loop` reads and beats, for all connections in it, and one of its own answers, from the first
-    question on: so a busy caller is not taken for a dead one. Frames that are neither beat, question nor answer
-    wait in the mailbox: a selector can wait for the link, `read` takes them.
+    The thread of a `loop` reads, writes and beats, for all connections in it, and one of its own answers, from the
+    first question on: so a busy caller is not taken for a dead one. Frames that are neither beat, question nor answer
+    wait in the mailbox: a selector can wait for the link, `read` takes them. Nothing but `ask` waits for the other end,
+    and what it makes this process keep is bounded: it counts as lost when it sends more than is read, reads less than
+    it is sent, or sends bytes beside what has none. An end without `handlers` answers no questions.
     """
 
     def __init__(
-        self, wire: Wire, *, handlers: Mapping[str, Handler], heartbeat: Heartbeat, loop: ConnectionLoop | None = None
+        self,
+        wire: Wire,
+        *,
+        handlers: Mapping[str, Handler],
+        heartbeat: Heartbeat,
+        loop: ConnectionLoop | None = None,
+        requests: Mapping[str, RequestKind] = REQUESTS,
     ) -> None:
         self.address = wire.address
         self._wire = wire
         self._handlers = handlers
+        self._requests = requests
         self._heartbeat = heartbeat
         self._lost: str | None = None
         self._ending = threading.Event()
-        self._mail: deque[Frame] = deque()
+        self._unread = threading.Lock()
+        self._mail: dict[int | str, bytes] = {}
+        """The JSON of unread frames in order, by a number or, where only the newest is kept, by kind."""
+        self._unread_bytes = 0
+        """Of unread frames and unanswered questions."""
         self._awake, self._wake = bell()
         self._numbers = itertools.count()
-        self._waiting: dict[int, queue.SimpleQueue[tuple[Answer, bytes] | None]] = {}
-        self._questions: queue.SimpleQueue[tuple[Question, bytes] | None] = queue.SimpleQueue()
+        self._waiting: dict[int, tuple[str, queue.SimpleQueue[tuple[Answer, bytes] | None]]] = {}
+        """The kind of each request that waits for its reply, and where to put that."""
+        self._questions: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self.descriptor = wire.fileno()
-        self._heard_s = self._beaten_s = self._took_s = time.monotonic()
+        self._heard_s = self._beaten_s = self._answered_s = time.monotonic()
+        self._parting_until_s: float | None = None
         self._answering: threading.Thread | None = None
         self._loop = loop or ConnectionLoop()
         self._loop.add(self)
@@ -85,40 +115,73 @@ class HostConnection:
 
     def read(self) -> list[Frame]:
         """The frames that have arrived since the last call; never blocks."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nothing rings, or all is closed
             while self._awake.recv(4096):
                 pass
-        return [self._mail.popleft() for _ in range(len(self._mail))]
+        with self._unread:
+            mail, self._mail = self._mail, {}
+            self._unread_bytes -= sum(map(_kept_bytes, mail.values()))
+        return [parse_frame(text) for text in mail.values()]
 
     def send(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Send one frame to the other end's mailbox; a lost end is no error here, but shows in `lost`."""
+        """Send one frame to the other end's mailbox, without waiting for that end; a lost one is no error here, but
+        shows in `lost`."""
         self._push(kind, values, b"")
 
+    def wait_for_room(self, within_s: float) -> bool:
+        """Block until little is left that the other end has not taken; false when the time is up first."""
+        try:
+            return self._wire.wait_until_below(_ROOM_BYTES, within_s)
+        except WireEnded as end:
+            self._end(end.how)
+            return True
+
     def ask(self, kind: str, values: Mapping[str, Any], blob: bytes, *, host: str) -> Frame:
-        """What the other end's handler of this kind replies; blocks for as long as that end lives. Any thread.
+        """What the other end's handler of this kind replies; blocks for as long as that end lives and replies to
+        something now and then, see `RequestKind`. Any thread.
 
         `host` names the other end in errors: RunFailed when it is lost, or the PlaitError that its handler raised.
         """
         number = next(self._numbers)
-        answers = self._waiting[number] = queue.SimpleQueue[tuple[Answer, bytes] | None]()
+        answers = queue.SimpleQueue[tuple[Answer, bytes] | None]()
+        self._waiting[number] = kind, answers
         try:
             if self._lost is None:
                 self._push("ask", {"number": number, "kind": kind, "values": values}, blob)
-                answer = answers.get()  # None from whoever notices that the other end is lost
+                answer = self._answer_to(kind, answers)
                 if answer is not None:
                     return _opened(*answer, host)
         finally:
-            del self._waiting[number]
+            self._waiting.pop(number, None)
         raise lost_host(host, self._lost)
 
+    def _answer_to(
+        self, kind: str, answers: queue.SimpleQueue[tuple[Answer, bytes] | None]
+    ) -> tuple[Answer, bytes] | None:
+        """The answer, or None from whoever notices that the other end is lost: here, when it answers nothing."""
+        asked_s, limit_s = time.monotonic(), self._request_kind(kind).reply_within_s
+        while True:
+            due_s = max(asked_s, self._answered_s) + limit_s
+            try:
+                return answers.get(timeout=max(0.0, due_s - time.monotonic()))
+            except queue.Empty:
+                if time.monotonic() >= max(asked_s, self._answered_s) + limit_s:
+                    self._end(f"it did not reply to {kind!r} within {limit_s:g} s")
+
     def leave(self, why: str) -> None:
-        """Tell the other end why this end leaves, as the end of a sentence, and close."""
+        """Tell the other end why this end leaves, as the end of a sentence, and close; what that end has not taken by
+        now is not waited for."""
         self.send("bye", {"why": why})
         self.close()
 
     def part(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Send a last frame, wait a moment for the other end to take it and hang up, and close."""
-        part_from_all([self], kind, values)
+        """Send a last frame and close as soon as the other end has hung up, or a few seconds later; never blocks."""
+        self.send(kind, values)
+        self._parting_until_s = time.monotonic() + _PART_S
+        if self._lost is None:
+            self._loop.attend_again(self)
+        else:
+            self.close()
 
     def wait_for_end(self, within_s: float) -> None:
         """Block until the other end has hung up or is lost, at most so long."""
@@ -130,6 +193,9 @@ class HostConnection:
         self._loop.remove(self)
         if self._answering is not None and self._answering is not threading.current_thread():
             self._answering.join(_PART_S)
+        self._release()
+
+    def _release(self) -> None:
         self._wire.release()
         self._awake.close()
         self._wake.close()
@@ -155,50 +221,111 @@ class HostConnection:
         if now_s >= self._beaten_s + self._heartbeat.period_s:
             self._beat(now_s)
         limit_s = self._wire.stall_s if self._wire.is_midway else self._heartbeat.lost_after_s
+        if self._parting_until_s is not None and now_s >= self._parting_until_s:
+            self._end("it was closed here")
+            return now_s
         # With data there this process has slept, and not the other end.
         if now_s >= self._heard_s + limit_s and not self._wire.has_data():
             silent = f"nothing was heard from it for {self._heartbeat.lost_after_s:g} s"
             self._end(self._wire.stood_still().how if self._wire.is_midway else silent)
-        return min(self._beaten_s + self._heartbeat.period_s, self._heard_s + limit_s)
+        due_s = min(self._beaten_s + self._heartbeat.period_s, self._heard_s + limit_s)
+        return due_s if self._parting_until_s is None else min(due_s, self._parting_until_s)
+
+    @property
+    def has_unsent(self) -> bool:
+        return self._wire.unsent_bytes > 0
+
+    def flush(self) -> None:
+        """Send what the socket takes now."""
+        try:
+            self._wire.flush()
+        except WireEnded as end:
+            self._end(end.how)
+
+    def forgotten(self) -> None:
+        """Free the sockets where nobody closes the connection any more."""
+        if self._parting_until_s is not None:
+            self._release()
 
     def _beat(self, now_s: float) -> None:
         self._beaten_s = now_s
-        try:
-            if self._wire.try_send("beat"):
-                self._took_s = now_s
-            elif now_s >= self._took_s + self._wire.stall_s:
-                raise self._wire.takes_no_data()
-        except WireEnded as end:
-            self._end(end.how)
+        if self._wire.is_stuck(now_s):
+            self._end(self._wire.takes_no_data().how)
+        elif not self.has_unsent:  # else the other end has enough to hear of
+            self._push("beat", {}, b"")
 
     # The answering thread, and what all share.
 
     def _answer(self) -> None:
         while (asked := self._questions.get()) is not None:
-            question, blob = asked
-            values, blob = self._handled(question, blob)
+            question = parse_message(Question, parse_frame(asked.text).values)
+            values, blob = self._handled(question, asked.blob)
+            with self._unread:
+                self._unread_bytes -= _kept_bytes(asked.text) + len(asked.blob)
+            self._reply(question, values, blob)
+
+    def _reply(self, question: Question, values: dict[str, Any], blob: bytes) -> None:
+        try:
             self._push("answer", {"number": question.number, **values}, blob)
+        except ValueError as error:  # too large, or no JSON: whoever asked must not wait for ever
+            self._push("answer", {"number": question.number, **_bug_in(question.kind, error)}, b"")
 
     def _push(self, kind: str, values: Mapping[str, Any], blob: bytes) -> None:
         try:
-            self._wire.send(kind, values, blob)
+            self._wire.post(kind, values, blob)
         except WireEnded as end:  # perhaps halfway through the frame: nothing can follow it
             self._end(end.how)
+        if self.has_unsent and self._lost is None:
+            self._loop.attend_again(self)
 
     def _sort(self, frame: Frame) -> None:
-        if frame.kind == "bye":
-            self._end(parse_message(Farewell, frame.values).why)
-        elif frame.kind == "ask":
-            self._questions.put((parse_message(Question, frame.values), frame.blob))
-            self._start_answering()
+        if frame.kind == "ask":
+            self._take_question(frame)
         elif frame.kind == "answer":
-            answer = parse_message(Answer, frame.values)
-            waiting = self._waiting.get(answer.number)
-            if waiting is not None:
-                waiting.put((answer, frame.blob))
+            self._take_answer(frame)
+        elif frame.blob:
+            raise _odd_blob(frame.kind, len(frame.blob), 0)
+        elif frame.kind == "bye":
+            self._end(parse_message(Farewell, frame.values).why)
         elif frame.kind != "beat":
-            self._mail.append(frame)
+            key = frame.kind if frame.kind in NEWEST_ONLY else next(self._numbers)
+            with self._unread:
+                replaced = self._mail.pop(key, None)
+                self._unread_bytes -= _kept_bytes(replaced) if replaced is not None else 0
+                self._count_unread(_kept_bytes(frame.text))
+                self._mail[key] = frame.text
             self._ring()
+
+    def _take_question(self, frame: Frame) -> None:
+        if not self._handlers:
+            raise UnexpectedMessage("it asked what nobody asks of this host; install the same commit on both")
+        kind, nbytes = parse_message(Question, frame.values).kind, len(frame.blob)
+        if nbytes > self._request_kind(kind).blob_bytes:
+            raise _odd_blob(kind, nbytes, self._request_kind(kind).blob_bytes)
+        with self._unread:
+            self._count_unread(_kept_bytes(frame.text) + nbytes)
+        self._questions.put(Frame(kind="ask", values={}, blob=frame.blob, text=frame.text))
+        self._start_answering()
+
+    def _take_answer(self, frame: Frame) -> None:
+        answer = parse_message(Answer, frame.values)
+        kind, answers = self._waiting.get(answer.number, ("", None))
+        if answers is None:  # whoever asked has gone: the answer is dropped
+            return
+        if len(frame.blob) > self._request_kind(kind).reply_blob_bytes:
+            raise _odd_blob(f"reply to {kind}", len(frame.blob), self._request_kind(kind).reply_blob_bytes)
+        self._waiting.pop(answer.number, None)
+        self._answered_s = time.monotonic()
+        answers.put((answer, frame.blob))
+
+    def _request_kind(self, kind: str) -> RequestKind:
+        return self._requests.get(kind, RequestKind())
+
+    def _count_unread(self, nbytes: int) -> None:
+        """Note that so much more waits; the caller holds the lock."""
+        if self._unread_bytes + nbytes > UNREAD_BYTES_AT_MOST:
+            raise UnexpectedMessage(f"it sent over {format_bytes(UNREAD_BYTES_AT_MOST)} more than was read here")
+        self._unread_bytes += nbytes
 
     def _start_answering(self) -> None:
         if self._answering is None and self._lost is None:
@@ -215,11 +342,7 @@ class HostConnection:
         except PlaitError as error:
             return {"raised": asdict(describe_exception(error, None))}, b""
         except Exception as error:
-            traceback.print_exception(error)
-            bug = RunFailed(
-                f"{kind!r} failed with {error!r}; this is a bug in plait, please report what that host printed"
-            )
-            return {"raised": asdict(describe_exception(bug, None))}, b""
+            return _bug_in(kind, error), b""
         return {"values": reply.values}, reply.blob
 
     def _end(self, how: str) -> None:
@@ -228,8 +351,8 @@ class HostConnection:
         self._ending.set()
         self._wire.close()
         self._questions.put(None)
-        for waiting in list(self._waiting.values()):
-            waiting.put(None)
+        for _, answers in list(self._waiting.values()):
+            answers.put(None)
         self._ring()
 
     def _ring(self) -> None:
@@ -240,12 +363,30 @@ class HostConnection:
 def part_from_all(links: Sequence[HostConnection], kind: str, values: Mapping[str, Any]) -> None:
     """Send a last frame to all, wait a moment until they have taken it and hung up, and close; one wait for all."""
     for link in links:
-        link.send(kind, values)
+        link.part(kind, values)
     deadline = time.monotonic() + _PART_S
     for link in links:
         link.wait_for_end(max(0.0, deadline - time.monotonic()))
     for link in links:
         link.close()
+
+
+def _bug_in(kind: str, error: Exception) -> dict[str, Any]:
+    """The answer to a request whose handler failed as no handler should."""
+    traceback.print_exception(error)
+    bug = RunFailed(f"{kind!r} failed with {error!r}; this is a bug in plait, please report what that host printed")
+    return {"raised": asdict(describe_exception(bug, None))}
+
+
+def _kept_bytes(text: bytes) -> int:
+    return len(text) + _FRAME_OVERHEAD_BYTES
+
+
+def _odd_blob(kind: str, nbytes: int, allowed: int) -> UnexpectedMessage:
+    return UnexpectedMessage(
+        f"it sent {nbytes} bytes beside {one_line(kind)[:80]!r}, where plait sends {allowed or 'none'}"
+        f"{' at most' if allowed else ''}; install the same commit on both"
+    )
 
 
 def _opened(answer: Answer, blob: bytes, host: str) -> Frame:

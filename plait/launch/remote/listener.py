@@ -25,6 +25,7 @@ _STRANGERS_AT_MOST = 32
 _HELLO_S = 60.0
 _RETRY_S = 0.1
 FULL_SENTENCE = "the run has all its hosts; start it with a larger --hosts, or leave this one out"
+CROWDED_SENTENCE = "too many hosts wait to be admitted; join again in a minute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,8 @@ class JoinListener:
 
     Each connection gets a few seconds and a fixed number of bytes to prove itself, in a thread of its own. Only so many
     as are `expected`, and some more, may be open before they have; with one more, the oldest is closed: honest ones are
-    quick, and they may all come at once.
+    quick, and they may all come at once. As many may have proven themselves and not yet said who they are, and as many
+    may wait for `next`; later ones are refused.
     """
 
     def __init__(
@@ -88,6 +90,9 @@ class JoinListener:
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._awake, self._wake = bell()
         self._strangers: deque[socket.socket] = deque()
+        """Connections that have not proven themselves yet."""
+        self._nameless: deque[socket.socket] = deque()
+        """Connections that have, and have not said hello yet."""
         self._lock = threading.Lock()
         self._turned_away_because: str | None = None
         self._stopped = threading.Event()
@@ -124,8 +129,8 @@ class JoinListener:
         """Stop, and hang up on all who have not proven themselves yet; may be called twice."""
         self.stop(why)
         with self._lock:
-            strangers = list(self._strangers)
-        for connection in strangers:
+            unknown = [*self._strangers, *self._nameless]
+        for connection in unknown:
             _hang_up(connection)
         self._awake.close()
         self._wake.close()
@@ -137,14 +142,14 @@ class JoinListener:
             except OSError:  # stopped; or descriptors are short for a while
                 self._stopped.wait(_RETRY_S)
                 continue
-            self._note(connection)
+            self._note(connection, self._strangers)
             threading.Thread(target=self._greet, args=(connection,), daemon=True, name="plait greeting").start()
 
-    def _note(self, connection: socket.socket) -> None:
+    def _note(self, connection: socket.socket, crowd: deque[socket.socket]) -> None:
+        """Add a connection to a crowd, and hang up on the oldest where it grows too large."""
         with self._lock:
-            self._strangers.append(connection)
-            crowd = len(self._strangers) > self._greeted_at_most
-            oldest = self._strangers.popleft() if crowd else None
+            crowd.append(connection)
+            oldest = crowd.popleft() if len(crowd) > self._greeted_at_most else None
         if oldest is not None:
             _hang_up(oldest)
 
@@ -153,20 +158,23 @@ class JoinListener:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire = greet_joiner(connection, self._secret)
             self._forget(connection)
-            self._take_hello(wire)
+            self._note(connection, self._nameless)
+            hello = _hello(wire)
+            self._forget(connection)
         except (OSError, Refused, WireEnded):
             self.failed_attempts.add()
             self._forget(connection)
             connection.close()
+        else:
+            self._take_arrival(wire, hello)
 
-    def _take_hello(self, wire: Wire) -> None:
-        host_info = wire.receive(_HELLO_S)
-        if host_info is None or host_info.kind != "hello":
-            raise Refused("no hello")
+    def _take_arrival(self, wire: Wire, host_info: Mapping[str, Any]) -> None:
         link = HostConnection(wire, handlers={}, heartbeat=self._heartbeat, loop=self._loop)
-        arrival = Arrival(link=link, host_info=host_info.values)
+        arrival = Arrival(link=link, host_info=host_info)
         with self._lock:
             why = self._turned_away_because
+            if why is None and self._arrivals.qsize() >= self._greeted_at_most:
+                why = CROWDED_SENTENCE
             if why is None:
                 self._arrivals.put(arrival)
                 with contextlib.suppress(OSError):  # full: it rings already
@@ -175,12 +183,22 @@ class JoinListener:
             refuse_host(arrival.link, why)
 
     def _forget(self, connection: socket.socket) -> None:
-        with self._lock, contextlib.suppress(ValueError):
-            self._strangers.remove(connection)
+        with self._lock:
+            for crowd in (self._strangers, self._nameless):
+                with contextlib.suppress(ValueError):
+                    crowd.remove(connection)
+
+
+def _hello(wire: Wire) -> Mapping[str, Any]:
+    """What a host that has proven itself says of itself."""
+    hello = wire.receive(_HELLO_S)
+    if hello is None or hello.kind != "hello" or hello.blob:
+        raise Refused("no hello")
+    return hello.values
 
 
 def refuse_host(link: HostConnection, sentence: str) -> None:
-    """Tell a host why it is not admitted, and hang up."""
+    """Tell a host why it is not admitted, and hang up; never blocks."""
     link.part("refused", {"sentence": sentence})
 
 

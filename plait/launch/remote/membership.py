@@ -12,12 +12,14 @@ from plait.errors import PlaitError, StopSignal
 from plait.launch.local.site import WorkerHost
 from plait.launch.remote.host_numbering import HostIdentity, by_address, host_numbers
 from plait.launch.remote.link import HostConnection, part_from_all
-from plait.launch.remote.listener import FULL_SENTENCE, Arrival, JoinListener, refuse_host
+from plait.launch.remote.listener import CROWDED_SENTENCE, FULL_SENTENCE, Arrival, JoinListener, refuse_host
 from plait.launch.remote.remote_site import RemoteWorkerHost
 from plait.launch.remote.wire import Frame
 from plait.launch.values.job import SIGNAL_OF_LEAVING
 
 _LOOK_S = 0.2
+WAITING_AT_MOST = 64
+"""Hosts that wait to be taken in at the next checkpoint; later ones are asked to come again."""
 GIVEN_UP_SENTENCE = "host 0 gave up the run before all hosts were in; see what it printed"
 OVER_SENTENCE = "the run ended before this host was taken in; see what host 0 printed"
 WAITS_SENTENCE = "the run is at work; this host is taken in at its next checkpoint"
@@ -154,7 +156,7 @@ class Membership:
         """Stop listening, send those that wait home, and the members the last message of the run."""
         self._listener.close(OVER_SENTENCE if self.is_complete else GIVEN_UP_SENTENCE)
         for arrival in self._waiting:
-            refuse_host(arrival.link, OVER_SENTENCE)
+            refuse_host(arrival.link, OVER_SENTENCE)  # while the members are waited for below
         part_from_all([one.link for one in (self.members if self.is_complete else self._admitted)], "end", last)
 
     # As the MembershipEvents of a job.
@@ -164,8 +166,13 @@ class Membership:
 
     def look(self) -> None:
         """Refuse those that may not join; the others wait, and are told so."""
+        for arrival in [one for one in self._waiting if one.link.lost is not None]:
+            arrival.link.close()
+            self._waiting.remove(arrival)
         while self._joining == "open" and (arrival := self._listener.next(0)) is not None:
-            if self._is_let_in(arrival):
+            if len(self._waiting) >= WAITING_AT_MOST:
+                refuse_host(arrival.link, CROWDED_SENTENCE)
+            elif self._is_let_in(arrival):
                 self._waiting.append(arrival)
                 arrival.link.send("notice", {"sentence": WAITS_SENTENCE})
         self._tell_failed(time.monotonic())

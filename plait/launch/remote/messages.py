@@ -12,12 +12,32 @@ from plait.checked_json import SingleLine, typed_value
 from plait.errors import PlaitError
 from plait.launch.local.signals import StopSignal
 from plait.launch.local.site import KillOrder, RankEvent
+from plait.launch.remote.wire import BLOB_BYTES_AT_MOST
 from plait.launch.values.failure import RankRaised
 from plait.launch.values.job import RANKS_AT_MOST, Job, ReleasedBy
 from plait.launch.values.progress import RankProgress
 
 _T = TypeVar("_T")
 _RENDEZVOUS = re.compile(r"tcp://(\[[0-9a-f:.]+\]|[0-9.]+):[0-9]{1,5}/job-[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestKind:
+    """How many bytes may stand beside a request's and its reply's values, and how long the reply may take."""
+
+    blob_bytes: int = 0
+    reply_blob_bytes: int = 0
+    reply_within_s: float = 600.0
+    """Seconds in which the other host replies to nothing at all, after which it counts as lost."""
+
+
+REQUESTS: Mapping[str, RequestKind] = {
+    "take": RequestKind(reply_within_s=6 * 3600.0),  # it hashes the files that it has
+    "block": RequestKind(blob_bytes=BLOB_BYTES_AT_MOST, reply_within_s=3600.0),  # after the last one it waits for disks
+    "put": RequestKind(blob_bytes=BLOB_BYTES_AT_MOST),
+    "read": RequestKind(reply_blob_bytes=BLOB_BYTES_AT_MOST),
+}
+"""The requests that carry bytes or take long; all other requests, and all other frames, carry none."""
 
 
 class UnexpectedMessage(PlaitError):

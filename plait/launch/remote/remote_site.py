@@ -36,7 +36,7 @@ class RemoteWorkerHost:
     def read(self) -> list[RankEvent]:
         events: list[RankEvent] = []
         for frame in self.link.read():
-            if frame.kind == "event" and not self._over:
+            if frame.kind in ("event", "progress") and not self._over:
                 events += self._events(frame)
         if self.link.lost is not None and not self._over:
             events.append(self._end(self.link.lost))
@@ -66,6 +66,8 @@ class RemoteWorkerHost:
             report = parse_message(EventReport, frame.values)
             if report.number == self._number:
                 event = parse_event(report, self.job)
+                if ("progress" in event) != (frame.kind == "progress"):
+                    raise UnexpectedMessage("it sent one event as another; install the same commit on both")
                 if "progress" in event:
                     self._progress = [RankProgress(**one) for one in event["progress"]]
                 else:

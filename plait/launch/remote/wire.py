@@ -11,16 +11,21 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from plait.checked_json import typed_value
 from plait.errors import RunFailed
 from plait.launch.remote.json_text import parse_frame_text
+from plait.units import format_bytes
 
-BLOB_BYTES_AT_MOST = 64 << 20
+BLOB_BYTES_AT_MOST = 1 << 20
+"""Small enough that a slow link carries one between two heartbeats, and that a few of them fit into memory."""
 VALUES_BYTES_AT_MOST = 2 << 20
+UNSENT_BYTES_AT_MOST = 8 << 20
+"""Bytes that may wait in this process because the other end reads slowly."""
 STALL_S = 10.0
 _CHUNK_BYTES = 1 << 18
 # Note [frame]: length of what follows the first four bytes, a counter from 0 in each direction, length of the JSON;
@@ -49,6 +54,20 @@ class Frame:
     kind: str
     values: Mapping[str, Any]
     blob: bytes = b""
+    text: bytes = field(default=b"", repr=False, compare=False)
+    """The JSON as it arrived, from which `parse_frame` makes the frame again: values take many times its memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FrameText:
+    kind: str
+    values: Mapping[str, Any]
+
+
+def parse_frame(text: bytes, blob: bytes = b"") -> Frame:
+    """The frame whose JSON this is; raises ValueError where it is none."""
+    parsed = typed_value(_FrameText, parse_frame_text(text))
+    return Frame(kind=parsed.kind, values=parsed.values, blob=blob, text=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -60,7 +79,7 @@ class SessionKeys:
 
 
 class Wire:
-    """One end of an authenticated connection; `send` may be called from any thread, `receive` from one at a time.
+    """One end of an authenticated connection; any thread may send, one at a time may receive.
 
     Frames are authenticated, not encrypted. `peer` names the other end in sentences; `stall_s` is how long a frame may
     stand still halfway.
@@ -78,11 +97,52 @@ class Wire:
         self._received = 0
         self._rest = bytearray()
         self._sending = threading.Lock()
+        """Held while the queue changes, never while anything waits."""
+        self._unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
+        """Bytes of frames that the socket has not taken yet."""
+        self._took_s = time.monotonic()
 
     def send(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> None:
         """Send one frame; blocks while the other end is slow, raises WireEnded when it takes nothing any more."""
+        self.post(kind, values, blob)
+        while self.unsent_bytes:
+            if not self._is_writable(self.stall_s):
+                raise self.takes_no_data()
+            self.flush()
+
+    def post(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> None:
+        """Send as much of a frame as the socket takes now and leave the rest to `flush`; never blocks.
+
+        Raises WireEnded when the connection is over, or too much waits for the other end to read it.
+        """
         with self._sending:
-            self._send_locked(kind, values, blob)
+            if not self._unsent:
+                self._took_s = time.monotonic()
+            for piece in self._sealed(kind, values, blob):
+                self._unsent.append(memoryview(piece))
+                self.unsent_bytes += len(piece)
+            self._push()
+            if self.unsent_bytes > UNSENT_BYTES_AT_MOST:
+                raise self._ended(f"it read too slowly: {format_bytes(UNSENT_BYTES_AT_MOST)} were waiting for it")
+
+    def flush(self) -> None:
+        """Send as much of what is left as the socket takes now; never blocks. Raises WireEnded."""
+        with self._sending:
+            self._push()
+
+    def wait_until_below(self, nbytes: int, within_s: float) -> bool:
+        """Block until at most `nbytes` are left to send; false when the time is up first. Raises WireEnded."""
+        deadline = time.monotonic() + within_s
+        while self.unsent_bytes > nbytes:
+            if not self._is_writable(deadline - time.monotonic()):
+                return False
+            self.flush()
+        return True
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether the other end has taken nothing of what is left to send for `stall_s`."""
+        return self.unsent_bytes > 0 and now_s >= self._took_s + self.stall_s
 
     def receive(self, within_s: float) -> Frame | None:
         """The next frame, or None when nothing at all arrived in time; a frame that has begun is waited for.
@@ -118,23 +178,6 @@ class Wire:
         """What to raise where the other end read nothing for too long."""
         return self._ended(f"it took no data for {self.stall_s:g} s")
 
-    def try_send(self, kind: str) -> bool:
-        """Send a frame without values unless that would have to wait; false where the other end takes nothing now.
-
-        True, too, while another thread sends: then it is that one's to notice.
-        """
-        if not self._sending.acquire(blocking=False):
-            return True
-        try:
-            if not _ready(self._connection, select.POLLOUT, 0):
-                return False
-            self._send_locked(kind, {}, b"")
-        except OSError:
-            raise self._ended("its connection was closed") from None
-        finally:
-            self._sending.release()
-        return True
-
     def has_data(self) -> bool:
         """Whether something has arrived that nobody has read, or the other end has closed."""
         try:
@@ -154,7 +197,8 @@ class Wire:
         """Give the socket back; no thread may be using the wire any more."""
         self._connection.close()
 
-    def _send_locked(self, kind: str, values: Mapping[str, Any], blob: bytes) -> None:
+    def _sealed(self, kind: str, values: Mapping[str, Any], blob: bytes) -> Sequence[bytes]:
+        """The bytes of the next frame, in pieces."""
         text = json.dumps({"kind": kind, "values": values}, separators=(",", ":"), allow_nan=False).encode()
         if len(text) > VALUES_BYTES_AT_MOST or len(blob) > BLOB_BYTES_AT_MOST:
             raise ValueError(f"a frame of {len(text)} + {len(blob)} bytes is over the cap; send it in parts")
@@ -163,16 +207,24 @@ class Wire:
         self._sent += 1
         tag = _mac(self._keys.sending, head, blob)
         # Small frames in one piece; a large blob is not copied for it.
-        for piece in (head + blob + tag,) if len(blob) < _CHUNK_BYTES else (head, blob, tag):
-            self._push(memoryview(piece))
+        return (head + blob + tag,) if len(blob) < _CHUNK_BYTES else (head, blob, tag)
 
-    def _push(self, left: memoryview) -> None:
+    def _push(self) -> None:
         try:
-            while left:
-                with contextlib.suppress(BlockingIOError):
-                    left = left[self._connection.send(left) :]
-                if left and not _ready(self._connection, select.POLLOUT, self.stall_s):
-                    raise self.takes_no_data()
+            with contextlib.suppress(BlockingIOError):
+                while self._unsent:
+                    taken = self._connection.send(self._unsent[0])
+                    self._took_s = time.monotonic()
+                    self.unsent_bytes -= taken
+                    first = self._unsent.popleft()
+                    if taken < len(first):
+                        self._unsent.appendleft(first[taken:])
+        except OSError:
+            raise self._ended("its connection was closed") from None
+
+    def _is_writable(self, within_s: float) -> bool:
+        try:
+            return _ready(self._connection, select.POLLOUT, within_s)
         except OSError:
             raise self._ended("its connection was closed") from None
 
@@ -221,10 +273,9 @@ class Wire:
         if split > len(body) or text_bytes > VALUES_BYTES_AT_MOST:
             raise self._foreign("whose parts do not fit into it")
         try:
-            frame = typed_value(Frame, parse_frame_text(bytes(body[_PREFIX.size : split])))
+            return parse_frame(bytes(body[_PREFIX.size : split]), bytes(body[split:]))
         except ValueError as error:
             raise self._ended(f"it sent what is no message of plait ({error})") from None
-        return replace(frame, blob=bytes(body[split:]))
 
     def _foreign(self, how: str) -> WireEnded:
         return self._ended(f"its connection carried a frame {how}: altered on the way, or not from plait")
