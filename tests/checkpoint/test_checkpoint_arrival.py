@@ -79,7 +79,9 @@ def test_bytes_that_still_come_are_waited_for(staging: Path) -> None:
     thread = in_thread(trickle)
     await_parts(staging, 2, quiet_s=0.4)
     thread.join(5)
-    with pytest.raises(RunFailed, match=r"nothing came of the part of rank 2 from another host for .* earlier checkpoints, if"):
+    with pytest.raises(
+        RunFailed, match=r"nothing came of the part of rank 2 from another host for .* earlier checkpoints, if"
+    ):
         await_parts(staging, 3, quiet_s=0.1)
 
 

@@ -156,7 +156,7 @@ def _refusal_text(peer: Peer, error: OSError | PlaitError, folder: Path) -> str:
     if isinstance(error, PlaitError):
         why, mend = str(error).partition(";")[0], "free some space" if is_full_disk(error) else "mend that"
     else:
-        why, mend = f"on this host: {error.strerror}: {error.filename}", disk_advice(error)
+        why, mend = f"{error.strerror}: {error.filename or folder} on this host", disk_advice(error)
     return (
         f"could not save the checkpoint: the part from {peer.name} did not arrive ({why}); "
         f"{earlier_checkpoints(folder)}: {mend} and give the same command again"

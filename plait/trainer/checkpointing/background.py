@@ -345,7 +345,7 @@ class CheckpointSaver:
             write_rank(now.staging, self._world.index, slices)
             return
         try:
-            write_rank(now.staging, self._world.index, slices)
+            write_rank(now.staging, self._world.index, slices, when_full="clear own")
         except NoRoom as full:
             try:
                 self._carrier.put_in_memory(slices, now.state.step)
