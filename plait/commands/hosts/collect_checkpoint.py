@@ -102,8 +102,8 @@ class CheckpointCollector:
         self._from_memory[host] = count = self._from_memory.get(host, 0) + 1
         if count.bit_count() == 1:  # the first, second, fourth, … time
             text = (
-                f"warning  the disk of {host} is full, so its part of the checkpoint is sent here from its memory; free "
-                "some space there"
+                f"warning  the disk of {host} is full, so its part of the checkpoint is sent here from its memory; "
+                "free some space there"
             )
             self._on_message(Message(rank=0, kind=NOTE, values={"text": text}))
         return lambda name: PartSource(
