@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from plait.errors import RunFailed
@@ -38,6 +38,8 @@ def clean_stop(staging: Path, own: Collection[str] = ()) -> Iterator[None]:
         if full and own:
             for name in own:
                 (staging / name).unlink(missing_ok=True)
+            with suppress(OSError):  # it holds other ranks' files
+                staging.rmdir()
         else:
             shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, RunFailed):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -71,13 +71,20 @@ def share_out(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
     return [sorted(share) for share in shares]
 
 
-def write_rank(staging: Path, rank: int, tensors: Mapping[str, TensorSlice | Sequence[TensorSlice]]) -> None:
+def write_rank(
+    staging: Path,
+    rank: int,
+    tensors: Mapping[str, TensorSlice | Sequence[TensorSlice]],
+    *,
+    when_full: Literal["clear all", "clear own"] = "clear all",
+) -> None:
     """Write this rank's slices of global tensors, durably; every rank of a job calls it, with {} if it has none.
 
-    Blocks until the disk has the bytes. Device tensors pass through host memory piece by piece. Raises RunFailed.
+    Blocks until the disk has the bytes. Device tensors pass through host memory piece by piece. Raises RunFailed, and
+    NoRoom where the disk is full: then it removes the folder, or only its own files, as other ranks' may be fetched.
     """
     file, name = part_files(rank)
-    with clean_stop(staging, (file, name, partial_name(name))):
+    with clean_stop(staging, (file, name, partial_name(name)) if when_full == "clear own" else ()):
         header, parts, local = rank_layout(rank, tensors)
         for made in (staging.parent, staging):  # not what is above: a run's folder that was moved is not made anew
             made.mkdir(exist_ok=True)

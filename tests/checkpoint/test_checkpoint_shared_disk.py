@@ -88,5 +88,5 @@ def test_parts_are_awaited_by_listing_the_folder_not_by_asking_for_their_names(
     coming.start()
     await_parts(tmp_path, 2, quiet_s=10)
     assert not [path for path in asked if path.name in (first, second)]
-    with pytest.raises(RunFailed, match="the part of rank 2 did not arrive"):
+    with pytest.raises(RunFailed, match="nothing came of the part of rank 2"):
         await_parts(tmp_path, 3, quiet_s=0.1)

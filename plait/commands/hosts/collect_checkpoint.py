@@ -102,8 +102,8 @@ class CheckpointCollector:
         self._from_memory[host] = count = self._from_memory.get(host, 0) + 1
         if count.bit_count() == 1:  # the first, second, fourth, … time
             text = (
-                f"warning  the disk of {host} is full, so its part of the checkpoint is sent here from memory; free "
-                "some space there"
+                f"warning  the disk of {host} is full, so its part of the checkpoint is sent here from its memory; "
+                "free some space there"
             )
             self._on_message(Message(rank=0, kind=NOTE, values={"text": text}))
         return lambda name: PartSource(
@@ -156,7 +156,7 @@ def _refusal_text(peer: Peer, error: OSError | PlaitError, folder: Path) -> str:
     if isinstance(error, PlaitError):
         why, mend = str(error).partition(";")[0], "free some space" if is_full_disk(error) else "mend that"
     else:
-        why, mend = f"on this host: {error.strerror}: {error.filename}", disk_advice(error)
+        why, mend = f"{error.strerror}: {error.filename or folder} on this host", disk_advice(error)
     return (
         f"could not save the checkpoint: the part from {peer.name} did not arrive ({why}); "
         f"{earlier_checkpoints(folder)}: {mend} and give the same command again"

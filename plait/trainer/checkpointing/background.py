@@ -242,7 +242,7 @@ class CheckpointSaver:
             while now.thread is not None and now.thread.is_alive() and time.monotonic() < until_s:
                 now.thread.join(_LOOK_S)
                 self._reports.progress.moved(now.arrived_bytes)
-                line = told.look(now.arrived_bytes, self._reports.stop_requested())
+                line = told.look(now.arrived_bytes, stop_requested=self._reports.stop_requested())
                 if line and self._world.index == 0:
                     self._reports.say(line)
             writes = now.thread is not None and now.thread.is_alive()
@@ -345,7 +345,7 @@ class CheckpointSaver:
             write_rank(now.staging, self._world.index, slices)
             return
         try:
-            write_rank(now.staging, self._world.index, slices)
+            write_rank(now.staging, self._world.index, slices, when_full="clear own")
         except NoRoom as full:
             try:
                 self._carrier.put_in_memory(slices, now.state.step)

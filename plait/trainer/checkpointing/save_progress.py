@@ -23,7 +23,7 @@ class SaveProgress:
         """When bytes were first seen, after how many seconds, and how many."""
         self._stops = was_stopped
 
-    def look(self, arrived_bytes: int, stop_requested: bool = False) -> str:
+    def look(self, arrived_bytes: int, *, stop_requested: bool = False) -> str:
         """A line for the log where one is due, else "": after five seconds and then ever less often, and at once when a
         stop is requested. `arrived_bytes` are on rank 0's disk by now, whoever wrote them."""
         waited_s = self._clock() - self._began_s
