@@ -11,6 +11,7 @@ from typing import Any
 
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
+from plait.interop.links import refuse_links_out
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -34,7 +35,9 @@ class StoredTensor:
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder's safetensors files, by name; raises PlaitError for missing and damaged files."""
+    """All tensors of a folder's safetensors files, by name; raises PlaitError for missing and damaged files, and for
+    links out of the folder."""
+    refuse_links_out(folder, (INDEX, "*.safetensors"))
     try:
         if (folder / INDEX).exists():
             return _indexed(folder)
