@@ -43,7 +43,7 @@ init_lora_weights alone, and the width of QA-LoRA's groups with use_qalora."""
 
 _USUAL_ALPHA = 8
 """PEFT's lora_alpha, where an adapter_config.json has none."""
-MATCH_S, _MATCH_BYTES = 5, 1 << 29
+MATCH_S, _MATCH_BYTES = 2, 1 << 29
 _MATCHER = f"""
 import json, re, resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, ({MATCH_S}, {MATCH_S}))
@@ -99,7 +99,7 @@ def _first_matches(file: Path, keys: list[str], modules: Sequence[str]) -> list[
     """For each module the first of the keys that matches it as PEFT's get_pattern_key matches, or None.
 
     The keys are a stranger's expressions, and one of nested quantifiers takes longer than the universe is old: they are
-    compared in a process of their own that the system ends after some seconds of computing.
+    compared in a process of their own that the system ends after two seconds of computing.
     """
     request = json.dumps([keys, modules])
     done = subprocess.run(
