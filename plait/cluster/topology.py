@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from plait.cluster.probe.limits import OWN_CGROUP, ROOT, cpu_quotas
+from plait.cluster.core_limits import OWN_CGROUP, ROOT, cpu_quotas
 from plait.version import __version__
 
 MachineDevice = Literal["cpu", "cuda"]

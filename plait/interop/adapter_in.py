@@ -3,7 +3,7 @@ beside that model's weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isclose, sqrt
 from pathlib import Path
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
 from plait.interop.adapter_out import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_KEY
-from plait.interop.configs.adapter_values import alpha_of, check_adapter_values
+from plait.interop.configs.adapter_values import alphas_of, check_adapter_values
+from plait.interop.links import refuse_links_out
 from plait.interop.peft_names import PeftModule, peft_modules
 from plait.model.adapter_shape import AdapterShape, AdapterTarget
 from plait.model.gpt import GPT
@@ -39,21 +40,27 @@ class LoadedAdapter:
 def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     """The adapter in a folder for a model of this family and shape; raises PlaitError where it is of another model, or
     of a kind that plait does not compute."""
+    refuse_links_out(folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     config = _config(folder)
     tensors, metadata = _tensors(folder / ADAPTER_WEIGHTS)
     modules = _modules_present(folder, peft_modules(family, shape, linear_layers(shape)), tensors, shape)
-    rank = _count(folder, config, "r")
+    pairs = [(tensors[module.key("A")], tensors[module.key("B")]) for module in modules]
+    for module, pair in zip(modules, pairs, strict=True):
+        _check_pair(folder, module, pair)
+    rank = _common_rank(modules, pairs, _count(folder, config, "r"))
     weights: dict[str, Tensor] = {}
-    scales: list[float] = []
-    for module in modules:
-        pair = tensors[module.key("A")], tensors[module.key("B")]
+    for module, pair in zip(modules, pairs, strict=True):
         weights |= _own_weights(folder, module, pair, rank)
-        scales.append(_scale(folder, config, module, pair[0].shape[0]))
+    alphas = alphas_of(folder / ADAPTER_CONFIG, config, [module.name for module in modules])
+    # A module's product is multiplied by its alpha over its own rank, or over the root of it.
+    own_ranks = [sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0] for a, _ in pairs]
+    scales = [alpha / own for alpha, own in zip(alphas, own_ranks, strict=True)]
     if not all(isclose(scale, scales[0], rel_tol=1e-6) for scale in scales):
         raise PlaitError(f"{folder} gives its modules unlike scales (alpha_pattern), which plait does not compute")
     variant = "rslora" if config.get("use_rslora") else "lora"
     alpha = scales[0] * (sqrt(rank) if variant == "rslora" else rank)
     _check_sizes(folder, weights, rank, shape)
+    _refuse_not_finite(folder, tensors)
     targets = _targets(folder, modules, shape)
     adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=variant)
     return LoadedAdapter(shape=adapter, weights=weights, base=metadata.get(BASE_KEY, ""))
@@ -129,36 +136,59 @@ def _targets(folder: Path, modules: list[PeftModule], shape: ModelShape) -> tupl
     return tuple(target for target in linear_layers(shape) if target in each[0])
 
 
-def _scale(folder: Path, config: Mapping[str, Any], module: PeftModule, rank: int) -> float:
-    """What multiplies a module's product: its alpha over its own rank, or over the root of it."""
-    alpha = alpha_of(folder / ADAPTER_CONFIG, config, module.name)
-    return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _own_weights(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -> dict[str, Tensor]:
-    """A and B of each linear layer of ours in one of PEFT's modules."""
+def _check_pair(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor]) -> None:
+    """Raise PlaitError where a module's tensors are not the A and the B of an adapter."""
     a, b = pair
     if a.ndim != 2 or b.ndim != 2 or not a.numel() or a.shape[0] != b.shape[1] or b.shape[0] % module.parts:
         raise PlaitError(
             f"{module.name} in {folder / ADAPTER_WEIGHTS} has the shapes {list(a.shape)} and {list(b.shape)}, which "
             "are no adapter's: was it saved from one of several ranks?"
         )
-    outputs, blocks = b.shape[0] // module.parts, a.shape[0] // rank
-    weights: dict[str, Tensor] = {}
+
+
+def _common_rank(modules: Sequence[PeftModule], pairs: Sequence[tuple[Tensor, Tensor]], r: int) -> int:
+    """The rank of every module: r, unless rank_pattern gives another one to each of them."""
+    ranks = {a.shape[0] for a, _ in pairs}
+    if len(ranks) > 1 or r in ranks:
+        return r
+    fused = [(module, pair) for module, pair in zip(modules, pairs, strict=True) if module.parts > 1]
+    if len(fused) == len(modules) and all(_filled_blocks(module, pair, r) is not None for module, pair in fused):
+        return r  # adapters of ours, several in each module
+    return ranks.pop()
+
+
+def _filled_blocks(module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -> dict[int, slice] | None:
+    """For each part of a module that holds several adapters of ours, which rows of A and columns of B are its own; None
+    where a part uses others as well."""
+    a, b = pair
+    if a.shape[0] % rank:
+        return None
+    outputs, blocks = b.shape[0] // module.parts, [slice(at, at + rank) for at in range(0, a.shape[0], rank)]
+    found: dict[int, slice] = {}
+    for part in module.targets:
+        rows = b[part * outputs : (part + 1) * outputs]
+        filled = int(rows.count_nonzero())
+        columns = next((one for one in blocks if int(rows[:, one].count_nonzero()) == filled), None)
+        if columns is None:
+            return None
+        found[part] = columns
+    return found
+
+
+def _own_weights(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -> dict[str, Tensor]:
+    """A and B of each linear layer of ours in one of PEFT's modules."""
+    a, b = pair
+    outputs, weights = b.shape[0] // module.parts, dict[str, Tensor]()
+    every = dict.fromkeys(module.targets, slice(None))
+    columns = every if a.shape[0] == rank else _filled_blocks(module, pair, rank)
+    if columns is None:
+        raise PlaitError(
+            f"{module.name} in {folder} has the rank {a.shape[0]} beside {rank} (rank_pattern), which plait does not "
+            "compute"
+        )
     for part, target in module.targets.items():
         rows = b[part * outputs : (part + 1) * outputs]
-        if a.shape[0] == rank:
-            own = a, rows
-        else:
-            every = [slice(first, first + rank) for first in range(0, blocks * rank, rank)]
-            filled = int(rows.count_nonzero())
-            columns = next((one for one in every if int(rows[:, one].count_nonzero()) == filled), None)
-            if a.shape[0] != blocks * rank or columns is None:
-                raise PlaitError(
-                    f"{module.name} in {folder} has the rank {a.shape[0]} beside {rank} (rank_pattern), which plait "
-                    "does not compute"
-                )
-            own = a[columns], rows[:, columns]
+        own = a[columns[part]], rows[:, columns[part]]
         name = f"layers.{module.layer}.{target}"
         weights |= {f"{name}.{ADAPTER_A}": own[0].contiguous(), f"{name}.{ADAPTER_B}": own[1].contiguous()}
     return weights
@@ -175,6 +205,16 @@ def _check_sizes(folder: Path, weights: Mapping[str, Tensor], rank: int, shape: 
             raise PlaitError(
                 f"the adapter in {folder} is of another base: its {name} has the shape {list(weight.shape)}, and this "
                 f"model asks for {list(wanted)}; name the model that it was trained on"
+            )
+
+
+def _refuse_not_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise PlaitError, naming the first, where a weight is NaN or infinite."""
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise PlaitError(
+                f"{name} in {folder / ADAPTER_WEIGHTS} holds NaN or infinity, so nothing can be computed with it; "
+                "download it again, or take an earlier one"
             )
 
 

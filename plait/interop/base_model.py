@@ -13,6 +13,7 @@ from plait.checked_json import parse_json
 from plait.errors import PlaitError
 from plait.interop.config_in import family_of, shape_of_config
 from plait.interop.families import MODEL_FAMILIES, Family, StoredName, fused_name, stored_name
+from plait.interop.links import inside
 from plait.interop.tensor_files import INDEX, StoredTensor, list_tensors, same_numbers
 from plait.model.shape import ModelShape
 from plait.model.weights import stored_sizes
@@ -63,9 +64,9 @@ def needed_files(base: BaseModel) -> tuple[str, ...]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder; raises PlaitError where there is none."""
+    """config.json of a folder; raises PlaitError where there is none, and where it is a link out of the folder."""
     try:
-        values = parse_json(read_regular_file(folder / CONFIG, SMALL_FILE_BYTES))
+        values = parse_json(read_regular_file(inside(folder, folder / CONFIG), SMALL_FILE_BYTES))
     except FileNotFoundError:
         raise PlaitError(
             f"there is no {CONFIG} in {folder}; name the folder of a model, a .gguf file or a run"
@@ -114,9 +115,12 @@ def _places(
     fused = bool(family.fused) and any(name.endswith(FUSED_END) for name in tensors)
     tensors = {name: _as_matrix(one) for name, one in tensors.items()} if fused else tensors
     places: dict[str, WeightPlace] = {}
+    head = family.names["head.weight"].name
     for name, sizes in stored_sizes(shape).items():
         stored = fused_name(family, name, shape.size_of("experts")) if fused else stored_name(family, name)
         own = stored.name if prefix else stored.name.removeprefix(family.prefix)
+        if name == "embed.tokens.weight" and shape.tied and own not in tensors and head in tensors:
+            own = head  # one table under the head's name alone
         if own not in tensors:
             raise PlaitError(
                 f"{folder} lacks the weight {own}; bring all files of the model, and the config.json of it"
@@ -127,13 +131,13 @@ def _places(
                 f"{own} in {folder} has the shape {list(tensors[own].shape)}, and config.json asks for {list(wanted)}; "
                 "bring the config.json of these weights"
             )
-    head = family.names["head.weight"].name
     if shape.tied and head in tensors:
         _refuse_another_head(folder, tensors[head], places["embed.tokens.weight"].stored)
     used = {place.stored.name for place in places.values()}
     for name in tensors:
         tied = shape.tied and name == head
-        if name not in used and not tied and not name.endswith(family.ignored):
+        empty = 0 in tensors[name].shape  # as of no shared experts
+        if name not in used and not tied and not empty and not name.endswith(family.ignored):
             raise PlaitError(
                 f"{folder} has a weight {name} that its config.json does not ask for; bring the config.json of these "
                 "weights, or take that weight out"

@@ -5,13 +5,14 @@ What a key means, and its value where it is left out, follows transformers' own 
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Mapping
+from typing import Any
 
 from plait.errors import PlaitError
 from plait.interop.configs.latent_values import LATENT_FAMILY, deepseek_mixture, latent_of_config
 from plait.interop.configs.mixture_values import MIXTURE_FAMILIES, mixture_of_config
 from plait.interop.configs.rope_values import rope_of_config
-from plait.interop.configs.values import ConfigValues, count_of, number_of, require
+from plait.interop.configs.values import ConfigValues, count_of, flag_of, number_of, require
 from plait.interop.families import MODEL_FAMILIES
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import Bias, ModelShape
@@ -25,27 +26,65 @@ def family_of(values: ConfigValues) -> str:
     kind = values.get("model_type")
     if isinstance(kind, str) and kind in MODEL_FAMILIES:
         return kind
-    near = difflib.get_close_matches(str(kind), MODEL_FAMILIES, n=1, cutoff=0.4)
-    nearest = f"the nearest is {near[0]}" if near else "choose a model of one of these families"
+    near = _nearest_family(values)
+    nearest = f"the nearest in architecture is {near}" if near else "choose a model of one of these families"
     raise PlaitError(
         f"model_type {kind!r:.40} in config.json is none that plait reads: {', '.join(MODEL_FAMILIES)}; {nearest}"
     )
 
 
+def _nearest_family(values: ConfigValues) -> str:
+    """The family whose architecture is most like that of an unknown one, by the keys of its config.json; empty where it
+    is no decoder with attention."""
+    keys = {key for key, value in values.items() if value is not None and value is not False}
+    classes = values.get("architectures")
+    named = " ".join(map(str, classes)) if isinstance(classes, list) else ""
+    decodes = not named or "CausalLM" in named or "LMHead" in named
+    heads = {"num_attention_heads", "n_head", "n_heads", "num_heads"} & keys
+    if "is_encoder_decoder" in keys or not decodes or not heads:
+        return ""
+    if "kv_lora_rank" in keys:
+        return LATENT_FAMILY
+    if keys & {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}:
+        return "mixtral" if "num_local_experts" in keys and "moe_intermediate_size" not in keys else "qwen3_moe"
+    if "rms_norm_eps" not in keys:  # a LayerNorm
+        return "gpt2"
+    if {"use_qk_norm", "qk_norm", "use_sliding_window", "max_window_layers"} & keys:
+        return "qwen3"
+    return "mistral" if "sliding_window" in keys else "llama"
+
+
 def shape_of_config(config: ConfigValues) -> ModelShape:
     """The shape that a config.json describes, with its longest sequence; raises PlaitError for what plait lacks."""
     family = family_of(config)
-    values = {**MODEL_FAMILIES[family].defaults, **config}
+    values = {**MODEL_FAMILIES[family].defaults, **_without_aliases(config, MODEL_FAMILIES[family].aliases)}
+    require(values, "is_causal", (True,))
+    require(values, "per_layer_config", (None, {}))
     if values.get("quantization_config") is not None:
         raise PlaitError("config.json is of quantized weights, which plait does not read; take the model in bf16")
     return _gpt2_shape(values) if family == "gpt2" else _llama_shape(family, values)
 
 
+def _without_aliases(config: ConfigValues, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """The values under each key's own name; raises PlaitError where a key and its alias disagree, of which transformers
+    takes the alias."""
+    values = dict(config)
+    for alias, key in aliases.items():
+        if values.get(alias, values.get(key)) != values.get(key, values.get(alias)):
+            raise PlaitError(
+                f"{key} and {alias} in config.json are two names of one number, and the file has {values[key]!r:.40} "
+                f"and {values[alias]!r:.40}; remove the wrong one"
+            )
+        if alias in values:
+            values[key] = values.pop(alias)
+    return values
+
+
 def _gpt2_shape(values: ConfigValues) -> ModelShape:
     width, heads = count_of(values, "n_embd"), count_of(values, "n_head")
     require(values, "activation_function", _TANH_GELU)
-    require(values, "scale_attn_weights", (True, None))
-    require(values, "add_cross_attention", (False, None))
+    require(values, "scale_attn_weights", (True,))
+    require(values, "add_cross_attention", (False,))
     positions = count_of(values, "n_positions")
     return ModelShape(
         layers=_layers(values, "n_layer"),
@@ -62,16 +101,16 @@ def _gpt2_shape(values: ConfigValues) -> ModelShape:
         activation="gelu",
         positions="learned",
         bias="all",
-        tied=bool(values["tie_word_embeddings"]),
-        attention_scale="head and layer" if values.get("scale_attn_by_inverse_layer_idx") else "head",
+        tied=flag_of(values, "tie_word_embeddings", default=True),
+        attention_scale="head and layer" if flag_of(values, "scale_attn_by_inverse_layer_idx") else "head",
     )
 
 
 def _llama_shape(family: str, values: ConfigValues) -> ModelShape:
     width, heads = count_of(values, "hidden_size"), count_of(values, "num_attention_heads")
-    require(values, "hidden_act", ("silu", "swish", None))
+    require(values, "hidden_act", ("silu", "swish"))
     layers = _layers(values, "num_hidden_layers")
-    theta, scaling, rope = rope_of_config(values)
+    theta, scaling, rope = rope_of_config(values, MODEL_FAMILIES[family].default_theta)
     latent = latent_of_config(values, rope if scaling else {}) if family == LATENT_FAMILY else None
     return ModelShape(
         layers=layers,
@@ -90,7 +129,7 @@ def _llama_shape(family: str, values: ConfigValues) -> ModelShape:
         qk_norm_width="all heads" if family == "olmoe" else "head",
         mixture=_mixture(family, values, layers),
         latent=latent,
-        tied=bool(values.get("tie_word_embeddings", False)),
+        tied=flag_of(values, "tie_word_embeddings"),
         windows=_windows(family, values, layers),
     )
 
@@ -111,8 +150,8 @@ def _mixture(family: str, values: ConfigValues, layers: int) -> MixtureShape | N
 def _bias(family: str, values: ConfigValues) -> Bias:
     if family == "qwen2":
         return "qkv"
-    attention = family not in ("mistral", "mixtral") and bool(values.get("attention_bias"))
-    feedforward = family == "llama" and bool(values.get("mlp_bias"))
+    attention = family not in ("mistral", "mixtral", LATENT_FAMILY) and flag_of(values, "attention_bias")
+    feedforward = family == "llama" and flag_of(values, "mlp_bias")
     if attention and feedforward:
         return "all"
     return "attention" if attention else "feedforward" if feedforward else "none"
@@ -120,12 +159,18 @@ def _bias(family: str, values: ConfigValues) -> Bias:
 
 def _windows(family: str, values: ConfigValues, layers: int) -> tuple[int, ...]:
     """The window of each layer; empty where no layer has one."""
-    if family in ("llama", "olmoe", LATENT_FAMILY) or values.get("sliding_window") is None:
+    if family in ("llama", "olmoe", LATENT_FAMILY):
         return ()
-    if family in ("qwen2", "qwen3", "qwen3_moe") and not values["use_sliding_window"]:
+    kinds = values.get("layer_types")
+    is_off = family in ("qwen2", "qwen3", "qwen3_moe") and not flag_of(values, "use_sliding_window")
+    if is_off or values.get("sliding_window") is None:
+        if family in ("qwen2", "qwen3") and isinstance(kinds, list) and "sliding_attention" in kinds:
+            raise PlaitError(
+                "layer_types in config.json names sliding_attention, and use_sliding_window or sliding_window turns it "
+                "off; make them agree"
+            )
         return ()
     window = count_of(values, "sliding_window")
-    kinds = values.get("layer_types")
     # A mistral with layer_types is what transformers calls a ministral.
     if family in ("mixtral", "qwen3_moe") or (family == "mistral" and kinds is None):
         return (window,) * layers

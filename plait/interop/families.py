@@ -43,6 +43,10 @@ class Family:
     read; "": there are none."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of keys that config.json leaves out."""
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Other names of keys, as transformers' class has them in its attribute_map."""
+    default_theta: float = 10_000.0
+    """rope_theta where config.json has none."""
 
 
 def _same(name: str) -> dict[str, StoredName]:
@@ -159,6 +163,8 @@ def _like_llama(
     fused: Mapping[str, StoredName] | None = None,
     *,
     ahead: str = "",
+    aliases: Mapping[str, str] | None = None,
+    default_theta: float = 10_000.0,
     **defaults: Any,
 ) -> Family:
     return Family(
@@ -169,6 +175,8 @@ def _like_llama(
         ignored=(".rotary_emb.inv_freq",),
         ahead=ahead,
         defaults=defaults,
+        aliases=aliases or {},
+        default_theta=default_theta,
     )
 
 
@@ -179,9 +187,11 @@ _QWEN_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_EXPERTS = {"num_local_experts": "num_experts"}
 _EIGHT: dict[str, Any] = {"num_experts_per_tok": 8, "norm_topk_prob": False}
 _DEEPSEEK_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "first_k_dense_replace": 3, "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
     "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "q_lora_rank": 1536,
 }  # fmt: skip
 MODEL_FAMILIES: dict[str, Family] = {
@@ -196,32 +206,54 @@ MODEL_FAMILIES: dict[str, Family] = {
             "activation_function": "gelu_new",
             "tie_word_embeddings": True,
         },
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
     ),
     "llama": _like_llama("LlamaForCausalLM", LLAMA_NAMES, max_position_embeddings=2048, rms_norm_eps=1e-6),
     "mistral": _like_llama(
-        "MistralForCausalLM", LLAMA_NAMES, max_position_embeddings=131072, rms_norm_eps=1e-6, sliding_window=4096
+        "MistralForCausalLM",
+        LLAMA_NAMES,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-6,
+        sliding_window=4096,
+        num_key_value_heads=8,
     ),
-    "qwen2": _like_llama("Qwen2ForCausalLM", LLAMA_NAMES, **_QWEN_DEFAULTS),
-    "qwen3": _like_llama("Qwen3ForCausalLM", LLAMA_NAMES, **_QWEN_DEFAULTS, head_dim=128),
+    "qwen2": _like_llama("Qwen2ForCausalLM", LLAMA_NAMES, **_QWEN_DEFAULTS, num_key_value_heads=32),
+    "qwen3": _like_llama("Qwen3ForCausalLM", LLAMA_NAMES, **_QWEN_DEFAULTS, num_key_value_heads=32, head_dim=128),
     "mixtral": _like_llama(
         "MixtralForCausalLM",
         MIXTRAL_NAMES,
         FUSED_EXPERTS,
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
-        rope_theta=1e6,
+        default_theta=1e6,
+        aliases={"num_experts": "num_local_experts"},
+        num_local_experts=8,
         num_key_value_heads=8,
         num_experts_per_tok=2,
     ),
     "olmoe": _like_llama(
-        "OlmoeForCausalLM", OLMOE_NAMES, FUSED_EXPERTS, **_EIGHT, max_position_embeddings=4096, rms_norm_eps=1e-5
+        "OlmoeForCausalLM",
+        OLMOE_NAMES,
+        FUSED_EXPERTS,
+        aliases=_EXPERTS,
+        **_EIGHT,
+        num_experts=64,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
     ),
     "qwen3_moe": _like_llama(
         "Qwen3MoeForCausalLM",
         QWEN_MOE_NAMES,
         FUSED_EXPERTS,
+        aliases=_EXPERTS,
         **_QWEN_DEFAULTS,
         **_EIGHT,
+        num_experts=128,
         num_key_value_heads=4,
         moe_intermediate_size=768,
         decoder_sparse_step=1,
@@ -232,6 +264,7 @@ MODEL_FAMILIES: dict[str, Family] = {
         DEEPSEEK_NAMES,
         FUSED_EXPERTS,
         ahead=_LAYER,
+        aliases={"num_local_experts": "n_routed_experts"},
         **_DEEPSEEK_DEFAULTS,
     ),
 }

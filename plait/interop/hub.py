@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError, installing
-from plait.interop.small_files import CONFIGS, LICENCES, TOKENIZER
+from plait.interop.small_files import MODEL_FILES
 
 PREFIX = "hub:"
-FETCHED = (*CONFIGS, *TOKENIZER, *LICENCES, "*.safetensors", "model.safetensors.index.json")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -30,7 +29,7 @@ def fetch_model(source: str) -> Path:
             f"{source} needs the package huggingface_hub; bring it: {installing('huggingface_hub')}"
         ) from None
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FETCHED)))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(MODEL_FILES)))
     except Exception as error:  # its own kinds, those of its HTTP library, and OSError: none has a common parent
         raise PlaitError(
             f"{source} cannot be fetched ({_reason(error)}); check the name, the network and HF_TOKEN"

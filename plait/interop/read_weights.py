@@ -73,7 +73,21 @@ def file_tensors(model: GPT) -> Iterator[tuple[str, Tensor]]:
 
 def _fill_box(place: WeightPlace, box: Box, tensor: Tensor, open_file: _Opener) -> None:
     for block, target in _blocks(place, box, tensor):
-        target.copy_(_read(open_file(place.stored.file), place.stored, block))
+        numbers = _read(open_file(place.stored.file), place.stored, block)
+        numbers = numbers.to(target.dtype) if numbers.dtype == torch.float64 else numbers
+        _refuse_not_finite(numbers, place.stored)
+        target.copy_(numbers)
+
+
+def _refuse_not_finite(numbers: Tensor, stored: StoredTensor) -> None:
+    """Raise PlaitError where a weight is NaN or infinite: nothing can be computed with it."""
+    if torch.isfinite(numbers.sum(dtype=torch.float32)) or torch.isfinite(numbers).all():  # the sum is faster
+        return
+    what = "NaN" if torch.isnan(numbers).any() else "infinity"
+    raise PlaitError(
+        f"{stored.name} in {stored.file} holds {what}, which is no weight that a model can compute with; download the "
+        "file again, or take an earlier checkpoint of that model"
+    )
 
 
 def _mean_row(place: WeightPlace, sizes: tuple[int, ...], open_file: _Opener) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
+from plait.interop.links import refuse_links_out
 from plait.regular_file import open_regular_file, read_regular_file
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -35,7 +36,9 @@ class StoredTensor:
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder's safetensors files, by name; raises PlaitError for missing and damaged files."""
+    """All tensors of a folder's safetensors files, by name; raises PlaitError for missing and damaged files, and for
+    links out of the folder."""
+    refuse_links_out(folder, (INDEX, "*.safetensors"))
     try:
         if (folder / INDEX).exists():
             return _indexed(folder)

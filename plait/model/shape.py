@@ -96,7 +96,8 @@ class ModelShape:
             checks.check_count(name, getattr(self, name), most)
         for name, choices in _CHOICES.items():
             checks.check_shape_value(name, getattr(self, name), get_args(choices))
-        checks.check_head_counts(self.heads, self.kv_heads, self.head_width, self.positions)
+        rotary_width = self.head_width if self.positions == "rope" and self.latent is None else 0
+        checks.check_head_counts(self.heads, self.kv_heads, rotary_width)
         checks.check_position_numbers(self.windows, self.layers, self.sequence, self.learned_positions)
         if self.rope is not None and self.positions != "rope":
             raise PlaitError('rotary frequencies are stretched and positions are learned; choose positions = "rope"')
@@ -152,7 +153,10 @@ class ModelShape:
         """Plain values for JSON; `from_dict` reads them back."""
         defaults = {field.name: field.default for field in fields(self)}
         left_out = {name for name in _LATER_FIELDS if getattr(self, name) == defaults[name]}
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
+        values = {name: value for name, value in asdict(self).items() if name not in left_out}
+        if self.mixture is not None and not self.mixture.plain_layers:
+            del values["mixture"]["plain_layers"]  # a later field
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelShape:

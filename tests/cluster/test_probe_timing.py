@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.probe.limits import core_share
+from plait.cluster.core_limits import core_share
 from plait.cluster.probe.timing import (
     LEAST_ROUNDS,
     MOST_ROUNDS,

@@ -84,7 +84,10 @@ def two_sets(folder: Path) -> None:
 CASES: dict[str, tuple[Break, str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "there is no config.json in"),
     "a config that is no JSON": (lambda folder: (folder / "config.json").write_text("{") and None, "is not usable"),
-    "an unknown family": (config(model_type="qwen3_next"), "is none that plait reads.*the nearest is qwen3"),
+    "an unknown family": (
+        config(model_type="qwen3_next"),
+        "is none that plait reads.*the nearest in architecture is llama",
+    ),
     "no family": (config(model_type="absent"), "model_type None"),
     "a missing key": (config(hidden_size="absent"), "config.json lacks hidden_size"),
     "an odd number": (config(num_hidden_layers=2.5), "num_hidden_layers in config.json is 2.5"),

@@ -228,7 +228,7 @@ def test_other_experts_beside_latents_are_named() -> None:
         ({"attention_bias": True}, "attention_bias in config.json is True"),
         ({"scoring_func": "softmax"}, "scoring_func in config.json is 'softmax', and plait computes sigmoid"),
         ({"topk_method": "greedy"}, "topk_method in config.json"),
-        ({"qk_rope_head_dim": 3}, "rope_head_width is 3; choose an even one"),
+        ({"qk_rope_head_dim": 3, "head_dim": 3}, "rope_head_width is 3; choose an even one"),
         ({"num_key_value_heads": 7}, "kv_heads"),
         ({"kv_lora_rank": 0}, "kv_lora_rank in config.json is 0; it should be a whole number above 0"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rotary positions of type 'dynamic'"),

@@ -11,7 +11,7 @@ from plait.interop.base_fingerprint import base_fingerprint
 from plait.interop.base_model import read_base_model
 from plait.interop.gguf import convert_gguf
 from plait.interop.hub import PREFIX, fetch_model
-from plait.interop.small_files import CONFIGS, LICENCES, TOKENIZER, copy_small_files
+from plait.interop.small_files import CONFIGS, LICENCES, TOKENIZER, copy_small_files, refuse_model_links
 from plait.planner.derive.adapters import refuse_pairs
 from plait.planner.derive.model_size import BaseFacts
 from plait.private_folder import make_private_folder
@@ -55,14 +55,17 @@ def is_model_source(name: str, working: WorkingFolder) -> bool:
 
 def model_folder(source: str, working: WorkingFolder) -> Path:
     """The folder of a model in Hugging Face's format: the one named, or that which a .gguf file was converted to or a
-    hub's files were fetched to, once. Raises PlaitError where there is none."""
+    hub's files were fetched to, once. Raises PlaitError where there is none, and for links that lead out of it."""
     if source.startswith(PREFIX):
-        return fetch_model(source)
+        fetched = fetch_model(source)
+        refuse_model_links(fetched)
+        return fetched
     folder = (working.path / source).absolute()
     if source.endswith(GGUF) and not folder.is_dir():
         return _converted(folder, working.cache / "models")
     if not folder.is_dir():
         raise PlaitError(f'there is no folder "{source}"; name the folder of a model, with config.json and its weights')
+    refuse_model_links(folder)
     return folder
 
 

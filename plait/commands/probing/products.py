@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from plait.checked_json import parse_object
-from plait.cluster.probe.limits import core_share
+from plait.cluster.core_limits import core_share
 from plait.cluster.probe.products import arithmetic_units, measure_product_rates
 from plait.cluster.probe.request import ProbedModel
 from plait.cluster.probe.timing import ProcessorClock, SingleRank, TimingSetup, WallClock

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from plait.cluster.core_limits import core_share
 from plait.cluster.measured import WorkTiming
-from plait.cluster.probe.limits import core_share
 from plait.cluster.probe.timing import Clock, Lockstep, ProcessorClock, TimingSetup
 from plait.cluster.probe.verdict import ProbedHost
 

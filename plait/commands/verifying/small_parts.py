@@ -26,7 +26,7 @@ def shrunk_mixture(mixture: MixtureShape, layers: int, ffn: int, parts: int) -> 
     chosen = min(mixture.groups_chosen, max(1, groups - (mixture.groups_chosen < mixture.groups)))
     # A multiple of the parts, of which some get few tokens.
     experts = lcm(parts, groups * (2 if groups > 1 else min(mixture.experts, SHRUNK_EXPERTS)))
-    dense = min(mixture.dense_layers, 1, layers - 1)
+    dense = min(mixture.dense_layers + len(mixture.plain_layers), 1, layers - 1)
     every = min(mixture.every, 2, layers - dense)
     return replace(
         mixture,
@@ -35,6 +35,7 @@ def shrunk_mixture(mixture: MixtureShape, layers: int, ffn: int, parts: int) -> 
         expert_ffn=ffn,
         shared_experts=min(mixture.shared_experts, 2),
         dense_layers=dense,
+        plain_layers=(),
         every=every,
         groups=groups,
         groups_chosen=chosen,

@@ -5,8 +5,10 @@ What a key means, and its value where it is left out, follows PEFT's own LoraCon
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,23 @@ _KNOWN = frozenset(
 """Keys that plait reads, or that change nothing beside the others: the settings of a way to begin are read with
 init_lora_weights alone, and the width of QA-LoRA's groups with use_qalora."""
 
+_USUAL_ALPHA = 8
+"""PEFT's lora_alpha, where an adapter_config.json has none."""
+MATCH_S, _MATCH_BYTES = 2, 1 << 29
+_MATCHER = f"""
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({MATCH_S}, {MATCH_S}))
+resource.setrlimit(resource.RLIMIT_AS, ({_MATCH_BYTES}, {_MATCH_BYTES}))
+keys, modules = json.load(sys.stdin)
+try:
+    compiled = [re.compile(rf"(.*\\.)?({{key}})$") for key in keys]
+    found = [next((n for n, key in enumerate(compiled) if key.match(module)), None) for module in modules]
+except (re.error, RecursionError, OverflowError, MemoryError) as error:
+    found = {{"error": str(error) or type(error).__name__}}
+json.dump(found, sys.stdout)
+"""
+"""Compares each module with each key, within limits of computing time and memory."""
+
 
 def check_adapter_values(file: Path, values: Mapping[str, Any]) -> None:
     """Raise PlaitError, naming the first, for a key that makes more of an adapter than plain LoRA."""
@@ -61,19 +80,39 @@ def check_adapter_values(file: Path, values: Mapping[str, Any]) -> None:
             )
 
 
-def alpha_of(file: Path, values: Mapping[str, Any], module: str) -> float:
-    """The alpha of a module, named in full: that of the first key of alpha_pattern which, as a regular expression,
-    matches the end of its name from a dot on, else lora_alpha. Raises PlaitError where it is no number above 0."""
+def alphas_of(file: Path, values: Mapping[str, Any], modules: Sequence[str]) -> list[float]:
+    """The alpha of each module, named in full: that of the first key of alpha_pattern which, as a regular expression,
+    matches the end of its name from a dot on, else lora_alpha. Raises PlaitError where one is no number above 0."""
     pattern = values.get("alpha_pattern") or {}
     if not isinstance(pattern, Mapping):
-        raise PlaitError(f"alpha_pattern in {file} is no table of modules and numbers; mend it")
-    try:
-        key = next((one for one in pattern if re.match(rf"(.*\.)?({one})$", module)), None)
-    except (re.error, RecursionError, OverflowError) as error:
+        raise PlaitError(f"alpha_pattern in {file} is not a table of modules and numbers; correct it")
+    keys = _first_matches(file, [*pattern], modules) if pattern else [None] * len(modules)
+    lora_alpha = values.get("lora_alpha", _USUAL_ALPHA)
+    named = [("lora_alpha", lora_alpha) if key is None else ("alpha_pattern", pattern[key]) for key in keys]
+    for name, alpha in named:
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (alpha > 0 and isfinite(alpha)):
+            raise PlaitError(f"{name} in {file} is {alpha!r:.40}; it should be a number above 0")
+    return [float(alpha) for _, alpha in named]
+
+
+def _first_matches(file: Path, keys: list[str], modules: Sequence[str]) -> list[str | None]:
+    """For each module the first of the keys that matches it as PEFT's get_pattern_key matches, or None.
+
+    The keys are a stranger's expressions, and one of nested quantifiers takes longer than the universe is old: they are
+    compared in a process of their own that the system ends after two seconds of computing.
+    """
+    request = json.dumps([keys, modules])
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _MATCHER], input=request, capture_output=True, text=True, check=False
+    )
+    if done.returncode < 0:
         raise PlaitError(
-            f"alpha_pattern in {file} has a key that is no regular expression ({error}); mend it"
-        ) from None
-    named, alpha = ("lora_alpha", values.get("lora_alpha")) if key is None else ("alpha_pattern", pattern[key])
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (alpha > 0 and isfinite(alpha)):
-        raise PlaitError(f"{named} in {file} is {alpha!r:.40}; it should be a number above 0")
-    return float(alpha)
+            f"alpha_pattern in {file} has a key that takes more than {MATCH_S} s to compare with the names of "
+            f"{len(modules)} modules; write the modules' names in place of expressions"
+        )
+    answer = json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr.strip()[-200:]}
+    if isinstance(answer, dict):
+        raise PlaitError(
+            f"alpha_pattern in {file} has a key that is no regular expression ({answer['error']}); correct it"
+        )
+    return [None if place is None else keys[place] for place in answer]

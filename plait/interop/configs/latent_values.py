@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.interop.configs.values import ConfigValues, count_of, number_of, require
+from plait.interop.configs.values import ConfigValues, count_of, flag_of, number_of, require
 from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
@@ -16,8 +16,13 @@ LATENT_FAMILY = "deepseek_v3"
 def latent_of_config(values: ConfigValues, rope: ConfigValues) -> LatentAttentionShape:
     """The latent attention of a model, given what its config.json says of rotary positions; raises PlaitError for what
     plait does not compute."""
-    require(values, "rope_interleave", (True, None))
+    require(values, "rope_interleave", (True,))
     require(values, "attention_bias", (False, None))
+    if values.get("head_dim", values.get("qk_rope_head_dim")) != values.get("qk_rope_head_dim"):
+        raise PlaitError(
+            f"head_dim in config.json is {values['head_dim']!r:.40}, for which transformers takes the rotary part of a "
+            f"head, and qk_rope_head_dim is {values.get('qk_rope_head_dim')!r:.40}; remove head_dim"
+        )
     return LatentAttentionShape(
         key_value_rank=count_of(values, "kv_lora_rank"),
         query_rank=0 if values.get("q_lora_rank") is None else count_of(values, "q_lora_rank"),
@@ -33,22 +38,24 @@ def deepseek_mixture(values: ConfigValues, layers: int) -> MixtureShape | None:
     require(values, "scoring_func", ("sigmoid", None))
     require(values, "topk_method", ("noaux_tc", None))
     require(values, "moe_layer_freq", (1, None))
-    dense = values["first_k_dense_replace"]
+    dense, shared = values["first_k_dense_replace"], values["n_shared_experts"]
     if type(dense) is not int or dense < 0:
         raise PlaitError(f"first_k_dense_replace in config.json is {dense!r:.40}; it should be a number of layers")
+    if type(shared) is not int or shared < 0:
+        raise PlaitError(f"n_shared_experts in config.json is {shared!r:.40}; it should be a number of experts")
     if dense >= layers:
         return None
     return MixtureShape(
         experts=count_of(values, "n_routed_experts"),
         experts_per_token=count_of(values, "num_experts_per_tok"),
         expert_ffn=count_of(values, "moe_intermediate_size"),
-        shared_experts=count_of(values, "n_shared_experts"),
+        shared_experts=shared,
         dense_layers=dense,
         groups=count_of(values, "n_group"),
         groups_chosen=count_of(values, "topk_group"),
         router="sigmoid",
         scale=number_of(values, "routed_scaling_factor"),
-        normalize=bool(values["norm_topk_prob"]),
+        normalize=flag_of(values, "norm_topk_prob"),
         balance=("bias",),
     )
 

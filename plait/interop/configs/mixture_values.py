@@ -5,37 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.interop.configs.values import ConfigValues, count_of, require
+from plait.interop.configs.values import ConfigValues, count_of, flag_of, require
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
 
-MIXTURE_FAMILIES = {"mixtral": 8, "olmoe": 64, "qwen3_moe": 128}
-"""Each with the number of experts that its config.json may leave out."""
+MIXTURE_FAMILIES = {"mixtral": "num_local_experts", "olmoe": "num_experts", "qwen3_moe": "num_experts"}
+"""Each with the key of its number of experts."""
 
 
 def mixture_of_config(family: str, values: ConfigValues, layers: int) -> MixtureShape:
-    """The experts of a family's model; raises PlaitError for what plait does not compute.
-
-    `num_experts` and `num_local_experts` are one key to transformers.
-    """
+    """The experts of a family's model; raises PlaitError for what plait does not compute."""
     require(values, "clip_qkv", (None,))
-    require(values, "router_jitter_noise", (None, 0, 0.0))
-    named = [values[key] for key in ("num_local_experts", "num_experts") if values.get(key) is not None]
-    alike = {"num_experts": named[0] if named else MIXTURE_FAMILIES[family]}
-    dense, every = _sparse_layers(values, layers) if family == "qwen3_moe" else (0, 1)
+    require(values, "router_jitter_noise", (0.0, 0, None))
+    dense, every, plain = _sparse_layers(values, layers) if family == "qwen3_moe" else (0, 1, ())
     return MixtureShape(
-        experts=count_of(alike, "num_experts"),
+        experts=count_of(values, MIXTURE_FAMILIES[family]),
         experts_per_token=count_of(values, "num_experts_per_tok"),
         expert_ffn=count_of(values, "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
         router="softmax",
-        normalize=True if family == "mixtral" else bool(values.get("norm_topk_prob")),
+        normalize=True if family == "mixtral" else flag_of(values, "norm_topk_prob"),
         dense_layers=dense,
         every=every,
+        plain_layers=plain,
     )
 
 
-def _sparse_layers(values: ConfigValues, layers: int) -> tuple[int, int]:
-    """(dense first layers, every how many layers one has experts), from a step and a list of dense layers."""
+def _sparse_layers(values: ConfigValues, layers: int) -> tuple[int, int, tuple[int, ...]]:
+    """(dense first layers, every how many layers one has experts, dense layers among these), from a step and a list of
+    dense layers."""
     step, listed = count_of(values, "decoder_sparse_step"), values.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
         raise PlaitError("mlp_only_layers in config.json is no list of layers; mend it")
@@ -46,11 +43,8 @@ def _sparse_layers(values: ConfigValues, layers: int) -> tuple[int, int]:
     every = sparse[1] - sparse[0] if len(sparse) > 1 else max(1, layers - sparse[0])
     first = sparse[0] - every + 1
     if first < 0 or sparse != list(range(sparse[0], layers, every)):
-        raise PlaitError(
-            "mlp_only_layers in config.json spreads dense layers among those with experts in a way that plait does not "
-            "compute; take a model whose dense layers come first"
-        )
-    return first, every
+        return 0, step, tuple(sorted(layer for layer in dense if layer in range(step - 1, layers, step)))
+    return first, every, ()
 
 
 def mixture_values(family: str, shape: ModelShape) -> dict[str, Any]:
@@ -60,7 +54,7 @@ def mixture_values(family: str, shape: ModelShape) -> dict[str, Any]:
         return {}
     values: dict[str, Any] = {
         "num_experts_per_tok": mixture.experts_per_token,
-        "num_local_experts" if family == "mixtral" else "num_experts": mixture.experts,
+        MIXTURE_FAMILIES[family]: mixture.experts,
         "output_router_logits": False,
         "router_aux_loss_coef": 0.0,
     }
@@ -68,6 +62,7 @@ def mixture_values(family: str, shape: ModelShape) -> dict[str, Any]:
         values["norm_topk_prob"] = mixture.normalize
     if family == "qwen3_moe":
         dense = [layer for layer in range(mixture.dense_layers) if (layer + 1) % mixture.every == 0]
+        dense = sorted({*dense, *mixture.plain_layers})
         values |= {"moe_intermediate_size": mixture.expert_ffn, "decoder_sparse_step": mixture.every}
         values |= {"mlp_only_layers": dense}
     else:

@@ -6,26 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.interop.configs.values import ConfigValues, count_of, number_of
+from plait.interop.configs.values import ConfigValues, count_of, flag_of, number_of
 from plait.model.rope_scaling import RopeScaling, yarn_table_scale
 
-DEFAULT_THETA = 10_000.0
 
-
-def rope_of_config(values: ConfigValues) -> tuple[float, RopeScaling | None, ConfigValues]:
+def rope_of_config(values: ConfigValues, default_theta: float) -> tuple[float, RopeScaling | None, ConfigValues]:
     """theta, how frequencies are stretched, and the table that says so: from `rope_parameters` (transformers 5),
     `rope_scaling` and `rope_theta` (4). Raises PlaitError for what plait does not compute, and for tables that
     disagree."""
     newer, older = _table(values, "rope_parameters"), _table(values, "rope_scaling")
     rope = older or newer  # as in transformers, which drops rope_parameters where rope_scaling stands beside it
-    theta = _theta(values, rope)
+    theta = _theta(values, rope, default_theta)
     if older and newer:
         _refuse_unlike(values, newer, older, theta)
-    share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if share not in (None, 1, 1.0):
-        raise PlaitError(
-            f"config.json turns {share} of each head (partial_rotary_factor); plait turns whole heads only"
-        )
+    for table in (rope, values):
+        share = table.get("partial_rotary_factor")
+        if share is not None and (isinstance(share, bool) or share != 1):
+            raise PlaitError(
+                f"config.json turns {share!s:.40} of each head (partial_rotary_factor); plait turns whole heads only"
+            )
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return theta, None, rope
@@ -39,18 +38,28 @@ def rope_of_config(values: ConfigValues) -> tuple[float, RopeScaling | None, Con
 
 def _table(values: ConfigValues, key: str) -> dict[str, Any]:
     """One of both tables, with the name that transformers 5 gives the type; empty where config.json has none."""
-    table = values.get(key) or {}
+    table = {} if values.get(key) is None else values[key]
     if not isinstance(table, Mapping):
         raise PlaitError(f"{key} in config.json is not a table of keys and values; mend it")
     if any(isinstance(value, Mapping) for value in table.values()):
         raise PlaitError("config.json has other rotary positions in each kind of layer, which plait does not compute")
-    kept = {name: value for name, value in table.items() if name not in ("type", "rope_type") and value is not None}
+    kept = {
+        name: value
+        for name, value in table.items()
+        if name not in ("type", "rope_type") and (value is not None or name == "truncate")
+    }
     return {**kept, "rope_type": str(table.get("rope_type") or table.get("type") or "default")} if table else {}
 
 
-def _theta(values: ConfigValues, rope: ConfigValues) -> float:
-    said = [table["rope_theta"] for table in (rope, values) if table.get("rope_theta") is not None]
-    return number_of({"rope_theta": said[0] if said else DEFAULT_THETA}, "rope_theta")
+def _theta(values: ConfigValues, rope: ConfigValues, default: float) -> float:
+    """rope_theta; raises PlaitError where the table has another than the file's root, which transformers 4 reads."""
+    said = [number_of(table, "rope_theta") for table in (rope, values) if table.get("rope_theta") is not None]
+    if len(set(said)) > 1:
+        raise PlaitError(
+            f"rope_theta in config.json is {said[0]:g} in its table of rotary positions and {said[1]:g} beside it, and "
+            "transformers 4 and 5 do not take the same one; remove the wrong one"
+        )
+    return said[0] if said else default
 
 
 def _refuse_unlike(values: ConfigValues, newer: ConfigValues, older: ConfigValues, theta: float) -> None:
@@ -95,7 +104,7 @@ def _scaling(kind: str, rope: ConfigValues, values: ConfigValues) -> RopeScaling
         original_sequence=count_of(known, "original"),
         beta_fast=number_of({"beta_fast": rope.get("beta_fast") or 32}, "beta_fast"),
         beta_slow=number_of({"beta_slow": rope.get("beta_slow") or 1}, "beta_slow"),
-        whole_pairs="no" if rope.get("truncate") is False else "yes",
+        whole_pairs="yes" if flag_of(rope, "truncate", default=True) else "no",
         table_scale=_yarn_scale(rope, factor),
     )
 

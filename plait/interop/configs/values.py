@@ -30,9 +30,19 @@ def number_of(values: ConfigValues, key: str) -> float:
     return float(value)
 
 
+def flag_of(values: ConfigValues, key: str, *, default: bool = False) -> bool:
+    """True or false, and `default` where the key is missing. transformers takes any other value, such as the text
+    "false", for true."""
+    value = values.get(key, default)
+    if not isinstance(value, bool):
+        raise PlaitError(f"{key} in config.json is {value!r:.40}; it should be true or false")
+    return value
+
+
 def require(values: ConfigValues, key: str, known: tuple[object, ...]) -> None:
-    """Refuse a value that is none of those that plait computes."""
-    if values.get(key) not in known:
+    """Refuse a value that is none of those that plait computes; the first is that of a missing key."""
+    value = values.get(key, known[0])
+    if not any(type(value) is type(one) and value == one for one in known):
         named = " or ".join(str(one) for one in known if one is not None)
         mend = f"and plait computes {named}; take such a model" if named else "and plait computes no model with it"
         raise PlaitError(f"{key} in config.json is {values[key]!r:.40}, {mend}")

@@ -27,13 +27,14 @@ def check_fields(given: Set[str], known: Set[str], needed: Set[str]) -> None:
         raise PlaitError(f"the model's shape lacks {missing[0]!r}; add it")
 
 
-def check_head_counts(heads: int, kv_heads: int, head_width: int, positions: str) -> None:
-    """Refuse heads that cannot share keys, and heads that rotary positions cannot turn."""
+def check_head_counts(heads: int, kv_heads: int, rotary_width: int) -> None:
+    """Refuse heads that cannot share keys, and heads that rotary positions, in `rotary_width` of their numbers, cannot
+    turn."""
     if heads % kv_heads:
         fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         raise PlaitError(f"kv_heads = {kv_heads} does not divide {heads} heads; choose one of {fitting}")
-    if positions == "rope" and head_width % 2:
-        raise PlaitError(f"rotary positions turn pairs, and head_width is {head_width}; choose an even head_width")
+    if rotary_width % 2:
+        raise PlaitError(f"rotary positions turn pairs, and head_width is {rotary_width}; choose an even head_width")
 
 
 def check_position_numbers(windows: Sequence[int], layers: int, sequence: int, learned_positions: int) -> None:

@@ -24,8 +24,8 @@ USUAL_BALANCE_WEIGHTS: Mapping[BalanceRule, float] = {"sequence": 1e-4, "global"
 class MixtureShape:
     """Experts in place of a layer's feed-forward part, of which a router chooses a few for each token.
 
-    Layers `dense_layers`, `dense_layers` + 1, …, of these every `every`-th, have experts, all others a plain
-    feed-forward part: layer l has them where (l - dense_layers + 1) is a multiple of `every`. Raises PlaitError.
+    Layer l has experts where l is at least `dense_layers`, (l - dense_layers + 1) is a multiple of `every`, and l is
+    none of `plain_layers`; all others have a plain feed-forward part. Raises PlaitError.
     """
 
     experts: int
@@ -37,6 +37,8 @@ class MixtureShape:
     every: int = 1
     dense_layers: int = 0
     """First layers without experts."""
+    plain_layers: tuple[int, ...] = ()
+    """Further layers without experts, in order (Qwen3-MoE's mlp_only_layers); no recipe has a key for them."""
     groups: int = 1
     """Equal groups of experts, of which `groups_chosen` are open to a token: those whose two best scores add up to
     most (DeepSeek-V3's node limit)."""
@@ -92,7 +94,8 @@ class MixtureShape:
 
     def holds(self, layer: int) -> bool:
         """Whether a layer has experts."""
-        return layer >= self.dense_layers and (layer - self.dense_layers + 1) % self.every == 0
+        is_regular = layer >= self.dense_layers and (layer - self.dense_layers + 1) % self.every == 0
+        return is_regular and layer not in self.plain_layers
 
 
 RECIPE_NAMES: Mapping[str, str] = {
@@ -142,7 +145,7 @@ def mixture_from(values: Mapping[str, Any]) -> MixtureShape:
     known = {field.name for field in fields(MixtureShape)}
     if unknown := sorted(set(values) - known):
         raise PlaitError(f"a mixture has no field {unknown[0]!r}; take it out, the fields are {sorted(known)}")
-    lists = {name: tuple(values[name]) for name in ("balance", "balance_weights") if name in values}
+    lists = {name: tuple(values[name]) for name in ("balance", "balance_weights", "plain_layers") if name in values}
     return MixtureShape(**{**values, **lists})
 
 
