@@ -31,7 +31,7 @@ FLOORS = {
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
     "cluster": {"catalog": 0, "core_limits": 0, "topology": 1, "nvidia_driver": 0, "compile_preflight": 0,
-                "product_rates": 0, "gpus": 1, "requested_workers": 1, "short": 1, "measure": 2, "described": 2,
+                "product_rates": 0, "gpus": 2, "requested_workers": 2, "short": 2, "measure": 3, "described": 3,
                 "measured": 3, "probe": 4, "pooled": 4, "cluster": 5, "machine_cluster": 6},
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2,
                  "programs": 3, "membership": 4,
