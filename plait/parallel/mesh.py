@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.cluster.gpus import TorchGpus, check_gpu_computes
 from plait.layout import AXES, Layout
+from plait.parallel.launcher_store import open_launcher_store
 
 PEER_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another one's part of a sum or a message."""
@@ -114,7 +114,8 @@ def use_gpu(number: int) -> None:
 
 
 def open_store(rendezvous: str, rank: int, world_size: int) -> Store:
-    """Where ranks find each other: a file's path, "tcp://HOST:PORT/NAME", or "env://NAME" for torchrun's own store.
+    """Where ranks find each other: a file's path, "tcp://HOST:PORT/NAME", or "env://NAME" where another launcher
+    started them.
 
     The name keeps the keys of one job apart from those of another: a rank that is fast would else read the address of
     a peer that is gone.
@@ -122,7 +123,7 @@ def open_store(rendezvous: str, rank: int, world_size: int) -> Store:
     if rendezvous.startswith("tcp://"):
         return _store_of_hosts(urlsplit(rendezvous), rank)
     if rendezvous.startswith("env://"):
-        return _store_of_torchrun(rendezvous.removeprefix("env://"), rank)
+        return open_launcher_store(rendezvous.removeprefix("env://"), rank)
     return FileStore(rendezvous, world_size)
 
 
@@ -140,14 +141,6 @@ def _store_of_hosts(rendezvous: SplitResult, rank: int) -> Store:
     else:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False)
     return PrefixStore(f"plait{rendezvous.path}", store)
-
-
-def _store_of_torchrun(name: str, rank: int) -> Store:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(host, port, is_master=rank == 0 and not agent_serves, wait_for_workers=False)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"plait/{attempt}/{name}", store)
 
 
 def make_mesh(layout: Layout, device: str) -> DeviceMesh:

@@ -12,7 +12,7 @@ import pytest
 
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.channel import LINE_BYTES_AT_MOST, LineReader, send_line
-from plait.launch.local.torchrun import torchrun_context
+from plait.launch.local.torchrun import LaunchVariables, launch_variables, torchrun_context
 from plait.launch.values.failed_job import error_for_caller
 from plait.launch.values.failure import (
     RankDied,
@@ -137,3 +137,41 @@ def test_without_torchrun_there_is_no_context(monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     assert torchrun_context() is None
+
+
+WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_local_variables_may_be_absent() -> None:
+    found = launch_variables(WHOLE)
+    assert found == LaunchVariables(rank=1, world_size=4, local_rank=1, local_world_size=None)
+    without = {name: text for name, text in WHOLE.items() if name != "LOCAL_RANK"}
+    assert launch_variables(without) == LaunchVariables(rank=1, world_size=4, local_rank=None, local_world_size=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"MASTER_PORT": ""},
+            "and MASTER_PORT is not: set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT for each process",
+        ),
+        ({"RANK": "", "MASTER_ADDR": ""}, "and RANK and MASTER_ADDR are not: set "),
+        ({"RANK": "4"}, "RANK = 4 in the environment should be less than WORLD_SIZE = 4"),
+        ({"WORLD_SIZE": "0"}, "RANK = 1 in the environment should be less than WORLD_SIZE = 0"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE = 5 in the environment should be at most WORLD_SIZE = 4"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK = 1 in the environment should be less than LOCAL_WORLD_SIZE = 1"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK = 2 in the environment should be at most RANK = 1"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT = 70000 in the environment is no port"),
+        ({"RANK": "-1"}, "RANK = '-1' in the environment is not a number"),
+    ],
+)
+def test_variables_of_a_launcher_that_cannot_be_are_one_sentence(changes: dict[str, str], sentence: str) -> None:
+    with pytest.raises(PlaitError) as caught:
+        launch_variables({**WHOLE, **changes})
+    assert sentence in str(caught.value) and "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("stray", [{}, {"MASTER_ADDR": "a", "LOCAL_RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_one_process_needs_nowhere_to_meet(stray: dict[str, str]) -> None:
+    assert launch_variables(stray) is None

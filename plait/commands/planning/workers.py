@@ -1,12 +1,18 @@
-"""The workers that a command can call on: those of our own fork server, or those that torchrun started."""
+"""The workers that a command can call on: those of our own fork server, or those that torchrun or another launcher
+started."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +20,7 @@ from plait.cluster.requested_workers import PeakNeed
 from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.launch.local.run import ForkServer
-from plait.launch.local.torchrun import torchrun_context
+from plait.launch.local.torchrun import launch_variables, threads_of, torchrun_context
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job, JobResult, Message, RankContext
 from plait.planner.derive.resources import FixedWorkers
@@ -62,6 +68,7 @@ def modules_needed(plan: Plan) -> tuple[str, ...]:
     return (SYMBOLIC_SHAPES,) if plan.layout.pipeline > 1 else ()
 
 
+_LEAVE_WITHIN_S, _LOOK_S = 10.0, 0.05
 OnMessage = Callable[[Message], None]
 
 
@@ -129,17 +136,70 @@ class ForkedWorkers:
 
 
 class TorchrunWorkers:
-    """The processes that torchrun started: rank 0 decides, and sends the others each job through torchrun's store."""
+    """The processes that a launcher started: rank 0 decides, and sends the others each job through the launcher's
+    store, or through its own where the launcher has none.
+
+    Raises PlaitError where rank 0 is not found, or the processes contradict each other.
+    """
 
     working_folder = CURRENT_FOLDER
 
     def __init__(self, context: RankContext) -> None:
-        from plait.parallel.mesh import open_store  # torch: only here, where it is needed anyway
+        # torch: only here, where it is needed anyway
+        from plait.parallel.launcher_store import launcher_has_store, open_launcher_store
 
+        self._store = open_launcher_store("orders", context.rank, context.stop_requested)
+        self._has_own_store = not launcher_has_store()
         self._context = context
-        self._store = open_store("env://orders", context.rank, context.world_size)
+        self._context = self._placed(context) if self._has_own_store else context
         self._n_orders = 0
-        self.fixed_workers = FixedWorkers(workers=context.world_size, threads=context.threads)
+        self.fixed_workers = FixedWorkers(workers=context.world_size, threads=self._context.threads)
+
+    def _placed(self, context: RankContext) -> RankContext:
+        """The context, with this host's ranks counted where the launcher does not say how many there are; every rank
+        calls it. Raises PlaitError where the launcher gave a rank twice, or another number of ranks to some."""
+        rank, world_size = context.rank, context.world_size
+        if self._store.add(f"rank-{rank}", 1) > 1:
+            raise PlaitError(f"two processes have RANK = {rank} in the environment; give each its own")
+        own = (
+            f"{platform.node()} {Path('/proc/self/ns/mnt').readlink()}" if sys.platform == "linux" else platform.node()
+        )
+        self._store.set(f"place-{rank}", json.dumps([world_size, own]))
+        places: list[str] = []
+        for other in range(world_size):
+            size, place = json.loads(self._waited(f"place-{other}", f"RANK = {other} has not come"))
+            if size != world_size:
+                raise PlaitError(
+                    f"WORLD_SIZE is {size} for RANK = {other} and {world_size} for RANK = {rank}; give all the same"
+                )
+            places.append(place)
+        variables = launch_variables(os.environ)
+        here = [other for other, place in enumerate(places) if place == own]
+        if variables is None or variables.local_world_size is not None:
+            return context
+        local_rank = here.index(rank) if variables.local_rank is None else variables.local_rank
+        count = len(here)
+        return replace(context, local_rank=local_rank, local_world_size=count, threads=threads_of(count))
+
+    def _waited(self, key: str, otherwise: str) -> bytes:
+        from plait.parallel.launcher_store import APPEARS_WITHIN_S
+
+        deadline = time.monotonic() + APPEARS_WITHIN_S
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=1))
+                return self._store.get(key)
+            except Exception as error:
+                if not _is_timeout(error):
+                    raise PlaitError("rank 0 is gone; see what it said") from error
+            if self._context.stop_requested() or time.monotonic() > deadline:
+                waited_s = time.monotonic() - deadline + APPEARS_WITHIN_S
+                raise PlaitError(f"{otherwise} within {waited_s:.0f} s; see what it printed")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self._context.rank == 0
 
     def with_hosts(self, plan: Plan) -> Plan:
         return replace(plan, hosts=())
@@ -171,9 +231,17 @@ class TorchrunWorkers:
             if order["everybody"]:
                 self._call(order["entry"], order["argument"], self._context)
 
+        if self._has_own_store:
+            self._store.add("left", 1)
+
     def dismiss(self) -> None:
-        """Tell the other ranks that no further job will come; rank 0 calls this."""
+        """Tell the other ranks that no further job will come, and serve the store until they know; rank 0 calls it."""
         self._send_order(None)
+        deadline = time.monotonic() + _LEAVE_WITHIN_S
+        while self._has_own_store and self._store.add("left", 0) < self._context.world_size - 1:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_LOOK_S)
 
     def _call(self, entry: str, argument: str, context: RankContext) -> None:
         ENTRIES.load(entry)(replace(context, rendezvous=f"env://job-{self._n_orders}"), argument)
@@ -188,19 +256,30 @@ class TorchrunWorkers:
             try:
                 return json.loads(self._store.get(f"order-{self._n_orders}"))
             except Exception as error:  # the store's own timeout, while rank 0 prepares data
-                if "timeout" not in str(error).lower():
+                if not _is_timeout(error):
                     raise PlaitError("rank 0 is gone; see what it said") from error
+
+
+def _is_timeout(error: Exception) -> bool:
+    return "timeout" in str(error).lower()
+
+
+@cache
+def _launched_workers() -> TorchrunWorkers | None:
+    """The workers that a launcher started, this process among them: for as long as it lives, and opened by all ranks
+    before anything else, so that none waits for a rank 0 that has failed."""
+    context = torchrun_context()
+    return None if context is None else TorchrunWorkers(context)
 
 
 @contextmanager
 def worker_pool(working: WorkingFolder = CURRENT_FOLDER) -> Iterator[HostWorkers]:
     """The workers at hand; under torchrun the block runs on rank 0 alone, and the others leave when it ends."""
-    context = torchrun_context()
-    if context is None:
+    workers = _launched_workers()
+    if workers is None:
         with ForkServer(ENTRIES, working_folder=working.path) as server:
             yield ForkedWorkers(server, working)
         return
-    workers = TorchrunWorkers(context)
     try:
         yield workers
     finally:
@@ -209,23 +288,23 @@ def worker_pool(working: WorkingFolder = CURRENT_FOLDER) -> Iterator[HostWorkers
 
 def serve_under_torchrun() -> bool:
     """Under torchrun, on any rank but 0, serve rank 0 until it is done and return True; else return False."""
-    context = torchrun_context()
-    if context is None or context.rank == 0:
+    workers = _launched_workers()
+    if workers is None or workers.leads:
         return False
-    TorchrunWorkers(context).serve()
+    workers.serve()
     return True
 
 
 def dismiss_torchrun_ranks() -> None:
     """Under torchrun, on rank 0 and with nothing to do, dismiss the other ranks, which would wait for ever."""
-    context = torchrun_context()
-    if context is not None:
-        TorchrunWorkers(context).dismiss()
+    workers = _launched_workers()
+    if workers is not None:
+        workers.dismiss()
 
 
 def refuse_torchrun() -> None:
     """Raise PlaitError where torchrun started this process, which then has all its workers already."""
-    if torchrun_context() is not None:
+    if _launched_workers() is not None:
         dismiss_torchrun_ranks()
         raise PlaitError("--hosts and torchrun both start workers; leave --hosts out, or start plait without torchrun")
 
