@@ -93,7 +93,8 @@ MISTRAL = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{% set sys = messages[0].content %}"
     "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% if m.role == 'user' %}{% if loop.last and sys is defined %}{{ '[INST] ' ~ sys ~ '\n\n' ~ m.content ~ '[/INST]' }}"
+    "{% if m.role == 'user' %}{% if loop.last and sys is defined %}{{ '[INST] ' ~ sys ~ '\n\n' }}"
+    "{{ m.content ~ '[/INST]' }}"
     "{% else %}{{ '[INST] ' ~ m.content ~ '[/INST]' }}{% endif %}{% else %}{{ ' ' ~ m.content|trim ~ eos_token }}"
     "{% endif %}{% endfor %}"
 )
@@ -105,7 +106,8 @@ R1 = (
     "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% set first = '' %}{% if messages[0].role == 'system' %}{% set first = messages[0].content ~ '\n\n' %}"
+    "{{ bos_token }}{% set first = '' %}{% if messages[0].role == 'system' %}"
+    "{% set first = messages[0].content ~ '\n\n' %}"
     "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
     "{% set role = 'model' if m.role == 'assistant' else m.role %}{{ '<start_of_turn>' ~ role ~ '\n' }}"
     "{{ first if loop.first else '' }}{{ m.content|trim ~ '<end_of_turn>\n' }}{% endfor %}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate, MarkedText, TemplateText
 from plait.data.conversations.encode import ExampleEncoder
@@ -401,3 +402,66 @@ def test_a_template_tells_how_an_answer_ends() -> None:
     """A model converted from GGUF calls another token the end of a text than the one by which it ends a turn."""
     assert template(CHATML).after_answer() == "<|im_end|>\n"
     assert template("{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}").after_answer() == ""
+
+
+NO_PROMPT = CHATML.partition("{% if add_generation_prompt %}")[0]
+NO_PROMPT_MARKED = MARKED.partition("{% if add_generation_prompt %}")[0]
+MARKS_CONTENT = MARKED.replace("message['content'] + '<|im_end|>' }}{% end", "message['content'] }}{% end").replace(
+    "{% endgeneration %}", "{% endgeneration %}<|im_end|>"
+)
+
+
+def transformers_mask(folder: Path, text: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>")
+    found = theirs.apply_chat_template(
+        messages, chat_template=text, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+    )
+    return found["input_ids"], found["assistant_masks"]
+
+
+@pytest.mark.parametrize("form", [CHATML, MARKED, NO_PROMPT, MARKS_CONTENT, NO_PROMPT_MARKED])
+@pytest.mark.parametrize("texts", [("Hi", "Hello."), ("Hi", "Hello.", "Who?", "quite so"), ("a", "<|x|>", "b", " c ")])
+def test_what_is_learnt_is_transformers_mask_of_the_marked_twin(
+    form: str, texts: tuple[str, ...], chat_tokenizer: Path
+) -> None:
+    """Also where a template's marks leave out the end of turn, and where it ignores add_generation_prompt."""
+    ids, mask = transformers_mask(chat_tokenizer, MARKED, chat(*texts, system="Be short."))
+    (found,) = ExampleEncoder(load_tokenizer(chat_tokenizer), template(form)).encode(
+        [example(*texts, system="Be short.")]
+    )
+    count = len(found.ids)
+    assert found.ids.tolist() == ids[:count] and (1 - found.mask).tolist() == mask[:count] and not any(mask[count:])
+
+
+def test_a_model_is_prompted_by_the_header_that_it_did_not_learn() -> None:
+    assert template(NO_PROMPT).render(chat("Hi")) == template(CHATML).render(chat("Hi"))
+    plain = "{% for m in messages %}{{ '[INST] ' + m.content + '[/INST]' if m.role == 'user' else ' ' + m.content }}"
+    assert template(plain + "{% endfor %}").render(chat("Hi")) == "[INST] Hi[/INST]"
+    assert learnt_of(example("Hi", "Hello."), plain + "{% endfor %}") == [" Hello."]
+
+
+LOSSES = {
+    "system": (
+        "{% for m in messages if m.role != 'system' %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}",
+        example("Hi", "Hello.", system="Be short."),
+    ),
+    "reasoning": (
+        "{% for m in messages %}{{ m.role + ':' + m.content.split('</think>')[-1] + '<|im_end|>' }}{% endfor %}",
+        example("Hi", "<think>It is a greeting</think>Hello."),
+    ),
+    "user": ("{% for m in messages %}{{ m.role + ':' + m.content[:5] }}{% endfor %}", example("How are you?", "Well.")),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_text_that_a_template_leaves_out_is_remarked(kind: str) -> None:
+    text, one = LOSSES[kind]
+    assert f"lost {kind}" in marked_text(one, template(text), ENDS).remarks
+
+
+def test_text_that_a_template_writes_in_another_way_is_not_lost() -> None:
+    spaced = "{% for m in messages %}{{ m.role }}: {{ m.content | trim | tojson }}{% endfor %}"
+    assert marked_text(example(" Hi\n", 'He said "no".\nTwice.'), template(spaced), ENDS).remarks == ()
+    apart = example("Hi", "<think>\nHm\n</think>\n\nHello.")
+    moved = "{% for m in messages %}{{ m.content.replace('<think>\n', '<think>') }}{% endfor %}"
+    assert marked_text(apart, template(moved), ENDS).remarks == ()
