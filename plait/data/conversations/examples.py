@@ -20,10 +20,10 @@ from plait.errors import PlaitError
 
 SampleFormat = Literal["text", "chat", "prompt-completion", "preference"]
 
-Role = Literal["system", "user", "assistant", "tool"]
-_ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
-_OLDER_ROLES: dict[str, Role] = {"human": "user", "gpt": "assistant", **{role: role for role in _ROLES}}
-_MAY_FOLLOW: dict[Role | None, tuple[Role, ...]] = {
+_Role = Literal["system", "user", "assistant", "tool"]
+_ROLES: tuple[_Role, ...] = ("system", "user", "assistant", "tool")
+_OLDER_ROLES: dict[str, _Role] = {"human": "user", "gpt": "assistant", **{role: role for role in _ROLES}}
+_MAY_FOLLOW: dict[_Role | None, tuple[_Role, ...]] = {
     None: ("system", "user"),
     "system": ("user",),
     "user": ("assistant",),
@@ -37,7 +37,7 @@ _MOST_NAMES = 12
 class ChatMessage:
     """One turn of a conversation."""
 
-    role: Role
+    role: _Role
     content: str
     use: Use = "learnt"
     """Of the assistant's: what is only read says nothing of how the model is to answer."""

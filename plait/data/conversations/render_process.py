@@ -35,8 +35,8 @@ _PER_BYTE = 32
 _PR_SET_PDEATHSIG = 1
 _SHOWN_CHARACTERS = 200
 
-Task = Mapping[str, Any]
-Answer = dict[str, Any]
+_Task = Mapping[str, Any]
+_Answer = dict[str, Any]
 
 
 class RenderProcess:
@@ -50,7 +50,7 @@ class RenderProcess:
         self._begin, self._where = begin, where
         self._child: subprocess.Popen[bytes] | None = None
 
-    def answers(self, tasks: Sequence[Task]) -> Iterator[Answer | PlaitError]:
+    def answers(self, tasks: Sequence[_Task]) -> Iterator[_Answer | PlaitError]:
         """The answer to each task, or why the template refuses it.
 
         Raises PlaitError where the template is not valid or the child reaches a limit of time: then no task can be
@@ -98,7 +98,7 @@ class RenderProcess:
             raise PlaitError(f"the chat template in {self._where} is not valid ({refused}); bring the model's own")
         return child
 
-    def _receive(self, child: subprocess.Popen[bytes]) -> Answer:
+    def _receive(self, child: subprocess.Popen[bytes]) -> _Answer:
         assert child.stdout is not None
         line = child.stdout.readline()
         if line.endswith(b"\n"):
@@ -138,12 +138,12 @@ def main() -> None:
 
     finders: list[LearnedFinder] = []
 
-    def compile_template(begin: Task) -> Answer:
+    def compile_template(begin: _Task) -> _Answer:
         template = JinjaTemplate(begin["text"], begin["special"], begin["date"])
         finders.append(LearnedFinder(template))
         return {}
 
-    def do(task: Task) -> Answer:
+    def do(task: _Task) -> _Answer:
         finder, values = finders[0], {key: value for key, value in task.items() if key != "kind"}
         match task["kind"]:
             case "learn":
@@ -195,7 +195,7 @@ def _limit_memory(nbytes: int) -> tuple[int, int]:
     return before
 
 
-def _limited(do: Callable[[Task], Answer], task: Task, nbytes: int) -> str:
+def _limited(do: Callable[[_Task], _Answer], task: _Task, nbytes: int) -> str:
     """The answer as JSON, or why there is none; `nbytes` is the size of the batch."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS + nbytes / 1e6)
     try:
