@@ -63,7 +63,7 @@ def write_export(
             kind = _write_adapter(staging, source, tokenizer, dtype)
         else:
             kind = _write_model(staging, target, source, tokenizer, dtype, shard_bytes)
-        write_learnt_template(staging, corpus)
+        write_learnt_template(staging, corpus, folder.saved_config().data.chat_template)
         return kind
 
     with screen.progress() as show:
