@@ -78,7 +78,7 @@ def write_export(
         else:
             kind = _write_model(staging, target, source, corpus, dtype, shard_bytes)
         name_end_of_turn(staging, learnt_end_of_turn(corpus, tokenizer))
-        write_learnt_template(staging, corpus)
+        write_learnt_template(staging, corpus, folder.saved_config().data.chat_template)
         return kind
 
     with screen.progress() as show:

@@ -200,6 +200,21 @@ def test_a_template_of_the_base_stays_as_it_is(tmp_path: Path) -> None:
     assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
+def test_a_template_that_the_recipe_names_is_exported_in_place_of_the_bases(tmp_path: Path) -> None:
+    working, _ = saved_run(tmp_path)
+    tokenizer, base = learns_chats(working), tmp_path / "base"
+    write_model(base)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, base)
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    keep_base_files(str(base), run_folder("tiny", working).base)
+    recipe = run_folder("tiny", working).path / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace('chat_template = "auto"', 'chat_template = "/gone/own.jinja"'))
+    assert "/gone/own.jinja" in recipe.read_text()
+    target = write_export("tiny", Path("out"), screen=SilentScreen(), working=working)
+    assert AutoTokenizer.from_pretrained(target).apply_chat_template(CHAT, tokenize=False) == LEARNT
+
+
 def test_a_model_of_no_family_is_refused(tmp_path: Path) -> None:
     working, _ = saved_run(tmp_path, activation="relu2")
     with pytest.raises(PlaitError, match=r"no family of transformers has models of this kind.*the nearest is llama"):

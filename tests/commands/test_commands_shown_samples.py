@@ -61,3 +61,16 @@ def test_a_text_is_learnt_but_for_the_end_before_it(recipe: Path) -> None:
     text = shown(recipe, "data.files=play.txt")
     assert "<|endoftext|>⟦To be or not to be. " in text and text.rstrip().endswith("<|endoftext|>⟧")
     assert "packing" not in text
+
+
+def test_the_examples_that_are_counted_are_those_that_are_learnt_from(recipe: Path) -> None:
+    long = {"messages": [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "one two " * 40}]}
+    file = recipe.parent / "chats.jsonl"
+    file.write_text(file.read_text() + (json.dumps(long) + "\n") * 5)
+    assert "; 8 examples, " in shown(recipe, "train.sequence=256", "data.overlong=drop")
+    text = shown(recipe, "data.overlong=drop")
+    assert "; 3 examples, " in text
+    assert "overlong 5 examples of more than 64 tokens: left out (data.overlong); 3 examples learnt from" in text
+    assert "overlong 5 examples of more than 64 tokens: cut at a window's end (data.overlong); 8 examples" in shown(
+        recipe, "data.overlong=cut"
+    )

@@ -413,7 +413,7 @@ MARKS_CONTENT = MARKED.replace("message['content'] + '<|im_end|>' }}{% end", "me
 
 def transformers_mask(folder: Path, text: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>")
-    found = theirs.apply_chat_template(
+    found: Any = theirs.apply_chat_template(
         messages, chat_template=text, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
     )
     return found["input_ids"], found["assistant_masks"]

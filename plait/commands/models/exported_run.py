@@ -87,11 +87,12 @@ def name_end_of_turn(folder: Path, token: str | None) -> None:
             file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_learnt_template(folder: Path, corpus: Corpus) -> None:
-    """Write the chat template that a run learnt by into an export's folder, where none came with the tokenizer. Special
-    tokens that the tokenizer's settings name otherwise are set in it, so that it writes the text that was learnt."""
+def write_learnt_template(folder: Path, corpus: Corpus, requested: str = "auto") -> None:
+    """Write the chat template that a run learnt by into an export's folder, where none came with the tokenizer or the
+    recipe requested another (`data.chat_template`). Special tokens that the tokenizer's settings name otherwise are set
+    in it, so that it writes the text that was learnt."""
     learnt = find_template([corpus.folder]) if corpus.template else None
-    if learnt is None or find_template([folder]):
+    if learnt is None or (requested == "auto" and find_template([folder])):
         return
     known = special_tokens(tokenizer_settings(folder))
     missing = {key: text for key, text in learnt.special.items() if key in learnt.text and known.get(key) != text}

@@ -17,7 +17,7 @@ from plait.data.conversations.render_process import RenderProcess
 from plait.errors import PlaitError
 from plait.regular_file import SMALL_FILE_BYTES, read_regular_file, read_regular_text
 
-Chat = Sequence[Mapping[str, Any]]
+_Messages = Sequence[Mapping[str, Any]]
 """Messages, each with its "role" ("system", "user", "assistant", "tool") and mostly its "content"."""
 FIXED_DATE = "2024-07-26"
 """What strftime_now gives while a corpus is made: the date that Llama's templates name where they are given none."""
@@ -75,7 +75,7 @@ class ChatTemplate:
         """End the child process; the next call starts another."""
         self._process.close()
 
-    def render(self, messages: Chat, tools: object = None) -> str:
+    def render(self, messages: _Messages, tools: object = None) -> str:
         """The messages as one text, up to where the model's answer begins: behind the header of its turn, also where
         the template ignores add_generation_prompt."""
         return self._asked("prompt", messages=messages, tools=tools)["text"]
@@ -85,7 +85,7 @@ class ChatTemplate:
         tokenizer calls the end of a text. Empty where the template refuses a question and an answer."""
         return self._asked("after answer")["text"]
 
-    def render_marked(self, messages: Chat, tools: object = None) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def render_marked(self, messages: _Messages, tools: object = None) -> tuple[str, tuple[tuple[int, int], ...]]:
         """The messages as one text that ends with the last of them, and the ranges of characters that the template
         marks as the assistant's."""
         answer = self._asked("marked", messages=messages, tools=tools)
