@@ -99,8 +99,9 @@ READ = {
 
 
 @pytest.fixture(scope="module")
-def place(finished: Place) -> Place:
-    """The finished run's folder, with a model, chats and choices beside it."""
+def place(finished: Place) -> Iterator[Place]:
+    """The finished run's folder, with a model, chats and choices beside it until these tests are over."""
+    prepared_before = set((finished.folder / ".plait" / "data").iterdir())
     write_model(finished.folder / "base")
     (finished.folder / "adapter").mkdir(exist_ok=True)
     chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}] for n in range(40)]
@@ -110,7 +111,9 @@ def place(finished: Place) -> Place:
     )
     question = {"question": "Which?", "choices": ["this", "that"], "answer": 0}
     (finished.folder / "choices.jsonl").write_text(json.dumps(question) + "\n")
-    return finished
+    yield finished
+    for path in set((finished.folder / ".plait" / "data").iterdir()) - prepared_before:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @pytest.mark.parametrize("read", READ)
