@@ -7,14 +7,23 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from plait.commands.monitoring.elastic_workers import CannotGoOn
 from plait.commands.submitting import node, node_address
 from plait.commands.submitting.lost_leader import requeue_if_leader_lost
-from plait.commands.submitting.node import NodePlace, count_fruitless_starts, tell_scheduler, work_on_node
-from plait.errors import GaveUp, PlaitError, RunFailed
+from plait.commands.submitting.node import (
+    NodePlace,
+    count_fruitless_starts,
+    queued_again,
+    tell_scheduler,
+    work_on_node,
+)
+from plait.errors import GaveUp, PlaitError, RunFailed, StopSignal
 from plait.launch.remote.secret import new_secret
+from plait.process_exit import exit_code_of
 from plait.screen.screen import SilentScreen
 from plait.working_folder import WorkingFolder
 from tests.slurm.cluster import free_ports
@@ -131,6 +140,21 @@ def test_the_count_reads_the_runs_own_checkpoints(
         with nullcontext() if again else pytest.raises(GaveUp, match="saved no step after step 0"):
             tell_scheduler(target, place, 75)
         assert (tmp_path / "web-17-0.again").exists() == again
+
+
+def test_a_run_that_needs_a_lost_node_asks_slurm_for_another() -> None:
+    """Exit code 75 queues the job again; without Slurm the error is the end."""
+    lost, screen = CannotGoOn("n2 was lost, and the hosts that are left cannot carry the run", None), Recording()
+    assert exit_code_below_slurm(queued_again(lost, screen, {"SLURM_JOB_ID": "17"})) == 75
+    assert screen.lines == [f"requeue  {lost}"]
+    with pytest.raises(CannotGoOn):
+        queued_again(lost, screen, {})
+
+
+def exit_code_below_slurm(stopped_by: Literal["finished", StopSignal]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_JOB_ID", "17")
+        return exit_code_of(stopped_by)
 
 
 SCONTROL = """#!/bin/sh

@@ -205,7 +205,9 @@ def test_a_node_that_is_lost_and_comes_back_costs_no_bit(cluster: Submitter) -> 
     node = cluster.nodes_of(number)[1]
     cluster.slurm.kill_node(node)
     cluster.slurm.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=killed")
+    # With --no-kill it is not Slurm that starts it again: EVEN names two workers, so the run itself asks for it.
     wait_for(lambda: cluster.slurm.job(number)["Restarts"] == "1", "a restart", 120, cluster.slurm.explain)
+    assert "the hosts that are left cannot carry the run" in cluster.log(lost, number)
     cluster.slurm.start_node(node)
     cluster.slurm.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
     cluster.ended(number)

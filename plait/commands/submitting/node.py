@@ -16,6 +16,7 @@ from plait.checkpoint.shared_disk import names_now
 from plait.checkpoint.store import published_checkpoints, read_manifest
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest, choose_secret
 from plait.commands.join import join
+from plait.commands.monitoring.elastic_workers import CannotGoOn
 from plait.commands.monitoring.finish import is_finished
 from plait.commands.planning.folder_lock import FolderTaken
 from plait.commands.planning.run_folder import run_folder
@@ -99,12 +100,24 @@ def work_on_node(target: Sequence[str], place: NodePlace, screen: Screen) -> Sto
         with _secret_file_while_leading(place.secret_file):
             address = own_address(place.leader, screen)
             hosts = HostsRequest(n_hosts=place.nodes, address=address, port=place.port, secret_file=place.secret_file)
-            return _run(target, hosts, screen)
+            try:
+                return _run(target, hosts, screen)
+            except CannotGoOn as error:
+                return queued_again(error, screen, os.environ)
     try:
         return _join_when_possible(target, place, place.leader, screen)
     except RunFailed:
         requeue_if_leader_lost(place.rank, place.secret_file, screen)
         raise
+
+
+def queued_again(error: CannotGoOn, screen: Screen, environment: Mapping[str, str]) -> StoppedBy:
+    """Below Slurm the end of a run that needs all of its nodes and lost one: it is saved, and the job is queued again,
+    which Slurm itself does not do with --no-kill. Raises the error elsewhere."""
+    if not environment.get("SLURM_JOB_ID"):
+        raise error
+    screen.print(f"requeue  {error}")
+    return "SIGTERM"
 
 
 def tell_scheduler(target: Sequence[str], place: NodePlace, code: int) -> None:
