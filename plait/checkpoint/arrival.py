@@ -71,9 +71,9 @@ def _without(names: Collection[str], ranks: Sequence[int]) -> list[int]:
 
 
 def refuse_part(staging: Path, rank: int, sentence: str, why: RefusedFor = "another reason") -> None:
-    """Tell the rank that waits for a part that it will not come, and why. The files of it that did arrive are removed
-    first. Makes the folder again where it was removed, as nobody would hear of it otherwise. A disk without room for
-    the sentence takes an empty file. Raises OSError."""
+    """Tell the rank that waits for a part why it will not come, and remove the files of it that arrived. Recreates the
+    staging folder if it is gone, so that the refusal is not lost. On a full disk the refusal is an empty file. Raises
+    OSError."""
     staging.mkdir(exist_ok=True)
     for name in part_files(rank):
         (staging / name).unlink(missing_ok=True)

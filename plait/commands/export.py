@@ -176,7 +176,7 @@ def _require_room(target: Path, nbytes: int) -> None:
 def _write_small_files(
     staging: Path, source: ExportedRun, corpus: Corpus, ids: Mapping[str, Any], what: Exported
 ) -> None:
-    """Licences, generation_config.json, tokenizer and model card; `ids` are those of special tokens."""
+    """Write licences, generation_config.json, tokenizer and model card; `ids` are the special tokens' keys."""
     folder, tokenizer = source.folder, corpus_tokenizer(corpus)
     licences = copy_small_files(folder.base, staging, LICENCES)
     named = {key: ids[key] for key in ids if key.endswith("_token_id") and ids[key] is not None}

@@ -119,7 +119,7 @@ def test_a_part_that_cannot_be_fetched_ends_the_save(
         staging.mkdir(parents=True)
         (staging / ".rank-00001.safetensors.part").symlink_to("/dev/full")
     why = {
-        "lost host": r"\(host-1 was lost: its cable was pulled\); earlier checkpoints, if .*, are whole: mend that",
+        "lost host": r"\(host-1 was lost: its cable was pulled\); earlier checkpoints, if .*, are whole: fix that",
         "full disk": r"\(No space left on device.*\); earlier checkpoints, if .*, are whole: free some space",
     }[fault]
     with pytest.raises(

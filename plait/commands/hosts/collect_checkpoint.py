@@ -33,7 +33,7 @@ FULL_CHECKPOINTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSource:
-    """What to ask another host for a file: the kind of the question, and its values but for the place in the file."""
+    """The question that asks another host for a file: its kind, and its values without the offset."""
 
     kind: str
     values: Mapping[str, Any]
@@ -44,7 +44,8 @@ class CheckpointCollector:
     with a "wrote" message, from memory where their disk is full; threads of its own copy them into the staging folders
     below `checkpoints` on this host, where rank 0 waits for them. All other messages of ranks go to `on_message`.
 
-    With `leaves_out` "full hosts" it ends the job for a host that has no room for its parts any more.
+    With `on_full_host` "leave out" the job ends once a host has had no room for several checkpoints in a row, so that
+    it can restart without that host.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class CheckpointCollector:
         peer_of: Callable[[int], Peer],
         checkpoints: Path,
         on_message: OnMessage,
-        leaves_out: Literal["nobody", "full hosts"] = "nobody",
+        on_full_host: Literal["wait", "leave out"] = "wait",
     ) -> None:
         self._peer_of, self._checkpoints, self._on_message = peer_of, checkpoints, on_message
-        self._leaves_out = leaves_out
+        self._on_full_host = on_full_host
         self._from_memory = dict[str, int]()
         """How many checkpoints of each host came from memory, by the host's name."""
         self._full = dict[str, set[str]]()
@@ -111,11 +112,11 @@ class CheckpointCollector:
         )
 
     def _note_full(self, message: Message) -> None:
-        """A host has room for its part neither on its disk nor in memory."""
+        """Count a checkpoint for which a host had no room, on disk or in memory."""
         peer = self._peer_of(message.rank)
         full = self._full.setdefault(str(peer), set())
         full.add(str(message.values["staging"]))
-        if self._leaves_out == "full hosts" and len(full) >= FULL_CHECKPOINTS:
+        if self._on_full_host == "leave out" and len(full) >= FULL_CHECKPOINTS:
             why = f"no room for its part of {len(full)} checkpoints in a row ({message.values.get('why')})"
             facts = FailureFacts(cause="no room", host=str(peer), what=why)
             raise WorkersFailed(f"{peer} has {why}; {RESUME_ADVICE}", facts)
@@ -154,10 +155,10 @@ def _check_part(rank: int, tensors: Path, their_list: Path) -> None:
 
 def _refusal_text(peer: Peer, error: OSError | PlaitError, folder: Path) -> str:
     if isinstance(error, PlaitError):
-        why, mend = str(error).partition(";")[0], "free some space" if is_full_disk(error) else "mend that"
+        why, advice = str(error).partition(";")[0], "free some space" if is_full_disk(error) else "fix that"
     else:
-        why, mend = f"{error.strerror}: {error.filename or folder} on this host", disk_advice(error)
+        why, advice = f"{error.strerror}: {error.filename or folder} on this host", disk_advice(error)
     return (
         f"could not save the checkpoint: the part from {peer.name} did not arrive ({why}); "
-        f"{earlier_checkpoints(folder)}: {mend} and give the same command again"
+        f"{earlier_checkpoints(folder)}: {advice} and give the same command again"
     )

@@ -153,8 +153,8 @@ class LeaderWorkers:
         parts += [joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
         membership = self._hosts.membership if training and self._joining == "open" else None
         heard = _of_rank_0(self._noting_saves(folder, on_message) if membership else on_message)
-        leaves_out = "full hosts" if membership else "nobody"
-        with CheckpointCollector(self._member_of, folder / "checkpoints", heard, leaves_out) as gathering:
+        on_full_host = "leave out" if membership else "wait"
+        with CheckpointCollector(self._member_of, folder / "checkpoints", heard, on_full_host) as gathering:
             handle = gathering.handle_message
             result = self._hosts.run(job, on_message=handle, parts=parts, grace_s=STOP_GRACE_S, membership=membership)
         if not training:

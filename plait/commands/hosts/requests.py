@@ -96,8 +96,8 @@ class BlockHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallFile:
-    """The bytes beside this are those of a file of the current folder from `offset` on. `nbytes` is the size of
-    the whole file; without it these are all of its bytes."""
+    """A block of a file in the joined host's working folder; the block's bytes are the frame's blob. `nbytes` is the
+    size of the whole file; None if the blob is all of it."""
 
     name: Literal["recipe.toml", "plan.json", "routing.safetensors"]
     offset: int = 0

@@ -87,7 +87,7 @@ class RunHosts:
         """Send the host home that cannot keep what the run needs there."""
         if failure is not None and failure.cause == "no room":
             for member in [one for one in self._hosts.members if str(one) == failure.host]:
-                self._send_home([member], f"this host cannot take part: {failure.what}; mend that, and join again")
+                self._send_home([member], f"this host cannot take part: {failure.what}; fix that and join again")
                 yield Departure(name=member.name, why=f"cannot take part ({failure.what})", by=None)
 
     def _own_listener(self) -> ConnectivityListener:

@@ -15,7 +15,7 @@ from plait.version import __version__
 
 
 def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequence[str], *, answers: str = "") -> str:
-    """README.md in Markdown; of the text only the files' names are told, not where they lie. `answers` says how
+    """README.md in Markdown; training files are listed by name, without their paths. `answers` says how
     answers of a chat end."""
     tokens = manifest.step * plan.batch_tokens
     base = config.model.from_

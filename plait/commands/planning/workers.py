@@ -1,5 +1,4 @@
-"""The workers that a command can call on: those of our own fork server, or those that torchrun or another launcher
-started."""
+"""The workers of a command: started by plait's fork server, or already running under torchrun or another launcher."""
 
 from __future__ import annotations
 

@@ -107,7 +107,8 @@ def example_lines(corpus: Corpus, bad_records: float) -> list[str]:
 
 
 def _token_lines(corpus: Corpus) -> list[str]:
-    """How texts begin, where not with the end of text, and how many of their tokens are not quite those of the text."""
+    """The token that texts begin with, if it is not the end of text, and how often a cut or a prompt's end may have
+    changed tokens."""
     lines = []
     if corpus.bos:
         chats = "; chats begin as their template begins them" if corpus.template else ""
@@ -118,7 +119,7 @@ def _token_lines(corpus: Corpus) -> list[str]:
     if corpus.boundary_tokens and corpus.layout == "stream":
         lines.append(
             f"tokens   {counted(corpus.boundary_tokens, 'place', ',')} in text without spaces had to be cut where a "
-            "token may lie; the tokens there may differ from those of the whole text"
+            "token may lie; tokens there may differ from an uncut encoding"
         )
     elif corpus.boundary_tokens:
         number = counted(corpus.boundary_tokens, "completion", ",")

@@ -105,7 +105,7 @@ class ExampleEncoder:
             nbytes = sum(len(one.text[start:stop].encode("utf-8")) for start, stop in one.learned)
             encoded = _example(pieces, [kind == "learnt" for _, kind in own], nbytes)
             if encoded.mask.all():
-                yield PlaitError(f"{example.place} leaves no token to learn; mend or remove that conversation")
+                yield PlaitError(f"{example.place} leaves no token to learn; correct or remove that conversation")
             else:
                 yield replace(encoded, is_chat=True, remarks=one.remarks)
 
