@@ -114,7 +114,7 @@ def test_a_document_longer_than_a_cut_is_prepared_as_a_whole(tmp_path: Path) -> 
 def test_a_run_without_any_place_to_cut_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = loaded(tmp_path / "base", "metaspace")
     said = prepared(tmp_path, monkeypatch, [{"text": "a" * 300_000}], show=0)
-    assert "2 places in text without spaces had to be cut where a token may lie; the tokens there may differ" in said
+    assert "2 places in text without spaces had to be cut where a token may lie; tokens there may differ" in said
     corpus = corpus_of(tmp_path, [{"text": "a" * 300_000}], tmp_path / "base")
     assert corpus.boundary_tokens == 2
     ids = corpus.train[0].tokens[1:-1].tolist()

@@ -185,9 +185,11 @@ def _job(
 
 
 def _grace_s(request: SubmitRequest, options: dict[str, str], limit: int | None, screen: Screen) -> int:
-    """Seconds before the job's time limit at which the run is signalled to save. Shortened for partitions of short jobs:
-    a grace as long as the limit would make every start save at once and requeue. Raises PlaitError if no time to train
-    is left."""
+    """Seconds before the job's time limit at which the run is signalled to save.
+
+    Shortened for partitions of short jobs: a grace as long as the limit would make every start save at once and
+    requeue. Raises PlaitError if no time to train is left.
+    """
     grace = parse_grace_s(options["grace"]) if "grace" in options else SAVE_GRACE_S
     if limit is not None and limit < 2 * grace:
         raise PlaitError(

@@ -216,9 +216,7 @@ def check_turns(place: str, messages: Sequence[ChatMessage]) -> None:
                 "a conversation is an optional system, then user and assistant in turn"
             )
         if message.role == "assistant" and not message.content and "tool_calls" not in message.further:
-            raise PlaitError(
-                f"{place}, message {number}: the assistant says nothing; correct or remove that conversation"
-            )
+            raise PlaitError(f"{place}, message {number}: the assistant says nothing; correct or remove that chat")
     if _first_answer(messages) == len(messages):
         raise PlaitError(f"{place} has no answer of the assistant, so nothing is learnt; mend or remove it")
 
