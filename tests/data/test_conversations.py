@@ -249,7 +249,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "assistant first": ([chat("a", "b")[1]], r"message 1: the role assistant comes first; a conversation is"),
     "user twice": ([chat("a")[0], chat("a")[0]], r"message 2: the role user follows user; a conversation is"),
     "system late": ([*chat("a", "b"), {"role": "system", "content": "c"}], r"the role system follows assistant"),
-    "empty answer": (chat("a", ""), r"message 2: the assistant says nothing; mend or remove"),
+    "empty answer": (chat("a", ""), r"message 2: the assistant says nothing; correct or remove"),
     "no answer": (chat("a"), r"has no answer of the assistant, so nothing is learnt"),
     "unknown role": ([{"role": "robot", "content": "a"}], r'message 1 has the role "robot"; known are system, user'),
     "no role": ([{"content": "a"}], r"message 1 has no role; known are"),
