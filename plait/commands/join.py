@@ -65,11 +65,15 @@ def join(
                 working_folder=working.path,
             )
         except PlaitError as error:
-            if files.local_error is not None:  # the leader has only passed on what is to be mended here
-                raise files.local_error from error
-            raise
+            raise error_to_show(files.local_error, error) from error.__cause__
     screen.print(ending_text(ended_by))
     return signal_of(ended_by)
+
+
+def error_to_show(local: PlaitError | None, ended: PlaitError) -> PlaitError:
+    """This host's own error if the leader ended the run for it and only passed it on; otherwise how the run ended. An
+    earlier error of this host that the run survived is not why it ended."""
+    return local if local is not None and str(local) in str(ended) else ended
 
 
 def signal_of(ended_by: ReleasedBy) -> StoppedBy:
