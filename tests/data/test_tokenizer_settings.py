@@ -86,7 +86,7 @@ def _pipe(file: Path) -> None:
     [
         (_link_to_nothing, "it links to a file that is missing"),
         (_folder, "Is a directory"),
-        (_pipe, "it is no regular file"),
+        (_pipe, "it is a named pipe, not a regular file"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(
