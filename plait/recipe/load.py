@@ -20,7 +20,7 @@ from plait.recipe.paths import resolve_paths
 from plait.recipe.refusal import refusal_sentence
 from plait.recipe.schema import RunConfig
 from plait.recipe.values import LONGEST_NAME
-from plait.regular_file import SMALL_FILE_BYTES, read_regular_text
+from plait.regular_file import SMALL_FILE_BYTES, UnfitFileError, read_regular_text
 
 RecipeSource = Path | Mapping[str, Any] | RunConfig
 """A recipe's file, its sections as nested mappings, or a recipe that was loaded before."""
@@ -190,6 +190,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise PlaitError(f'there is no recipe "{path}"{_near_recipe(path)}') from None
     except IsADirectoryError:
         raise PlaitError(f'"{path}" is a folder; give the path of a recipe file in it') from None
+    except UnfitFileError as error:
+        raise PlaitError(f'the recipe "{path}" cannot be read: {error}') from None
     except UnicodeDecodeError:
         raise PlaitError(f'the recipe "{path}" is not UTF-8 text; save it as UTF-8') from None
     except ValueError:  # a NUL, or a character that no path can hold
