@@ -126,8 +126,12 @@ def _dot(found: Search, row: int, spent: Reals, chosen_spent: Reals) -> Dot:
 
 def _why(found: Search, row: int, more_s: Reals) -> str:
     step_s, chosen_s = float(found.step_s[row]), found.chosen_step_s
-    is_fastest = step_s < (1 + SAME_TIME) * found.best_step_s
-    time = "as fast as the fastest" if is_fastest else slower_than_fastest(found, row)
+    if step_s == found.best_step_s:
+        time = "the fastest"
+    elif step_s < (1 + SAME_TIME) * found.best_step_s:
+        time = "as fast as the fastest"
+    else:
+        time = slower_than_fastest(found, row)
     if row == found.chosen:
         return f"chosen: the simplest of those that are fast enough; {time}"
     harder = f"{complexity_compared(found, row)} the chosen layout"
