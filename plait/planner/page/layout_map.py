@@ -139,7 +139,7 @@ def _why(found: Search, row: int, more_s: Reals) -> str:
         return f"{time}, {harder}"
     worst = int(more_s.argmax())
     name = list(TIME_NAMES.values())[worst]
-    return f"{time}, with {time_words(float(more_s[worst]))} more for {name}, {harder}"
+    return f"{time}, with {time_words(float(more_s[worst]))} more for {name} than the chosen one, {harder}"
 
 
 def _family(kind: int) -> str:
