@@ -137,6 +137,50 @@ def test_a_first_step_may_compute_for_long_and_wait_for_ten_minutes() -> None:
     assert watched(HangWatch(), waiting, 2, 700.0) is not None
 
 
+@pytest.mark.parametrize("counter", ["network_bytes", "file_bytes"])
+def test_a_wait_in_which_bytes_move_is_slow_and_one_in_which_they_stop_is_a_hang(counter: str) -> None:
+    """Saving takes half a second, then an hour over a cable of 20 kB/s; after that hour nothing moves any more."""
+
+    def saving(rank: int, now_s: float) -> RankProgress:
+        carried = {counter: 20_000 * int(min(now_s, 3_600.0))}
+        return seen(rank, 1, step=9, phase="saving", longest_s=0.5, **carried)
+
+    found = watched(HangWatch(), saving, 2, 5_000.0)
+    assert found is not None
+    when_s, hang = found
+    assert 3_600 < when_s < 3_700 and hang.culprit.phase == "saving"
+
+
+def test_what_idle_connections_carry_is_no_progress() -> None:
+    """Heartbeats of a hundred bytes a second do not hide a hang."""
+
+    def beating(rank: int, now_s: float) -> RankProgress:
+        return seen(rank, 1, step=9, longest_s=0.5, network_bytes=100 * int(now_s))
+
+    with_heartbeats, without = watched(HangWatch(), beating, 2, 600.0), watched(HangWatch(), still, 2, 600.0)
+    assert with_heartbeats is not None and without is not None
+    assert without[0] <= with_heartbeats[0] <= 1.1 * without[0] + 1
+
+
+def still(rank: int, now_s: float) -> RankProgress:
+    return seen(rank, 1, step=9, longest_s=0.5)
+
+
+def test_a_cable_that_becomes_slow_is_reported_with_both_rates() -> None:
+    """100 MB/s for a minute of steps, then 30 kB/s in one sum of gradients."""
+    watch = HangWatch()
+
+    def look(rank: int, now_s: float) -> RankProgress:
+        carried = int(1e8 * min(now_s, 60.0) + 3e4 * max(0.0, now_s - 60.0))
+        return seen(rank, 1 + int(min(now_s, 60.0)), step=1 + int(min(now_s, 60.0)), network_bytes=carried)
+
+    assert watched(watch, look, 2, 60.0) is None and not watch.slow_waits()
+    assert watched(watch, look, 2, 120.0, begin_s=60.0) is None
+    slow = watch.slow_waits()
+    assert {one.rank.rank for one in slow} == {0, 1}
+    assert slow[0].rate == pytest.approx(3e4, rel=0.05) and slow[0].rate_before == pytest.approx(1e8, rel=0.05)
+
+
 def test_long_steps_give_a_stop_its_time() -> None:
     watch = HangWatch()
     assert watched(watch, lively(200.0), 2, 1_000.0) is None
