@@ -22,7 +22,7 @@ def test_bytes_that_are_confirmed_or_arrive_are_counted_and_waiting_ones_name_th
         while received < 50_000:
             received += len(receiver.recv(1 << 16))
         # 50,000 received at one end, and as many confirmed to the other, which may come a moment later.
-        wait_until(lambda: own_traffic().nbytes >= before + 100_000)
+        wait_until(lambda: own_traffic().nbytes >= before + 100_000, within_s=10)
         assert own_traffic().nbytes <= before + 100_100 and own_traffic().sends_to == ""
         sender.setblocking(False)
         with contextlib.suppress(BlockingIOError):  # nobody reads: the rest waits here
