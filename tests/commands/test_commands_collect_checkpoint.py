@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -15,9 +15,12 @@ from plait.commands.hosts.collect_checkpoint import CheckpointCollector
 from plait.commands.hosts.file_names import read_block
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.run import ForkServer
+from plait.launch.remote.held_copies import OUTBOX_KIND
 from plait.launch.remote.link import Reply
+from plait.launch.values.failed_job import WorkersFailed
 from plait.launch.values.job import Job, Message
 from tests.entry_tables import entries_of
+from tests.launch.processes import wait_until
 from tests.trainer.tiny import make_tiny
 
 BELOW = Path("checkpoints")
@@ -173,6 +176,76 @@ def test_a_part_that_was_found_whole_is_not_replaced(tmp_path: Path) -> None:
     with CheckpointCollector(lambda rank: host, tmp_path, lambda message: None) as gathering:
         gathering.handle_message(Message(rank=1, kind="wrote", values={"staging": staging.name}))
     assert host.blocks == 0
+
+
+class KeepingHost(Host):
+    """A host that remembers the files of the part that it gives away."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.part: dict[str, bytes] = {}
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+        self.part = self.part or files(self.folder / BELOW / values["staging"])
+        return super().ask(kind, values, blob)
+
+
+class FullHost:
+    """A host whose disk is full, so it gives away its rank's part from memory."""
+
+    name = "host-1"
+
+    def __init__(self, part: Mapping[str, bytes]) -> None:
+        self.part = part
+
+    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+        assert kind == OUTBOX_KIND and (values["local_rank"], values["step"]) == (0, 1)
+        data = self.part["rank-00001.safetensors" if values["what"] == "tensors" else "rank-00001.json"]
+        return Reply(values={"size": len(data)}, blob=data[values["offset"] :][:1000])
+
+    def __str__(self) -> str:
+        return "host-1 (10.0.0.2)"
+
+
+def test_a_part_that_its_host_keeps_in_memory_is_fetched_and_the_host_is_named(
+    server: ForkServer, home: Path, tmp_path: Path
+) -> None:
+    there, told = KeepingHost(tmp_path / "there"), list[Message]()
+    save(server, home, [tmp_path / "first", there.folder], there)
+    message = Message(
+        rank=1, kind="wrote", values={"staging": ".step-1.staging", "memory": {"local_rank": 0, "step": 1}}
+    )
+    here = tmp_path / "here"
+    here.mkdir()
+    with CheckpointCollector(lambda rank: FullHost(there.part), here, told.append) as gathering:
+        gathering.handle_message(message)
+        staging = here / ".step-1.staging"
+        wait_until((staging / "rank-00001.json").exists, within_s=10)
+        assert files(staging) == {name: there.part[name] for name in ("rank-00001.json", "rank-00001.safetensors")}
+    [warning] = told
+    assert warning.values["text"].startswith("warning  the disk of host-1 (10.0.0.2) is full, so its part of the ")
+
+
+@pytest.mark.parametrize("on_full_host", ["wait", "leave out"])
+def test_a_host_without_room_for_two_checkpoints_in_a_row_is_left_out_where_others_can_go_on(
+    on_full_host: Literal["wait", "leave out"], tmp_path: Path
+) -> None:
+    def no_room(step: int) -> Message:
+        return Message(rank=1, kind="no room", values={"staging": f".step-{step}.staging", "why": "No space left"})
+
+    with CheckpointCollector(lambda rank: FullHost({}), tmp_path, lambda message: None, on_full_host) as one:
+        one.handle_message(no_room(1))
+        one.handle_message(Message(rank=0, kind="saved", values={}))  # a later one went well
+        one.handle_message(no_room(3))
+        one.handle_message(no_room(3))  # another rank's, or the same again: still one checkpoint
+        if on_full_host == "wait":
+            one.handle_message(no_room(4))
+            return
+        with pytest.raises(
+            WorkersFailed, match=r"host-1 \(10.0.0.2\) has no room for its part of 2 checkpoints"
+        ) as failed:
+            one.handle_message(no_room(4))
+    assert failed.value.facts.host == "host-1 (10.0.0.2)" and failed.value.facts.cause == "no room"
 
 
 def test_only_staging_folders_are_fetched_into(tmp_path: Path) -> None:
