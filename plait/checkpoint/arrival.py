@@ -126,6 +126,8 @@ def _bytes_in(staging: Path) -> int:
             total += size_now(staging / name)
         except FileNotFoundError:  # renamed between the two looks
             total += 1
+        except OSError:  # no regular file, or unreadable: whoever needs it says so
+            continue
     return total
 
 

@@ -19,6 +19,7 @@ from plait.launch.network.connection_loop import ConnectionLoop
 from plait.launch.remote.handshake import greet_leader
 from plait.launch.remote.link import Heartbeat, HostConnection, Reply, part_from_all
 from plait.launch.remote.listener import JoinListener
+from plait.launch.remote.messages import RequestKind
 from plait.launch.remote.secret import new_secret
 from plait.launch.remote.wire import SessionKeys, Wire
 from tests.launch.processes import ENTRIES, Record, job, wait_until
@@ -47,9 +48,13 @@ def linked(
 ) -> tuple[list[HostConnection], list[HostConnection]]:
     """Host 0's ends, on one loop, and the others', which answer."""
     loop, theirs_loop = ConnectionLoop(), ConnectionLoop()
-    ours = [HostConnection(leader, handlers={}, heartbeat=heartbeat, loop=loop) for leader, _ in pairs]
+    kinds = {"twice": RequestKind(blob_bytes=1 << 20, reply_blob_bytes=1 << 20)}
+    ours = [HostConnection(leader, handlers={}, heartbeat=heartbeat, loop=loop, requests=kinds) for leader, _ in pairs]
     handlers = {"twice": lambda frame: Reply(values={"n": 2 * frame.values["n"]}, blob=frame.blob)}
-    theirs = [HostConnection(joiner, handlers=handlers, heartbeat=HEARTBEAT, loop=theirs_loop) for _, joiner in pairs]
+    theirs = [
+        HostConnection(joiner, handlers=handlers, heartbeat=HEARTBEAT, loop=theirs_loop, requests=kinds)
+        for _, joiner in pairs
+    ]
     return ours, theirs
 
 
