@@ -33,7 +33,7 @@ def replicate(
     weights = shared_weights(sharded, execution)
     groups = make_groups([*all_sharing_sets(execution.shape, layout), *splits])
     if layout.shard > 1 and layout.shard_what == "parameters":
-        from plait.parallel.sharding import fully_sharded  # most of a second of imports
+        from plait.parallel.fully_sharded import fully_sharded  # most of a second of imports
 
         return fully_sharded(sharded, weights, groups, bucket_bytes=bucket_bytes, transfer=execution.gradient_transfer)
     split = mesh.get_group("shard") if layout.shard > 1 else None

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from plait.launch.values.job import RankContext
 from plait.parallel import reduction
+from plait.parallel.fully_sharded import NO_BUCKET_LIMIT
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.mesh import make_groups, open_store
 from plait.parallel.reduction import NoStream, TransferStream
-from plait.parallel.sharding import NO_BUCKET_LIMIT
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
 from tests.parallel.reduce_entries import Branches, shared

@@ -21,7 +21,7 @@ from plait.custom.strands.local import squares_of
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces, whole_of
 from plait.custom.strands.units import check_shared, find_units, units_text
 from plait.errors import PlaitError
-from plait.parallel.sharding import SpreadWeights, SwapGradients
+from plait.parallel.fully_sharded import SpreadWeights, SwapGradients
 
 FORWARDS = 3
 """Time of a forward and backward together, in forward passes; all workers' is the same, so shares do not depend on

@@ -1,0 +1,299 @@
+"""Parameters split by rows over the ranks of `shard`: torch's FSDP2, with its averaging off.
+
+Importing this module takes most of a second (DTensor, sympy), so sharding.py and replicate.py import it only for
+layouts that split parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from plait.model.gpt import GPT, mixtures_of
+from plait.model.mixture import Experts
+from plait.model.router import Router
+from plait.parallel.collectives import SPREAD_TAG, SUM_TAG, spread_own, sum_parts
+from plait.parallel.gradient_buckets import BUCKET_BYTES, SharedWeight, whole_units
+from plait.parallel.gradient_reducer import GradientReducer, ProcessGroups
+from plait.parallel.mesh import make_groups
+from plait.parallel.reduction import Transfer
+from plait.parallel.sharded_model import ShardedModel, held_weight
+from plait.partition.boxes import all_expert_splits
+from plait.partition.execution import Execution
+
+
+def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> None:
+    """Hand each layer, and what lies outside of the layers, to FSDP2."""
+    policy = _policy(execution)
+    apart = _experts_mesh(execution)
+    for chunk in sharded.chunks:
+        whole = _whole_experts(chunk, execution)
+        # In a pipeline several micro-batches are under way, and each would gather the weights anew.
+        again = execution.layout.pipeline == 1
+        for layer in chunk.layers.values():
+            for router in [module for module in layer.modules() if isinstance(module, Router)]:
+                # Gathered as it is kept: a rounded router sends tokens to other experts.
+                exact = replace(policy, param_dtype=None)
+                fully_shard(router, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=exact)
+                _hide_hooks_from_recompute(router)
+            for experts in [module for module in layer.modules() if apart and isinstance(module, Experts)]:
+                fully_shard(experts, mesh=apart, reshard_after_forward=again, mp_policy=policy)
+                _hide_hooks_from_recompute(experts)
+            fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy, ignored_params=whole)
+        # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward. It
+        # is gathered as it is kept: a table in bfloat16 would round the stream, and each addition to a row's gradient.
+        outside = replace(policy, param_dtype=None)
+        fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=outside, ignored_params=whole)
+        if execution.device == "cpu" and again:
+            _gather_ahead(chunk)
+        for module in _sharded_modules(chunk):
+            # Neither is recursive. Gradients are sums everywhere: Note [loss is a sum].
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if execution.device == "cpu":
+                module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
+                module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
+
+
+def _hide_hooks_from_recompute(inside_layer: nn.Module) -> None:
+    """Have the hooks of a module inside a layer run unseen by "selective" recomputation, which from torch 2.13 on wants
+    the layer's second run to call the operations of the first: these gather weights in one run and not in the other."""
+
+    def unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return hook(*args, **kwargs)
+
+        return run
+
+    for hooks in (inside_layer._forward_pre_hooks, inside_layer._forward_hooks):
+        hooks.update({key: unseen(hook) for key, hook in hooks.items()})
+
+
+def _experts_mesh(execution: Execution) -> DeviceMesh | None:
+    """The ranks that split this one's experts, where they are some of those that split all else. Every rank must call
+    it."""
+    sets = all_expert_splits(execution.layout)
+    if not sets:
+        return None
+    (group,) = make_groups(sets).values()
+    return DeviceMesh.from_group(group, execution.device)
+
+
+def _whole_experts(chunk: GPT, execution: Execution) -> set[nn.Parameter]:
+    """The weights of experts that no other rank of `shard` holds: they stay whole, as do their sums."""
+    layout = execution.layout
+    if layout.expert == 1 or layout.expert_shards > 1:
+        return set()
+    return {weight for one in mixtures_of(chunk).values() for weight in one.experts.parameters()}
+
+
+def _policy(execution: Execution) -> MixedPrecisionPolicy:
+    """In what numbers weights are gathered and gradients summed; the shards themselves and their sums stay float32.
+
+    Under autocast a bfloat16 run would keep a rounded copy of each weight from the forward to the backward, on every
+    rank; gathered in bfloat16, weights are their own rounded copies and are freed together with the gathered layer.
+    """
+    rounds = execution.precision == "bf16"
+    # FSDP2 rounds before its library's sum, which for bfloat16 rounds after every addition.
+    summed = torch.bfloat16 if execution.gradient_transfer == "bf16" else torch.float32 if rounds else None
+    # The stream between layers stays float32, as in every other layout.
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if rounds else None, reduce_dtype=summed, cast_forward_inputs=False
+    )
+
+
+def _gather_ahead(chunk: GPT) -> None:
+    """Let the next layer's weights travel under a layer's arithmetic, as streams of a GPU do by themselves. Layers for
+    prediction ahead are left out: an evaluation ends before them."""
+    ahead = {id(module) for own in _ahead_layers(chunk) for module in own.modules()}
+    root, *layers = (module for module in _sharded_modules(chunk) if id(module) not in ahead)
+    root._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
+
+
+def _ahead_layers(chunk: GPT) -> list[nn.Module]:
+    return [layer for number, layer in chunk.layers.items() if int(number) >= chunk.shape.layers]
+
+
+def fully_sharded(
+    sharded: ShardedModel,
+    weights: Sequence[SharedWeight],
+    groups: ProcessGroups,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    transfer: Transfer = "float32",
+) -> ShardedModel:
+    """What a rank holds and updates once its split parameters have memory. Every rank must call it.
+
+    `weights` are the chunks' own, each with the ranks that keep the same rows of it.
+    """
+    # Where a weight has fewer rows than there are ranks, some have nothing of it.
+    held = [one for one in map(_rows_of, weights) if one.local.box.numbers]
+    rows = [one for one in held if one.local.trained]
+    local = [one.local for one in rows]
+    # What is outside of a chunk's layers is torch's one unit for all of it, whose gradients come last of the chunk's.
+    reached = sorted(local, key=lambda one: (one.chunk, one.name.startswith("layers.")))
+    reducer = GradientReducer(reached, groups, bucket_bytes=bucket_bytes, transfer=transfer)
+    return replace(
+        sharded,
+        weights=tuple(held_weight(one.local.name, one.local.parameter, one.local.box) for one in held),
+        units=tuple(whole_units(local)),
+        gradients=ShardedGradients(sharded.chunks, rows, reducer),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """This rank's rows of a split weight: as torch keeps them, and as a plain parameter in the same memory."""
+
+    sharded: nn.Parameter
+    local: SharedWeight
+
+
+class ShardedGradients:
+    """Gradients of split parameters: torch sums them over `shard`, and a reducer over those who keep the same rows.
+
+    The reducer's sums begin while backward goes on: torch calls a split parameter's hooks, on the stream of its
+    reduce-scatter, once the rows' gradient is there.
+    """
+
+    def __init__(self, chunks: Sequence[GPT], rows: Sequence[_Rows], reducer: GradientReducer) -> None:
+        self._chunks, self._rows, self._reducer = chunks, rows, reducer
+        self.buckets = reducer.buckets
+        for one in rows:  # of a weight that nobody else keeps there is nothing to sum
+            one.sharded.register_post_accumulate_grad_hook(lambda _, one=one: reducer.arrived(one.local))
+
+    def open(self) -> None:
+        """Begin a step: no gradient yet, and no weight that was gathered before its rows were loaded or updated."""
+        self._reducer.open()
+        self.publish()
+        for one in self._rows:
+            room = one.local.parameter.grad  # a bucket's, where others keep the same rows
+            one.sharded.grad = None if room is None else _as_rows(room, one.sharded)
+
+    def arm(self, chunk: int) -> None:
+        """Each micro-batch's gradients are summed over `shard`; over the others that keep the same rows, only once."""
+        self._reducer.arm(chunk)
+
+    def close(self) -> None:
+        """Wait until the gradient of every rank's rows is the global sum."""
+        for one in self._rows:
+            if one.sharded.grad is not None and one.local.parameter.grad is None:
+                one.local.parameter.grad = _local(one.sharded.grad)
+            one.sharded.grad = None
+        self._reducer.close()
+
+    def publish(self) -> None:
+        """Forget weights that are still gathered, as after an evaluation: the next forward gathers the new ones."""
+        for chunk in self._chunks:
+            for module in _sharded_modules(chunk):
+                module.reshard()
+
+    def settle(self) -> None:
+        """The rows that this rank keeps are where they were updated."""
+
+
+def _rows_of(weight: SharedWeight) -> _Rows:
+    local, box = _local(weight.parameter.detach()), weight.box
+    offset = (box.offset[0] + _first_row(weight.parameter), *box.offset[1:])
+    box = replace(box, offset=offset, extent=tuple(local.shape))
+    own = nn.Parameter(local, requires_grad=weight.trained)
+    return _Rows(sharded=weight.parameter, local=replace(weight, parameter=own, box=box, split=None))
+
+
+def _first_row(parameter: nn.Parameter) -> int:
+    """Rows before this rank's: torch.chunk gives each rank the same number, rounded up, until there are none left."""
+    if not isinstance(parameter, DTensor):  # an expert's, whole
+        return 0
+    mesh = parameter.device_mesh
+    return min(parameter.shape[0], -(-parameter.shape[0] // mesh.size()) * mesh.get_local_rank())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """A sharded tensor's part on this rank, which of a whole one is all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_rows(local: Tensor, like: Tensor) -> Tensor:
+    """A rank's rows as the sharded tensor that torch adds gradients to; of a whole weight as they are."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _sharded_modules(chunk: GPT) -> list[FSDPModule]:
+    return [module for module in chunk.modules() if isinstance(module, FSDPModule)]
+
+
+# FSDP2's gathers and scatters between processors by point-to-point messages, in place of gloo's slower collectives.
+#
+# See Note [room first] in collectives.py. torch allows both to be replaced (FSDPModule.set_custom_all_gather); it
+# passes as the input of a gather the slice of the output where it belongs.
+
+
+NO_BUCKET_LIMIT = timedelta(0)
+"""No timeout, in torch's convention."""
+
+
+class AllWork(dist.Work):
+    """Several transfers as one torch Work."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = NO_BUCKET_LIMIT) -> bool:
+        """Block until all are over; each may take as long."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+
+class _OrdinaryMemory:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An ordinary tensor, as torch's own gather and scatter allocate it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class SpreadWeights(_OrdinaryMemory):
+    """FSDP2's all-gather: a unit's weights from the parts of all ranks."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather in place: the input lies in the output."""
+        begun = AllWork(spread_own(output_tensor, group, SPREAD_TAG))
+        if not async_op:
+            begun.wait()
+        return begun if async_op else None
+
+
+class SwapGradients(_OrdinaryMemory):
+    """FSDP2's reduce-scatter: this rank's part of the sum of a unit's gradients."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Sum over the ranks; blocks, as torch requires here."""
+        assert op == dist.ReduceOp.SUM and not async_op, "gradients are sums everywhere: Note [loss is a sum]"
+        sum_parts(output_tensor, input_tensor, group, SUM_TAG)
