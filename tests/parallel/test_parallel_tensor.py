@@ -115,7 +115,8 @@ def test_half_precision_stays_near_one_process(run_cases: RunCases) -> None:
         errors = [[e for name, e in one["grads"].items() if not name.endswith("k.bias")] for one in (half, single)]
         assert 1e-9 < half["totals"] < 1e-3 and max(errors[0]) < 0.05
         assert half["evaluated"] < 1e-3 and single["evaluated"] < 1e-5
-        assert 0 < single["totals"] < 1e-5 and max(errors[1]) < 1e-4
+        # The sums of losses may agree to the last bit; gradients that did would mean that nothing was split.
+        assert single["totals"] < 1e-5 and 0 < max(errors[1]) < 1e-4
 
 
 @pytest.mark.parametrize(
