@@ -28,7 +28,7 @@ Launch = Callable[[Any, int], None]
 BF16 = {"micro_sequences": 2, "precision": "bf16"}
 PARAMETERS = {"shard_what": "parameters"}
 SHAPES = {
-    "untied": ("run.seed=2", "model.width=24", "model.heads=4", "model.qk_norm=true", "model.tied=false"),
+    "untied": ("run.seed=3", "model.width=24", "model.heads=4", "model.qk_norm=true", "model.tied=false"),
     "tied": ("model.positions=learned", "model.bias=all", "model.tied=true"),
 }
 STAGES = {"pipeline": 2, "stage_layers": [1, 1]}
