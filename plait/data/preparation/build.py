@@ -94,7 +94,7 @@ def build_corpus(work: BuildRequest, folder: Path) -> None:
     found, holdout = _survey(work)
     total = sum(counts.text_bytes for counts in found)
     tokenizer = work.tokenizer or keeper.tokenizer() or _trained(work, holdout, total)
-    writers, held = _tokenize(work, holdout, tokenizer, (folder, keeper), total)
+    writers, held = _tokenize(work, holdout, tokenizer, folder, keeper, total)
     sizes: dict[HoldoutSplit, int] = {split: writer.text_bytes for split, writer in writers.items()}
     if work.holdout and not sizes["heldout"]:
         raise PlaitError(
@@ -192,16 +192,14 @@ def _documents(source: OpenSource) -> Iterator[tuple[Document, str]]:
 
 
 def _tokenize(
-    work: BuildRequest, holdout: Holdout, tokenizer: Tokenizer, place: tuple[Path, ProgressKeeper], total: int
+    work: BuildRequest, holdout: Holdout, tokenizer: Tokenizer, folder: Path, keeper: ProgressKeeper, total: int
 ) -> tuple[dict[HoldoutSplit, ShardWriter], list[int]]:
     """Write all shards; returns their writers, and the bytes that each source holds out."""
-    folder, keeper = place
     held = [0] * len(work.sources)
 
     def pieces() -> Iterator[_Piece]:
-        for piece in _pieces(
-            work, holdout, tokenizer.cut
-        ):  # from the start, also where an earlier process is continued
+        # From the start, also where an earlier process is continued.
+        for piece in _pieces(work, holdout, tokenizer.cut):
             held[piece.source] += piece.nbytes if piece.split == "heldout" else 0
             yield piece
 

@@ -89,7 +89,7 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
     tokenizer = work.tokenizer or keeper.tokenizer() or _trained(work, holdout, total)
     template = template_for(tokenizer, work.template)
     check_tokens(template, tokenizer.backend.get_vocab(with_added_tokens=True))
-    writers, held = _write_all(work, holdout, tokenizer, template, (folder, keeper), (total, bad))
+    writers, held = _write_all(work, holdout, tokenizer, template, folder, keeper, bad, total)
     for split, writer in writers.items():
         if not writer.entries and (split == "train" or work.holdout):
             what = "holds nothing out" if split == "heldout" else "holds everything out"
@@ -141,24 +141,24 @@ class BadRecords:
         self._first = list[str]()
 
     def count(self) -> None:
-        """One record more was read, good or bad."""
+        """Count one usable record."""
         self._records += 1
 
     def add(self, error: PlaitError) -> None:
-        """One of the records is no example."""
+        """Count one record that is no example, and why."""
         self._records, self._read = self._records + 1, self._read + 1
         self._first = [*self._first, str(error)][:FIRST_NAMED]
         if self._limit == 0:
             raise self._too_many(self._read, self._first)
 
     def check(self, written: RecordCounts = NOTHING_COUNTED) -> None:
-        """All records were read, and so many of them could not be written."""
+        """Raise PlaitError if too many records were skipped: while reading, and `written` while encoding."""
         counts = self.with_written(written)
         if counts.skipped > self._limit * self._records:
             raise self._too_many(counts.skipped, counts.first_skipped)
 
     def with_written(self, written: RecordCounts) -> RecordCounts:
-        """All counts, of reading and of writing."""
+        """The counts of reading and of writing together."""
         first = (*self._first, *written.first_skipped)[:FIRST_NAMED]
         return replace(written, records=self._records, skipped=self._read + written.skipped, first_skipped=first)
 
@@ -236,11 +236,12 @@ def _write_all(
     holdout: Holdout,
     tokenizer: Tokenizer,
     template: TemplateText,
-    place: tuple[Path, ProgressKeeper],
-    surveyed: tuple[int, BadRecords],
+    folder: Path,
+    keeper: ProgressKeeper,
+    bad: BadRecords,
+    total: int,
 ) -> tuple[dict[HoldoutSplit, ShardWriter], list[int]]:
     """Write all shards; returns their writers, and the bytes of text that each source holds out."""
-    (folder, keeper), (total, bad) = place, surveyed
     held = [0] * len(work.sources)
 
     def examples() -> Iterator[_Placed]:
@@ -282,7 +283,7 @@ def _write_all(
 def _write(
     writer: ShardWriter, one: _Placed, encoded: Sequence[EncodedExample | PlaitError], shard_tokens: int
 ) -> PlaitError | None:
-    """Write an example, or return why it cannot be learnt."""
+    """Write an example, or return the reason that it cannot be learnt."""
     parts = [part for part in encoded if not isinstance(part, PlaitError)]
     if refused := next((part for part in encoded if isinstance(part, PlaitError)), None):
         return refused
