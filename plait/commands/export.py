@@ -159,7 +159,7 @@ def _token_ids(source: ExportedRun, corpus: Corpus, base: Mapping[str, Any]) -> 
     those that the base ends text with, and with the end of a learnt document."""
     tokenizer = corpus_tokenizer(corpus)
     *turn, end_of_text = learnt_ends(corpus, tokenizer)
-    kept = {key: base[key] for key in _KEPT_KEYS if key in base} or {"bos_token_id": tokenizer.eot}
+    kept = {key: base[key] for key in _KEPT_KEYS if key in base} or {"bos_token_id": tokenizer.beginning[0]}
     of_base = end_ids(generation_config(source.folder.base)) or end_ids(kept)
     return {**kept, "eos_token_id": one_or_list([*turn, *of_base, end_of_text])}
 
@@ -188,6 +188,7 @@ def _write_small_files(
     else:
         tokenizer.save(staging)
         texts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eot_text}
+        texts |= {"bos_token": tokenizer.bos_text} if tokenizer.bos else {}
         _write_json(staging / "tokenizer_config.json", texts)
     answers = _how_answers_end(learnt_end_of_turn(corpus, tokenizer), what)
     card = model_card(folder.saved_config(), source.plan, source.found.manifest, licences, answers=answers)

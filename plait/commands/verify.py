@@ -93,6 +93,6 @@ def _left_out(config: RunConfig) -> str:
 def _check_torchrun_workers(layout: Layout, workers: WorkerPool) -> None:
     if workers.fixed_workers is not None and workers.fixed_workers.workers != layout.world_size:
         raise PlaitError(
-            f"torchrun started {workers.fixed_workers.workers} workers and the layout needs {layout.world_size}; "
-            f"start torchrun with --nproc-per-node {layout.world_size}, or verify without torchrun"
+            f"the launcher started {workers.fixed_workers.workers} workers and the layout needs {layout.world_size}; "
+            f"start {layout.world_size} (torchrun: --nproc-per-node), or verify without a launcher"
         )

@@ -39,6 +39,7 @@ from plait.screen.screen import SilentScreen
 from plait.working_folder import WorkingFolder
 from tests.commands.test_commands_adapters import adapter_run
 from tests.interop.folders import write_model
+from tests.interop.tokenizer_folders import write_tokenizer
 from tests.trainer.tiny import make_tiny
 
 TWO_RANKS = Layout(tensor=2)
@@ -56,12 +57,12 @@ CHANGES: dict[str, dict[str, object]] = {
 }
 
 
-def saved_run(folder: Path, **changes: object) -> tuple[WorkingFolder, GPT]:
+def saved_run(folder: Path, *overrides: str, **changes: object) -> tuple[WorkingFolder, GPT]:
     """A run with one checkpoint that two ranks of `tensor` wrote, and the model that it holds."""
     working = WorkingFolder(folder)
     own = run_folder("tiny", working).path
     own.mkdir(parents=True)
-    _, plan = make_tiny(own, "run.name=tiny")
+    _, plan = make_tiny(own, "run.name=tiny", *overrides)
     plan = replace(plan, shape=replace(plan.shape, **changes))
     write_plan(plan, own / "plan.json")
     model = random_weights(plan.shape)
@@ -111,6 +112,17 @@ def test_transformers_loads_it_and_plait_reads_it_back(family: str, tmp_path: Pa
         text
     )
     assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_model_from_nothing_names_the_beginning_that_it_learned(tmp_path: Path) -> None:
+    texts = tmp_path / "tokenizer"
+    write_tokenizer(texts, "llama 3")
+    working, _ = saved_run(tmp_path, f"data.tokenizer={texts}", "model.vocabulary=auto")
+    target = write_export("tiny", Path("out"), screen=SilentScreen(), working=working)
+    theirs = AutoTokenizer.from_pretrained(target)
+    assert theirs("a")["input_ids"][0] == theirs.bos_token_id == theirs.convert_tokens_to_ids("<|begin_of_text|>")
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((target / file).read_text())["bos_token_id"] == theirs.bos_token_id, file
 
 
 def test_a_smaller_dtype_rounds_each_weight_once(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_what_contradicts_the_machine_or_the_layout_is_refused(tmp_path: Path, o
 
 def test_torchruns_workers_are_not_for_the_recipe_to_choose(tmp_path: Path) -> None:
     resources = Resources(machine=LAPTOP, peak_flops=4e11, fixed_workers=FixedWorkers(workers=4, threads=1))
-    with pytest.raises(PlaitError, match="torchrun started 4 workers, and run"):
+    with pytest.raises(PlaitError, match="the launcher started 4 workers, and run"):
         request_of(recipe(tmp_path, *SMALL, "run.workers=2"), PLAYS, resources)
     (option,) = request_of(recipe(tmp_path, *SMALL, "run.threads=2"), PLAYS, resources).options
     assert (option.cluster.n_devices, option.threads) == (4, 2)

@@ -305,7 +305,10 @@ def refuse_torchrun() -> None:
     """Raise PlaitError where torchrun started this process, which then has all its workers already."""
     if _launched_workers() is not None:
         dismiss_torchrun_ranks()
-        raise PlaitError("--hosts and torchrun both start workers; leave --hosts out, or start plait without torchrun")
+        raise PlaitError(
+            "--hosts starts workers, and a launcher has started this process as one; leave --hosts out, or run plait "
+            "without the launcher"
+        )
 
 
 def make_log_folder(folder: Path) -> str:

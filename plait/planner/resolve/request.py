@@ -141,8 +141,8 @@ def _named_count(resources: Resources, named: Layout, notes: list[str]) -> int:
     machine, fixed, count = resources.machine, resources.fixed_workers, named.world_size
     if fixed and fixed.workers != count:
         raise PlaitError(
-            f"torchrun started {counted(fixed.workers, 'worker')} and the layout needs {count}; "
-            f"start torchrun with --nproc-per-node {count}"
+            f"the launcher started {counted(fixed.workers, 'worker')} and the layout needs {count}; "
+            f"start {count} (torchrun: --nproc-per-node)"
         )
     if not fixed and resources.is_here:
         check_devices(named, machine)
