@@ -69,16 +69,16 @@ def verify(
 
 def verification_start(plan: Plan, cores: int) -> str:
     """What is about to be compared, on a machine with so many cores."""
-    workers = plan.layout.world_size
+    workers = plan.placement.layout.world_size
     turns = f" taking turns on {counted(cores, 'core')}" if workers > cores else ""
     doing = f"{counted(workers, 'gloo worker')}{turns} in float64, beside one plain process"
-    return f"layout   {plan.layout}{shares_text(plan)}: {doing}"
+    return f"layout   {plan.placement.layout}{shares_text(plan)}: {doing}"
 
 
 def _check_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: Screen) -> Verdict:
     """The proof once more with gradients that travel in the recipe's precision; exact but for their rounding."""
     screen.print("         exact where gradients travel whole; now as bfloat16, which changes the numbers")
-    rounded = replace(plan, gradient_transfer="bf16")
+    rounded = replace(plan, arithmetic=replace(plan.arithmetic, gradient_transfer="bf16"))
     return check_gradients(config, rounded, workers, scope="gradients", tolerances=BF16_TRANSFER_TOLERANCES)
 
 

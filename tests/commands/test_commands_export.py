@@ -63,16 +63,18 @@ def saved_run(folder: Path, *overrides: str, **changes: object) -> tuple[Working
     own = run_folder("tiny", working).path
     own.mkdir(parents=True)
     _, plan = make_tiny(own, "run.name=tiny", *overrides)
-    plan = replace(plan, shape=replace(plan.shape, **changes))
+    plan = replace(plan, job=replace(plan.job, shape=replace(plan.job.shape, **changes)))
     write_plan(plan, own / "plan.json")
-    model = random_weights(plan.shape)
+    model = random_weights(plan.job.shape)
     staging = staging_for(own / "checkpoints", 3)
     for rank in range(2):
-        boxes = weight_boxes(plan.shape, TWO_RANKS, TWO_RANKS.coordinates(rank))
+        boxes = weight_boxes(plan.job.shape, TWO_RANKS, TWO_RANKS.coordinates(rank))
         slices = {name: cut(model, name, box.offset, box.extent) for name, box in boxes.items()}
         once = {f"model/{name}": one for name, one in slices.items() if rank == 0 or one.tensor.shape != one.shape}
         write_rank(staging, rank, once)
-    publish(staging, checkpoint_for(own / "checkpoints", 3), step=3, cursor=9, model=plan.shape.to_dict(), world_size=2)
+    publish(
+        staging, checkpoint_for(own / "checkpoints", 3), step=3, cursor=9, model=plan.job.shape.to_dict(), world_size=2
+    )
     return working, model
 
 
@@ -158,12 +160,12 @@ def learns_chats(working: WorkingFolder, run: str = "tiny") -> Path:
     """Let the run's corpus be one of chats; returns the folder of its tokenizer, which has no template."""
     folder = run_folder(run, working)
     plan = folder.saved_plan()
-    tokenizer = working.path / plan.corpus
+    tokenizer = working.path / plan.job.corpus
     (working.path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     sources = (Source(str(working.path / "chats.jsonl")),)
     request = DataRequest(sources=sources, tokenizer=str(tokenizer), vocabulary=None, holdout=0.0)
     corpus = prepare_corpus(request, working.cache, lambda *_: None)
-    write_plan(replace(plan, corpus=str(corpus)), folder.path / "plan.json")
+    write_plan(replace(plan, job=replace(plan.job, corpus=str(corpus))), folder.path / "plan.json")
     return tokenizer
 
 
