@@ -14,7 +14,6 @@ import typer
 
 from plait.command_line.arguments import (
     Address,
-    BalanceRanks,
     HostCount,
     LayoutsToProve,
     MeasuredStep,
@@ -118,13 +117,12 @@ def _prove(recipe: Path, overrides: list[str], count: int, json_file: Path | Non
 def data(
     recipe: Recipe,
     overrides: Overrides = None,
-    balance: BalanceRanks = None,
     show: ShownSamples = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
     from plait.commands.data import prepare_text
 
-    prepare_text(recipe, overrides or [], balance_ranks=balance, show=show or 0, screen=_screen())
+    prepare_text(recipe, overrides or [], show=show or 0, screen=_screen())
 
 
 @app.command()
