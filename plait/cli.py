@@ -216,7 +216,7 @@ def _print_any_character() -> None:
 
 
 def main() -> None:
-    """The `plait` command: one sentence and an exit code for what the user can mend; a traceback only for our bugs."""
+    """The `plait` command: one sentence and an exit code for what the user can fix; a traceback only for our bugs."""
     os.umask(os.umask(0) | stat.S_IWOTH)  # what plait makes is never everybody's to change
     atexit.register(ignore_stop_signals)  # of two in a row, the second may come when this process has all but ended
     with interrupting_signals() as command_is_over:  # jobs have their own way with them

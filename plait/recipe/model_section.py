@@ -89,8 +89,8 @@ class ModelSection(RecipeSection):
         named = [key for key in type(self).model_fields if key != "from_" and getattr(self, key) != "auto"]
         if self.from_ is not None and named and named[0] in OBJECTIVE_KEYS:
             raise ValueError(
-                f"{named[0]} is of a model that begins anew, and the one in model.from has no weights for it; take "
-                f"{named[0]} out, or model.from"
+                f"{named[0]} is of a model that starts from nothing, and the one in model.from has no weights for it; "
+                f"take {named[0]} out, or model.from"
             )
         if self.from_ is not None and named:
             raise ValueError(f"{named[0]} comes from the model in model.from; take {named[0]} out, or model.from")

@@ -67,7 +67,7 @@ class ProgressKeeper:
 
     def begin(self, tokenizer: Tokenizer, writers: Writers) -> tuple[int, int]:
         """Set fresh writers to where they were before, and return the pieces and bytes that are written; zeros where
-        nothing usable was kept. What is damaged is made anew."""
+        nothing usable was kept. What is damaged is made again."""
         kept = self._kept if self._kept is not None and self._kept.tokenizer == tokenizer.hash else None
         try:
             for split, writer in writers.items():
