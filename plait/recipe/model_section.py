@@ -76,7 +76,7 @@ class ModelSection(RecipeSection):
     expert_capacity: Factor | Auto = "auto"
     """How much more than its even share of a sequence an expert takes, the rest of which is dropped; "auto": all."""
     auxiliary_heads: tuple[Layers, ...] | Auto = "auto"
-    """Heads with losses of their own after so many layers: [4, 8]; "auto" is none."""
+    """Heads with losses of their own after this many layers: [4, 8]; "auto" is none."""
     auxiliary_head_weight: LossWeight | tuple[LossWeight, ...] | Auto = "auto"
     """Of each such loss, or one for each; "auto" is 0.3."""
     predict_ahead: CountFromZero | Auto = "auto"

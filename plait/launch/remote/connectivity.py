@@ -183,7 +183,7 @@ def _attempts(first: ConnectivityListener, others: Sequence[Neighbour]) -> Gener
 
 
 def neighbours_of(at: int, hosts: int) -> list[int]:
-    """The numbers of those that host `at` of so many tries to reach."""
+    """The numbers of those that host `at` of this many tries to reach."""
     if hosts <= ALL_PAIRS_AT_MOST:
         return [to for to in range(hosts) if to != at]
     powers = [1 << power for power in range(hosts.bit_length()) if 1 << power < hosts]

@@ -25,7 +25,7 @@ class WindowBand:
     window: int
 
     def keys_of(self, query: int, keys: int) -> range:
-        """The numbers of the keys that a query sees, of so many."""
+        """The numbers of the keys that a query sees, of this many."""
         return range(max(0, query + self.shift - self.window + 1), min(keys, query + self.shift + 1))
 
 
@@ -92,7 +92,7 @@ def cut_attention(
 ) -> ContextCut:
     """The attention that context rank `index` of `parts` computes.
 
-    `lengths` are those of the documents in the whole rows; None: each row is one. With a `window` a query sees so many
+    `lengths` are those of the documents in the whole rows; None: each row is one. With a `window` a query sees this many
     tokens at most, itself included.
     """
     chunk, rest = divmod(sequence, 2 * parts)
