@@ -47,8 +47,8 @@ def named_size(size: str) -> str:
 
 
 def shape_for(parameters: int, *, vocabulary: int, sequence: int, **explicit: Any) -> ModelShape:
-    """The shape of about this many parameters, embeddings included: of the shapes NEAR that number the one whose ratio of
-    width to layers is the most usual (ASPECT_RATIOS). Raises PlaitError where no shape comes near.
+    """The shape of about this many parameters, embeddings included: of the shapes NEAR that number the one whose ratio
+    of width to layers is the most usual (ASPECT_RATIOS). Raises PlaitError where no shape comes near.
 
     Explicit fields are kept, and the others follow from them: with `layers` named, the width makes the size.
     """

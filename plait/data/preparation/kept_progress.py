@@ -29,8 +29,8 @@ Writers = Mapping[HoldoutSplit, ShardWriter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptProgress:
-    """This many pieces of text, or examples, of this many bytes are in the shards; `tokenizer` is the hash of the one that
-    lies beside them."""
+    """This many pieces of text, or examples, of this many bytes are in the shards; `tokenizer` is the hash of the one
+    that lies beside them."""
 
     format: Literal[1] = 1
     tokenizer: str

@@ -122,8 +122,8 @@ def _nodes_met(w: Workload, nodes: float) -> float:
 
 
 def _torus_share(axes: int, ranks: Reals) -> Reals:
-    """What an all-to-all of this many ranks reaches of the rate of a ring that uses all wires; see Note [all-to-all on a
-    torus]."""
+    """What an all-to-all of this many ranks reaches of the rate of a ring that uses all wires; see Note [all-to-all on
+    a torus]."""
     if not axes:
         return np.ones_like(ranks)
     side = np.maximum(ranks ** (1 / axes), 2.0)
