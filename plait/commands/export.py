@@ -94,7 +94,7 @@ def _check_request(run: str, plan: Plan, to: Path, target: Path, dtype: str, wha
     if what != "model" and plan.job.shape.adapter is None:
         raise PlaitError(f'"{run}" trained all weights and has no adapter; export it without --{what}')
     if target.exists() or not target.parent.is_dir():
-        raise PlaitError(f"{to} is there already, or the folder that it would lie in is not; name a new folder")
+        raise PlaitError(f"{to} exists already, or its parent folder does not; name a new folder")
 
 
 def _written(target: Path, write: Callable[[Path], str]) -> str:

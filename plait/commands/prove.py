@@ -57,7 +57,7 @@ def trial_text(split: WorkerLayout) -> str:
 
 
 def winner_text(layout: Layout) -> str:
-    """The layout that was chosen, and what comes of it."""
+    """The layout that was chosen, and its effect on `plait train`."""
     return (
         f"chosen   {layout_summary(layout)}: the simplest within {MEASURED_TOLERANCE:.0%} of the fastest; "
         "a new run of this recipe takes this plan"

@@ -190,7 +190,7 @@ def _windows(family: str, values: ConfigValues, layers: int) -> tuple[int, ...]:
 
 
 def _layers(values: ConfigValues, key: str) -> int:
-    """As many as somebody might have; a list of a thousand million layers would fill the memory."""
+    """Bounded, so that a bad config cannot exhaust memory."""
     if (layers := count_of(values, key)) > _MOST_LAYERS:
         raise PlaitError(f"{key} in config.json is {layers}, more than any model has; take the one of these weights")
     return layers

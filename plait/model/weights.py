@@ -204,7 +204,7 @@ def active_ahead_products(shape: ModelShape) -> int:
 
 
 def _layer_matrices(shape: ModelShape) -> list[tuple[WeightDescription, int]]:
-    """Those of all layers, and of the projections before layers for prediction ahead."""
+    """Matrices of all layers, multi-token-prediction projections included."""
     matrices = [(one, layers) for one, layers in _counted_weights(shape) if len(one.sizes) == 2]
     return [pair for pair in matrices if layer_of(pair[0].name) is not None or depth_of(pair[0].name) is not None]
 

@@ -266,7 +266,7 @@ class NoStream:
         """Nothing to order."""
 
     def holds_up(self, works: Sequence[dist.Work]) -> bool:
-        """A wait blocks until the transfers are over."""
+        """True if waiting would block."""
         return not all(work.is_completed() for work in works)
 
     def join(self) -> None:

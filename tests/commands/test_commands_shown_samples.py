@@ -41,7 +41,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def shown(recipe: Path, *overrides: str, **console: object) -> str:
     out = io.StringIO()
     screen = TerminalScreen(Console(file=out, width=80, **console))  # type: ignore[arg-type]
-    prepare_text(recipe, overrides, balance_ranks=None, show=3, screen=screen)
+    prepare_text(recipe, overrides, show=3, screen=screen)
     kept = (line for line in out.getvalue().splitlines() if not line.startswith("ready "))
     return "\n".join(line.rstrip() for line in kept)
 

@@ -59,7 +59,7 @@ class HostInfo:
             and Path(self.folder).is_absolute()
         )
         if not is_right:
-            raise ValueError("HostInfo is not what it should be")
+            raise ValueError("HostInfo is invalid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

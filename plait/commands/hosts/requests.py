@@ -130,4 +130,4 @@ def parse_request(kind: type[_T], values: Mapping[str, Any]) -> _T:
 
 def _require(fact: object, what: str) -> None:
     if not fact:
-        raise ValueError(f"{what} is not what it should be")
+        raise ValueError(f"{what} is invalid")

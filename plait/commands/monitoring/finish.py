@@ -76,7 +76,9 @@ def missed_budget_line(budget: Amount, receipt: Receipt, compile: Compile) -> st
     stepping_s = receipt.steps * receipt.step_s_median
     missed = f"the run took {format_duration(receipt.wall_s)}, not {budget}: "
     if receipt.wall_s < stepping_s or not _about_equal(stepping_s, budget.value):
-        return missed + "steps took longer or shorter than the timed ones"
+        return missed + (
+            "steps were slower than timed" if receipt.wall_s > budget.value else "steps were faster than timed"
+        )
     compiling = "compiling layers, " if compile == "blocks" else ""
     return (
         f"{missed}its steps took {format_duration(stepping_s)}, as planned, and {compiling}evaluations and checkpoints "

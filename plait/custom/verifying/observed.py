@@ -18,7 +18,7 @@ _DROPS = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """The floating-point numbers that one call of a layer put out: how many, their sum and the sum of their sizes."""
+    """Count, sum and sum of absolute values of the floating-point numbers that one call of a layer put out."""
 
     layer: str
     kind: str

@@ -81,7 +81,7 @@ def compare_outcomes(
 ) -> tuple[Finding, ...]:
     """The error of each gradient, of losses and counts, and of buffers, the worst first; the same on all workers.
 
-    `buffers` are those of the workers that this process stands for.
+    `buffers` holds one dict for each emulated worker.
     """
     bars = FLOAT64_TOLERANCES
     largest = max((float(one.abs().max()) for one in alone.gradients.values() if one.numel()), default=0.0)

@@ -65,7 +65,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatExample:
-    """Messages to learn the assistant's from; checked: roles in turn, no empty answer, one answer at least."""
+    """A validated chat whose assistant turns are trained on: roles alternate, at least one answer, none empty."""
 
     place: str
     messages: tuple[ChatMessage, ...]

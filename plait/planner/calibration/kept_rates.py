@@ -37,7 +37,7 @@ def kept_rates(path: Path) -> Sequence[ProductRates]:
 
 
 def keep_rates(path: Path, rates: Sequence[ProductRates]) -> None:
-    """Write them, where there is room: else they are measured again."""
+    """Cache the rates; write errors are ignored."""
     with suppress(OSError, RunFailed):
         make_private_folder(path.parent)
         replace_file(path, sealed_text({"ranks": [one.to_values() for one in rates]}).encode())

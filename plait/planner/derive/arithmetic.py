@@ -159,7 +159,7 @@ def choose_precision(step_gain: float) -> tuple[Precision, str]:
 
 
 def speed_text(gain: float) -> str:
-    """How much faster or slower, in words that stand before what it is compared with."""
+    """A phrase such as "1.3 times as fast as"."""
     if gain >= 1.05:
         return f"{gain:.1f} times as fast as" if gain >= 1.15 else f"{100 * (gain - 1):.0f}% faster than"
     return "about as fast as" if gain > 0.95 else f"{1 / gain:.1f} times slower than"

@@ -32,7 +32,7 @@ def usual_micro_sequences(batch_sequences: int, layout: Layout, sequence: int) -
 def micro_sequences_to_try(
     usual: int, layout: Layout, sequences_per_replica: Sequence[int], *, may_grow: bool
 ) -> Iterator[int]:
-    """Sizes of a micro-batch that are worth a price, `usual` first.
+    """Micro-batch sizes to price, `usual` first.
 
     Sharded parameters are gathered, and their gradients summed, once per micro-batch: over slow links a few large
     micro-batches are worth their memory.

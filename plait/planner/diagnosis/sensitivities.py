@@ -1,4 +1,4 @@
-"""The figures of a forecast that may be off: what each would have to be, and what to look at to know."""
+"""Cost-model parameters that could explain a gap, the value each would need, and how to check it."""
 
 from __future__ import annotations
 

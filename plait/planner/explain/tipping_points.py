@@ -188,7 +188,7 @@ def _of_batch(found: Search) -> list[TippingPoint]:
     def again(factor: float) -> Search:
         batch = round(found.workload.batch_sequences * factor)
         if batch < 1:
-            raise PlaitError("no batch is less than one sequence; take one")
+            raise PlaitError("a batch needs at least one sequence")
         return search_again(found, replace(found.workload, batch_sequences=batch), found.cluster)
 
     tried = ((0.5, 0.25), (2.0, 4.0, 8.0)) if number_of_layouts(found) < MANY_LAYOUTS else ((0.5,), (4.0,))

@@ -128,7 +128,7 @@ def _summed_over_items(rates: Mapping[tuple[str, str], Reals]) -> Reals:
 
 
 def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Mapping[tuple[str, str], Reals]:
-    """Bytes that one of a load takes, by item and load."""
+    """Bytes per unit of each load, by item and load."""
     common, experts = layer_parameters(w, c)
     (trained, trained_experts), adapters = trained_layer_parameters(w, c), adapter_parameters(w, c)
     held = common + experts + adapters

@@ -74,7 +74,7 @@ def natural_subsets(workload: Workload, cluster: Cluster, profile: SoftwareProfi
         for nodes in _node_sets(workload, cluster, profile)
     ]
     if cluster.measured is None:
-        found += _parts_of_nodes(cluster)
+        found += _gpu_subsets_of_nodes(cluster)
     return found
 
 
@@ -108,8 +108,8 @@ def _speeds_of_nodes(workload: Workload, cluster: Cluster, profile: SoftwareProf
     return [sum(speeds[first:last]) for first, last in pairwise(ends)]
 
 
-def _parts_of_nodes(cluster: Cluster) -> Iterator[DeviceSubset]:
-    """Fewer devices of one node; the workers of a processor's node are no devices that could be left out."""
+def _gpu_subsets_of_nodes(cluster: Cluster) -> Iterator[DeviceSubset]:
+    """Power-of-two subsets of one node's GPUs; CPU nodes are used whole."""
     for island, (place, row) in zip(cluster.islands, enumerate(_rows_of_nodes(cluster)), strict=True):
         sizes = [2**k for k in range(island.per_node.bit_length()) if 2**k < island.per_node]
         for size in sizes if island.device.kind != "cpu" else ():

@@ -43,8 +43,8 @@ def with_best_host_order(found: Search) -> Search:
 def search_host_orders_that_fit(
     workload: Workload, cluster: Cluster, profile: SoftwareProfile, constraints: Constraints
 ) -> Search | None:
-    """The fastest search over host orders, for a job that fits no layout in the given order; None where all hosts
-    have the same memory, since layers are assigned by memory as well."""
+    """The result with the fastest host order that fits, for a job that fits no layout in the given order; None where
+    all hosts have the same memory, since layers are assigned by memory as well."""
     if not may_reorder_hosts(constraints) or len({island.device.memory_bytes for island in cluster.islands}) == 1:
         return None
     found: list[Search] = []

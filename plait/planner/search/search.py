@@ -28,7 +28,7 @@ from plait.planner.step_time.cost_inputs import CostInputs
 
 EXCEEDS_MEMORY = "needs more memory than a device has"
 CROSSES_HOSTS = "a group that cuts matrices or sequences would straddle two machines"
-RECOMPUTES_NEEDLESSLY = "computes again what fits in memory anyway"
+RECOMPUTES_NEEDLESSLY = "would recompute although everything fits"
 
 
 def search(

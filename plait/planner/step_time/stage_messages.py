@@ -36,7 +36,7 @@ def stage_sends(inputs: CostInputs, busy_s: Reals, layer_s: Reals, head_s: Reals
     on whichever rank, `head_s`."""
     c, piped = inputs.candidates, inputs.candidates.pipeline > 1
     once = stage_message_s(inputs.network, _message_bytes(inputs), c.pipeline, c.devices // c.pipeline)
-    mean = _mean_hop_shares(inputs)
+    mean = _mean_hop_traffic_share(inputs)
     if inputs.profile.send_model == "by share":
         exposed = np.where(piped, 2 * c.virtual * once * (1 - inputs.profile.hides_pipeline), 0.0)
         none, pace = np.zeros(len(c)), _added_to_pace(inputs, exposed, layer_s, head_s)
@@ -78,7 +78,8 @@ def message_cpu_s(inputs: CostInputs) -> Reals:
     return messages * cpu_overhead_s(inputs.network, _message_bytes(inputs), c.devices // c.pipeline)
 
 
-def _mean_hop_shares(inputs: CostInputs) -> Reals:
+def _mean_hop_traffic_share(inputs: CostInputs) -> Reals:
+    """Mean share of stage messages per hop; 1.0 where hops are equal."""
     c, shares = inputs.candidates, np.ones(len(inputs.candidates))
     unequal = _has_unequal_hops(inputs)
     for ranks in np.unique(c.pipeline[unequal]):
