@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from plait.errors import RunFailed
+from plait.launch.values.job import RankContext
 from plait.model.matmul import select_matmul_library, select_matmul_precision
 from plait.parallel.mesh import PEER_TIMEOUT, Sums, make_mesh, open_store, use_gpu, world_sums
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
+from plait.trainer.actions import loop_actions
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, plan_at, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
@@ -28,21 +31,24 @@ from plait.trainer.checkpointing.background import reports_of, saver_of
 from plait.trainer.checkpointing.copy_actions import CopyActions
 from plait.trainer.checkpointing.persist import prune_old, restore, verify_together
 from plait.trainer.choices import load_choices
-from plait.trainer.loop import LoopIntervals
+from plait.trainer.divergence import BadStep, NumberGuard
+from plait.trainer.loop import LoopIntervals, Observer, run_loop
+from plait.trainer.observers import rank_observers
 from plait.trainer.preference.reference import KeptReference
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
-from plait.trainer.watching.loop_actions import loop_actions
-from plait.trainer.watching.watched_actions import WorkerContext, run_guarded, watched
+
+ObserveMore = Callable[[Assembly, Path], Sequence[Observer]]
+"""Makes further observers of a rank, given its assembly and the run's folder."""
 
 
-def main(context: WorkerContext, argument: str) -> None:
-    """Entry point of every rank of `plait train`.
+def main(context: RankContext, argument: str, observe: ObserveMore = lambda assembly, folder: ()) -> None:
+    """Entry point of every rank of `plait train`; `observe` adds observers, which are called before all others.
 
     `argument` is JSON: the run's folder, the checkpoint to resume from, or the step ("from_copies", else 0) whose
     copies in memory it resumes from, the number of this start ("generation") and that at which the "lineage" of its
-    copies began, "skipped" and "guard" (see `run_guarded`), and "parts": "here" if rank 0 finds this rank's part of a
-    checkpoint in that folder, "sent" if it must be sent there.
+    copies began, the "skipped" steps, which take the batch after their own, the fields of a NumberGuard ("guard"), and
+    "parts": "here" if rank 0 finds this rank's part of a checkpoint in that folder, "sent" if it must be sent there.
     """
     requested = json.loads(argument)
     folder = Path(requested["folder"])
@@ -97,16 +103,19 @@ def main(context: WorkerContext, argument: str) -> None:
             keep, keep_s = plan.checkpoint_keep, plan.checkpoint_keep_s
             prune = partial(prune_old, folder / "checkpoints", keep, keep_s, world, whole, saver.fence)
             choices = load_choices(assembly, Path(plan.choices) if plan.choices else None, world)
-            actions = loop_actions(context, assembly, saver, copying, whole, prune, balance, choices)
-            shown = watched(actions, context.progress)
-            run_guarded(state, _pace(plan), shown, sink, requested, context, assembly)
+            skipped = frozenset(requested["skipped"])
+            actions = loop_actions(context, assembly, saver, copying, prune, balance, choices, skipped)
+            observers = (*observe(assembly, folder), *rank_observers(context, assembly, balance, sink, whole))
+            _, end = run_loop(state, _pace(plan), actions, sink, NumberGuard(**requested["guard"]), observers)
+            if isinstance(end, BadStep) and context.rank == 0:
+                context.send("bad step", **asdict(end))
         finally:
             sink.close()
             assembly.loader.close()
 
 
 @contextmanager
-def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
+def process_group_for(context: RankContext, plan: Plan) -> Iterator[None]:
     """Join the process group of all ranks, with the plan's threads and device, and leave it at the end of the block.
 
     After a failure the rank stays in it until its process ends: leaving may wait for peers that wait for this rank's
@@ -139,7 +148,7 @@ def select_deterministic_kernels(plan: Plan) -> None:
 
 
 def _assembled(
-    build: BuildAssembly, plan: Plan, reference: KeptReference, context: WorkerContext, goes_on_from: str | int
+    build: BuildAssembly, plan: Plan, reference: KeptReference, context: RankContext, goes_on_from: str | int
 ) -> Assembly:
     """This rank's part of the run, with the log-probabilities that pairs are compared with; the first rank of each host
     keeps them."""
@@ -151,12 +160,12 @@ def _assembled(
     return assembly
 
 
-def _copying(context: WorkerContext, lineage: int, world: Sums) -> CopyActions:
+def _copying(context: RankContext, lineage: int, world: Sums) -> CopyActions:
     first = context.rank - context.local_rank
     return CopyActions(context.memory, range(first, first + context.local_world_size), lineage, world)
 
 
-def _from_copies(context: WorkerContext, copying: CopyActions, assembly: Assembly, step: int) -> TrainState | None:
+def _from_copies(context: RankContext, copying: CopyActions, assembly: Assembly, step: int) -> TrainState | None:
     """The state of this step out of memory; None, and why told by rank 0, where the ranks cannot go on from it."""
     try:
         return copying.restore(assembly, step)
@@ -166,7 +175,7 @@ def _from_copies(context: WorkerContext, copying: CopyActions, assembly: Assembl
         return None
 
 
-def _verify_data(context: WorkerContext, assembly: Assembly) -> None:
+def _verify_data(context: RankContext, assembly: Assembly) -> None:
     if context.local_rank == 0:  # each host may have a copy of its own
         assembly.loader.verify_in_background()
 

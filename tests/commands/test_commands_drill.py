@@ -35,7 +35,6 @@ from plait.commands.drilling.faults import (
     require_possible,
     with_moments,
 )
-from plait.commands.drilling.injector import CARRIED_OUT, PLANTED
 from plait.commands.drilling.outcome import Carried, told_fault, what_followed
 from plait.commands.drilling.report import DrillReport, drill_lines
 from plait.commands.drilling.running_ranks import RankPlace, RunningRanks
@@ -347,9 +346,3 @@ def test_a_slot_that_nobody_wrote_in_says_nothing() -> None:
     seen = published(board.descriptor, 0)
     assert seen is not None and (seen.step, seen.phase, seen.longest_s) == (3, "the fetch of data", 0.0)
     board.close()
-
-
-def test_the_words_of_planted_files_are_those_of_the_ranks() -> None:
-    from plait.trainer.watching import planted
-
-    assert (PLANTED, CARRIED_OUT) == (planted.FOLDER, planted.CARRIED_OUT)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
 from typing import Literal
 
 from plait.errors import PlaitError
@@ -39,6 +40,26 @@ EVERY_S = 20.0
 """How often faults come that are drawn by time, on average."""
 _RESTARTS_BETWEEN_SAVES, _DRAWS = 2, 1000
 """The third failure without a new checkpoint between them ends a run, as it should."""
+
+
+FAULT_FOLDER, FAILED_SAVE = ".drill", "save-failed"
+"""The folder in a disturbed run's, by which the drill and the run's ranks hear of each other: bad numbers that are to
+come, and those that came; and that a save has failed."""
+
+
+def nan_file(folder: Path, rank: int, step: int, number: int) -> Path:
+    """Asks `rank` for a weight that is NaN in this step, as the fault of this number."""
+    return folder / f"nan-{rank}@{step}.{number:03d}"
+
+
+def nan_files(folder: Path, rank: int, step: int) -> Sequence[Path]:
+    """What is still to come on this rank in this step."""
+    return sorted(folder.glob(f"nan-{rank}@{step}.*"))
+
+
+def carried_out(file: Path) -> Path:
+    """The new name of a file once its rank has done what it asks for."""
+    return file.with_name(f"done-{file.name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from plait.checkpoint.store import published_checkpoints
 from plait.commands.drilling.damage import damage_checkpoint, full_disk, limits_below_parts
-from plait.commands.drilling.faults import WRITING, Fault, FaultKind
+from plait.commands.drilling.faults import FAULT_FOLDER, WRITING, Fault, FaultKind, carried_out, nan_file
 from plait.commands.drilling.outcome import Carried, what_followed
 from plait.commands.drilling.running_ranks import RunningRanks
 from plait.errors import PlaitError
@@ -26,9 +26,6 @@ _WRITING_S = 0.02
 """What writing a checkpoint takes at least."""
 _SLOW_S, _STOPPED_S, _RUNNING_S = 2.0, 0.08, 0.02
 """A slow rank runs for a fifth of each tenth of a second, for two seconds: a hang takes five at a stretch."""
-PLANTED, CARRIED_OUT = ".planted", "done-"
-"""The folder in a run's, where its ranks look for bad numbers, and how they name those that they carried out: see
-trainer/watching/planted.py."""
 _PLANTED_AHEAD = 3
 _FAILED_SAVE = "warning  could not save"
 
@@ -63,7 +60,7 @@ class Injector:
 
     def __enter__(self) -> Injector:
         if any(fault.kind == "nan" for fault in self._faults):
-            make_private_folder(self._run.folder / PLANTED)
+            make_private_folder(self._run.folder / FAULT_FOLDER)
         for number, fault in enumerate(self._faults):
             if fault.kind == "nan" and fault.at_s is None:
                 self._planted(number, fault.rank, fault.step).touch()
@@ -152,7 +149,7 @@ class Injector:
             self._nan_steps.add(step)
             self._planted(number, fault.rank, step).touch()
         planted = self._planted(number, fault.rank, step)
-        done = planted.with_name(f"{CARRIED_OUT}{planted.name}")
+        done = carried_out(planted)
         self._await(done.exists, _LOOK_S)
         return Carried(at=done.stat().st_ctime, step=step)  # its rank may have done it long ago
 
@@ -245,7 +242,7 @@ class Injector:
         return followed is not None and followed.back_after_s is not None
 
     def _planted(self, number: int, rank: int, step: int) -> Path:
-        return self._run.folder / PLANTED / f"nan-{rank}@{step}.{number:03d}"
+        return nan_file(self._run.folder / FAULT_FOLDER, rank, step, number)
 
     def _await(self, fact: Callable[[], bool], look_s: float) -> None:
         while not fact():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import ceil
 
@@ -15,6 +16,7 @@ from plait.commands.drilling.lent_hosts import LentHosts
 from plait.commands.drilling.listening import Heard, ListeningScreen
 from plait.commands.drilling.running_ranks import RankPlace, RunningRanks
 from plait.commands.planning.run_folder import RunFolder
+from plait.commands.planning.workers import ENTRIES, TRAINING_ENTRY
 from plait.commands.train import train
 from plait.errors import Interrupted, RunFailed
 from plait.planner.plan import Plan
@@ -26,6 +28,10 @@ from plait.working_folder import WorkingFolder
 
 _SAVE_EVERY = "5 s"
 """Of a drill by time whose recipe leaves checkpoint.every open: between two faults there must be saves."""
+
+DISTURBED_ENTRIES = replace(
+    ENTRIES, functions={**ENTRIES.functions, TRAINING_ENTRY: "plait.commands.drilling.rank:main"}
+)
 
 
 class Rehearsal:
@@ -45,7 +51,10 @@ class Rehearsal:
             self._hosts.invite()
             try:
                 named = self._named(folder)
-                end = train(self._recipe, named, screen=screen, working=self._working, hosts=self._hosts.request)
+                hosts = self._hosts.request
+                end = train(
+                    self._recipe, named, screen=screen, working=self._working, hosts=hosts, entries=DISTURBED_ENTRIES
+                )
             except RunFailed as error:
                 if not self._hosts.lost:
                     return str(error)
