@@ -1,4 +1,4 @@
-"""Failures that can be rehearsed, as values, and when each comes: named by a person, or drawn by a seed."""
+"""Failures that can be rehearsed, as values: what a person requests, what a seed draws, and what a run cannot have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from plait.errors import PlaitError
-from plait.units import format_duration
+from plait.units import format_duration, parse_amount
 
 FaultKind = Literal["kill", "hang", "nan", "slow", "fill-disk", "corrupt", "lose-host"]
 _PLACE, _STEP = re.compile(r"([0-9]{1,4})@([0-9]{1,9})"), re.compile(r"@?([0-9]{1,9})")
@@ -20,6 +20,7 @@ NO_FAULT = (
     "a drill needs a failure; name one with --kill, --hang, --nan or --slow RANK@STEP, --fill-disk or "
     "--corrupt STEP, --lose-host HOST@STEP, or have some drawn by --random 3 or --random 30min"
 )
+MOST_DRAWN = 1000
 WITHOUT_RANK: Sequence[FaultKind] = ("fill-disk", "corrupt")
 WITHOUT_RESTART: Sequence[FaultKind] = ("slow", "fill-disk")
 DRAWN_KINDS: Sequence[FaultKind] = ("kill", "kill", "kill", "hang", "slow", "nan", "fill-disk", "corrupt")
@@ -114,6 +115,46 @@ def parse_fault(kind: FaultKind, text: str) -> Fault:
         what = "host" if kind == "lose-host" else "rank"
         raise PlaitError(f'--{kind} {text} is not a {what} and a step; write it as "1@20"')
     return Fault(kind=kind, rank=int(found[1]), step=int(found[2]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillRequest:
+    """The faults that a person named, and how many more the seed draws, or for how many seconds some come."""
+
+    seed: int
+    named: Sequence[Fault] = ()
+    drawn: int = 0
+    seconds: float = 0.0
+
+    @property
+    def lost_hosts(self) -> int:
+        """Number of hosts besides this one that the named faults need."""
+        return max((fault.rank for fault in self.named if fault.kind == "lose-host"), default=0)
+
+    def faults(self, plan: DrilledPlan, step_s: float) -> list[Fault]:
+        """The faults in their order, for a run whose steps take `step_s`; of a run that is training already the drawn
+        ones come by time, from now on. Raises PlaitError for those that the run cannot have."""
+        if self.seconds or (self.drawn and plan.steps_done):
+            more = faults_by_time(plan, self.seed, seconds=self.seconds or inf, count=self.drawn or inf)
+        else:
+            more = drawn_faults(self.drawn, plan, self.seed)
+        faults = [*with_moments(self.named, plan, self.seed), *more]
+        require_possible(faults, plan)
+        return sorted(faults, key=lambda fault: fault.step if fault.at_s is None else fault.at_s / step_s)
+
+
+def parse_random(text: str) -> tuple[int, float]:
+    """The number of faults to draw, or the seconds for which they come: of "5" or "30min". Raises PlaitError for
+    anything else."""
+    if text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_DRAWN)) and int(text) <= MOST_DRAWN:
+        return int(text), 0.0
+    try:
+        amount = parse_amount(text)
+    except PlaitError:
+        amount = None
+    if amount is None or amount.unit != "seconds":
+        raise PlaitError(f"--random {text}: write how many failures, such as 5, or for how long, such as 30min")
+    return 0, amount.value
 
 
 def with_moments(faults: Sequence[Fault], plan: DrilledPlan, seed: int) -> list[Fault]:

@@ -17,7 +17,12 @@ from plait.trainer.state import TrainState
 
 def main(context: RankContext, argument: str) -> None:
     """Entry point of every rank of the disturbed run."""
-    worker.main(context, argument, lambda assembly, run: [rehearsed_faults(assembly, run / FAULT_FOLDER, context.rank)])
+
+    def observers(assembly: Assembly, run: Path) -> list[Observer]:
+        folder = run / FAULT_FOLDER
+        return [rehearsed_faults(assembly, folder, context.rank)] if folder.is_dir() else []
+
+    worker.main(context, argument, observers)
 
 
 def rehearsed_faults(assembly: Assembly, folder: Path, rank: int) -> Observer:
