@@ -14,7 +14,7 @@ from plait.report.metrics import EvalReport
 from plait.trainer.assemble import Assembly
 from plait.trainer.balance.actions import Rebalancer
 from plait.trainer.checkpointing.background import CheckpointSaver
-from plait.trainer.checkpointing.copy_actions import CopyActions
+from plait.trainer.checkpointing.copies import StateCopies
 from plait.trainer.choices import ChoiceEvaluation
 from plait.trainer.loop import Agreement, LoopActions
 from plait.trainer.optimizer.optim import learning_rate
@@ -25,7 +25,7 @@ def loop_actions(
     context: RankContext,
     assembly: Assembly,
     saver: CheckpointSaver,
-    copying: CopyActions,
+    copies: StateCopies,
     prune: Callable[[], None],
     balance: Rebalancer,
     choices: ChoiceEvaluation | None,
@@ -40,15 +40,15 @@ def loop_actions(
             context.send(kind, **values)
 
     def begin_save(state: TrainState) -> None:
-        if warning := copying.prepare():
+        if warning := copies.prepare():
             tell("note", text=warning)
         saver.begin(state)
 
     def agree(stop: bool, due: bool, copy_due: bool) -> Agreement:
-        own = [stop, due, saver.status, copy_due and copying.are_made and context.rank == 0, *copying.told()]
+        own = [stop, due, saver.status, copy_due and copies.are_made and context.rank == 0, *copies.news()]
         flags = [int(one) for one in world.largest(torch.tensor([int(one) for one in own]))]
         saver.agree(flags[2])
-        cost_s = copying.agreed(flags[4], flags[5], tell)
+        cost_s = copies.agreed(flags[4], flags[5], tell)
         return Agreement(stop=bool(flags[0]), save=bool(flags[1]), copy=bool(flags[3]), copy_cost_s=cost_s)
 
     return LoopActions(
@@ -58,7 +58,7 @@ def loop_actions(
         begin_save=begin_save,
         save_ended=saver.ended,
         finish_save=saver.finish,
-        copy=copying.copy,
+        copy=copies.copy_state,
         prune=prune,
         agree=agree,
         rebalance_if_due=balance.rebalance_if_due,

@@ -17,8 +17,7 @@ from torch import Tensor
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import Sink
 from plait.trainer.checkpointing.background import SaveEnd
-from plait.trainer.checkpointing.copy_pace import CopyPace
-from plait.trainer.checkpointing.pace import CheckpointPace
+from plait.trainer.checkpointing.pace import CheckpointPace, CopyPace
 from plait.trainer.divergence import BadStep, DivergenceWatch, NumberGuard, NumberWatch
 from plait.trainer.experts.watch import ExpertUse
 from plait.trainer.state import TrainState

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
 from plait.model.matmul import select_matmul_library, select_matmul_precision
-from plait.parallel.mesh import PEER_TIMEOUT, Sums, make_mesh, open_store, use_gpu, world_sums
+from plait.parallel.mesh import PEER_TIMEOUT, make_mesh, open_store, use_gpu, world_sums
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
@@ -28,7 +28,7 @@ from plait.trainer.balance.actions import Rebalancer, plan_at, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import BuildAssembly, move_layers
 from plait.trainer.checkpointing.background import reports_of, saver_of
-from plait.trainer.checkpointing.copy_actions import CopyActions
+from plait.trainer.checkpointing.copies import StateCopies
 from plait.trainer.checkpointing.persist import prune_old, restore, verify_together
 from plait.trainer.choices import load_choices
 from plait.trainer.divergence import BadStep, NumberGuard
@@ -63,10 +63,12 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
         begun = plan_at(plan, requested["from_copies"], folder / "shares.jsonl", world)
         assembly = _assembled(build, begun, reference, context, requested["resume"] or requested["from_copies"])
         assembly, meter = attach_meter(assembly, clock_of(assembly.device), context.progress)
-        copying = _copying(context, requested["lineage"], world)
+        first = context.rank - context.local_rank
+        host_ranks = range(first, first + context.local_world_size)
+        copies = StateCopies(assembly, context.memory, host_ranks, requested["lineage"])
         state, whole = TrainState(), set[int]()
         if requested["from_copies"]:
-            found = _from_copies(context, copying, assembly, requested["from_copies"])
+            found = _from_copies(context, copies, requested["from_copies"])
             if found is None:
                 return
             state = found
@@ -75,7 +77,7 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
             state = restore(assembly, path, verify_together(path, world, context.local_rank), world)
             whole.add(state.step)
         sink = sinks_of_rank(context.rank, context.send, folder, state.step)
-        if plan.copy_every.value and (sentence := copying.begin(assembly)):
+        if plan.copy_every.value and (sentence := copies.begin()):
             sink.note(sentence)
         try:
             _verify_data(context, assembly)
@@ -85,8 +87,7 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
                 reference.give(moved)
                 new, own = attach_meter(moved, clock_of(assembly.device), context.progress)
                 assembly.replace_by(new)
-                if copying.copies is not None:
-                    copying.copies.layers_moved()
+                copies.layers_moved()
                 _verify_data(context, assembly)
                 gc.collect()  # modules and their hooks know each other, and would keep the old stage
                 return own
@@ -95,7 +96,12 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
             balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage)
             parts, generation = requested["parts"], requested["generation"]
             saver = saver_of(
-                *(assembly, folder, parts, generation, context.send, copying.copies),
+                assembly,
+                folder,
+                parts,
+                generation,
+                context.send,
+                copies,
                 reports=reports_of(context.send, context.progress, context.stop_requested),
                 memory=context.memory,
                 local_rank=context.local_rank,
@@ -104,7 +110,7 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
             prune = partial(prune_old, folder / "checkpoints", keep, keep_s, world, whole, saver.fence)
             choices = load_choices(assembly, Path(plan.choices) if plan.choices else None, world)
             skipped = frozenset(requested["skipped"])
-            actions = loop_actions(context, assembly, saver, copying, prune, balance, choices, skipped)
+            actions = loop_actions(context, assembly, saver, copies, prune, balance, choices, skipped)
             observers = (*observe(assembly, folder), *rank_observers(context, assembly, balance, sink, whole))
             _, end = run_loop(state, _pace(plan), actions, sink, NumberGuard(**requested["guard"]), observers)
             if isinstance(end, BadStep) and context.rank == 0:
@@ -160,15 +166,10 @@ def _assembled(
     return assembly
 
 
-def _copying(context: RankContext, lineage: int, world: Sums) -> CopyActions:
-    first = context.rank - context.local_rank
-    return CopyActions(context.memory, range(first, first + context.local_world_size), lineage, world)
-
-
-def _from_copies(context: RankContext, copying: CopyActions, assembly: Assembly, step: int) -> TrainState | None:
+def _from_copies(context: RankContext, copies: StateCopies, step: int) -> TrainState | None:
     """The state of this step out of memory; None, and why told by rank 0, where the ranks cannot go on from it."""
     try:
-        return copying.restore(assembly, step)
+        return copies.restore(step)
     except RunFailed as error:
         if context.rank == 0:
             context.send("copies lost", why=str(error))

@@ -37,7 +37,7 @@ from plait.commands.drilling.faults import (
 )
 from plait.commands.drilling.injector import damage_checkpoint, full_disk, limits_below_parts
 from plait.commands.drilling.report import DrillReport, FaultOutcome, InjectedFault, outcome_of
-from plait.commands.drilling.running_ranks import RankPlace, RunningRanks
+from plait.commands.drilling.running_ranks import RanksOnHost, RunningRanks
 from plait.errors import PlaitError
 from plait.launch.watching.board import ProgressBoard, SlotWriter
 from plait.report.incidents import BackAtWork, Incident
@@ -313,7 +313,7 @@ def test_a_rank_is_found_by_its_log_and_read_from_outside(tmp_path: Path) -> Non
     board = ProgressBoard(2)
     os.set_inheritable(board.descriptor, True)
     log = tmp_path / "rank-1.log"
-    ranks = RunningRanks(os.getpid(), {1: RankPlace(log=log, slot=1)})
+    ranks = RunningRanks(os.getpid(), [RanksOnHost(ranks=range(2), logs=tmp_path)])
     script = RANK.format(board=board.descriptor, log=str(log))
     for _ in range(2):  # another process takes its place
         process = subprocess.Popen(
@@ -328,7 +328,7 @@ def test_a_rank_is_found_by_its_log_and_read_from_outside(tmp_path: Path) -> Non
             assert process.stdout and process.stdout.readline() == "ready\n"
             seen = ranks.published(1)
             assert ranks.pid(1) == process.pid and seen is not None
-            assert (seen.step, seen.phase) == (7, "saving") and dict(ranks.beside(1)) == {1: process.pid}
+            assert (seen.step, seen.phase) == (7, "saving") and ranks.pid(0) is None
             process.send_signal(signal.SIGKILL)
         assert ranks.pid(1) is None and ranks.published(1) is None
     board.close()

@@ -15,9 +15,9 @@ from pathlib import Path
 from plait.checkpoint.store import published_checkpoints
 from plait.commands.drilling.faults import NO_FAULT, DrilledPlan, DrillRequest, FaultKind
 from plait.commands.drilling.hosts import DrillHosts
-from plait.commands.drilling.injector import DisturbedRun, Injector
+from plait.commands.drilling.injector import Injector
 from plait.commands.drilling.report import DrillReport, report_of
-from plait.commands.drilling.running_ranks import RankPlace, RunningRanks
+from plait.commands.drilling.running_ranks import RanksOnHost, RunningRanks
 from plait.commands.planning.run_folder import RunFolder, find_run, run_folder
 from plait.commands.planning.running_runs import process_at_work, registry_folder
 from plait.commands.planning.workers import ENTRIES, TRAINING_ENTRY
@@ -122,8 +122,8 @@ def _rehearse(
             make_private_folder(drilled.path)
             drilled.save_config_and_plan(load_recipe(recipe, named(drilled)), plan)
         others = [hosts.run_folder(host, drilled.path.name) for host in range(1, len(plan.hosts))]
-        target = _disturbed_run([drilled.path, *others], plan, os.getpid(), hosts.lose)
-        with Injector(faults, target) as injector:
+        ranks = _ranks([drilled.path, *others], plan, os.getpid())
+        with Injector(faults, ranks, folder=drilled.path, steps=plan.steps, lose_host=hosts.lose) as injector:
             sentence = train_as(drilled, DISTURBED_ENTRIES)
     if not drilled.has_begun:  # nothing to report of
         raise RunFailed(sentence)
@@ -154,7 +154,8 @@ def _disturb(run: RunFolder, pid: int, request: DrillRequest, may_disturb: MayDi
     if not may_disturb(f'"{run.path}" is at work (process {pid}); {what} would hit its own workers'):
         raise Interrupted("SIGINT", "nothing was done")
     screen.print(f"drill    {what} (seed {request.seed})")
-    with Injector(faults, _disturbed_run([run.path], plan, pid)) as injector:
+    ranks = _ranks([run.path], plan, pid)
+    with Injector(faults, ranks, folder=run.path, steps=plan.steps) as injector:
         while not injector.is_done and _lives(pid):
             time.sleep(_LOOK_S)
     ended = "" if _lives(pid) or injector.is_done else "the run ended before all failures had come"
@@ -193,20 +194,15 @@ def _save_every(every: Every, saved: Sequence[int], step_s: float) -> int:
     return ceil(max(steps, saved[-2] - saved[-3] if len(saved) > 2 else 1))
 
 
-def _disturbed_run(
-    folders: Sequence[Path], plan: Plan, root: int, lose_host: Callable[[int], None] = lambda host: None
-) -> DisturbedRun:
-    """A run as the injector sees it; its files on each host to disturb are in `folders`, and `root` starts its ranks
-    on this machine."""
+def _ranks(folders: Sequence[Path], plan: Plan, root: int) -> RunningRanks:
+    """The ranks of hosts that have the run's files in `folders`; on this machine `root` starts them."""
     workers = [share.workers for share in plan.hosts] or [plan.world_size]
-    first_rank = [0, *accumulate(workers)][:-1]
-    places = {
-        first + slot: RankPlace(log=folder / "logs" / f"rank-{first + slot}.log", slot=slot)
-        for first, count, folder in zip(first_rank, workers, folders, strict=False)
-        for slot in range(count)
-    }
-    ranks = RunningRanks(root, places)
-    return DisturbedRun(folder=folders[0], ranks=ranks, steps=plan.steps, first_rank=first_rank, lose_host=lose_host)
+    ends = list(accumulate(workers))
+    hosts = [
+        RanksOnHost(ranks=range(end - count, end), logs=folder / "logs")
+        for end, count, folder in zip(ends, workers, folders, strict=False)
+    ]
+    return RunningRanks(root, hosts)
 
 
 def _lives(pid: int) -> bool:

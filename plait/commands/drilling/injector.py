@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from plait.checkpoint.arrival import part_files
@@ -40,16 +40,7 @@ _CUT_BYTES = 4096
 _LEAST_ROOM_BYTES = 1 << 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DisturbedRun:
-    """A run as the injector sees it; `first_rank` has the first rank of each host, and `lose_host` kills all of a
-    host."""
-
-    folder: Path
-    ranks: RunningRanks
-    steps: int
-    first_rank: Sequence[int] = (0,)
-    lose_host: Callable[[int], None] = lambda host: None
+LoseHost = Callable[[int], None]
 
 
 class _Over(Exception):
@@ -58,12 +49,23 @@ class _Over(Exception):
 
 class Injector:
     """A thread that carries out `faults`, in their order, while the block lasts; each waits until the run is back at
-    work after the one before it. `injected` has what was done, by the fault's place in that order."""
+    work after the one before it. `injected` has what was done, by the fault's place in that order.
 
-    def __init__(self, faults: Sequence[Fault], run: DisturbedRun) -> None:
+    The run has these `steps` and its files in `folder`; `lose_host` kills all processes of a host.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        ranks: RunningRanks,
+        *,
+        folder: Path,
+        steps: int,
+        lose_host: LoseHost = lambda host: None,
+    ) -> None:
         self.injected: dict[int, InjectedFault] = {}
-        self._faults, self._run = faults, run
-        self._messages, self._checkpoints = run.folder / FAULT_FOLDER, run.folder / "checkpoints"
+        self._faults, self._ranks, self._steps, self._lose_all_of = faults, ranks, steps, lose_host
+        self._folder, self._messages, self._checkpoints = folder, folder / FAULT_FOLDER, folder / "checkpoints"
         self._ended = threading.Event()
         self._began_s = float("inf")
         self._nan_steps = {fault.step for fault in faults if fault.kind == "nan"}
@@ -126,10 +128,10 @@ class Injector:
             self._ended.wait(fault.fraction * _WRITING_S)
         elif phase:
             self._await(lambda: self._phase(rank) == phase or self._is_near_end(rank), _LOOK_CLOSELY_S)
-            seen = self._run.ranks.published(rank)
+            seen = self._ranks.published(rank)
             self._ended.wait(fault.fraction * (seen.longest_s if seen else 0.0))
-        self._await(lambda: self._run.ranks.pid(rank) is not None, _LOOK_S)
-        pid, where = self._run.ranks.pid(rank), WRITING if self._is_writing() else self._phase(rank)
+        self._await(lambda: self._ranks.pid(rank) is not None, _LOOK_S)
+        pid, where = self._ranks.pid(rank), WRITING if self._is_writing() else self._phase(rank)
         if pid is None:
             return self._await_phase(fault)
         return pid, where
@@ -172,7 +174,8 @@ class Injector:
     def _fill_disk(self, number: int, fault: Fault) -> InjectedFault:
         self._await(lambda: bool(published_checkpoints(self._checkpoints)), _LOOK_S)
         newest = published_checkpoints(self._checkpoints)[-1]
-        limits = limits_below_parts(self._run.ranks.beside(0), self._run.folder, newest)
+        pids = {rank: pid for rank in self._ranks.hosts[0].ranks if (pid := self._ranks.pid(rank)) is not None}
+        limits = limits_below_parts(pids, self._folder, newest)
         if not limits:
             return replace(_injected(fault), failure="the run's logs are larger than a checkpoint's files")
         failed_save = self._messages / FAILED_SAVE
@@ -202,11 +205,11 @@ class Injector:
 
     def _lose_host(self, number: int, fault: Fault) -> InjectedFault:
         _, where = self._await_phase(fault)
-        before = self._run.ranks.pid(0)
+        before = self._ranks.pid(0)
         step = self._step(self._watched(fault))
-        self._run.lose_host(fault.rank)
+        self._lose_all_of(fault.rank)
         self.injected[number] = injected = _injected(fault, phase=where, step=step)
-        self._await(lambda: self._run.ranks.pid(0) not in (None, before) and self._step(0) > 0, _LOOK_S)
+        self._await(lambda: self._ranks.pid(0) not in (None, before) and self._step(0) > 0, _LOOK_S)
         first = self._step(0)
         self._await(lambda: self._step(0) > first, _LOOK_S)
         return replace(injected, back_at=time.time())
@@ -215,26 +218,26 @@ class Injector:
 
     def _watched(self, fault: Fault) -> int:
         """The rank whose progress decides when a fault comes."""
-        return self._run.first_rank[fault.rank] if fault.kind == "lose-host" else fault.rank
+        return self._ranks.hosts[fault.rank].ranks.start if fault.kind == "lose-host" else fault.rank
 
     def _step(self, rank: int) -> int:
         """The step that a rank is in; 0 while it has not begun any."""
-        seen = self._run.ranks.published(rank)
+        seen = self._ranks.published(rank)
         return seen.step if seen else 0
 
     def _phase(self, rank: int) -> str:
-        seen = self._run.ranks.published(rank)
+        seen = self._ranks.published(rank)
         return seen.phase if seen else ""
 
     def _is_near_end(self, rank: int) -> bool:
-        return self._step(rank) >= self._run.steps - 1
+        return self._step(rank) >= self._steps - 1
 
     def _is_writing(self) -> bool:
         return any(self._checkpoints.glob(".step-*.staging"))
 
     def _is_back(self, fault: Fault, injected: InjectedFault) -> bool:
         try:
-            incidents, back = read_incidents(self._run.folder / "incidents.jsonl")
+            incidents, back = read_incidents(self._folder / "incidents.jsonl")
         except (OSError, PlaitError):  # a line that is being written
             return False
         return outcome_of(fault, injected, incidents, back).back_after_s is not None

@@ -4,7 +4,7 @@ how far they are by the pages of memory on which they publish it."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,11 @@ from plait.launch.watching.board import BOARD_NAME, Published, published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
-    """Where a rank is found: the log that it writes, and its number among the ranks of its host."""
+class RanksOnHost:
+    """The ranks of one host, and the folder of the logs that they write."""
 
-    log: Path
-    slot: int
+    ranks: range
+    logs: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +28,16 @@ class _Process:
 
 
 class RunningRanks:
-    """Ranks that the process `root`, and those that it started, have started, also after they were replaced.
+    """Ranks of `hosts`, all on this machine, that the process `root` and those that it started have started, also after
+    they were replaced.
 
     A rank that was found stays known while it lives; looking for one takes milliseconds.
     """
 
-    def __init__(self, root: int, places: Mapping[int, RankPlace]) -> None:
-        self._root, self._places = root, places
-        self._found: dict[int, _Process] = {}
+    def __init__(self, root: int, hosts: Sequence[RanksOnHost]) -> None:
+        self.hosts = hosts
+        self._root = root
+        self._found: dict[int, _Process | None] = {}
 
     def pid(self, rank: int) -> int | None:
         """The process of a rank; None while it has none."""
@@ -48,27 +50,22 @@ class RunningRanks:
             if found := self._running(rank):
                 board = os.open(found.board, os.O_RDONLY | os.O_CLOEXEC)
                 try:
-                    return published(board, self._places[rank].slot)
+                    return published(board, rank - self._host(rank).ranks.start)
                 finally:
                     os.close(board)
         return None
 
-    def beside(self, rank: int) -> Mapping[int, int]:
-        """The processes that run on the host of a rank, by their ranks."""
-        folder = self._places[rank].log.parent
-        pids = {one: self.pid(one) for one, place in self._places.items() if place.log.parent == folder}
-        return {one: pid for one, pid in pids.items() if pid is not None}
+    def _host(self, rank: int) -> RanksOnHost:
+        return next(host for host in self.hosts if rank in host.ranks)
 
     def _running(self, rank: int) -> _Process | None:
         found = self._found.get(rank)
         if found is None or not _is_board(_target(found.board)):
-            found = self._look_for(rank)
-        if found is not None:
-            self._found[rank] = found
+            found = self._found[rank] = self._look_for(rank)
         return found
 
     def _look_for(self, rank: int) -> _Process | None:
-        log = str(self._places[rank].log.resolve())
+        log = str((self._host(rank).logs / f"rank-{rank}.log").resolve())
         for pid in descendants(self._root):
             files = dict(open_files(pid))
             board = next((link for link, target in files.items() if _is_board(target)), None)
