@@ -31,7 +31,7 @@ MetricsForm = Literal["auto", "list", "frame"]
 class Run:
     """A run by its name or its folder; `folder` holds runs/, and is the current one if left out.
 
-    Every property reads the run's files anew, also while it trains.
+    Every property reads the run's files again, also while it trains.
 
     Raises PlaitError where there is no such run, or a file of it is damaged.
     """
@@ -94,7 +94,7 @@ class Run:
         if receipt := self.receipt:
             return in_call_words(run_end(receipt, self.path, [report.loss for report in steps], "utf-8"))
         loss = f", loss {steps[-1].loss:.3f}" if steps else ""
-        return printable(f"run      {self.path}: step {steps[-1].step if steps else 0} of {self.plan.steps}{loss}")
+        return printable(f"run      {self.path}: step {steps[-1].step if steps else 0} of {self.plan.job.steps}{loss}")
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

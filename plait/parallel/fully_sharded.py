@@ -39,7 +39,7 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
     apart = _experts_mesh(execution)
     for chunk in sharded.chunks:
         whole = _whole_experts(chunk, execution)
-        # In a pipeline several micro-batches are under way, and each would gather the weights anew.
+        # In a pipeline several micro-batches are under way, and each would gather the weights again.
         again = execution.layout.pipeline == 1
         for layer in chunk.layers.values():
             for router in [module for module in layer.modules() if isinstance(module, Router)]:
@@ -105,9 +105,9 @@ def _policy(execution: Execution) -> MixedPrecisionPolicy:
     Under autocast a bfloat16 run would keep a rounded copy of each weight from the forward to the backward, on every
     rank; gathered in bfloat16, weights are their own rounded copies and are freed together with the gathered layer.
     """
-    rounds = execution.precision == "bf16"
+    rounds = execution.arithmetic.precision == "bf16"
     # FSDP2 rounds before its library's sum, which for bfloat16 rounds after every addition.
-    summed = torch.bfloat16 if execution.gradient_transfer == "bf16" else torch.float32 if rounds else None
+    summed = torch.bfloat16 if execution.arithmetic.gradient_transfer == "bf16" else torch.float32 if rounds else None
     # The stream between layers stays float32, as in every other layout.
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if rounds else None, reduce_dtype=summed, cast_forward_inputs=False

@@ -33,7 +33,7 @@ def loop_actions(
 ) -> LoopActions:
     """What the loop calls on one rank; `skipped_steps` take the batch after their own."""
     plan, world = assembly.plan, assembly.sums
-    flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
+    flops_per_token = training_flops_per_token(plan.job.shape, plan.job.sequence, "full")
 
     def tell(kind: str, **values: Any) -> None:
         if context.rank == 0:
@@ -52,7 +52,7 @@ def loop_actions(
         return Agreement(stop=bool(flags[0]), save=bool(flags[1]), copy=bool(flags[3]), copy_cost_s=cost_s)
 
     return LoopActions(
-        step=lambda state: assembly.step(past_skipped(state, skipped_steps, plan.batch_sequences)),
+        step=lambda state: assembly.step(past_skipped(state, skipped_steps, plan.job.batch_sequences)),
         evaluate=lambda state: evaluate_held_out(assembly, state.step, choices),
         save=saver.save_now,
         begin_save=begin_save,
@@ -63,9 +63,9 @@ def loop_actions(
         agree=agree,
         rebalance_if_due=balance.rebalance_if_due,
         stop_requested=context.stop_requested,
-        learning_rate=lambda step: learning_rate(plan.optimizer, step, plan.steps),
+        learning_rate=lambda step: learning_rate(plan.job.optimizer, step, plan.job.steps),
         data_wait_s=lambda: assembly.loader.wait_s,
-        mfu=lambda rate: rate * flops_per_token / plan.peak_flops if plan.peak_flops else None,
+        mfu=lambda rate: rate * flops_per_token / plan.machines.peak_flops if plan.machines.peak_flops else None,
     )
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from plait.launch.values.job import RankContext
-from plait.parallel.mesh import Sums, make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.sums import Sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
 from plait.trainer.assemble import Assembly, assemble
@@ -29,7 +30,7 @@ def rank(context: RankContext, argument: str) -> None:
     folder = Path(requested["folder"])
     plan, config = read_plan(folder / "plan.json"), read_saved_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
-        mesh = make_mesh(plan.layout, plan.device)
+        mesh = make_mesh(plan.placement.layout, plan.machines.device)
         world = world_sums()
         assembly = assemble(config, plan, sums=world, mesh=mesh)
         if assembly.pairs is not None:  # the reference costs a step nothing, and its numbers change no time

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.model.shape import ModelShape
-from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_sums
 from plait.parallel.sharded_model import OptimizerUnit
+from plait.parallel.sums import ONE_PROCESS
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
@@ -36,15 +37,20 @@ def compare(context: RankContext, argument: str) -> None:
     folder, cases = Path(json.loads(argument)["folder"]), json.loads(argument)["cases"]
     plan = read_plan(folder / "plan.json")
     with process_group_for(context, plan):
-        mesh = make_mesh(Layout(tensor=context.world_size), plan.device)
+        mesh = make_mesh(Layout(tensor=context.world_size), plan.machines.device)
         for case in cases:
             context.send("case", **compared(folder, planned(plan, case, context.world_size), mesh))
 
 
 def planned(plan: Plan, case: Asked, tensor: int) -> Plan:
     """The plan of a case."""
-    layout = replace(plan.layout, **case.get("layout", {}), tensor=tensor)
-    return replace(plan, shape=ModelShape.from_dict(case["shape"]), layout=layout, **case.get("plan", {}))
+    layout = replace(plan.placement.layout, **case.get("layout", {}), tensor=tensor)
+    return replace(
+        plan,
+        **case.get("plan", {}),
+        job=replace(plan.job, shape=ModelShape.from_dict(case["shape"])),
+        placement=replace(plan.placement, layout=layout),
+    )
 
 
 def compared(folder: Path, plan: Plan, mesh: DeviceMesh) -> Asked:
@@ -71,7 +77,7 @@ def compared(folder: Path, plan: Plan, mesh: DeviceMesh) -> Asked:
         shared.model.settle()
         weights = {name: parameter.detach() for name, parameter in alone.model.named_parameters()}
         after = {
-            name_of(unit): error_of(unit, unit.parameter.detach(), weights, plan.optimizer.lr)
+            name_of(unit): error_of(unit, unit.parameter.detach(), weights, plan.job.optimizer.lr)
             for unit in shared.model.units
         }
         return outcome | {"norm": worst([(norms[1], norms[0])]), "weights": after}
@@ -122,7 +128,7 @@ def look_inside(context: RankContext, argument: str) -> None:
     base = read_plan(folder / "plan.json")
     with process_group_for(context, base):
         plan = planned(base, case, context.world_size)
-        mesh = make_mesh(plan.layout, plan.device)
+        mesh = make_mesh(plan.placement.layout, plan.machines.device)
         with both(folder, plan, mesh) as (alone, shared):
             (chunk,) = shared.model.chunks
             seen: list[int] = []

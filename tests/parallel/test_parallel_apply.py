@@ -14,8 +14,8 @@ from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, parallelize
 from plait.parallel.compile import COMPILED_SHAPES_LIMIT, compile_layers
-from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded
+from plait.parallel.sums import ONE_PROCESS
 from tests.trainer.tiny import make_tiny
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8)
@@ -54,7 +54,11 @@ def test_compiled_layers_may_know_as_many_sizes_as_shares_may_bring(tmp_path) ->
     _, plan = make_tiny(tmp_path)
     nowhere = cast(DeviceMesh, None)  # each layer for itself
     with dynamo.patch(recompile_limit=8):
-        compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="off"))
+        compile_layers(
+            unsharded(GPT(SHAPE)), nowhere, replace(plan, arithmetic=replace(plan.arithmetic, compile="off"))
+        )
         assert dynamo.recompile_limit == 8
-        compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="blocks"))
+        compile_layers(
+            unsharded(GPT(SHAPE)), nowhere, replace(plan, arithmetic=replace(plan.arithmetic, compile="blocks"))
+        )
         assert dynamo.recompile_limit == COMPILED_SHAPES_LIMIT >= 64

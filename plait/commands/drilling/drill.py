@@ -112,18 +112,18 @@ def _rehearse(
         saved = [int(path.name.removeprefix("step-")) for path in published_checkpoints(alone.checkpoints)]
         facts = DrilledPlan(
             ranks=plan.world_size,
-            steps=plan.steps,
-            hosts=max(1, len(plan.hosts)),
-            save_every=_save_every(plan.checkpoint_every, saved, step_s),
+            steps=plan.job.steps,
+            hosts=max(1, len(plan.machines.hosts)),
+            save_every=_save_every(plan.cadence.checkpoint_every, saved, step_s),
         )
         faults = request.faults(facts, step_s)
         screen.print(f"drill    {', '.join(map(str, faults))} (seed {request.seed})")
         if request.lost_hosts:  # hosts that are measured once more might get another plan
             make_private_folder(drilled.path)
             drilled.save_config_and_plan(load_recipe(recipe, named(drilled)), plan)
-        others = [hosts.run_folder(host, drilled.path.name) for host in range(1, len(plan.hosts))]
+        others = [hosts.run_folder(host, drilled.path.name) for host in range(1, len(plan.machines.hosts))]
         ranks = _ranks([drilled.path, *others], plan, os.getpid())
-        with Injector(faults, ranks, folder=drilled.path, steps=plan.steps, lose_host=hosts.lose) as injector:
+        with Injector(faults, ranks, folder=drilled.path, steps=plan.job.steps, lose_host=hosts.lose) as injector:
             sentence = train_as(drilled, DISTURBED_ENTRIES)
     if not drilled.has_begun:  # nothing to report of
         raise RunFailed(sentence)
@@ -144,8 +144,8 @@ def _disturb(run: RunFolder, pid: int, request: DrillRequest, may_disturb: MayDi
         raise PlaitError(f'"{run.path}" has not done its first step; wait a moment')
     facts = DrilledPlan(
         ranks=plan.workers_beside(0),
-        steps=plan.steps,
-        save_every=1 if plan.checkpoint_every.value else 0,
+        steps=plan.job.steps,
+        save_every=1 if plan.cadence.checkpoint_every.value else 0,
         kinds=_DRAWN_IN_REAL_RUNS,
         steps_done=reports[-1].step,
     )
@@ -155,7 +155,7 @@ def _disturb(run: RunFolder, pid: int, request: DrillRequest, may_disturb: MayDi
         raise Interrupted("SIGINT", "nothing was done")
     screen.print(f"drill    {what} (seed {request.seed})")
     ranks = _ranks([run.path], plan, pid)
-    with Injector(faults, ranks, folder=run.path, steps=plan.steps) as injector:
+    with Injector(faults, ranks, folder=run.path, steps=plan.job.steps) as injector:
         while not injector.is_done and _lives(pid):
             time.sleep(_LOOK_S)
     ended = "" if _lives(pid) or injector.is_done else "the run ended before all failures had come"
@@ -196,7 +196,7 @@ def _save_every(every: Every, saved: Sequence[int], step_s: float) -> int:
 
 def _ranks(folders: Sequence[Path], plan: Plan, root: int) -> RunningRanks:
     """The ranks of hosts that have the run's files in `folders`; on this machine `root` starts them."""
-    workers = [share.workers for share in plan.hosts] or [plan.world_size]
+    workers = [share.workers for share in plan.machines.hosts] or [plan.world_size]
     ends = list(accumulate(workers))
     hosts = [
         RanksOnHost(ranks=range(end - count, end), logs=folder / "logs")

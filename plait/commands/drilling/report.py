@@ -199,7 +199,7 @@ def _seconds(incident: Incident) -> float:
 
 
 def _compared(alone: RunFolder, drilled: RunFolder) -> FinalEqual:
-    last = f"step-{alone.saved_plan().steps}"
+    last = f"step-{alone.saved_plan().job.steps}"
     one, other = (_manifest(folder.checkpoints / last) for folder in (alone, drilled))
     if one is not None and one == other:
         return "bits"

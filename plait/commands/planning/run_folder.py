@@ -26,7 +26,7 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 WORKER_KEYS = ("run.devices", "run.workers", "run.threads")
 NEW_PLAN_KEYS = ("layout.", "train.matmul_backend", *WORKER_KEYS)
-"""Recipe keys that may change how a begun run is carried out: it is planned anew."""
+"""Recipe keys that may change how a begun run is carried out: it is planned again."""
 CHANGEABLE_KEYS = ("train.budget", *NEW_PLAN_KEYS, "balance.", "checkpoint.", "recover.", "report.")
 """Recipe keys that may differ when a begun run continues; `data.files` may move, too, as long as the text is the
 same."""
@@ -127,7 +127,9 @@ class RunFolder:
         files = {self.plan: plan_text(plan).encode(), self.recipe: recipe_text(config).encode()}
         if not (self.shares.exists() and other):  # one that was there before the run is to be obeyed
             check_lines(
-                self.shares, plan.sequences_per_replica, plan.layout.stage_layers if stage_costs_of(plan) else ()
+                self.shares,
+                plan.sequences_per_replica,
+                plan.placement.layout.stage_layers if stage_costs_of(plan) else (),
             )
             replace_files(files, failure=PlaitError)
             return
@@ -176,16 +178,19 @@ class RunFolder:
 
 
 def _is_same_plan(old: Plan, new: Plan) -> bool:
-    old, new = (
-        replace(one, hosts=without_marks(one.hosts), left_out=without_marks(one.left_out)) for one in (old, new)
-    )
-    return old == new
+    return _without_marks(old) == _without_marks(new)
+
+
+def _without_marks(plan: Plan) -> Plan:
+    hosts, left_out = without_marks(plan.machines.hosts), without_marks(plan.machines.left_out)
+    return replace(plan, machines=replace(plan.machines, hosts=hosts, left_out=left_out))
 
 
 def _splits_differently(old: Plan, new: Plan) -> bool:
-    return (old.layout, old.sequences_per_replica) != (new.layout, new.sequences_per_replica) or not same_hosts(
-        old.hosts, new.hosts
-    )
+    return (old.placement.layout, old.sequences_per_replica) != (
+        new.placement.layout,
+        new.sequences_per_replica,
+    ) or not same_hosts(old.machines.hosts, new.machines.hosts)
 
 
 def run_folder(name: str, working: WorkingFolder = CURRENT_FOLDER) -> RunFolder:
@@ -226,7 +231,8 @@ def _is_file(path: Path) -> bool:
         return S_ISREG(path.stat().st_mode)  # Path.is_file of newer Pythons hides that it may not look
     except PermissionError as error:
         raise PlaitError(
-            f"{path.parent} cannot be read ({error.strerror}); mend the rights of that folder and of those above it"
+            f"{path.parent} cannot be read ({error.strerror}); check the permissions of that folder and "
+            "of those above it"
         ) from None
     except (OSError, ValueError):  # ValueError: no path at all
         return False

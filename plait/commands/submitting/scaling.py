@@ -125,12 +125,12 @@ def _counts(existing: int, wanted: int | None) -> list[int]:
 
 def _row(nodes: int, cluster: Cluster, peak_flops: float, plan: Plan, first: Plan) -> NodesForecast:
     assert plan.forecast is not None
-    run_s, price = plan.forecast.step_s * first.steps, cluster.price_per_hour
+    run_s, price = plan.forecast.step_s * first.job.steps, cluster.price_per_hour
     return NodesForecast(
         nodes=nodes,
         devices=cluster.hour_devices,
         peak_flops=peak_flops,
-        layout=plan.layout,
+        layout=plan.placement.layout,
         step_s=plan.forecast.step_s,
         run_s=run_s,
         price=None if price is None else price * run_s / 3600,
@@ -191,7 +191,7 @@ def _long(seconds: float) -> str:
 def scaling_text(scaling: Scaling, chosen: int, hardware: str) -> str:
     """The table, what it is about, and why so many nodes, for people."""
     plan = scaling.plan
-    about = f"{format_count(parameter_count(plan.shape))} parameters, {counted(plan.steps, 'step', ',')} of "
+    about = f"{format_count(parameter_count(plan.job.shape))} parameters, {counted(plan.job.steps, 'step', ',')} of "
     lines = [f"forecast {about}{plan.batch_tokens:,} tokens; {hardware}"]
     lines += [f"         {line}" for line in scaling_table(scaling)]
     if any(row.nodes > scaling.existing for row in scaling.rows):

@@ -1,4 +1,4 @@
-"""When to cut a pipeline's stages anew while a run goes on: from measured steps to new layers for them, or to none.
+"""When to cut a pipeline's stages again while a run goes on: from measured steps to new layers for them, or to none.
 
 Where all ranks work on the same sequences no shares can follow their speeds, but layers can move from stage to stage. A
 stage computes for as long as its layers take, and the last one for the head and the loss, too. A new cut needs the same
@@ -51,11 +51,11 @@ class StageCosts:
 
 
 def stage_costs_of(plan: Plan) -> StageCosts | None:
-    """The stages that can be cut anew: one on each rank, of a pipeline that works on whole batches; else None.
+    """The stages that can be cut again: one on each rank, of a pipeline that works on whole batches; else None.
 
     With several data-parallel replicas the batch shares are rebalanced instead; both at once would interfere.
     """
-    layout = plan.layout
+    layout = plan.placement.layout
     if layout.pipeline == 1 or layout.virtual_stages > 1 or layout.data_parallel_degree > 1:
         return None
     ranks: list[list[int]] = [[] for _ in range(layout.pipeline)]
@@ -65,14 +65,16 @@ def stage_costs_of(plan: Plan) -> StageCosts | None:
     head = forecast.head_cost_in_layers if forecast else None
     if head is None:  # no forecast, or one of an earlier version
         head = head_cost_in_layers(
-            workload_of(plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
+            workload_of(plan.job.shape, sequence=plan.job.sequence, batch_sequences=plan.job.batch_sequences)
         )
     return StageCosts(
         names=host_names_of_ranks(plan, ranks),
         ranks=tuple(map(tuple, ranks)),
         embedding_cost_in_layers=forecast.embedding_cost_in_layers if forecast else 0.0,
         head_cost_in_layers=head,
-        micros=len(micro_sizes(plan.sequences_per_replica, plan.micro_limits or (plan.micro_sequences,))[0]),
+        micros=len(
+            micro_sizes(plan.sequences_per_replica, plan.placement.micro_limits or (plan.placement.micro_sequences,))[0]
+        ),
     )
 
 
