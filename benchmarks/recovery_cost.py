@@ -22,7 +22,7 @@ from benchmarks.machine import describe
 from benchmarks.pairing import save
 from benchmarks.recovery_cost_rank import FOLDER, Counted
 from plait.commands.monitoring import session
-from plait.commands.planning import workers
+from plait.commands.planning.workers import ENTRIES, TRAINING_ENTRY
 from plait.commands.train import train
 from plait.launch.local.hang_monitor import HangMonitor
 from plait.screen.screen import SilentScreen
@@ -82,14 +82,11 @@ def _measured(folder: Path, model: dict[str, Any], steps: int) -> dict[str, Any]
             spent["wall_s"] += time.monotonic() - began_s
             spent["cpu_s"] += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    original = workers.ENTRIES
-    functions = {**original.functions, workers.TRAINING_ENTRY: RANK}
-    workers.ENTRIES = replace(original, functions=functions)
+    entries = replace(ENTRIES, functions={**ENTRIES.functions, TRAINING_ENTRY: RANK})
     undo = [_put(HangMonitor, "look", supervising.wrap(look)), *_sessions(timed_session)]
     try:
-        end = train(recipe, check="never", screen=SilentScreen(), working=WorkingFolder(folder))
+        end = train(recipe, check="never", screen=SilentScreen(), working=WorkingFolder(folder), entries=entries)
     finally:
-        workers.ENTRIES = original
         for each in undo:
             each()
     assert end.stopped_by == "finished" and end.receipt is not None, end

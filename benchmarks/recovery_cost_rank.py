@@ -56,8 +56,8 @@ class Counted:
 
 def main(context: RankContext, argument: str) -> None:
     """Entry of a rank: as plait.trainer.worker's, and a file of what was counted beside the run's."""
+
     from plait.trainer import loop, worker
-    from plait.trainer.watching import watched_actions
 
     waits: dict[Kind, Counted] = {"publishing": Counted(), "saving": Counted(), "numbers": Counted()}
     threads: dict[Kind, Counted] = {kind: Counted() for kind in waits}
@@ -77,7 +77,7 @@ def main(context: RankContext, argument: str) -> None:
         finally:
             began_s[0] = time.perf_counter() - began_s[0]
 
-    watched_actions.run_loop = timed
+    worker.run_loop = timed
     worker.main(context, argument)
     folder = Path(json.loads(argument)["folder"]) / FOLDER
     folder.mkdir(exist_ok=True)

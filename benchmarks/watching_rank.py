@@ -51,7 +51,9 @@ def watched_steps(assembly: Assembly, folder: Path) -> TakeStep:
         nonlocal state
         mean_loss, began_s = 0.0, time.perf_counter()
         for _ in range(GATHERED_STEPS):
-            state, scalars = balance.step(assembly.step, state)
+            balance.before_step(state)
+            state, scalars = assembly.step(state)
+            balance.after_step(state)
             mean_loss = mean_of(scalars)
         reckons_s = time.perf_counter()
         balance.rebalance_if_due(state)

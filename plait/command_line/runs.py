@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -65,22 +66,21 @@ def drill_command(
     yes: Annotated[bool, typer.Option("--yes", help="Disturb a run that is at work without asking.")] = False,
 ) -> None:
     """Rehearse failures of workers. Trains twice, once left alone, and compares the ends."""
-    from plait.commands.drilling.asked import AskedFaults, parse_random
     from plait.commands.drilling.drill import drill
-    from plait.commands.drilling.faults import FaultKind, parse_fault
-    from plait.commands.drilling.report import drill_lines
+    from plait.commands.drilling.faults import DrillRequest, FaultKind, parse_fault, parse_random
     from plait.report.atomic import replace_file
 
     named: dict[FaultKind, Places] = {"kill": kill, "hang": hang, "nan": nan, "slow": slow}
     named |= {"fill-disk": fill_disk, "corrupt": corrupt, "lose-host": lose_host}
     faults = [parse_fault(kind, text) for kind, texts in named.items() for text in texts or []]
     count, seconds = parse_random(drawn)
-    asked = AskedFaults(named=faults, drawn=count, seconds=seconds, seed=seed)
+    seed = random.SystemRandom().randrange(1 << 31) if seed is None else seed
+    request = DrillRequest(named=faults, drawn=count, seconds=seconds, seed=seed)
     screen = screen_on(sys.stdout)
-    report = drill(source, overrides or [], asked, may_disturb=_agrees if not yes else _agreed, screen=screen)
+    report = drill(source, overrides or [], request, may_disturb=_agrees if not yes else _agreed, screen=screen)
     if json is not None:
         replace_file(json, f"{report.to_json()}\n".encode())
-    screen.print("\n".join(drill_lines(report)))
+    screen.print("\n".join(report.lines()))
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -17,9 +17,10 @@ from plait.commands.planning.begun_plan import refuse_impossible_layout, refuse_
 from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.introduction import Details, run_start, running_runs_text
 from plait.commands.planning.run_folder import NEW_PLAN_KEYS, check_changes, run_folder
-from plait.commands.planning.workers import dismiss_torchrun_ranks, serve_under_torchrun
+from plait.commands.planning.workers import ENTRIES, dismiss_torchrun_ranks, serve_under_torchrun
 from plait.commands.preparing.corpus import prepared_corpus
 from plait.errors import Interrupted, StopSignal
+from plait.launch.values.entries import EntryTable
 from plait.recipe.load import RecipeSource, load_recipe, run_name_of
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -35,11 +36,13 @@ def train(
     details: Details = (),
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
+    entries: EntryTable = ENTRIES,
 ) -> TrainingEnd:
     """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during).
 
     A run that is finished prints its receipt. A first SIGINT, SIGTERM, SIGHUP or SIGUSR1 saves, and is the end's
-    `stopped_by`. Over several hosts it first waits until the others have joined.
+    `stopped_by`. Over several hosts it first waits until the others have joined. `entries` are what the ranks of this
+    machine run.
     """
     if serve_under_torchrun():
         return TrainingEnd(stopped_by="finished")
@@ -62,7 +65,7 @@ def train(
         renew: ReplanScope = "all" if fresh_plan else "plan" if plan_changed else "nothing"
         try:
             peak: PeakNeed = "as known" if folder.has_begun and renew == "nothing" else "measured"
-            run = RunOnHosts(config=config, folder=folder, screen=screen, working=working, peak=peak)
+            run = RunOnHosts(config=config, folder=folder, screen=screen, working=working, peak=peak, entries=entries)
             plans, begun = RunPlans(run, check), folder.saved_plan() if folder.has_begun and renew != "all" else None
             with open_workers(hosts, run, plans.further, begun) as elastic:
                 plan = plans.first(elastic.workers, renew)

@@ -51,9 +51,15 @@ class NumberWatch:
     """Finds bad steps in a start's reports, in which every rank has the same sums, so that all find the same ones."""
 
     def __init__(self, guard: NumberGuard) -> None:
+        self.first_bad: BadStep | None = None
         self._judged_after = guard.judged_after
         self._losses = deque(filter(isfinite, guard.losses), SPIKE_WINDOW_STEPS)
         self._norms = deque(filter(isfinite, guard.norms), SPIKE_WINDOW_STEPS)
+
+    def add(self, report: StepReport) -> None:
+        """Judge the next step, and keep it as `first_bad` if it is."""
+        bad = self.judge(report)
+        self.first_bad = self.first_bad or bad
 
     def judge(self, report: StepReport) -> BadStep | None:
         """What is bad in the next step; None where nothing is, or where it is to be let pass. See Note [a spike]."""

@@ -17,10 +17,9 @@ from torch import Tensor
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import Sink
 from plait.trainer.checkpointing.background import SaveEnd
-from plait.trainer.checkpointing.copy_pace import CopyPace
-from plait.trainer.checkpointing.pace import CheckpointPace
+from plait.trainer.checkpointing.pace import CheckpointPace, CopyPace
 from plait.trainer.divergence import BadStep, DivergenceWatch, NumberGuard, NumberWatch
-from plait.trainer.experts.watch import DropWatch, IdleWatch
+from plait.trainer.experts.watch import ExpertUse
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 from plait.units import NEVER, Every
@@ -85,6 +84,30 @@ class LoopActions:
     """Maps tokens per second to model FLOP/s utilization (MFU); None where the peak FLOP/s are unknown."""
 
 
+LoopPhase = Literal["the agreement after the step", "balancing", "evaluation", "saving", "the copy of the state"]
+"""What the loop does between steps; ranks may wait for each other in each of them."""
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observer:
+    """Hooks that the loop calls on every rank, for all observers in the order of their list. They return nothing, and
+    only the balancer's may change what the next step does."""
+
+    before_step: Callable[[TrainState], None] = _ignore
+    """Takes the state before the step."""
+    after_step: Callable[[TrainState], None] = _ignore
+    """Takes the state after the step, which the device may still be computing."""
+    at_phase: Callable[[LoopPhase], None] = _ignore
+    at_report: Callable[[StepReport, ExpertUse], None] = _ignore
+    """Called for each step once its numbers were fetched, in the order of steps."""
+    at_save: Callable[[SaveEnd], None] = _ignore
+    """Called when a save has ended, well or not."""
+
+
 @dataclass(slots=True)
 class _Pending:
     """A step whose scalars are still on the device."""
@@ -95,19 +118,13 @@ class _Pending:
     data_wait_s: float
 
 
-@dataclass(slots=True)
-class _Watches:
-    """What follows the numbers of the steps."""
-
-    divergence: DivergenceWatch
-    numbers: NumberWatch
-    idle: IdleWatch
-    copies: CopyPace
-    drops: DropWatch
-
-
 def run_loop(
-    state: TrainState, intervals: LoopIntervals, actions: LoopActions, sink: Sink, guard: NumberGuard | None = None
+    state: TrainState,
+    intervals: LoopIntervals,
+    actions: LoopActions,
+    sink: Sink,
+    guard: NumberGuard | None = None,
+    observers: Sequence[Observer] = (),
 ) -> tuple[TrainState, Literal["done", "stopped"] | BadStep]:
     """Train from `state` to the last step, or until a stop is requested; saves a checkpoint at the end in both cases.
 
@@ -117,92 +134,151 @@ def run_loop(
     Weights without a finite loss are not saved; RunFailed is raised, on every rank at the same step, where the run has
     diverged.
     """
-    pace = CheckpointPace(intervals.checkpoint_every, step=state.step)
+    numbers = NumberWatch(guard or NumberGuard(judged_after=intervals.steps))
+    saves = _Saves(state, intervals, actions, sink, observers)
+    reporting = [
+        Observer(at_report=lambda report, _: sink.step(report)),
+        Observer(at_report=saves.at_report),
+        *observers,
+        Observer(at_report=lambda report, _: numbers.add(report)),
+    ]
+    fetch_every = intervals.report_every_steps, intervals.balance_every_steps, intervals.watch_every_steps
     pending: list[_Pending] = []
     began = time.perf_counter()
-    stop, divergence = False, DivergenceWatch(state.step)
-    numbers = NumberWatch(guard or NumberGuard(judged_after=intervals.steps))
-    copies = CopyPace(intervals.copy_every, step=state.step)
-    watches = _Watches(divergence, numbers, IdleWatch(), copies, DropWatch())
+    stop = False
     while state.step < intervals.steps and not stop:
+        for one in observers:
+            one.before_step(state)
         lr = actions.learning_rate(state.step)
         state, scalars = actions.step(state)
+        for one in observers:
+            one.after_step(state)
         pending.append(_Pending(state, scalars, lr, actions.data_wait_s()))
         last = state.step == intervals.steps
-        agreed = actions.agree(actions.stop_requested(), pace.is_due(state.step), copies.is_due(state.step))
-        stop, save = agreed.stop, agreed.save
-        if agreed.copy_cost_s and (sentence := copies.copied(agreed.copy_cost_s, pace.share)):
-            sink.note(sentence)
-        _note_save(actions.save_ended(), pace, divergence, sink)
+        agreed = saves.agree(state.step)
+        stop = agreed.stop
         evaluate = last or _divides(intervals.evaluate_every_steps, state.step)
-        paces = intervals.report_every_steps, intervals.balance_every_steps, intervals.watch_every_steps
-        fetch = any(_divides(every, state.step) for every in paces)
-        if not (fetch or last or stop or save or evaluate or agreed.copy):
+        fetch = any(_divides(every, state.step) for every in fetch_every)
+        if not (fetch or last or stop or agreed.save or evaluate or agreed.copy):
             continue
-        state, bad = _flush(pending, state, began, actions, sink, watches)
-        if bad is not None:
-            _note_save(actions.finish_save(), pace, divergence, sink)
-            return state, bad
-        divergence.end_if_diverged(run_ends=stop or last)
+        state = _report(pending, state, began, actions.mfu, reporting)
+        if numbers.first_bad is not None:
+            saves.finish()
+            return state, numbers.first_bad
+        saves.divergence.end_if_diverged(run_ends=stop or last)
+        _enter("balancing", observers)
         for sentence in actions.rebalance_if_due(state):
             sink.note(sentence)
-        if evaluate and (report := actions.evaluate(state)):
-            sink.evaluation(report)
-            divergence.evaluated(report)
-        _prune_if_proven(actions, divergence)  # before the next one is written, so that the disk need not hold both
-        if (save or stop or last) and divergence.loss_is_finite:
-            _note_save(actions.finish_save(), pace, divergence, sink)
-            pace.begun(state.step)
-            copies.begun(state.step)
-            if stop or last:
-                _note_save(actions.save(state), pace, divergence, sink)
-                _prune_if_proven(actions, divergence)
-            else:
-                actions.begin_save(state)
-        elif agreed.copy and divergence.loss_is_finite:
-            copies.begun(state.step)
-            if sentence := actions.copy(state):
-                sink.note(sentence)
+        if evaluate:
+            _enter("evaluation", observers)
+            if report := actions.evaluate(state):
+                sink.evaluation(report)
+                saves.divergence.evaluated(report)
+        saves.save_if_due(state, agreed, run_ends=stop or last)
         began = time.perf_counter()
     return state, "stopped" if state.step < intervals.steps else "done"
 
 
-def _note_save(end: SaveEnd | None, pace: CheckpointPace, divergence: DivergenceWatch, sink: Sink) -> None:
-    if end is None:
-        return
-    if end.failure:
-        if sentence := pace.failed(end.failure):
-            sink.note(sentence)
-        return
-    divergence.saved(end.step)
-    if sentence := pace.cost_known(end.step, end.cost_s):
-        sink.note(sentence)
+def _enter(phase: LoopPhase, observers: Sequence[Observer]) -> None:
+    for one in observers:
+        one.at_phase(phase)
 
 
-def _prune_if_proven(actions: LoopActions, divergence: DivergenceWatch) -> None:
-    if divergence.may_prune:
-        actions.prune()
-        divergence.pruned()
+class _Saves:
+    """Decides when the state is saved and copied and when old checkpoints are deleted, from the clock, the costs of
+    earlier saves, and the losses of the steps."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        intervals: LoopIntervals,
+        actions: LoopActions,
+        sink: Sink,
+        observers: Sequence[Observer],
+    ) -> None:
+        self._actions, self._sink, self._observers = actions, sink, observers
+        self._pace = CheckpointPace(intervals.checkpoint_every, step=state.step)
+        self._copies = CopyPace(intervals.copy_every, step=state.step)
+        self.divergence = DivergenceWatch(state.step)
+
+    def at_report(self, report: StepReport, _: ExpertUse) -> None:
+        self.divergence.add(report)
+        self._copies.stepped(report.step_s)
+
+    def agree(self, step: int) -> Agreement:
+        """Agree with all ranks on what follows this step, and take note of a save that has ended."""
+        due = self._pace.is_due(step), self._copies.is_due(step)
+        _enter("the agreement after the step", self._observers)
+        agreed = self._actions.agree(self._actions.stop_requested(), *due)
+        if agreed.copy_cost_s:
+            self._note(self._copies.copied(agreed.copy_cost_s, self._pace.share))
+        self._ended(self._actions.save_ended())
+        return agreed
+
+    def save_if_due(self, state: TrainState, agreed: Agreement, *, run_ends: bool) -> None:
+        """Save or copy a state whose numbers were reported, where that was agreed on; a run saves its end."""
+        self._prune_if_proven()  # before the next one is written, so that the disk need not hold both
+        if not self.divergence.loss_is_finite:
+            return
+        if agreed.save or run_ends:
+            self.finish()
+            self._pace.begun(state.step)
+            self._copies.begun(state.step)
+            _enter("saving", self._observers)
+            if not run_ends:
+                self._actions.begin_save(state)
+                return
+            self._ended(self._actions.save(state))
+            self._prune_if_proven()
+        elif agreed.copy:
+            self._copies.begun(state.step)
+            _enter("the copy of the state", self._observers)
+            self._note(self._actions.copy(state))
+
+    def finish(self) -> None:
+        """Wait until the save that goes on has ended."""
+        _enter("saving", self._observers)
+        self._ended(self._actions.finish_save())
+
+    def _ended(self, end: SaveEnd | None) -> None:
+        if end is None:
+            return
+        for one in self._observers:
+            one.at_save(end)
+        if end.failure:
+            self._note(self._pace.failed(end.failure))
+            return
+        self.divergence.saved(end.step)
+        self._note(self._pace.cost_known(end.step, end.cost_s))
+
+    def _prune_if_proven(self) -> None:
+        if self.divergence.may_prune:
+            _enter("saving", self._observers)
+            self._actions.prune()
+            self.divergence.pruned()
+
+    def _note(self, sentence: str | None) -> None:
+        if sentence:
+            self._sink.note(sentence)
 
 
 def _divides(every_steps: int, step: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
 
 
-def _flush(
+def _report(
     pending: list[_Pending],
     state: TrainState,
     began: float,
-    actions: LoopActions,
-    sink: Sink,
-    watches: _Watches,
-) -> tuple[TrainState, BadStep | None]:
+    mfu: Callable[[float], float | None],
+    observers: Sequence[Observer],
+) -> TrainState:
     """Fetch the scalars of all pending steps in one copy and report each step; returns the state with its tokens
-    counted, and the first step that is bad."""
+    counted."""
     rows = torch.stack([_row(one.scalars) for one in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
-    tokens, bad = state.tokens, None
-    for one, (loss_sum, counted, norm, load, idle_count, dropped, choices, margins, right, answers, *auxiliary) in zip(
+    tokens = state.tokens
+    for one, (loss_sum, counted, norm, load, idle, dropped, choices, margins, right, answers, *auxiliary) in zip(
         pending, rows, strict=True
     ):
         learnt = counted if isnan(answers) else answers
@@ -215,7 +291,7 @@ def _flush(
             lr=one.lr,
             step_s=step_s,
             tokens_per_s=learnt / step_s,
-            mfu=actions.mfu(learnt / step_s),
+            mfu=mfu(learnt / step_s),
             data_wait_s=one.data_wait_s,
             expert_load_max=None if isnan(load) else load,
             expert_dropped=None if isnan(dropped) else dropped / max(choices, 1),
@@ -223,17 +299,16 @@ def _flush(
             reward_margin=None if isnan(answers) else margins / max(counted, 1),
             pair_accuracy=None if isnan(answers) else right / max(counted, 1),
         )
-        sink.step(report)
-        watches.divergence.add(report)
-        watches.copies.stepped(step_s)
-        if sentence := watches.idle.add(one.state.step, int(idle_count), one.scalars.expert_counts.numel()):
-            sink.note(sentence)
-        if not isnan(dropped) and (sentence := watches.drops.add(one.state.step, int(dropped), int(choices))):
-            sink.note(sentence)
-        found = watches.numbers.judge(report)
-        bad = bad or found
+        experts = ExpertUse(
+            experts=one.scalars.expert_counts.numel(),
+            idle=int(idle),
+            choices=int(choices),
+            dropped=0 if isnan(dropped) else int(dropped),
+        )
+        for observer in observers:
+            observer.at_report(report, experts)
     pending.clear()
-    return replace(state, tokens=tokens), bad
+    return replace(state, tokens=tokens)
 
 
 def _row(scalars: Scalars) -> Tensor:

@@ -10,19 +10,20 @@ from pathlib import Path
 
 import torch
 
+from plait.launch.values.job import RankContext
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.parallel.sums import Sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
-from plait.trainer.worker import WorkerContext, process_group_for
+from plait.trainer.worker import process_group_for
 
 WARM_UP_STEPS = 2
 LEAST_TIMED_STEPS = 4
 
 
-def rank(context: WorkerContext, argument: str) -> None:
+def rank(context: RankContext, argument: str) -> None:
     """Entry point of each rank of a measurement; `argument` is JSON: a folder with plan.json and recipe.toml, and the
     least seconds of timed steps. Rank 0 sends the median seconds of a step."""
     requested = json.loads(argument)

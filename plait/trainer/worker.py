@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -15,35 +16,39 @@ import torch
 import torch.distributed as dist
 
 from plait.errors import RunFailed
+from plait.launch.values.job import RankContext
 from plait.model.matmul import select_matmul_library, select_matmul_precision
 from plait.parallel.mesh import PEER_TIMEOUT, make_mesh, open_store, use_gpu, world_sums
-from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
+from plait.trainer.actions import loop_actions
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, plan_at, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import BuildAssembly, move_layers
 from plait.trainer.checkpointing.background import reports_of, saver_of
-from plait.trainer.checkpointing.copy_actions import CopyActions
+from plait.trainer.checkpointing.copies import StateCopies
 from plait.trainer.checkpointing.persist import prune_old, restore, verify_together
 from plait.trainer.choices import load_choices
-from plait.trainer.loop import LoopIntervals
+from plait.trainer.divergence import BadStep, NumberGuard
+from plait.trainer.loop import LoopIntervals, Observer, run_loop
+from plait.trainer.observers import rank_observers
 from plait.trainer.preference.reference import KeptReference
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
-from plait.trainer.watching.loop_actions import loop_actions
-from plait.trainer.watching.watched_actions import WorkerContext, run_guarded, watched
+
+ObserveMore = Callable[[Assembly, Path], Sequence[Observer]]
+"""Makes further observers of a rank, given its assembly and the run's folder."""
 
 
-def main(context: WorkerContext, argument: str) -> None:
-    """Entry point of every rank of `plait train`.
+def main(context: RankContext, argument: str, observe: ObserveMore = lambda assembly, folder: ()) -> None:
+    """Entry point of every rank of `plait train`; `observe` adds observers, which are called before all others.
 
     `argument` is JSON: the run's folder, the checkpoint to resume from, or the step ("from_copies", else 0) whose
     copies in memory it resumes from, the number of this start ("generation") and that at which the "lineage" of its
-    copies began, "skipped" and "guard" (see `run_guarded`), and "parts": "here" if rank 0 finds this rank's part of a
-    checkpoint in that folder, "sent" if it must be sent there.
+    copies began, the "skipped" steps, which take the batch after their own, the fields of a NumberGuard ("guard"), and
+    "parts": "here" if rank 0 finds this rank's part of a checkpoint in that folder, "sent" if it must be sent there.
     """
     requested = json.loads(argument)
     folder = Path(requested["folder"])
@@ -58,10 +63,12 @@ def main(context: WorkerContext, argument: str) -> None:
         begun = plan_at(plan, requested["from_copies"], folder / "shares.jsonl", world)
         assembly = _assembled(build, begun, reference, context, requested["resume"] or requested["from_copies"])
         assembly, meter = attach_meter(assembly, clock_of(assembly.device), context.progress)
-        copying = _copying(context, requested["lineage"], world)
+        first = context.rank - context.local_rank
+        host_ranks = range(first, first + context.local_world_size)
+        copies = StateCopies(assembly, context.memory, host_ranks, requested["lineage"])
         state, whole = TrainState(), set[int]()
         if requested["from_copies"]:
-            found = _from_copies(context, copying, assembly, requested["from_copies"])
+            found = _from_copies(context, copies, requested["from_copies"])
             if found is None:
                 return
             state = found
@@ -70,7 +77,7 @@ def main(context: WorkerContext, argument: str) -> None:
             state = restore(assembly, path, verify_together(path, world, context.local_rank), world)
             whole.add(state.step)
         sink = sinks_of_rank(context.rank, context.send, folder, state.step)
-        if plan.cadence.copy_every.value and (sentence := copying.begin(assembly)):
+        if plan.cadence.copy_every.value and (sentence := copies.begin()):
             sink.note(sentence)
         try:
             _verify_data(context, assembly)
@@ -80,8 +87,7 @@ def main(context: WorkerContext, argument: str) -> None:
                 reference.give(moved)
                 new, own = attach_meter(moved, clock_of(assembly.device), context.progress)
                 assembly.replace_by(new)
-                if copying.copies is not None:
-                    copying.copies.layers_moved()
+                copies.layers_moved()
                 _verify_data(context, assembly)
                 gc.collect()  # modules and their hooks know each other, and would keep the old stage
                 return own
@@ -90,7 +96,12 @@ def main(context: WorkerContext, argument: str) -> None:
             balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage)
             parts, generation = requested["parts"], requested["generation"]
             saver = saver_of(
-                *(assembly, folder, parts, generation, context.send, copying.copies),
+                assembly,
+                folder,
+                parts,
+                generation,
+                context.send,
+                copies,
                 reports=reports_of(context.send, context.progress, context.stop_requested),
                 memory=context.memory,
                 local_rank=context.local_rank,
@@ -98,16 +109,19 @@ def main(context: WorkerContext, argument: str) -> None:
             keep, keep_s = plan.cadence.checkpoint_keep, plan.cadence.checkpoint_keep_s
             prune = partial(prune_old, folder / "checkpoints", keep, keep_s, world, whole, saver.fence)
             choices = load_choices(assembly, Path(plan.job.choices) if plan.job.choices else None, world)
-            actions = loop_actions(context, assembly, saver, copying, whole, prune, balance, choices)
-            shown = watched(actions, context.progress)
-            run_guarded(state, _pace(plan), shown, sink, requested, context, assembly)
+            skipped = frozenset(requested["skipped"])
+            actions = loop_actions(context, assembly, saver, copies, prune, balance, choices, skipped)
+            observers = (*observe(assembly, folder), *rank_observers(context, assembly, balance, sink, whole))
+            _, end = run_loop(state, _pace(plan), actions, sink, NumberGuard(**requested["guard"]), observers)
+            if isinstance(end, BadStep) and context.rank == 0:
+                context.send("bad step", **asdict(end))
         finally:
             sink.close()
             assembly.loader.close()
 
 
 @contextmanager
-def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
+def process_group_for(context: RankContext, plan: Plan) -> Iterator[None]:
     """Join the process group of all ranks, with the plan's threads and device, and leave it at the end of the block.
 
     After a failure the rank stays in it until its process ends: leaving may wait for peers that wait for this rank's
@@ -140,7 +154,7 @@ def select_deterministic_kernels(plan: Plan) -> None:
 
 
 def _assembled(
-    build: BuildAssembly, plan: Plan, reference: KeptReference, context: WorkerContext, goes_on_from: str | int
+    build: BuildAssembly, plan: Plan, reference: KeptReference, context: RankContext, goes_on_from: str | int
 ) -> Assembly:
     """This rank's part of the run, with the log-probabilities that pairs are compared with; the first rank of each host
     keeps them."""
@@ -152,22 +166,17 @@ def _assembled(
     return assembly
 
 
-def _copying(context: WorkerContext, lineage: int, world: Sums) -> CopyActions:
-    first = context.rank - context.local_rank
-    return CopyActions(context.memory, range(first, first + context.local_world_size), lineage, world)
-
-
-def _from_copies(context: WorkerContext, copying: CopyActions, assembly: Assembly, step: int) -> TrainState | None:
+def _from_copies(context: RankContext, copies: StateCopies, step: int) -> TrainState | None:
     """The state of this step out of memory; None, and why told by rank 0, where the ranks cannot go on from it."""
     try:
-        return copying.restore(assembly, step)
+        return copies.restore(step)
     except RunFailed as error:
         if context.rank == 0:
             context.send("copies lost", why=str(error))
         return None
 
 
-def _verify_data(context: WorkerContext, assembly: Assembly) -> None:
+def _verify_data(context: RankContext, assembly: Assembly) -> None:
     if context.local_rank == 0:  # each host may have a copy of its own
         assembly.loader.verify_in_background()
 

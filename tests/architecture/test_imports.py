@@ -62,8 +62,8 @@ INNER_FLOORS = {
                 "diagnosis": 7, "page": 7, "resolve": 7},
     "trainer": {"choices": 4, "first_weights": 1, "state": 0, "optimizer": 0, "score_passes": 0,
                 "experts": 0, "loss": 1, "divergence": 0, "step": 2, "assemble": 3, "rank_sinks": 3,
-                "checkpointing": 4, "loop": 5, "balance": 5, "auxiliary": 2, "preference": 2, "watching": 6,
-                "worker": 7, "time_steps": 8},
+                "checkpointing": 4, "loop": 5, "balance": 5, "auxiliary": 2, "preference": 2, "actions": 6,
+                "observers": 6, "worker": 7, "time_steps": 8},
 }  # fmt: skip
 SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "commands.", "api", "cli")
 WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.planner.resolve.resolve", "plait.recipe.load", "plait.model.shape",

@@ -21,24 +21,23 @@ from typing import Any
 
 import pytest
 
-from plait.commands.drilling.asked import AskedFaults, faults_from_now, parse_random, planned_faults
-from plait.commands.drilling.damage import damage_checkpoint, full_disk, limits_below_parts
 from plait.commands.drilling.faults import (
     DRAWN_KINDS,
     SAVE_PHASES,
     STEP_PHASES,
     DrilledPlan,
+    DrillRequest,
     Fault,
     drawn_faults,
     faults_by_time,
     parse_fault,
+    parse_random,
     require_possible,
     with_moments,
 )
-from plait.commands.drilling.injector import CARRIED_OUT, PLANTED
-from plait.commands.drilling.outcome import Carried, told_fault, what_followed
-from plait.commands.drilling.report import DrillReport, drill_lines
-from plait.commands.drilling.running_ranks import RankPlace, RunningRanks
+from plait.commands.drilling.injector import damage_checkpoint, full_disk, limits_below_parts
+from plait.commands.drilling.report import DrillReport, FaultOutcome, InjectedFault, outcome_of
+from plait.commands.drilling.running_ranks import RanksOnHost, RunningRanks
 from plait.errors import PlaitError
 from plait.launch.watching.board import ProgressBoard, SlotWriter
 from plait.report.incidents import BackAtWork, Incident
@@ -127,15 +126,14 @@ def test_a_run_that_saves_at_its_end_alone_has_no_save_that_fails() -> None:
 
 def test_named_and_drawn_faults_come_in_one_order() -> None:
     named = [Fault(kind="kill", rank=0, step=300), Fault(kind="hang", rank=1, step=10)]
-    asked = AskedFaults(named=named, seconds=60, seed=1)
     plan = replace(PLAN, steps=1000)
-    faults = planned_faults(asked, plan, 1, 0.1)
+    faults = DrillRequest(named=named, seconds=60, seed=1).faults(plan, 0.1)
     reached = [fault.step if fault.at_s is None else fault.at_s / 0.1 for fault in faults]
     assert reached == sorted(reached) and len(faults) > 2
-    now = faults_from_now(AskedFaults(drawn=2, seed=1), replace(plan, kinds=("kill",), steps_done=500), 1, 0.1)
+    now = DrillRequest(drawn=2, seed=1).faults(replace(plan, kinds=("kill",), steps_done=500), 0.1)
     assert len(now) == 2 and all(fault.kind == "kill" and fault.at_s for fault in now)
     with pytest.raises(PlaitError, match="choose one from 501 to 999"):
-        faults_from_now(AskedFaults(named=named[:1]), replace(plan, steps_done=500), 1, 0.1)
+        DrillRequest(named=named[:1], seed=1).faults(replace(plan, steps_done=500), 0.1)
 
 
 # What became of it.
@@ -153,35 +151,37 @@ def back(generation: int, seconds: float) -> BackAtWork:
     return BackAtWork(generation=generation, back_after_s=seconds)
 
 
+KILL = Fault(kind="kill", rank=1, step=25)
+
+
 def test_a_fault_is_followed_by_the_first_incident_after_it() -> None:
     incidents = [incident(1, 1000.5), incident(2, 1020.25, step=33)]
-    found = what_followed(1020.0, incidents, [back(2, 0.5), back(3, 0.75)])
-    assert found is not None and found.incident.generation == 2
-    assert (found.found_after_s, found.back_after_s) == (pytest.approx(0.25), pytest.approx(1.0))
-    assert what_followed(1030.0, incidents, []) is None
-    unfinished = what_followed(1020.0, incidents, [back(2, 0.5)])
-    assert unfinished is not None and unfinished.back_after_s is None
+    found = outcome_of(KILL, InjectedFault(at=1020.0, step=25), incidents, [back(2, 0.5), back(3, 0.75)])
+    assert (found.found_after_s, found.back_after_s, found.steps_lost) == (0.25, 1.0, 13)
+    alone = outcome_of(KILL, InjectedFault(at=1030.0, step=25), incidents, [])
+    assert alone == FaultOutcome(kind="kill", rank=1, step=25)
+    unfinished = outcome_of(KILL, InjectedFault(at=1020.0, step=25), incidents, [back(2, 0.5)])
+    assert unfinished.found_after_s == 0.25 and unfinished.back_after_s is None
 
 
 def test_workers_that_die_again_on_their_way_back_are_back_after_the_later_start() -> None:
     incidents = [incident(1, 1000.5), incident(2, 1001.0)]
-    found = what_followed(1000.0, incidents, [back(3, 0.75)])
-    assert found is not None and found.back_after_s == pytest.approx(1.75)
+    assert outcome_of(KILL, InjectedFault(at=1000.0, step=25), incidents, [back(3, 0.75)]).back_after_s == 1.75
 
 
 def test_each_kind_is_told_as_far_as_it_came() -> None:
-    kill, slow, full = Fault(kind="kill", rank=1, step=25), Fault(kind="slow", step=3), Fault(kind="fill-disk", step=9)
+    slow, full = Fault(kind="slow", step=3), Fault(kind="fill-disk", step=9)
     followed = [incident(1, 1000.5)], [back(2, 0.5)]
-    told = told_fault(kill, Carried(at=1000.0, step=25, phase="saving"), *followed)
-    assert (told["found_after_s"], told["back_after_s"], told["steps_lost"]) == (0.5, 1.0, 5)
-    told = told_fault(slow, Carried(at=10.0, step=3).back(12.5), *followed)
-    assert (told["found_after_s"], told["back_after_s"], told["steps_lost"]) == (None, 2.5, 0)
-    told = told_fault(full, Carried(at=10.0, step=9).found(10.5).back(11.0), *followed)
-    assert (told["found_after_s"], told["back_after_s"], told["steps_lost"]) == (0.5, 1.0, 0)
-    for carried in (None, Carried(at=10.0, step=9).failed("no save came")):
-        told = told_fault(full, carried, *followed)
-        assert told["back_after_s"] is None
-        assert "not carried out" in drill_lines(report(faults=[told], final_equal="bits"))[0]
+    told = outcome_of(KILL, InjectedFault(at=1000.0, step=25, phase="saving"), *followed)
+    assert (told.found_after_s, told.back_after_s, told.steps_lost, told.phase) == (0.5, 1.0, 5, "saving")
+    told = outcome_of(slow, InjectedFault(at=10.0, step=3, back_at=12.5), *followed)
+    assert (told.found_after_s, told.back_after_s, told.steps_lost) == (None, 2.5, 0)
+    told = outcome_of(full, InjectedFault(at=10.0, step=9, found_at=10.5, back_at=11.0), *followed)
+    assert (told.found_after_s, told.back_after_s, told.steps_lost) == (0.5, 1.0, 0)
+    for injected in (None, InjectedFault(at=10.0, step=9, failure="no save came")):
+        told = outcome_of(full, injected, *followed)
+        assert told.back_after_s is None
+        assert "not carried out" in report(faults=[told], final_equal="bits").lines()[0]
 
 
 def report(**values: Any) -> DrillReport:
@@ -190,14 +190,13 @@ def report(**values: Any) -> DrillReport:
     return DrillReport(**(usual | values))
 
 
-def survived(kind: str) -> dict[str, Any]:
-    told = {"kind": kind, "rank": 1, "step": 5, "phase": "", "what": ""}
-    return {**told, "found_after_s": 0.5, "back_after_s": 1.0, "steps_lost": 2}
+def survived(kind: str) -> FaultOutcome:
+    return FaultOutcome(kind=kind, rank=1, step=5, found_after_s=0.5, back_after_s=1.0, steps_lost=2)
 
 
 def test_a_drill_is_well_where_nothing_was_lost_and_the_end_is_the_same() -> None:
     assert report(faults=[survived("kill")]).ok
-    assert not report(faults=[{**survived("kill"), "back_after_s": None}]).ok
+    assert not report(faults=[replace(survived("kill"), back_after_s=None)]).ok
     assert not report(samples_lost=7).ok and not report(samples_repeated=7).ok
     assert not report(final_equal="no").ok and not report(ended_by="gave up").ok
     near = {"final_equal": "samples", "loss_difference": 1e-6}
@@ -314,7 +313,7 @@ def test_a_rank_is_found_by_its_log_and_read_from_outside(tmp_path: Path) -> Non
     board = ProgressBoard(2)
     os.set_inheritable(board.descriptor, True)
     log = tmp_path / "rank-1.log"
-    ranks = RunningRanks(os.getpid(), {1: RankPlace(log=log, slot=1)})
+    ranks = RunningRanks(os.getpid(), [RanksOnHost(ranks=range(2), logs=tmp_path)])
     script = RANK.format(board=board.descriptor, log=str(log))
     for _ in range(2):  # another process takes its place
         process = subprocess.Popen(
@@ -329,10 +328,9 @@ def test_a_rank_is_found_by_its_log_and_read_from_outside(tmp_path: Path) -> Non
             assert process.stdout and process.stdout.readline() == "ready\n"
             seen = ranks.published(1)
             assert ranks.pid(1) == process.pid and seen is not None
-            assert (seen.step, seen.phase) == (7, "saving") and dict(ranks.of_host(1)) == {1: process.pid}
+            assert (seen.step, seen.phase) == (7, "saving") and ranks.pid(0) is None
             process.send_signal(signal.SIGKILL)
         assert ranks.pid(1) is None and ranks.published(1) is None
-    ranks.close()
     board.close()
 
 
@@ -347,9 +345,3 @@ def test_a_slot_that_nobody_wrote_in_says_nothing() -> None:
     seen = published(board.descriptor, 0)
     assert seen is not None and (seen.step, seen.phase, seen.longest_s) == (3, "the fetch of data", 0.0)
     board.close()
-
-
-def test_the_words_of_planted_files_are_those_of_the_ranks() -> None:
-    from plait.trainer.watching import planted
-
-    assert (PLANTED, CARRIED_OUT) == (planted.FOLDER, planted.CARRIED_OUT)

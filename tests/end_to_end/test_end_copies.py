@@ -83,7 +83,7 @@ def test_copies_that_cannot_be_used_are_passed_over_and_said(place: Place, refer
     os.kill(rank, signal.SIGKILL)
     with memory_of(process).open("r+b") as memory:
         for slot in range(3):  # the text that says which parts a copy of rank 1 has
-            memory.seek((1 << 40) + (1 << 16) + slot * (1 << 38))
+            memory.seek((1 << 41) + (1 << 16) + slot * (1 << 38))
             memory.write(b"x" * 100)
     os.kill(process.pid, signal.SIGCONT)
     last = ended(process)

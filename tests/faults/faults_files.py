@@ -13,7 +13,7 @@ import pytest
 
 from plait.checkpoint import store
 from plait.checkpoint.store import clean_staging, newest_good, prune, verify_checkpoint
-from plait.commands.drilling.damage import damage_checkpoint
+from plait.commands.drilling.injector import damage_checkpoint
 from tests.checkpoint.conftest import save_state
 from tests.checkpoint.test_checkpoint_crash import disk_calls, killed_before
 from tests.end_to_end.command import Place, flip_bit

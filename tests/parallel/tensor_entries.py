@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.model.shape import ModelShape
 from plait.parallel.mesh import make_mesh, world_sums
@@ -24,14 +25,14 @@ from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
-from plait.trainer.worker import WorkerContext, process_group_for
+from plait.trainer.worker import process_group_for
 
 Asked = dict[str, Any]
 
 COPIED = "layers.0.attention_norm.weight"
 
 
-def compare(context: WorkerContext, argument: str) -> None:
+def compare(context: RankContext, argument: str) -> None:
     """For each case: the worst relative errors against one process, and which rectangles this rank compared."""
     folder, cases = Path(json.loads(argument)["folder"]), json.loads(argument)["cases"]
     plan = read_plan(folder / "plan.json")
@@ -121,7 +122,7 @@ def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
     return max(float(((found - wanted).abs() / wanted.abs()).max()) for found, wanted in pairs)
 
 
-def look_inside(context: WorkerContext, argument: str) -> None:
+def look_inside(context: RankContext, argument: str) -> None:
     """Tell of the first case what lies between the layers, and a copied weight's gradient before it is summed."""
     folder, (case,) = Path(json.loads(argument)["folder"]), json.loads(argument)["cases"]
     base = read_plan(folder / "plan.json")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from plait.launch.values.job import RankContext
 from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak
 from plait.trainer.assemble import assemble
 from plait.trainer.state import TrainState
-from plait.trainer.worker import WorkerContext, process_group_for
+from plait.trainer.worker import process_group_for
 
 
-def watched_step(context: WorkerContext, argument: str) -> None:
+def watched_step(context: RankContext, argument: str) -> None:
     """Tell the most bytes of live tensors in the second step of the run in a folder."""
     folder = Path(argument)
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")

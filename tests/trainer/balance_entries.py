@@ -87,7 +87,9 @@ def _taken(phases: Any, assembly: Any, balance: Rebalancer, labour: Labour, worl
     for steps, seconds in phases:
         labour.pace_s = seconds[world.index]
         for _ in range(steps):
-            state, scalars = balance.step(assembly.step, state)
+            balance.before_step(state)
+            state, scalars = assembly.step(state)
+            balance.after_step(state)
             losses.append(scalars.totals[0] / scalars.totals[1])
             balance.rebalance_if_due(state)
     return {"losses": torch.stack(losses)}

@@ -18,7 +18,7 @@ from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.checkpointing.background import saver_of
-from plait.trainer.checkpointing.copy_actions import CopyActions
+from plait.trainer.checkpointing.copies import StateCopies
 from plait.trainer.checkpointing.persist import save
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
@@ -30,17 +30,18 @@ def copy_and_save(context: RankContext, argument: str) -> None:
     asked = json.loads(argument)
     with assembled(context, Path(asked["folder"])) as assembly:
         torch.manual_seed(context.rank)
-        copying = copies_of(context, asked)
-        copying.begin(assembly)
+        copying = copies_of(context, assembly, asked)
+        copying.begin()
         state = TrainState()
         for _ in range(asked["steps"]):
             state = stepped(assembly, state)
-            assert copying.copy(state) == ""
+            assert copying.copy_state(state) == ""
         save(assembly, state, Path(asked["new"]), world_sums())
-        assert copying.copies is not None and context.memory is not None
+        assert context.memory is not None
+        newest = context.memory.copies(context.local_rank)[0]
         if asked.get("spoil") == context.rank:
-            context.memory.begin(context.memory.copies(context.local_rank)[0].slot)
-        context.send("copied", step=copying.copies.newest_step, told=list(copying.told()))
+            context.memory.begin(newest.slot)
+        context.send("copied", step=newest.step, told=list(copying.news()))
 
 
 def restore_and_save(context: RankContext, argument: str) -> None:
@@ -48,17 +49,17 @@ def restore_and_save(context: RankContext, argument: str) -> None:
     asked = json.loads(argument)
     with assembled(context, Path(asked["folder"]), initialize=False) as assembly:
         torch.manual_seed(1000)  # what a resume must not go on from
-        copying = copies_of(context, asked)
+        copying = copies_of(context, assembly, asked)
         try:
-            state = copying.restore(assembly, asked["from"])
+            state = copying.restore(asked["from"])
         except RunFailed as error:
             context.send("restored", why=str(error))
             return
-        copying.begin(assembly)
+        copying.begin()
         for _ in range(asked["steps"]):
             state = stepped(assembly, state)
             if asked.get("copies"):
-                copying.copy(state)
+                copying.copy_state(state)
         save(assembly, state, Path(asked["new"]), world_sums())
         context.send("restored", step=state.step, position=state.position, tokens=state.tokens)
 
@@ -68,37 +69,37 @@ def save_from_copies(context: RankContext, argument: str) -> None:
     asked = json.loads(argument)
     with assembled(context, Path(asked["folder"])) as assembly:
         torch.manual_seed(context.rank)
-        copying = copies_of(context, asked)
-        copying.begin(assembly)
+        copying = copies_of(context, assembly, asked)
+        copying.begin()
         new = Path(asked["new"])
         (new / "checkpoints").mkdir(parents=True, exist_ok=True)
-        saver = saver_of(assembly, new, "here", 1, context.send, copying.copies)
+        saver = saver_of(assembly, new, "here", 1, context.send, copying)
         state = stepped(assembly, TrainState())
-        copying.copy(state)
+        copying.copy_state(state)
         state = stepped(assembly, state)
         saver.begin(state)
         assert context.memory is not None
         slots = [context.memory.copies(context.local_rank)[0].slot]
         for _ in range(3):
             state = stepped(assembly, state)
-            copying.copy(state)
+            copying.copy_state(state)
             slots.append(context.memory.copies(context.local_rank)[0].slot)
         end = saver.finish()
         assert end is not None
         for _ in range(2):
             state = stepped(assembly, state)
-            copying.copy(state)
+            copying.copy_state(state)
             slots.append(context.memory.copies(context.local_rank)[0].slot)
         context.send("saved", step=end.step, failure=end.failure, slots=slots)
 
 
-def copies_of(context: RankContext, asked: dict[str, int]) -> CopyActions:
+def copies_of(context: RankContext, assembly: Assembly, asked: dict[str, int]) -> StateCopies:
     """This rank's copies; with "hosts" so many, which have equal parts of the ranks each and see no other's copies."""
     assert context.memory is not None
     each = context.world_size // asked.get("hosts", 1)
     first = context.rank // each * each
     store = HostView(context.memory, first)
-    return CopyActions(store, range(first, first + each), asked["lineage"], world_sums())
+    return StateCopies(assembly, store, range(first, first + each), asked["lineage"])
 
 
 @dataclass
@@ -119,6 +120,9 @@ class HostView:
 
     def finish(self, slot: int, *, step: int, lineage: int, text: bytes, data_bytes: int) -> None:
         self.store.finish(slot, step=step, lineage=lineage, text=text, data_bytes=data_bytes)
+
+    def release(self, slot: int, nbytes: int) -> None:
+        self.store.release(slot, nbytes)
 
     def copies(self, local_rank: int) -> Sequence[KeptCopy]:
         return self.store.copies(self.first + local_rank)

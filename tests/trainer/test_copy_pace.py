@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.trainer.checkpointing.copy_pace import COPY_COST_SHARE, FIRST_AFTER_STEPS, CopyPace
+from plait.trainer.checkpointing.pace import COPY_COST_SHARE, FIRST_AFTER_STEPS, CopyPace
 from plait.units import Every
 
 AUTO = Every(4, "steps", cost_share=0.02)

@@ -15,15 +15,19 @@ from plait.model.init import initialize
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import unsharded
+from plait.report.metrics import StepReport
 from plait.trainer.experts.loads import ExpertLoads, largest_load
 from plait.trainer.experts.replay import RoutingRecord, regret_of
-from plait.trainer.experts.watch import DropWatch, IdleWatch
+from plait.trainer.experts.watch import ExpertUse, ExpertWatch
 
 MIXTURE = MixtureShape(
     experts=4, experts_per_token=2, expert_ffn=8, dense_layers=1, balance=("bias",), balance_rate=0.25
 )
 SHAPE = ModelShape(
     layers=3, width=8, heads=1, kv_heads=1, head_width=8, ffn=16, vocabulary=32, sequence=8, mixture=MIXTURE
+)
+REPORT = StepReport(
+    step=0, tokens=0, loss=2.0, grad_norm=1.0, lr=0.1, step_s=0.1, tokens_per_s=1.0, mfu=None, data_wait_s=0.0
 )
 LIKE = torch.zeros(1, dtype=torch.float64)
 
@@ -65,18 +69,34 @@ def test_the_busiest_expert_is_that_of_the_worst_layer() -> None:
     assert math.isnan(largest_load(torch.zeros(0, 0)).item())
 
 
+def warned(*steps: tuple[int, ExpertUse]) -> list[str]:
+    """The warnings of each of these steps, "" where there is none."""
+    notes: list[str] = []
+    watch = ExpertWatch(notes.append)
+    found: list[str] = []
+    for step, use in steps:
+        watch.at_report(replace(REPORT, step=step), use)
+        found.append("".join(notes))
+        notes.clear()
+    return found
+
+
 def test_experts_without_tokens_are_told_of_once_and_again_when_they_are_more() -> None:
-    watch = IdleWatch()
-    told = [bool(watch.add(step, idle, 8)) for step, idle in ((5, 7), (20, 0), (21, 2), (22, 2), (23, 1), (24, 3))]
-    assert told == [False, False, True, False, False, True]
-    assert "3 of 8 experts" in IdleWatch().add(30, 3, 8)
+    def idle(number: int) -> ExpertUse:
+        return ExpertUse(experts=8, idle=number, choices=0, dropped=0)
+
+    found = warned(*((step, idle(n)) for step, n in ((5, 7), (20, 0), (21, 2), (22, 2), (23, 1), (24, 3))))
+    assert [bool(one) for one in found] == [False, False, True, False, False, True]
+    assert "3 of 8 experts" in found[-1]
 
 
 def test_choices_without_room_are_told_of_once_and_again_when_they_are_twice_as_many() -> None:
-    watch = DropWatch()
-    told = [bool(watch.add(step, dropped, 1000)) for step, dropped in enumerate((0, 30, 50, 60, 0, 100, 130))]
-    assert told == [False, True, False, True, False, False, True]
-    assert "30 of 1000 choices of experts (3.0%) found their expert full" in DropWatch().add(1, 30, 1000)
+    def full(number: int) -> ExpertUse:
+        return ExpertUse(experts=8, idle=0, choices=1000, dropped=number)
+
+    found = warned(*enumerate(map(full, (0, 30, 50, 60, 0, 100, 130))))
+    assert [bool(one) for one in found] == [False, True, False, True, False, False, True]
+    assert "30 of 1000 choices of experts (3.0%) found their expert full" in found[1]
 
 
 def test_counts_of_a_mixture_with_a_capacity_end_with_what_was_dropped() -> None:

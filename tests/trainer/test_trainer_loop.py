@@ -12,7 +12,7 @@ import torch
 from plait.errors import RunFailed
 from plait.report.metrics import EvalReport, StepReport
 from plait.trainer.checkpointing.background import SaveEnd
-from plait.trainer.loop import Agreement, LoopActions, LoopIntervals, run_loop
+from plait.trainer.loop import Agreement, LoopActions, LoopIntervals, Observer, run_loop
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
 from plait.units import Every
@@ -268,3 +268,39 @@ def test_a_state_without_a_finite_loss_is_not_copied() -> None:
     diary = Diary(loses={4: nan})
     run(diary, replace(PACE, steps=6, copy_every=Every(2, "steps")))
     assert [entry.split()[1] for entry in diary.entries if entry.startswith("copy")] == ["2", "5"]
+
+
+def watching(entries: list[str]) -> Observer:
+    return Observer(
+        before_step=lambda state: entries.append(f"before {state.step + 1}"),
+        after_step=lambda state: entries.append(f"after {state.step}"),
+        at_phase=entries.append,
+        at_report=lambda report, use: entries.append(f"report {report.step}, {use.experts} experts"),
+        at_save=lambda end: entries.append(f"saved {end.step}{end.failure}"),
+    )
+
+
+def test_observers_see_each_step_and_phase_and_save_in_the_order_of_their_list() -> None:
+    diary = Diary(save_fails={2: ": no room"})
+    other: list[str] = []
+    pace = replace(PACE, steps=3, report_every_steps=2, checkpoint_every=Every(2, "steps"))
+    run_loop(TrainState(), pace, diary.actions(), diary, observers=[watching(diary.entries), watching(other)])
+    agreement = "the agreement after the step"
+    assert other == [
+        "before 1", "after 1", agreement, "before 2", "after 2", agreement, "report 1, 0 experts",
+        "report 2, 0 experts", "balancing", "saving", "saving", "before 3", "after 3", agreement, "saved 2: no room",
+        "report 3, 0 experts", "balancing", "evaluation", "saving", "saving", "saved 3", "saving",
+    ]  # fmt: skip
+    told = [entry for entry in diary.entries if not entry.startswith("warning")]
+    assert told[6:10] == ["step 1", "report 1, 0 experts", "step 2", "report 2, 0 experts"], "after the sink"
+    assert told.index("saving", 11) < told.index("save 2 after 200 tokens") < told.index("before 3")
+
+
+def test_an_observer_changes_nothing() -> None:
+    seen, alone = Diary(), Diary()
+    pace = replace(PACE, evaluate_every_steps=3, checkpoint_every=Every(4, "steps"), copy_every=Every(3, "steps"))
+    ends = [
+        run_loop(TrainState(), pace, seen.actions(), seen, observers=[watching([])]),
+        run_loop(TrainState(), pace, alone.actions(), alone),
+    ]
+    assert ends[0] == ends[1] and seen.entries == alone.entries

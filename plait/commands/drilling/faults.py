@@ -1,4 +1,4 @@
-"""Failures that can be rehearsed, as values, and when each comes: named by a person, or drawn by a seed."""
+"""Failures that can be rehearsed, as values: what a person requests, what a seed draws, and what a run cannot have."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
 from typing import Literal
 
 from plait.errors import PlaitError
-from plait.units import format_duration
+from plait.units import format_duration, parse_amount
 
 FaultKind = Literal["kill", "hang", "nan", "slow", "fill-disk", "corrupt", "lose-host"]
 _PLACE, _STEP = re.compile(r"([0-9]{1,4})@([0-9]{1,9})"), re.compile(r"@?([0-9]{1,9})")
@@ -19,6 +20,7 @@ NO_FAULT = (
     "a drill needs a failure; name one with --kill, --hang, --nan or --slow RANK@STEP, --fill-disk or "
     "--corrupt STEP, --lose-host HOST@STEP, or have some drawn by --random 3 or --random 30min"
 )
+MOST_DRAWN = 1000
 WITHOUT_RANK: Sequence[FaultKind] = ("fill-disk", "corrupt")
 WITHOUT_RESTART: Sequence[FaultKind] = ("slow", "fill-disk")
 DRAWN_KINDS: Sequence[FaultKind] = ("kill", "kill", "kill", "hang", "slow", "nan", "fill-disk", "corrupt")
@@ -39,6 +41,26 @@ EVERY_S = 20.0
 """How often faults come that are drawn by time, on average."""
 _RESTARTS_BETWEEN_SAVES, _DRAWS = 2, 1000
 """The third failure without a new checkpoint between them ends a run, as it should."""
+
+
+FAULT_FOLDER, FAILED_SAVE = ".drill", "save-failed"
+"""The folder in a disturbed run's, by which the drill and the run's ranks hear of each other: bad numbers that are to
+come, and those that came; and that a save has failed."""
+
+
+def nan_file(folder: Path, rank: int, step: int, number: int) -> Path:
+    """Asks `rank` for a weight that is NaN in this step, as the fault of this number."""
+    return folder / f"nan-{rank}@{step}.{number:03d}"
+
+
+def nan_files(folder: Path, rank: int, step: int) -> Sequence[Path]:
+    """What is still to come on this rank in this step."""
+    return sorted(folder.glob(f"nan-{rank}@{step}.*"))
+
+
+def carried_out(file: Path) -> Path:
+    """The new name of a file once its rank has done what it asks for."""
+    return file.with_name(f"done-{file.name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +115,46 @@ def parse_fault(kind: FaultKind, text: str) -> Fault:
         what = "host" if kind == "lose-host" else "rank"
         raise PlaitError(f'--{kind} {text} is not a {what} and a step; write it as "1@20"')
     return Fault(kind=kind, rank=int(found[1]), step=int(found[2]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillRequest:
+    """The faults that a person named, and how many more the seed draws, or for how many seconds some come."""
+
+    seed: int
+    named: Sequence[Fault] = ()
+    drawn: int = 0
+    seconds: float = 0.0
+
+    @property
+    def lost_hosts(self) -> int:
+        """Number of hosts besides this one that the named faults need."""
+        return max((fault.rank for fault in self.named if fault.kind == "lose-host"), default=0)
+
+    def faults(self, plan: DrilledPlan, step_s: float) -> list[Fault]:
+        """The faults in their order, for a run whose steps take `step_s`; of a run that is training already the drawn
+        ones come by time, from now on. Raises PlaitError for those that the run cannot have."""
+        if self.seconds or (self.drawn and plan.steps_done):
+            more = faults_by_time(plan, self.seed, seconds=self.seconds or inf, count=self.drawn or inf)
+        else:
+            more = drawn_faults(self.drawn, plan, self.seed)
+        faults = [*with_moments(self.named, plan, self.seed), *more]
+        require_possible(faults, plan)
+        return sorted(faults, key=lambda fault: fault.step if fault.at_s is None else fault.at_s / step_s)
+
+
+def parse_random(text: str) -> tuple[int, float]:
+    """The number of faults to draw, or the seconds for which they come: of "5" or "30min". Raises PlaitError for
+    anything else."""
+    if text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_DRAWN)) and int(text) <= MOST_DRAWN:
+        return int(text), 0.0
+    try:
+        amount = parse_amount(text)
+    except PlaitError:
+        amount = None
+    if amount is None or amount.unit != "seconds":
+        raise PlaitError(f"--random {text}: write how many failures, such as 5, or for how long, such as 30min")
+    return 0, amount.value
 
 
 def with_moments(faults: Sequence[Fault], plan: DrilledPlan, seed: int) -> list[Fault]:

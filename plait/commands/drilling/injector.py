@@ -1,22 +1,31 @@
-"""Carries out faults from outside of a run: finds its ranks, waits for the moment, and sends signals."""
+"""Carries out faults from outside of a run: finds its ranks, waits for the moment, sends signals, damages files."""
 
 from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
+from plait.checkpoint.arrival import part_files
 from plait.checkpoint.store import published_checkpoints
-from plait.commands.drilling.damage import damage_checkpoint, full_disk, limits_below_parts
-from plait.commands.drilling.faults import WRITING, Fault, FaultKind
-from plait.commands.drilling.outcome import Carried, what_followed
-from plait.commands.drilling.running_ranks import RunningRanks
+from plait.commands.drilling.faults import (
+    FAILED_SAVE,
+    FAULT_FOLDER,
+    WRITING,
+    Fault,
+    FaultKind,
+    carried_out,
+    nan_file,
+)
+from plait.commands.drilling.report import InjectedFault, outcome_of
+from plait.commands.drilling.running_ranks import RunningRanks, open_files
 from plait.errors import PlaitError
 from plait.private_folder import make_private_folder
 from plait.report.incidents import read_incidents
@@ -26,23 +35,12 @@ _WRITING_S = 0.02
 """What writing a checkpoint takes at least."""
 _SLOW_S, _STOPPED_S, _RUNNING_S = 2.0, 0.08, 0.02
 """A slow rank runs for a fifth of each tenth of a second, for two seconds: a hang takes five at a stretch."""
-PLANTED, CARRIED_OUT = ".planted", "done-"
-"""The folder in a run's, where its ranks look for bad numbers, and how they name those that they carried out: see
-trainer/watching/planted.py."""
-_PLANTED_AHEAD = 3
-_FAILED_SAVE = "warning  could not save"
+_NAN_AHEAD_STEPS = 3
+_CUT_BYTES = 4096
+_LEAST_ROOM_BYTES = 1 << 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrilledRun:
-    """A run as the injector sees it; `first_rank` has the first rank of each host, and `lose_host` kills all of a
-    host."""
-
-    folder: Path
-    ranks: RunningRanks
-    steps: int
-    first_rank: Sequence[int] = (0,)
-    lose_host: Callable[[int], None] = lambda host: None
+LoseHost = Callable[[int], None]
 
 
 class _Over(Exception):
@@ -51,42 +49,47 @@ class _Over(Exception):
 
 class Injector:
     """A thread that carries out `faults`, in their order, while the block lasts; each waits until the run is back at
-    work after the one before it. `carried` has what became of each, by its place in that order."""
+    work after the one before it. `injected` has what was done, by the fault's place in that order.
 
-    def __init__(self, faults: Sequence[Fault], run: DrilledRun) -> None:
-        self.carried: dict[int, Carried] = {}
-        self._faults, self._run = faults, run
-        self._ended, self._save_failed = threading.Event(), threading.Event()
+    The run has these `steps` and its files in `folder`; `lose_host` kills all processes of a host.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        ranks: RunningRanks,
+        *,
+        folder: Path,
+        steps: int,
+        lose_host: LoseHost = lambda host: None,
+    ) -> None:
+        self.injected: dict[int, InjectedFault] = {}
+        self._faults, self._ranks, self._steps, self._lose_all_of = faults, ranks, steps, lose_host
+        self._folder, self._messages, self._checkpoints = folder, folder / FAULT_FOLDER, folder / "checkpoints"
+        self._ended = threading.Event()
         self._began_s = float("inf")
         self._nan_steps = {fault.step for fault in faults if fault.kind == "nan"}
         self._thread = threading.Thread(target=self._carry_out, name="drill", daemon=True)
 
     def __enter__(self) -> Injector:
-        if any(fault.kind == "nan" for fault in self._faults):
-            make_private_folder(self._run.folder / PLANTED)
+        if any(fault.kind in ("nan", "fill-disk") for fault in self._faults):
+            make_private_folder(self._messages)
         for number, fault in enumerate(self._faults):
             if fault.kind == "nan" and fault.at_s is None:
-                self._planted(number, fault.rank, fault.step).touch()
+                nan_file(self._messages, fault.rank, fault.step, number).touch()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        self._run.ranks.close()
-
-    def heard(self, note: str) -> None:
-        """Take note of what the run has said."""
-        if note.startswith(_FAILED_SAVE):
-            self._save_failed.set()
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do."""
         return not self._thread.is_alive()
 
     def _carry_out(self) -> None:
-        acts: dict[FaultKind, Callable[[int, Fault], Carried]] = {
+        acts: dict[FaultKind, Callable[[int, Fault], InjectedFault]] = {
             "kill": self._signal,
             "hang": self._signal,
             "nan": self._spoil,
@@ -98,9 +101,9 @@ class Injector:
         with suppress(_Over):
             for number, fault in enumerate(self._faults):
                 self._await_step(fault)
-                self.carried[number] = carried = acts[fault.kind](number, fault)
+                self.injected[number] = injected = acts[fault.kind](number, fault)
                 if fault.restarts and fault.kind != "lose-host":
-                    self._await(lambda at=carried.at: self._is_back(at), _LOOK_S)
+                    self._await(lambda fault=fault, injected=injected: self._is_back(fault, injected), _LOOK_S)
 
     # When.
 
@@ -108,7 +111,7 @@ class Injector:
         rank = self._watched(fault)
         at_s = fault.at_s
         if at_s is None:
-            # Bad numbers were planted for a step of their own, which their rank finds.
+            # The rank itself finds the step at which its numbers are to be bad.
             step = 0 if fault.kind == "nan" else fault.step
             self._await(lambda: self._step(rank) > step, _LOOK_S)
             return
@@ -118,47 +121,46 @@ class Injector:
         self._await(lambda: self._step(rank) > 0, _LOOK_S)
 
     def _await_phase(self, fault: Fault) -> tuple[int, str]:
-        """Wait for the fault's moment within the step, and return the process that is hit and where it is."""
+        """Wait for the fault's moment within the step; returns the process to hit, and the phase that it is in."""
         rank, phase = self._watched(fault), fault.phase
         if phase == WRITING:
             self._await(lambda: self._is_writing() or self._is_near_end(rank), _LOOK_AT_SAVES_S)
             self._ended.wait(fault.fraction * _WRITING_S)
         elif phase:
             self._await(lambda: self._phase(rank) == phase or self._is_near_end(rank), _LOOK_CLOSELY_S)
-            seen = self._run.ranks.published(rank)
+            seen = self._ranks.published(rank)
             self._ended.wait(fault.fraction * (seen.longest_s if seen else 0.0))
-        self._await(lambda: self._run.ranks.pid(rank) is not None, _LOOK_S)
-        pid, where = self._run.ranks.pid(rank), WRITING if self._is_writing() else self._phase(rank)
+        self._await(lambda: self._ranks.pid(rank) is not None, _LOOK_S)
+        pid, where = self._ranks.pid(rank), WRITING if self._is_writing() else self._phase(rank)
         if pid is None:
             return self._await_phase(fault)
         return pid, where
 
     # What.
 
-    def _signal(self, number: int, fault: Fault) -> Carried:
+    def _signal(self, number: int, fault: Fault) -> InjectedFault:
         while True:
             pid, where = self._await_phase(fault)
             step = self._step(fault.rank)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-                return self._done(fault, phase=where, step=step)
+                return _injected(fault, phase=where, step=step)
 
-    def _spoil(self, number: int, fault: Fault) -> Carried:
+    def _spoil(self, number: int, fault: Fault) -> InjectedFault:
         step = fault.step
         if fault.at_s is not None:
-            step = self._step(fault.rank) + _PLANTED_AHEAD
+            step = self._step(fault.rank) + _NAN_AHEAD_STEPS
             while step in self._nan_steps:  # a second time at a step its samples would be skipped
                 step += 1
             self._nan_steps.add(step)
-            self._planted(number, fault.rank, step).touch()
-        planted = self._planted(number, fault.rank, step)
-        done = planted.with_name(f"{CARRIED_OUT}{planted.name}")
+            nan_file(self._messages, fault.rank, step, number).touch()
+        done = carried_out(nan_file(self._messages, fault.rank, step, number))
         self._await(done.exists, _LOOK_S)
-        return Carried(at=done.stat().st_ctime, step=step)  # its rank may have done it long ago
+        return InjectedFault(at=done.stat().st_ctime, step=step)  # its rank may have done it long ago
 
-    def _slow_down(self, number: int, fault: Fault) -> Carried:
+    def _slow_down(self, number: int, fault: Fault) -> InjectedFault:
         pid, where = self._await_phase(fault)
-        carried, until_s = self._done(fault, phase=where, step=self._step(fault.rank)), time.monotonic() + _SLOW_S
+        injected, until_s = _injected(fault, phase=where, step=self._step(fault.rank)), time.monotonic() + _SLOW_S
         with suppress(ProcessLookupError):
             while time.monotonic() < until_s and not self._ended.is_set():
                 os.kill(pid, signal.SIGSTOP)
@@ -167,87 +169,147 @@ class Injector:
                 self._ended.wait(_RUNNING_S)
         step = self._step(fault.rank)
         self._await(lambda: self._step(fault.rank) > step or self._is_near_end(fault.rank), _LOOK_S)
-        return carried.back(time.time())
+        return replace(injected, back_at=time.time())
 
-    def _fill_disk(self, number: int, fault: Fault) -> Carried:
-        folder = self._run.folder / "checkpoints"
-        self._await(lambda: bool(published_checkpoints(folder)), _LOOK_S)
-        newest = published_checkpoints(folder)[-1]
-        limits = limits_below_parts(self._run.ranks.of_host(0), self._run.folder, newest)
+    def _fill_disk(self, number: int, fault: Fault) -> InjectedFault:
+        self._await(lambda: bool(published_checkpoints(self._checkpoints)), _LOOK_S)
+        newest = published_checkpoints(self._checkpoints)[-1]
+        pids = {rank: pid for rank in self._ranks.hosts[0].ranks if (pid := self._ranks.pid(rank)) is not None}
+        limits = limits_below_parts(pids, self._folder, newest)
         if not limits:
-            return self._done(fault).failed("the run's logs are larger than a checkpoint's files")
-        self._save_failed.clear()
-        carried = self._done(fault, step=self._step(0))
+            return replace(_injected(fault), failure="the run's logs are larger than a checkpoint's files")
+        failed_save = self._messages / FAILED_SAVE
+        failed_save.unlink(missing_ok=True)
+        injected = _injected(fault, step=self._step(0))
         with full_disk(limits):
             # At the end the save must go well: there the disk is given back in any case.
-            self._await(lambda: self._save_failed.is_set() or self._is_near_end(0), _LOOK_AT_SAVES_S)
-        if not self._save_failed.is_set():
-            return carried.failed("no save came before the run's end")
-        carried = carried.found(time.time())
-        self._await(lambda: published_checkpoints(folder)[-1:] not in ((), (newest,)), _LOOK_AT_SAVES_S)
-        return carried.back(time.time())
+            self._await(lambda: failed_save.exists() or self._is_near_end(0), _LOOK_AT_SAVES_S)
+        if not failed_save.exists():
+            return replace(injected, failure="no save came before the run's end")
+        injected = replace(injected, found_at=time.time())
+        self._await(lambda: published_checkpoints(self._checkpoints)[-1:] not in ((), (newest,)), _LOOK_AT_SAVES_S)
+        return replace(injected, back_at=time.time())
 
-    def _corrupt(self, number: int, fault: Fault) -> Carried:
-        """Damage the newest of two checkpoints at least, and kill rank 0, so that somebody reads it."""
-        folder = self._run.folder / "checkpoints"
-        self._await(lambda: len(published_checkpoints(folder)) > 1, _LOOK_S)
+    def _corrupt(self, number: int, fault: Fault) -> InjectedFault:
+        """Damage the newest of two checkpoints at least, and kill rank 0, so that the run reads it."""
+        self._await(lambda: len(published_checkpoints(self._checkpoints)) > 1, _LOOK_S)
         while True:
             pid, where = self._await_phase(fault)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)  # so that no newer one is published meanwhile
-                found = published_checkpoints(folder)
+                found = published_checkpoints(self._checkpoints)
                 what = damage_checkpoint(found[-1], random.Random(fault.dice)) if len(found) > 1 else ""
                 step = self._step(0)
                 os.kill(pid, signal.SIGKILL)
-                return self._done(fault, phase=where, step=step, what=what)
+                return _injected(fault, phase=where, step=step, what=what)
 
-    def _lose_host(self, number: int, fault: Fault) -> Carried:
+    def _lose_host(self, number: int, fault: Fault) -> InjectedFault:
         _, where = self._await_phase(fault)
-        before = self._run.ranks.pid(0)
+        before = self._ranks.pid(0)
         step = self._step(self._watched(fault))
-        self._run.lose_host(fault.rank)
-        self.carried[number] = carried = self._done(fault, phase=where, step=step)
-        self._await(lambda: self._run.ranks.pid(0) not in (None, before) and self._step(0) > 0, _LOOK_S)
+        self._lose_all_of(fault.rank)
+        self.injected[number] = injected = _injected(fault, phase=where, step=step)
+        self._await(lambda: self._ranks.pid(0) not in (None, before) and self._step(0) > 0, _LOOK_S)
         first = self._step(0)
         self._await(lambda: self._step(0) > first, _LOOK_S)
-        return carried.back(time.time())
+        return replace(injected, back_at=time.time())
 
     # What is seen of the run.
 
-    def _done(self, fault: Fault, *, phase: str = "", step: int = 0, what: str = "") -> Carried:
-        done_step = fault.step if fault.at_s is None else max(0, step - 1)
-        return Carried(at=time.time(), step=done_step, phase=phase, what=what)
-
     def _watched(self, fault: Fault) -> int:
         """The rank whose progress decides when a fault comes."""
-        return self._run.first_rank[fault.rank] if fault.kind == "lose-host" else fault.rank
+        return self._ranks.hosts[fault.rank].ranks.start if fault.kind == "lose-host" else fault.rank
 
     def _step(self, rank: int) -> int:
         """The step that a rank is in; 0 while it has not begun any."""
-        seen = self._run.ranks.published(rank)
+        seen = self._ranks.published(rank)
         return seen.step if seen else 0
 
     def _phase(self, rank: int) -> str:
-        seen = self._run.ranks.published(rank)
+        seen = self._ranks.published(rank)
         return seen.phase if seen else ""
 
     def _is_near_end(self, rank: int) -> bool:
-        return self._step(rank) >= self._run.steps - 1
+        return self._step(rank) >= self._steps - 1
 
     def _is_writing(self) -> bool:
-        return any((self._run.folder / "checkpoints").glob(".step-*.staging"))
+        return any(self._checkpoints.glob(".step-*.staging"))
 
-    def _is_back(self, at: float) -> bool:
+    def _is_back(self, fault: Fault, injected: InjectedFault) -> bool:
         try:
-            followed = what_followed(at, *read_incidents(self._run.folder / "incidents.jsonl"))
+            incidents, back = read_incidents(self._folder / "incidents.jsonl")
         except (OSError, PlaitError):  # a line that is being written
             return False
-        return followed is not None and followed.back_after_s is not None
-
-    def _planted(self, number: int, rank: int, step: int) -> Path:
-        return self._run.folder / PLANTED / f"nan-{rank}@{step}.{number:03d}"
+        return outcome_of(fault, injected, incidents, back).back_after_s is not None
 
     def _await(self, fact: Callable[[], bool], look_s: float) -> None:
         while not fact():
             if self._ended.wait(look_s):
                 raise _Over
+
+
+def _injected(fault: Fault, *, phase: str = "", step: int = 0, what: str = "") -> InjectedFault:
+    done_step = fault.step if fault.at_s is None else max(0, step - 1)
+    return InjectedFault(at=time.time(), step=done_step, phase=phase, what=what)
+
+
+def damage_checkpoint(checkpoint: Path, dice: random.Random) -> str:
+    """Flip one bit of one of a checkpoint's files, cut off its end, or delete it, as the dice say; returns what was
+    done."""
+    path = dice.choice(sorted(path for path in checkpoint.iterdir() if path.is_file()))
+    name, size = f"{checkpoint.name}/{path.name}", path.stat().st_size
+    how = dice.choice(("bit", "end", "whole"))
+    if how == "bit":
+        at, bit = dice.randrange(size), dice.randrange(8)
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << bit]))
+        return f"bit {bit} of byte {at} of {name} was flipped"
+    if how == "end":
+        lost = dice.randint(1, min(size, _CUT_BYTES))
+        os.truncate(path, size - lost)
+        return f"the last {lost} bytes of {name} were cut off"
+    path.unlink()
+    return f"{name} was deleted"
+
+
+def limits_below_parts(pids: Mapping[int, int], folder: Path, checkpoint: Path) -> dict[int, int]:
+    """By process, a file size in bytes between those of its logs and that of its part of a checkpoint. `pids` holds
+    ranks' processes by rank; left out are those whose logs in the run's folder have outgrown their part."""
+    limits = {}
+    for rank, pid in pids.items():
+        part, _ = part_files(rank)
+        with suppress(FileNotFoundError):  # this rank writes none
+            nbytes = (checkpoint / part).stat().st_size
+            least = max(_open_sizes(pid, folder), default=0) + _LEAST_ROOM_BYTES
+            if least < nbytes:
+                limits[pid] = (least + nbytes) // 2
+    return limits
+
+
+@contextmanager
+def full_disk(limits: Mapping[int, int]) -> Iterator[None]:
+    """While the block lasts, each of these processes of this user can write no file beyond its limit in bytes: for the
+    checkpoints of a run that is a full disk, and no other program notices anything. Needs no rights."""
+    before: dict[int, tuple[int, int]] = {}
+    for pid, limit_bytes in limits.items():
+        with suppress(ProcessLookupError):
+            _, hard = before[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        for pid, own in before.items():
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, own)
+
+
+def _open_sizes(pid: int, folder: Path) -> Iterator[int]:
+    """Sizes of the files that a process has open in a run's folder, without checkpoints that it is writing."""
+    inside, saving = f"{folder.resolve()}/", f"{folder.resolve()}/checkpoints/"
+    for link, target in open_files(pid):
+        if target.startswith(inside) and not target.startswith(saving):
+            with suppress(OSError):
+                yield link.stat().st_size

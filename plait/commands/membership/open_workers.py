@@ -27,7 +27,7 @@ def open_workers(
     Raises PlaitError for an error in the recipe's text, before anybody is invited.
     """
     if hosts.n_hosts == 1:
-        with worker_pool(run.working) as workers:
+        with worker_pool(run.working, run.entries) as workers:
 
             def survey() -> Machine:
                 return survey_machine(workers, named_workers(run.config), "as known").machine

@@ -146,6 +146,7 @@ def run_hosts(
             joining=run.joining,
             kept_secret=kept,
             why_full=run.why_full,
+            entries=run.entries,
         ) as hosts:
             yield RunHosts(hosts, run, plan_for)
     finally:

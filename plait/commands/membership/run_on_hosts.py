@@ -8,8 +8,9 @@ from pathlib import Path
 
 from plait.cluster.requested_workers import PeakNeed
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.planning.workers import HostWorkers
+from plait.commands.planning.workers import ENTRIES, HostWorkers
 from plait.launch.remote.membership import JoinPolicy
+from plait.launch.values.entries import EntryTable
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_layout import named_degrees
 from plait.recipe.schema import RunConfig
@@ -31,6 +32,9 @@ class RunOnHosts:
     working: WorkingFolder = CURRENT_FOLDER
     peak: PeakNeed = "measured"
     """What is asked of machines at once; a run that goes on by its plan measures them only where that must change."""
+
+    entries: EntryTable = ENTRIES
+    """What the ranks of this machine run."""
 
     @property
     def joining(self) -> JoinPolicy:

@@ -281,11 +281,11 @@ def _launched_workers() -> TorchrunWorkers | None:
 
 
 @contextmanager
-def worker_pool(working: WorkingFolder = CURRENT_FOLDER) -> Iterator[HostWorkers]:
+def worker_pool(working: WorkingFolder = CURRENT_FOLDER, entries: EntryTable = ENTRIES) -> Iterator[HostWorkers]:
     """The workers at hand; under torchrun the block runs on rank 0 alone, and the others leave when it ends."""
     workers = _launched_workers()
     if workers is None:
-        with ForkServer(ENTRIES, working_folder=working.path) as server:
+        with ForkServer(entries, working_folder=working.path) as server:
             yield ForkedWorkers(server, working)
         return
     try:

@@ -22,7 +22,6 @@ from plait.trainer.balance.move_layers import max_stage_layers
 from plait.trainer.balance.step_history import StepHistory
 from plait.trainer.checkpointing.all_ranks import agree_on_any
 from plait.trainer.state import TrainState
-from plait.trainer.step import Scalars
 
 GATHERED_STEPS = 4
 """Measurements of this many steps are gathered at once, so that they add next to nothing to a step."""
@@ -33,7 +32,6 @@ gather waits for the GPU."""
 MoveLayers = Callable[[tuple[int, ...]], Meter]
 """Moves layers between the pipeline's stages, given the number of layers of each stage; returns the meter of the new
 stages."""
-TakeStep = Callable[[TrainState], tuple[TrainState, Scalars]]
 _Line = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A recorded change: first step, sequences per data-parallel rank, layers per stage."""
 
@@ -65,8 +63,8 @@ class Rebalancer:
         self._lines = _recorded_changes(file, world, assembly.plan)
         self._history = StepHistory(assembly.plan) if is_watched(assembly.plan) and world.index == 0 else None
 
-    def step(self, take: TakeStep, state: TrainState) -> tuple[TrainState, Scalars]:
-        """Take the step after `state` with the shares and stages that are recorded for it."""
+    def before_step(self, state: TrainState) -> None:
+        """Apply the shares and stages that are recorded for the step after `state`. Every rank must call it."""
         sequences, layers = self._due_at(state.step + 1)
         if layers != self._layers and self._move_layers is not None:
             self._meter = self._move_layers(layers)
@@ -76,9 +74,9 @@ class Rebalancer:
         if sequences != self._sequences:
             self._assembly.set_sequences_per_replica(sequences)
             self._sequences = sequences
-        result = take(state)
+
+    def after_step(self, _: TrainState) -> None:
         self._meter.record_data_wait(self._assembly.loader.wait_s)
-        return result
 
     def rebalance_if_due(self, state: TrainState) -> list[str]:
         """Gather measurements on rank 0 and decide on a change, each where it is due; call it after steps whose scalars

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -28,8 +28,8 @@ from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.all_ranks import run_on_all_ranks
-from plait.trainer.checkpointing.in_memory import MemoryCopies, Slices
-from plait.trainer.checkpointing.outbox import Outbox
+from plait.trainer.checkpointing.carrier import MEMORY_KEPT, MessageCarrier, PartsCarrier, Slices
+from plait.trainer.checkpointing.copies import StateCopies
 from plait.trainer.checkpointing.persist import publish_parts, rank_slices
 from plait.trainer.checkpointing.save_progress import SaveProgress
 from plait.trainer.state import TrainState
@@ -37,8 +37,6 @@ from plait.units import format_duration
 
 NOTHING, WRITING, FAILED = 0, 1, 2
 """What a rank says of its save at each agreement; the largest of all ranks is how the save stands."""
-_MEMORY_KEPT = 0.25
-"""Share of the free memory that copies may not take."""
 _TOGETHER_S, _LOOK_S = 2.0, 0.25
 _TRY_AGAIN_AFTER_S = 3.0
 """Less than the shortest silence that counts as a hang."""
@@ -88,26 +86,6 @@ class _Writing:
     given_up: threading.Event = field(default_factory=threading.Event)  # a rank cannot write: rank 0 need not wait
 
 
-class PartsCarrier(Protocol):
-    """Takes the parts of a rank whose folder is not on rank 0's host there."""
-
-    def send(self, staging: Path, kept: Literal["disk", "memory"]) -> None:
-        """Request the transfer of this rank's part; returns before it has arrived."""
-        ...
-
-    def put_in_memory(self, slices: Slices, step: int) -> None:
-        """Keep the part in memory, where the disk has no room for it; raises OSError or MemoryError."""
-        ...
-
-    def cannot_send(self, staging: Path, why: str) -> None:
-        """Report that this host has room for the part nowhere."""
-        ...
-
-    def clear(self) -> None:
-        """The save is over."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaverReports:
     """What a saver reports to while training waits for it: the log (on rank 0), the watch for hangs, and from which
@@ -137,7 +115,7 @@ class CheckpointSaver:
         fence: Callable[[], None],
         carrier: PartsCarrier | None,
         generation: int = 0,
-        copies: MemoryCopies | None = None,
+        copies: StateCopies | None = None,
         reports: SaverReports = _NO_REPORTS,
         try_for_s: float = _TRY_FOR_S,
     ) -> None:
@@ -295,11 +273,11 @@ class CheckpointSaver:
             return False
         nbytes = sum(one.tensor.nbytes for some in slices.values() for one in some)
         sharers = self._assembly.plan.workers_beside(self._world.index)
-        return nbytes * sharers > (1 - _MEMORY_KEPT) * free_memory_bytes()
+        return nbytes * sharers > (1 - MEMORY_KEPT) * free_memory_bytes()
 
     @property
     def _makes_copies(self) -> bool:
-        return self._copies is not None and self._copies.state == "on" and self._copies.is_prepared
+        return self._copies is not None and self._copies.are_prepared
 
     def _copied(self, now: _Writing, slices: Slices) -> Slices:
         """Copies of this rank's slices: one that survives the worker, where there are such."""
@@ -370,7 +348,7 @@ def saver_of(
     parts: Literal["here", "sent"],
     generation: int,
     tell: Callable[..., None],
-    copies: MemoryCopies | None = None,
+    copies: StateCopies | None = None,
     reports: SaverReports = _NO_REPORTS,
     memory: CopyStore | None = None,
     local_rank: int = 0,
@@ -385,38 +363,11 @@ def saver_of(
     world, checkpoints = assembly.sums, folder / "checkpoints"
     carrier = None
     if parts == "sent":
-        outbox = Outbox(memory, world.index, generation) if memory is not None else None
-        carrier = MessageCarrier(tell, outbox, local_rank, sharers=assembly.plan.workers_beside(world.index))
+        sharers = assembly.plan.workers_beside(world.index)
+        carrier = MessageCarrier(
+            tell, memory, rank=world.index, local_rank=local_rank, sharers=sharers, lineage=generation
+        )
     return CheckpointSaver(assembly, checkpoints, world, fence, carrier, generation, copies=copies, reports=reports)
-
-
-class MessageCarrier:
-    """A PartsCarrier that tells the supervisors, who then fetch the part; `sharers` ranks share this host's memory."""
-
-    def __init__(self, tell: Callable[..., None], outbox: Outbox | None, local_rank: int, *, sharers: int) -> None:
-        self._tell, self._outbox, self._local_rank, self._sharers = tell, outbox, local_rank, sharers
-        self._step = 0
-
-    def send(self, staging: Path, kept: Literal["disk", "memory"]) -> None:
-        """As in PartsCarrier."""
-        in_memory = {"memory": {"local_rank": self._local_rank, "step": self._step}} if kept == "memory" else {}
-        self._tell("wrote", staging=staging.name, **in_memory)
-
-    def put_in_memory(self, slices: Slices, step: int) -> None:
-        """As in PartsCarrier."""
-        if self._outbox is None:
-            raise MemoryError("nobody keeps memory for this rank")
-        self._step = step
-        self._outbox.put(slices, step, (1 - _MEMORY_KEPT) * free_memory_bytes() / self._sharers)
-
-    def cannot_send(self, staging: Path, why: str) -> None:
-        """As in PartsCarrier."""
-        self._tell("no room", staging=staging.name, why=why)
-
-    def clear(self) -> None:
-        """As in PartsCarrier."""
-        if self._outbox is not None:
-            self._outbox.clear()
 
 
 def reports_of(tell: Callable[..., None], progress: ProgressReport, stop_requested: Callable[[], bool]) -> SaverReports:

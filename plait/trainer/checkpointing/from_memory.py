@@ -15,32 +15,34 @@ from plait.checkpoint.arrival import part_files
 from plait.checkpoint.manifest import StoredPart, parse_parts
 from plait.checkpoint.transfer import slice_of_parts
 from plait.errors import PlaitError, RunFailed
-from plait.launch.values.copies import KeptCopy
-from plait.parallel.sums import Sums
+from plait.launch.values.copies import CopyStore
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.all_ranks import run_on_all_ranks
 from plait.trainer.checkpointing.host_cover import PartPlace, covers
-from plait.trainer.checkpointing.in_memory import BESIDE, HostCopies
 from plait.trainer.checkpointing.persist import load_state, state_boxes
 from plait.trainer.state import TrainState
 
+BESIDE = "beside:"
+"""Begins the keys of parts in a copy that are another rank's in a checkpoint."""
+
 
 @torch.no_grad()
-def restore_from_memory(assembly: Assembly, at: HostCopies, step: int, world: Sums) -> tuple[TrainState, KeptCopy]:
-    """Load the copies of this step into this rank, bit for bit, and return the state of training at it and this rank's
-    own copy. Every rank must call it; raises RunFailed on all of them where one does not find its whole state."""
+def restore_from_memory(assembly: Assembly, store: CopyStore, ranks: range, lineage: int, step: int) -> TrainState:
+    """Load the copies of this step and lineage into this rank, bit for bit, and return the state of training at it;
+    `ranks` are those of this host. Every rank must call it; raises RunFailed on all of them where one does not find its
+    whole state."""
     opened: list[_OpenedCopies] = []
     boxes = list(state_boxes(assembly))
 
     def look() -> None:
         try:
-            opened.append(_OpenedCopies(at, _copies_of(at, step)))
+            opened.append(_OpenedCopies(store, ranks, lineage, step))
         except (ValueError, KeyError, TypeError, PlaitError, OSError) as error:
             raise RunFailed(f"the copies in memory cannot be used: {error}") from None
         opened[0].require([(key, box.offset, box.extent) for key, box in boxes], {key: box.shape for key, box in boxes})
 
-    run_on_all_ranks(world, look, None)
+    run_on_all_ranks(assembly.sums, look, None)
     copies = opened[0]
 
     def read(key: str, box: Box) -> Tensor:
@@ -49,38 +51,27 @@ def restore_from_memory(assembly: Assembly, at: HostCopies, step: int, world: Su
     counts = assembly.plan.job.optimizer.kind == "adamw"
     load_state(assembly, read, copies.whole("adam_step")[0] if counts else None)
     assembly.model.gradients.publish()
-    torch.set_rng_state(copies.whole(f"rng/rank-{world.index}"))
-    state = TrainState(step=step, position=copies.position, tokens=int(copies.whole("tokens")[0]))
-    return state, copies.of(world.index - at.ranks.start)
-
-
-def _copies_of(at: HostCopies, step: int) -> Sequence[KeptCopy]:
-    """The copies of that step of all ranks of this host, in their order. Raises RunFailed where one is not whole."""
-    found = []
-    for rank in range(len(at.ranks)):
-        kept = [one for one in at.store.copies(rank) if (one.step, one.lineage) == (step, at.lineage)]
-        if not kept:
-            raise RunFailed(f"rank {at.ranks[rank]} has no whole copy of step {step}")
-        found.append(kept[0])
-    return found
+    torch.set_rng_state(copies.whole(f"rng/rank-{assembly.sums.index}"))
+    return TrainState(step=step, position=copies.position, tokens=int(copies.whole("tokens")[0]))
 
 
 class _OpenedCopies:
-    """One step's copies of all ranks of a host, to read rectangles from."""
+    """One step's copies of all ranks of a host, to read rectangles from. Raises RunFailed where one is not whole."""
 
-    def __init__(self, at: HostCopies, copies: Sequence[KeptCopy]) -> None:
-        self._copies = copies
+    def __init__(self, store: CopyStore, ranks: range, lineage: int, step: int) -> None:
         self._data: dict[str, memoryview] = {}
         self._own: dict[str, list[StoredPart]] = {}
         self._beside: dict[str, list[StoredPart]] = {}
         positions = set[int]()
-        for place, (rank, copy) in enumerate(zip(at.ranks, copies, strict=True)):
-            told = json.loads(at.store.text(place, copy))
-            file = part_files(rank)[0]
-            self._data[file] = at.store.data(place, copy)
-            positions.add(told["position"])
-            for part in parse_parts(told["parts"]):
-                if part.file != file or part.begin + part.nbytes > copy.data_bytes or told["step"] != copy.step:
+        for place, rank in enumerate(ranks):
+            copy = next((one for one in store.copies(place) if (one.step, one.lineage) == (step, lineage)), None)
+            if copy is None:
+                raise RunFailed(f"rank {rank} has no whole copy of step {step}")
+            text, file = json.loads(store.text(place, copy)), part_files(rank)[0]
+            self._data[file] = store.data(place, copy)
+            positions.add(text["position"])
+            for part in parse_parts(text["parts"]):
+                if part.file != file or part.begin + part.nbytes > copy.data_bytes or text["step"] != copy.step:
                     raise ValueError(f"the copy of rank {rank} is not what it says")
                 name = part.tensor.removeprefix(BESIDE)
                 kept = self._own if name == part.tensor else self._beside
@@ -88,10 +79,6 @@ class _OpenedCopies:
         if len(positions) != 1:
             raise ValueError("they are of different positions")
         [self.position] = positions
-
-    def of(self, place: int) -> KeptCopy:
-        """The copy of a local rank."""
-        return self._copies[place]
 
     def require(self, places: Iterable[PartPlace], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise RunFailed unless all these rectangles, of tensors of these shapes, are here."""

@@ -21,6 +21,7 @@ from plait.launch.remote.connectivity import ConnectivityListener, check_connect
 from plait.launch.remote.host_numbering import HostIdentity
 from plait.launch.remote.leader import Hosts
 from plait.launch.remote.membership import JoinPolicy
+from plait.launch.values.entries import EntryTable
 from plait.recipe.schema import RunConfig
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -50,6 +51,7 @@ def invited_hosts(
     joining: JoinPolicy = "closed",
     kept_secret: Path | None = None,
     why_full: Callable[[int], str | None] = lambda others: None,
+    entries: EntryTable = ENTRIES,
 ) -> Iterator[Hosts]:
     """Invite other hosts and wait until all have joined; the end of the block releases them.
 
@@ -65,7 +67,7 @@ def invited_hosts(
         port=request.port,
         secret=secret,
         members=members,
-        entries=ENTRIES,
+        entries=entries,
         working_folder=working.path,
     ) as hosts:
         log(network_text(address))

@@ -1,4 +1,4 @@
-"""Hosts for a drill that loses some: `plait join` in folders of their own on this machine, which need no rights."""
+"""Hosts for a drill that loses one: `plait join` in folders of their own on this machine, without special rights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
-from plait.launch.remote.secret import new_secret
 from plait.private_folder import make_private_folder
 
 _ADDRESS, _LISTENING = "127.0.0.1", "0A"
@@ -24,34 +23,27 @@ _ON_CORES = (
 )
 
 
-class LentHosts:
-    """So many hosts besides this process, which leads; each gets its part of the cores while the block lasts.
+class DrillHosts:
+    """Hosts besides this process, which leads; each gets its part of the cores while the block lasts.
 
-    Their files lie below `folder`, which is gone at the block's end.
+    Their files lie below `folder`, which is deleted at the end of the block. `request` is for the leading command.
     """
 
     def __init__(self, members: int, folder: Path) -> None:
-        self._folder = folder.absolute()
-        self._members: dict[int, subprocess.Popen[bytes]] = {}
-        self.lost: set[int] = set()
-        """Hosts that were lost since they were invited last."""
+        self.request = ONE_HOST
+        if members:
+            secret = folder.absolute() / "secret"  # the leading command writes it
+            self.request = HostsRequest(n_hosts=members + 1, address=_ADDRESS, port=_free_port(), secret_file=secret)
+        self.has_lost_one = False
+        """Since the hosts were invited last."""
+        self._folder, self._members = folder.absolute(), range(1, members + 1)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._over, self._threads = threading.Event(), list[threading.Thread]()
         self._cores = sorted(os.sched_getaffinity(0))
-        secret_file = self._folder / "secret"
-        self._request = (
-            HostsRequest(n_hosts=members + 1, address=_ADDRESS, port=_free_port(), secret_file=secret_file)
-            if members
-            else ONE_HOST
-        )
 
-    def __enter__(self) -> LentHosts:
-        if self._members_asked:
+    def __enter__(self) -> DrillHosts:
+        if self._members:
             make_private_folder(self._folder)
-            secret_file = self._request.secret_file
-            assert secret_file is not None
-            descriptor = os.open(secret_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(f"{new_secret().text}\n")
             os.sched_setaffinity(0, self._cores_of(0))
         return self
 
@@ -59,65 +51,44 @@ class LentHosts:
         self._over.set()
         for thread in self._threads:
             thread.join()
-        for host in tuple(self._members):
+        for host in self._members:
             self._kill(host)
-        if self._members_asked:
+        if self._members:
             os.sched_setaffinity(0, self._cores)
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    @property
-    def request(self) -> HostsRequest:
-        """What the leading command is told."""
-        return self._request
-
     def invite(self) -> None:
-        """Have all join, as soon as the leading command listens."""
-        self.lost.clear()
-        for host in range(1, self._members_asked + 1):
+        """Have all hosts join as soon as the leading command listens."""
+        self.has_lost_one = False
+        for host in self._members:
             thread = threading.Thread(target=self._join, args=(host,), name=f"drill-host-{host}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def lose(self, host: int) -> None:
         """Kill all processes of a host at once, as a power cut does."""
-        self.lost.add(host)
+        self.has_lost_one = True
         self._kill(host)
 
     def run_folder(self, host: int, name: str) -> Path:
         """Where a host has its part of a run's files."""
         return self._folder / f"host-{host}" / "runs" / name
 
-    def _kill(self, host: int) -> None:
-        member = self._members.pop(host, None)
-        if member is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(member.pid, signal.SIGKILL)
-            member.wait()
-
-    @property
-    def _members_asked(self) -> int:
-        return self._request.n_hosts - 1
-
-    def _cores_of(self, host: int) -> Sequence[int]:
-        hosts = self._request.n_hosts
-        return self._cores[host::hosts] or [self._cores[host % len(self._cores)]]
-
     def _join(self, host: int) -> None:
-        before = self._members.get(host)
-        if before is not None:  # of a job that is over: it goes home by itself
+        if before := self._processes.get(host):  # its run is over, so it ends by itself
             with suppress(subprocess.TimeoutExpired):
                 before.wait(_END_S)
             self._kill(host)
-        while not _listens(self._request.port):
+        while not _listens(self.request.port):
             if self._over.wait(_LOOK_S):
                 return
         folder = self._folder / f"host-{host}"
         make_private_folder(folder)
         path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
         cores = ",".join(map(str, self._cores_of(host)))
-        join = ("join", f"{_ADDRESS}:{self._request.port}", "--secret-file", str(self._request.secret_file))
+        join = ("join", f"{_ADDRESS}:{self.request.port}", "--secret-file", str(self.request.secret_file))
         with (folder / "join.log").open("ab") as log:
-            self._members[host] = subprocess.Popen(
+            self._processes[host] = subprocess.Popen(
                 [sys.executable, "-c", _ON_CORES, cores, sys.executable, "-P", "-m", "plait", *join],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": path},
@@ -127,6 +98,15 @@ class LentHosts:
                 start_new_session=True,
             )
 
+    def _kill(self, host: int) -> None:
+        if process := self._processes.pop(host, None):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _cores_of(self, host: int) -> Sequence[int]:
+        return self._cores[host :: self.request.n_hosts] or [self._cores[host % len(self._cores)]]
+
 
 def _free_port() -> int:
     """One that the kernel gives to nobody who asks for any."""
@@ -135,6 +115,6 @@ def _free_port() -> int:
 
 
 def _listens(port: int) -> bool:
-    """Whether somebody waits for connections at a port, as the kernel has it."""
+    """Whether a process listens at a port; asking the kernel disturbs nobody."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return any(row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port for row in rows)

@@ -1,12 +1,14 @@
-"""Copies of a rank's state in the memory of its host's supervisor or agent, which outlives it."""
+"""Copies of a rank's state in the memory of its host's supervisor or agent, which outlives it: made, saved from, and
+read back by a later start."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +17,13 @@ from plait.checkpoint.arrival import part_files
 from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import ITEM_BYTES, StoredPart, parts_text
 from plait.checkpoint.transfer import DTYPES, TensorSlice, rank_layout, stored_part, whole_slice
+from plait.cluster.topology import free_memory_bytes
 from plait.launch.values.copies import SLOTS, CopyStore, KeptCopy
 from plait.parallel.sums import Sums
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.all_ranks import agree_on_any
+from plait.trainer.checkpointing.carrier import MEMORY_KEPT, Slices
+from plait.trainer.checkpointing.from_memory import BESIDE, restore_from_memory
 from plait.trainer.checkpointing.host_cover import PartPlace, kept_beside
 from plait.trainer.checkpointing.persist import held_state, rank_slices, state_boxes
 from plait.trainer.optimizer.optim import updates_counted
@@ -27,21 +32,7 @@ from plait.units import format_bytes
 
 _NO_HASH = "0" * 64
 """Memory that changed its bits would change those of the run as well: copies are not hashed."""
-BESIDE = "beside:"
-"""Begins the keys of parts in a copy that are another rank's in a checkpoint."""
-Slices = Mapping[str, Sequence[TensorSlice]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostCopies:
-    """Where a rank's copies go: its access to the memory, this rank's host's ranks, and the run's lineage.
-
-    `lineage` is the number of the start from whose beginning the run has come here without a checkpoint read since.
-    """
-
-    store: CopyStore
-    ranks: range
-    lineage: int
+_WITHOUT_COPIES = "after a failure the run goes on from its newest checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,90 +46,132 @@ class _Shape:
     nbytes: int
 
 
-class MemoryCopies:
-    """Copies one rank's state; every rank has one and makes the same calls in the same order.
+class StateCopies:
+    """Copies of one rank's state; every rank has one and makes the same calls in the same order.
 
-    `newest` is the copy that the run goes on from, if any; what else there is in this rank's slots becomes void.
+    `store` is None if no process outlives the ranks. `ranks` are those of this rank's host. `lineage` is the number of
+    the start from whose beginning the run has come here without a checkpoint read since.
     """
 
-    def __init__(self, assembly: Assembly, at: HostCopies, world: Sums, newest: KeptCopy | None = None) -> None:
-        self._assembly, self._at, self._world = assembly, at, world
-        self._newest, self._saving = newest, None
+    def __init__(self, assembly: Assembly, store: CopyStore | None, ranks: range, lineage: int) -> None:
+        self._assembly, self._world = assembly, assembly.sums
+        self._maybe_store, self._ranks, self._lineage = store, ranks, lineage
+        self._newest: KeptCopy | None = None
+        self._saving: int | None = None
+        """The slot of the copy that a save reads."""
         self._shape: _Shape | None = None
         self._beside: Sequence[PartPlace] | None = None
         self._settles = False
         """Whether any rank copies weights that another one updates: then all of them settle before a copy."""
-        self.state: Literal["on", "off"] = "on"
-        self.cost_s = 0.0
-        """Seconds for which the last copy held up this rank; those of a save count as the save's."""
-        self.failure = ""
-        """Why this rank could make no copy; the others are to hear of it, and all to stop."""
+        self.are_made = False
+        """The same on every rank."""
+        self._failed = False
         self._is_usable = True
+        self._cost_s = 0.0
+        """Seconds for which the last copy held up this rank; those of a save count as the save's."""
+
+    def restore(self, step: int) -> TrainState:
+        """Load the copies of this step, from which the run then goes on. Every rank must call it; raises RunFailed on
+        all where one does not find its whole state."""
+        state = restore_from_memory(self._assembly, self._store, self._ranks, self._lineage, step)
+        own = self._store.copies(self._place)
+        self._newest = next(one for one in own if (one.step, one.lineage) == (step, self._lineage))
+        return state
+
+    def begin(self) -> str:
+        """Make copies from now on; older ones become void, but for the one that was restored. Returns a sentence for
+        the log if there can be none, or ""."""
+        if self._maybe_store is None:
+            return f"the state is not kept in memory: nobody outlives workers that torchrun started; {_WITHOUT_COPIES}"
+        self.are_made = True
         try:
-            for slot in range(SLOTS):
-                if newest is None or slot != newest.slot:
-                    at.store.begin(slot)
+            for slot in set(range(SLOTS)) - self._kept_slots:
+                self._store.begin(slot)
         except OSError:  # as where a limit of the user's forbids large files
             self._is_usable = False
+        return ""
 
     @property
-    def newest_step(self) -> int | None:
-        """The step of the newest whole copy."""
-        return None if self._newest is None else self._newest.step
+    def are_prepared(self) -> bool:
+        """Whether copies are made and have their memory; the same on every rank."""
+        return self.are_made and self._beside is not None
 
     def layers_moved(self) -> None:
         """The ranks hold other parts of the state from now on."""
         self._shape = self._beside = None
 
-    def stop(self) -> None:
-        """Make no more copies; those that there are stay."""
-        self.state = "off"
+    def prepare(self) -> str:
+        """Find out what is copied and take memory for it, if that is not done. Every rank must call it, before a state
+        is copied or saved; blocks.
 
-    def prepare(self, free_bytes: float) -> str:
-        """Find out what is copied and take memory for it, before the first copy. Every rank must call it; blocks.
-
-        Returns "" or, on all ranks alike, why there can be no copies: then nothing is copied.
+        Returns "" or, on all ranks alike, a warning that there can be no copies: then nothing is copied.
         """
+        if not self.are_made or self.are_prepared:
+            return ""
+        free_bytes = (1 - MEMORY_KEPT) * free_memory_bytes()
         self._beside = self._found_beside()
         self._settles = agree_on_any(self._world, bool(self._beside))
         nbytes = self._shape_of(self._all_slices(TrainState())).nbytes
-        lacks = not self._is_usable or SLOTS * nbytes * len(self._at.ranks) > free_bytes
+        lacks = not self._is_usable or SLOTS * nbytes * len(self._ranks) > free_bytes
         for slot in () if lacks else range(2):
             try:
-                self._at.store.reserve(slot, nbytes)
+                self._store.reserve(slot, nbytes)
             except OSError:
                 lacks = True
         most, lacking = self._world.largest(torch.tensor([nbytes, int(lacks)])).tolist()
         if not lacking:
             return ""
-        self.stop()
-        many = f"{SLOTS} copies of {format_bytes(most)} for each worker"
-        return f"{many} do not fit the free memory, or a limit is in their way (ulimit -f)"
+        self.are_made = False
+        return (
+            f"warning  the state is not kept in memory: {SLOTS} copies of {format_bytes(most)} for each worker do not "
+            f"fit the free memory, or a limit is in their way (ulimit -f); {_WITHOUT_COPIES}"
+        )
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether `prepare` is done for the parts that ranks hold now; the same on all ranks."""
-        return self._beside is not None
+    def copy_state(self, state: TrainState) -> str:
+        """Copy a state; returns a warning for the log, or "". Every rank must call it."""
+        warning = self.prepare()
+        if self.are_made:
+            self.copy(state)
+        return warning
+
+    def news(self) -> Sequence[int]:
+        """For the agreement of all ranks after a step, where the largest of all counts: the microseconds that this
+        rank's last copy took, if that is news, and whether it could make none."""
+        cost_s, self._cost_s = self._cost_s, 0.0
+        return round(cost_s * 1e6), int(self._failed)
+
+    def agreed(self, cost_us: int, failed: int, tell: Callable[..., None]) -> float:
+        """Take note of the answer; returns the seconds that the last copy took, if that is news, and reports it."""
+        if not self.are_made:
+            return 0.0
+        if failed:
+            self.are_made = False
+            tell(
+                "note", text=f"warning  no memory was left for a copy of the state: no more are made; {_WITHOUT_COPIES}"
+            )
+        elif cost_us and self._newest is not None:
+            tell("copied", step=self._newest.step, seconds=cost_us / 1e6)
+        return cost_us / 1e6
 
     def copy(self, state: TrainState, own: Slices | None = None) -> KeptCopy | None:
         """Copy this rank's state, or its slices `own` of it, which are a checkpoint's. Every rank must call it; returns
         when the copy is whole, or None where there was no memory: then the older one stays."""
         began_s = time.monotonic()
-        slot = next(slot for slot in range(SLOTS) if slot not in (self._slot_of(self._newest), self._saving))
+        slot = min(set(range(SLOTS)) - self._kept_slots)
         try:
             self._newest = self._written(state, self._all_slices(state, own), slot)
-        except OSError as error:
-            self.failure = str(error)
+        except OSError:
+            self._failed = True
             return None
         if own is None:
-            self.cost_s = time.monotonic() - began_s
+            self._cost_s = time.monotonic() - began_s
         return self._newest
 
     def begin_saving(self, copy: KeptCopy) -> Slices:
         """The slices of a copy that a checkpoint has, as they lie in memory; no further copy replaces it until
         `saved`."""
         self._saving = copy.slot
-        data, shape = self._at.store.data(self._place, copy), self._shape
+        data, shape = self._store.data(self._place, copy), self._shape
         assert shape is not None
         slices: dict[str, list[TensorSlice]] = {}
         for part, _ in shape.order:
@@ -150,13 +183,11 @@ class MemoryCopies:
     def take_third_slot(self) -> None:
         """Take the memory for a copy beside the newest and the one that is being saved; what fails here is heard of
         when that copy is made. From any thread."""
-        shape, free = self._shape, {0, 1, 2} - {self._slot_of(self._newest), self._saving}
+        shape = self._shape
         if shape is not None:
-            for slot in free:
-                try:
-                    self._at.store.reserve(slot, shape.nbytes)
-                except OSError:
-                    return
+            with suppress(OSError):
+                for slot in set(range(SLOTS)) - self._kept_slots:
+                    self._store.reserve(slot, shape.nbytes)
 
     def saved(self) -> None:
         """The copy that was saved may be replaced."""
@@ -164,14 +195,21 @@ class MemoryCopies:
 
     @property
     def _place(self) -> int:
-        return self._world.index - self._at.ranks.start
+        return self._world.index - self._ranks.start
 
-    def _slot_of(self, copy: KeptCopy | None) -> int | None:
-        return None if copy is None else copy.slot
+    @property
+    def _store(self) -> CopyStore:
+        assert self._maybe_store is not None, "copies are made and asked for only if a process keeps them"
+        return self._maybe_store
+
+    @property
+    def _kept_slots(self) -> set[int | None]:
+        """Slots that no copy may be written to: that of the newest, and the one that a save reads."""
+        return {self._saving, None if self._newest is None else self._newest.slot}
 
     def _written(self, state: TrainState, slices: Slices, slot: int) -> KeptCopy:
         shape, flat = self._shape_of(slices), _flat(slices)
-        store = self._at.store
+        store = self._store
         store.begin(slot)
         store.write(slot, 0, memoryview(shape.header))
         for part, number in shape.order:
@@ -180,7 +218,7 @@ class MemoryCopies:
                 store.write(slot, at, piece)
                 at += len(piece)
         text = f'{{"step": {state.step}, "position": {state.position}, {shape.text}}}'.encode()
-        lineage = self._at.lineage
+        lineage = self._lineage
         store.finish(slot, step=state.step, lineage=lineage, text=text, data_bytes=shape.nbytes)
         return KeptCopy(step=state.step, lineage=lineage, slot=slot, text_bytes=len(text), data_bytes=shape.nbytes)
 
@@ -212,13 +250,13 @@ class MemoryCopies:
 
     def _found_beside(self) -> Sequence[PartPlace]:
         """What this rank copies besides its own; nothing where all ranks are on one host. Every rank must call it."""
-        if not agree_on_any(self._world, len(self._at.ranks) < self._world.size):
+        if not agree_on_any(self._world, len(self._ranks) < self._world.size):
             return ()
         slices = rank_slices(self._assembly, TrainState(), self._world, check="nothing")
         own = [(key, one.offset, tuple(one.tensor.shape)) for key, some in slices.items() for one in some]
         needs = [(key, box.offset, box.extent) for key, box in state_boxes(self._assembly)]
         rows = gathered(self._world, [own, needs])
-        here = [rows[rank] for rank in self._at.ranks]
+        here = [rows[rank] for rank in self._ranks]
         return kept_beside([row[0] for row in here], [row[1] for row in here])[self._place]
 
 

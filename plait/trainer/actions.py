@@ -2,72 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from plait.errors import RunFailed
+from plait.launch.values.job import RankContext
 from plait.model.weights import training_flops_per_token
 from plait.report.metrics import EvalReport
 from plait.trainer.assemble import Assembly
 from plait.trainer.balance.actions import Rebalancer
-from plait.trainer.checkpointing.background import CheckpointSaver, SaveEnd
-from plait.trainer.checkpointing.copy_actions import CopyActions
+from plait.trainer.checkpointing.background import CheckpointSaver
+from plait.trainer.checkpointing.copies import StateCopies
 from plait.trainer.choices import ChoiceEvaluation
 from plait.trainer.loop import Agreement, LoopActions
 from plait.trainer.optimizer.optim import learning_rate
-from plait.trainer.state import TrainState
-from plait.trainer.watching.watched_actions import FirstStep, WorkerContext
+from plait.trainer.state import TrainState, past_skipped
 
 
 def loop_actions(
-    context: WorkerContext,
+    context: RankContext,
     assembly: Assembly,
     saver: CheckpointSaver,
-    copying: CopyActions,
-    whole: set[int],
+    copies: StateCopies,
     prune: Callable[[], None],
     balance: Rebalancer,
     choices: ChoiceEvaluation | None,
+    skipped_steps: Collection[int] = (),
 ) -> LoopActions:
-    """What the loop calls on one rank; `whole` collects the steps of the checkpoints that were saved whole."""
+    """What the loop calls on one rank; `skipped_steps` take the batch after their own."""
     plan, world = assembly.plan, assembly.sums
-    first_step = FirstStep(assembly, world, context)
     flops_per_token = training_flops_per_token(plan.job.shape, plan.job.sequence, "full")
-
-    def told(end: SaveEnd | None) -> SaveEnd | None:
-        if end is not None and not end.failure:
-            whole.add(end.step)
-            first_step.report_peaks()
-            if context.rank == 0:
-                context.send("saved", step=end.step, seconds=end.blocked_s)
-        return end
 
     def tell(kind: str, **values: Any) -> None:
         if context.rank == 0:
             context.send(kind, **values)
 
     def begin_save(state: TrainState) -> None:
-        if warning := copying.prepare():
+        if warning := copies.prepare():
             tell("note", text=warning)
         saver.begin(state)
 
     def agree(stop: bool, due: bool, copy_due: bool) -> Agreement:
-        own = [stop, due, saver.status, copy_due and copying.are_made and context.rank == 0, *copying.told()]
+        own = [stop, due, saver.status, copy_due and copies.are_made and context.rank == 0, *copies.news()]
         flags = [int(one) for one in world.largest(torch.tensor([int(one) for one in own]))]
         saver.agree(flags[2])
-        cost_s = copying.agreed(flags[4], flags[5], tell)
+        cost_s = copies.agreed(flags[4], flags[5], tell)
         return Agreement(stop=bool(flags[0]), save=bool(flags[1]), copy=bool(flags[3]), copy_cost_s=cost_s)
 
     return LoopActions(
-        step=lambda state: balance.step(first_step.watched, state),
+        step=lambda state: assembly.step(past_skipped(state, skipped_steps, plan.job.batch_sequences)),
         evaluate=lambda state: evaluate_held_out(assembly, state.step, choices),
-        save=lambda state: told(saver.save_now(state)),
+        save=saver.save_now,
         begin_save=begin_save,
-        save_ended=lambda: told(saver.ended()),
-        finish_save=lambda: told(saver.finish()),
-        copy=copying.copy,
+        save_ended=saver.ended,
+        finish_save=saver.finish,
+        copy=copies.copy_state,
         prune=prune,
         agree=agree,
         rebalance_if_due=balance.rebalance_if_due,
