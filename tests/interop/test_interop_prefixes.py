@@ -130,7 +130,7 @@ def prepared(folder: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict[s
     (folder / "d.toml").write_text("".join(lines))
     out = io.StringIO()
     screen = TerminalScreen(Console(file=out, width=1000))
-    prepare_text(folder / "d.toml", (), balance_ranks=None, show=show, screen=screen)
+    prepare_text(folder / "d.toml", (), show=show, screen=screen)
     return out.getvalue()
 
 
