@@ -223,6 +223,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def yaml_text(value: Mapping[str, Any]) -> str:
+    """One YAML document, its keys in the order given."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 

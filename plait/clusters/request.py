@@ -93,6 +93,7 @@ def parse_options(texts: Sequence[str], known: Mapping[str, Option], scheduler: 
 
 
 def parse_scheduler(text: str) -> Scheduler:
+    """The value of `--on`."""
     for scheduler in get_args(Scheduler):
         if text == scheduler:
             return scheduler
@@ -100,6 +101,7 @@ def parse_scheduler(text: str) -> Scheduler:
 
 
 def parse_kind(text: str) -> JobKind:
+    """The value of `--kind`."""
     for kind in get_args(JobKind):
         if text == kind:
             return kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from plait.cluster.cluster import Cluster
 from plait.clusters.machines import scaled
@@ -63,7 +63,8 @@ class Scaling:
     def pays(self) -> int:
         """How many of the nodes that exist pay."""
         there = [row for row in self.rows if row.nodes <= self.existing] or self.rows[:1]
-        return _last_that_pays(there)
+        pairs = takewhile(lambda pair: _pays(*pair), pairwise(there))
+        return max((after.nodes for _, after in pairs), default=there[0].nodes)
 
     @property
     def best(self) -> NodesForecast:
@@ -104,7 +105,17 @@ def forecast_scaling(
         if plan.forecast is None or paper.peak_flops is None:
             raise PlaitError(f"the devices of {cluster.name} are not in plait's catalogue; name --nodes yourself")
         first = first or plan
-        rows.append(_row(nodes, some, paper.peak_flops, plan, first))
+        run_s, price = plan.forecast.step_s * first.steps, some.price_per_hour
+        row = NodesForecast(
+            nodes=nodes,
+            devices=some.hour_devices,
+            peak_flops=paper.peak_flops,
+            layout=plan.layout,
+            step_s=plan.forecast.step_s,
+            run_s=run_s,
+            price=None if price is None else price * run_s / 3600,
+        )
+        rows.append(row)
         if wanted is None and _has_levelled_off(rows):
             break
     if first is None:
@@ -119,42 +130,16 @@ def _counts(existing: int, wanted: int | None) -> list[int]:
     return sorted({count for count in powers if count <= most} | {wanted or existing})
 
 
-def _row(nodes: int, cluster: Cluster, peak_flops: float, plan: Plan, first: Plan) -> NodesForecast:
-    assert plan.forecast is not None
-    run_s, price = plan.forecast.step_s * first.steps, cluster.price_per_hour
-    return NodesForecast(
-        nodes=nodes,
-        devices=cluster.hour_devices,
-        peak_flops=peak_flops,
-        layout=plan.layout,
-        step_s=plan.forecast.step_s,
-        run_s=run_s,
-        price=None if price is None else price * run_s / 3600,
-    )
-
-
-def _gain(before: NodesForecast, after: NodesForecast) -> float:
-    """How much of their own speed the added devices bring; 1 where they bring all of it."""
-    added = after.peak_flops / before.peak_flops - 1
-    return (before.step_s / after.step_s - 1) / added if added > 0 else 0.0
-
-
 def _pays(before: NodesForecast, after: NodesForecast) -> bool:
-    return _gain(before, after) >= 2 * PAYS - 1
+    """Whether the added devices bring enough of their own speed."""
+    added = after.peak_flops / before.peak_flops - 1
+    gain = (before.step_s / after.step_s - 1) / added if added > 0 else 0.0
+    return gain >= 2 * PAYS - 1
 
 
 def _has_levelled_off(rows: Sequence[NodesForecast]) -> bool:
     pairs = list(pairwise(rows))[-_SHOWN_AFTER:]
     return len(pairs) == _SHOWN_AFTER and not any(_pays(*pair) for pair in pairs)
-
-
-def _last_that_pays(rows: Sequence[NodesForecast]) -> int:
-    best = rows[0]
-    for before, after in pairwise(rows):
-        if not _pays(before, after):
-            break
-        best = after
-    return best.nodes
 
 
 def scaling_table(scaling: Scaling) -> list[str]:
@@ -172,16 +157,11 @@ def _cells(scaling: Scaling, row: NodesForecast) -> tuple[str, ...]:
         f"{row.nodes:,}{on_paper_only}",
         f"{row.devices:,}",
         format_duration(row.step_s),
-        _long(row.run_s),
+        f"{days:.1f} days" if (days := row.run_s / 86400) >= 2 else format_duration(row.run_s),
         format_count(row.device_hours),
         money,
         f"{scaling.efficiency(row):.0%}",
     )
-
-
-def _long(seconds: float) -> str:
-    days = seconds / 86400
-    return f"{days:.1f} days" if days >= 2 else format_duration(seconds)
 
 
 def scaling_text(scaling: Scaling, chosen: int, hardware: str) -> str:

@@ -222,31 +222,22 @@ def environment_files(named: str | None) -> EnvironmentFiles:
 
 def lock_lines(package: str) -> list[str]:
     """Every package that this one needs here, with its version."""
-    found = sorted(_needed(package, set()))
-    lines = [f"{name}=={version(name)}" for name in found if name != package]
+    found, left = set[str](), [package]
+    while left:
+        name = left.pop()
+        try:
+            needs = requires(name) or []
+        except PackageNotFoundError:  # for another platform or Python
+            continue
+        found.add(name)
+        matches = [
+            match for text in needs if (match := _REQUIREMENT.match(text)) and "extra ==" not in (match[2] or "")
+        ]
+        left += {match[1].lower().replace("_", "-") for match in matches} - found
+    lines = [f"{name}=={version(name)}" for name in sorted(found - {package})]
     if any(line.startswith("torch==") and "+cpu" in line for line in lines):
         lines.insert(0, "--extra-index-url https://download.pytorch.org/whl/cpu")
     return lines
-
-
-def _needed(package: str, seen: set[str]) -> set[str]:
-    if package in seen:
-        return seen
-    try:
-        needs = requires(package) or []
-    except PackageNotFoundError:  # for another platform or Python
-        return seen
-    seen.add(package)
-    for name in _names(needs):
-        _needed(name, seen)
-    return seen
-
-
-def _names(requirements: Sequence[str]) -> Iterator[str]:
-    for text in requirements:
-        match = _REQUIREMENT.match(text)
-        if match and "extra ==" not in (match[2] or ""):
-            yield match[1].lower().replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

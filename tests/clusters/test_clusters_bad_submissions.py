@@ -14,7 +14,6 @@ from plait.process_exit import exit_with_sentence
 
 SINFO = "n1|main*|idle|4|(null)\nn2|main*|idle|4|(null)\n"
 HOST_KEY = "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.\n"
-NO_KIND = 'error: the server doesn\'t have a resource type "jobset"\n'
 QUOTA = 'Error from server (Forbidden): pods "x" is forbidden: exceeded quota: gpus, requested: 8, limited: 8\n'
 SLURM = ("--on", "slurm", "--nodes", "2")
 KUBERNETES = ("--on", "kubernetes", "--nodes", "2", "--cluster", "4x(1xserver)", "--with", "image=a:1")
@@ -39,11 +38,17 @@ def by_word(word: str, then: str, otherwise: str) -> str:
 
 
 CASES: dict[str, tuple[tuple[str, ...], Tools, str]] = {
-    "no scheduler": (SLURM, {}, "sinfo is not on this machine, so nothing can be asked or sent; log in where Slurm is"),
+    "no scheduler": (
+        SLURM, {}, "sinfo is not on this machine, so nothing can be asked or sent; log in where Slurm is, or describe "
+        "the machines instead, for example --cluster 4x(8xH100)",
+    ),
     "no sbatch": (
         (*SLURM, "--cluster", "2x(1xserver)"), {}, "sbatch is not on this machine, so nothing can be asked or sent",
     ),
-    "no kubectl": (KUBERNETES, {}, "kubectl is not on this machine, so nothing can be asked or sent; install it"),
+    "no kubectl": (
+        KUBERNETES, {}, "kubectl is not on this machine, so nothing can be asked or sent; install it, or describe the "
+        "machines instead",
+    ),
     "no ssh": (SSH, {}, "ssh is not on this machine"),
     "an unknown partition": (
         (*SLURM, "--with", "partition=fast"), {"sinfo": answers("")}, "partition fast has no nodes; name another",
@@ -66,7 +71,6 @@ CASES: dict[str, tuple[tuple[str, ...], Tools, str]] = {
     "a quota of Kubernetes": (
         KUBERNETES, {"kubectl": by_word("apply", says(QUOTA), "true")}, "kubectl describe quota shows it, ask for less",
     ),
-    "no operator": (KUBERNETES, {"kubectl": by_word("get jobset", says(NO_KIND), "true")}, "or use --kind job"),
     "a cluster that does not answer": (
         ("--on", "kubernetes", "--nodes", "2", "--with", "image=a:1"),
         {"kubectl": says("The connection to the server 10.0.0.1:6443 was refused - did you specify the right host?\n")},

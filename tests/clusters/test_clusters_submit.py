@@ -129,16 +129,9 @@ def test_unlike_nodes_in_one_of_several_partitions_are_said(tools: Tools) -> Non
         slurm_cluster("a100+h100")
 
 
-@pytest.mark.parametrize(
-    ("said", "says"),
-    [
-        ("n1|gpu*|idle|64|gpu:8\n", "does not say which GPUs n1 has"),
-        ("n1|gpu*|drained|64|gpu:h100:8\n", "sinfo -R says why"),
-    ],
-)
-def test_nodes_that_cannot_be_used_are_named(said: str, says: str) -> None:
-    with pytest.raises(PlaitError, match=says):
-        slurm_nodes(said, "")
+def test_gpus_of_no_known_kind_are_named() -> None:
+    with pytest.raises(PlaitError, match="does not say which GPUs n1 has"):
+        slurm_nodes("n1|gpu*|idle|64|gpu:8\n", "")
 
 
 def test_what_kubectl_says_becomes_nodes() -> None:
@@ -155,8 +148,6 @@ def test_what_a_machine_answers_by_ssh() -> None:
     found = parse_ssh_answer("ann", f"Welcome!\nplait-check 3.12\nenvironment\n16\n{cards}")
     assert (found.python, found.has_environment, found.cores, len(found.gpus)) == ((3, 12), True, 16, 2)
     assert parse_ssh_answer("ann", "plait-check none\nnothing\n4\n").python is None
-    with pytest.raises(PlaitError, match="ann answers something else"):
-        parse_ssh_answer("ann", "This account is closed.\n")
 
 
 @pytest.mark.parametrize(
@@ -166,11 +157,8 @@ def test_what_a_machine_answers_by_ssh() -> None:
          "partition name specified", "there is no such partition"),
         ("sbatch: error: Memory specification can not be satisfied\nsbatch: error: Batch job submission failed: "
          "Requested node configuration is not available", "no nodes have that much"),
-        ("@@@@@@@@\n@  WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!   @\n@@@@@@@@\nHost key verification failed.",
-         "ssh-keygen -R"),
         ('error: resource mapping not found: no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"',
          "use --kind job"),
-        ('Error from server (Forbidden): pods "x" is forbidden: exceeded quota: gpus', "kubectl describe quota"),
         ("sinfo: fatal: Could not establish a configuration source", "set SLURM_CONF, or describe the machines"),
         ("Error: Command '[...]' returned non-zero exit status 1. ensurepip is not available", "install python3-venv"),
         ("ERROR: No matching distribution found for torch==2.13.0", "name its Python by --with python=PATH"),
@@ -375,34 +363,6 @@ def test_a_partition_that_leaves_no_time_to_train_is_refused(options: tuple[str,
 )
 def test_a_time_as_sinfo_writes_it(text: str, seconds: int | None) -> None:
     assert slurm_seconds(text) == seconds
-
-
-def test_what_a_scheduler_refuses_keeps_no_record(tools: Tools) -> None:
-    tools.add("sbatch", "", code=1, errors="sbatch: error: Batch job submission failed: Invalid qos specification\n")
-    with pytest.raises(PlaitError, match=r"the job play: sbatch says: .*sacctmgr show qos"):
-        send(REQUEST)
-    with pytest.raises(PlaitError, match='no job "play" was submitted'):
-        find_record("play")
-
-
-@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
-def test_without_a_scheduler_the_machines_can_be_described(
-    scheduler: str, tools: Tools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tools.folder))
-    options = () if scheduler == "slurm" else ("image=a:1",)
-    request = SubmitRequest(target=("play.py",), scheduler=parse_scheduler(scheduler), options=options)
-    with pytest.raises(PlaitError, match=r"is not on this machine.*--cluster 4x\(8xH100\)"):
-        send(request)
-
-
-def test_more_nodes_than_there_are_is_said_before_anything_is_sent(tools: Tools) -> None:
-    tools.add("sinfo", SINFO)
-    with pytest.raises(PlaitError, match="Slurm has 2 nodes; ask for as many or fewer"):
-        send(SubmitRequest(target=("play.py",), scheduler="slurm", nodes=3))
-    tools.add("sinfo", "")
-    with pytest.raises(PlaitError, match="partition fast has no nodes"):
-        slurm_cluster("fast")
 
 
 def test_the_secret_reaches_kubernetes_by_standard_input_alone(tools: Tools, tmp_path: Path) -> None:
