@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     )
     from plait.api_models import chat, evaluate, export, sample
     from plait.cluster.cluster import Cluster
-    from plait.clusters.submit import submit
-    from plait.clusters.submitted import SubmittedJob
+    from plait.clusters.submit import SubmittedJob, submit
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.runs import Run, runs
     from plait.custom.collectives import all_reduce, broadcast, rank, size
@@ -82,7 +81,7 @@ _HOMES = {
     "PlaitError": "plait.errors",
     "ProgramFailed": "plait.errors",
     "SpreadRun": "plait.custom.run",
-    "SubmittedJob": "plait.clusters.submitted",
+    "SubmittedJob": "plait.clusters.submit",
     "all_reduce": "plait.custom.collectives",
     "broadcast": "plait.custom.collectives",
     "rank": "plait.custom.collectives",

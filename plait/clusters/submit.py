@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,10 +14,11 @@ from plait.clusters.machines import node_groups, with_gpus
 from plait.clusters.request import Scheduler, SubmitRequest, parse_options, parse_time_s, request_from_call
 from plait.clusters.scaling import Scaling, forecast_scaling, pays_sentences, scaling_text
 from plait.clusters.slurm import slurm_limit_s
-from plait.clusters.submitted import SYSTEMS, SubmittedJob
+from plait.clusters.submitted import SYSTEMS, end_job, fetch_job, job_log_lines, job_state_line
 from plait.commands.planning.output_files import write_output_file
 from plait.commands.programs.program_file import program_hash
 from plait.commands.python_call import ProgressDisplay, as_command, screen_for
+from plait.commands.runs import Run
 from plait.errors import PlaitError
 from plait.recipe.load import load_recipe
 from plait.screen.screen import Screen
@@ -25,6 +27,44 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 _SHORTEST_JOB_S = 180
 """Slurm warns a minute too early at worst: a quarter of less leaves nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedJob:
+    """A job by its name; another process finds it again by `SubmittedJob(name=…)`, in the same current folder."""
+
+    name: str
+    """The run's, or the program's without ".py"."""
+    text: str = ""
+    """The script or the manifests."""
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def state(self) -> str:
+        """Where it stands by its scheduler's account; raises PlaitError where it was not submitted."""
+        with as_command():
+            line = job_state_line(self.name)
+        if line is None:
+            raise PlaitError(f'no job "{self.name}" was submitted from this folder; submit it with deed="send"')
+        return line
+
+    def logs(self) -> str:
+        """What its first node printed so far."""
+        with as_command():
+            return "".join(f"{line}\n" for line in job_log_lines(self.name))
+
+    def stop(self) -> None:
+        """End it; what it learnt is saved, and the same call of `plait.submit` goes on with it."""
+        with as_command():
+            end_job(self.name)
+
+    def fetch(self) -> Run:
+        """Bring its run into runs/ here; raises PlaitError where it has not begun to train."""
+        with as_command():
+            fetch_job(self.name, screen_for("off"))
+        return Run(self.name)
 
 
 def submit(

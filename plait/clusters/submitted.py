@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from plait.clusters.job import ClusterSystem, find_record, record_if_any
 from plait.clusters.kubernetes import KUBERNETES
@@ -13,8 +12,6 @@ from plait.clusters.slurm import SLURM
 from plait.clusters.ssh import SSH
 from plait.commands.monitoring.finish import is_finished, print_finished
 from plait.commands.planning.run_folder import run_folder
-from plait.commands.python_call import as_command, screen_for
-from plait.commands.runs import Run
 from plait.errors import PlaitError
 from plait.private_folder import make_private_folder
 from plait.report.atomic import replace_file
@@ -73,41 +70,3 @@ def fetch_job(name: str, screen: Screen, working: WorkingFolder = CURRENT_FOLDER
         print_finished(folder, screen, ())
     else:
         screen.print(f"fetched  {folder.path}; it is not finished: plait status {name}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmittedJob:
-    """A job by its name; another process finds it again by `SubmittedJob(name=…)`, in the same current folder."""
-
-    name: str
-    """The run's, or the program's without ".py"."""
-    text: str = ""
-    """The script or the manifests."""
-
-    def __str__(self) -> str:
-        return self.text
-
-    @property
-    def state(self) -> str:
-        """Where it stands by its scheduler's account; raises PlaitError where it was not submitted."""
-        with as_command():
-            line = job_state_line(self.name)
-        if line is None:
-            raise PlaitError(f'no job "{self.name}" was submitted from this folder; submit it with deed="send"')
-        return line
-
-    def logs(self) -> str:
-        """What its first node printed so far."""
-        with as_command():
-            return "".join(f"{line}\n" for line in job_log_lines(self.name))
-
-    def stop(self) -> None:
-        """End it; what it learnt is saved, and the same call of `plait.submit` goes on with it."""
-        with as_command():
-            end_job(self.name)
-
-    def fetch(self) -> Run:
-        """Bring its run into runs/ here; raises PlaitError where it has not begun to train."""
-        with as_command():
-            fetch_job(self.name, screen_for("off"))
-        return Run(self.name)
