@@ -57,7 +57,7 @@ def _plait(work: Work, kind: str, experts: int = 0, chosen: int = 0) -> TakeStep
         work, experts = replace(work, sequences=work.sequences // RANKS), experts // RANKS
     plan = plan_for(work, json.dumps(layout))
     shape = work.shape if kind == "dense" else mixture_of(work, experts, chosen)
-    assembly = assembled(work, replace(plan, shape=shape))
+    assembly = assembled(work, replace(plan, job=replace(plan.job, shape=shape)))
     if kind in ("expert", "floor"):
         _share_out_evenly(assembly, experts, chosen)
     state = TrainState()

@@ -154,9 +154,9 @@ def at_equal_precision(bench: Bench, precision: Precision) -> dict[str, Any]:
 
     told = compared(alternate(("plait", "trl"), bench.rounds, take))
     shown = {
-        "window": plan.sequence,
-        "windows a step": plan.batch_sequences,
-        "plait": str(plan.layout),
+        "window": plan.job.sequence,
+        "windows a step": plan.job.batch_sequences,
+        "plait": str(plan.placement.layout),
         "TRL": str(best),
     }
     return {**told, "settings": shown, "losses": {"plait": first.losses, "trl": tried[best].losses}}
@@ -166,23 +166,23 @@ def tuned(bench: Bench, plan: Plan) -> list[TrlSettings]:
     """The settings of TRL that are tried: one process with all threads, or one a core; rows one by one, or together."""
     found = list[TrlSettings]()
     for ranks in sorted({1, bench.cores}):
-        own = plan.batch_sequences // ranks
-        if plan.batch_sequences % ranks == 0:
+        own = plan.job.batch_sequences // ranks
+        if plan.job.batch_sequences % ranks == 0:
             found += [TrlSettings(ranks=ranks, rows_at_once=rows) for rows in sorted({1, 2, own}) if own % rows == 0]
     return found
 
 
 def trl_job(bench: Bench, plan: Plan, precision: Precision, data: Path, settings: TrlSettings) -> dict[str, object]:
     """What peers/trl_sft.py is to do. In bf16 the frozen weights are loaded so: nothing has to be cast in a step."""
-    adapter = plan.shape.adapter
+    adapter = plan.job.shape.adapter
     assert adapter is not None
     return {
         "kind": "rows",
         "model": str(bench.model),
         "data": str(data),
-        "steps": plan.steps,
+        "steps": plan.job.steps,
         "rows_at_once": settings.rows_at_once,
-        "accumulation": plan.batch_sequences // settings.ranks // settings.rows_at_once,
+        "accumulation": plan.job.batch_sequences // settings.ranks // settings.rows_at_once,
         "threads": max(1, bench.cores // settings.ranks),
         "precision": precision,
         "dtype": "bfloat16" if precision == "bf16" else "float32",
@@ -205,10 +205,10 @@ def by_default(bench: Bench) -> dict[str, Any]:
     recipe = bench.place / "default.toml"
     recipe.write_text(RECIPE.format(model=bench.model, chats=bench.chats, steps=bench.steps))
     _, plan = plait_turn(bench.place, recipe, "default-first")  # its plan is made, and kept for the turns
-    assert plan.shape.adapter is not None
+    assert plan.job.shape.adapter is not None
     chats, data = [json.loads(line) for line in bench.chats.read_text().splitlines()], bench.place / "default.json"
     data.write_text(json.dumps(chats))
-    adapter = {"rank": plan.shape.adapter.rank, "alpha": plan.shape.adapter.alpha}
+    adapter = {"rank": plan.job.shape.adapter.rank, "alpha": plan.job.shape.adapter.alpha}
     job = {"kind": "chats", "model": str(bench.model), "data": str(data), "steps": bench.steps, **adapter}
     job |= {"threads": bench.cores, "dtype": "float32", "seed": 1}
     count = iter(range(1_000_000))
@@ -220,7 +220,13 @@ def by_default(bench: Bench) -> dict[str, Any]:
         return trl_turn(bench.place / f"default-{number}", job, 1)
 
     told = compared(alternate(("plait", "trl"), bench.rounds, turn))
-    return {**told, "settings": {"plait": f"{plan.layout}, {plan.precision}", "TRL": "SFTConfig() and LoraConfig"}}
+    return {
+        **told,
+        "settings": {
+            "plait": f"{plan.placement.layout}, {plan.arithmetic.precision}",
+            "TRL": "SFTConfig() and LoraConfig",
+        },
+    }
 
 
 def compared(turns: dict[str, list[FinetuningTurn]]) -> dict[str, Any]:

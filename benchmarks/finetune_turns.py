@@ -79,15 +79,15 @@ def trl_turn(folder: Path, job: Mapping[str, object], ranks: int) -> FinetuningT
 def read_steps(place: Path, plan: Plan) -> list[list[dict[str, list[int]]]]:
     """The windows of each step of a run in `place`, as TRL takes packed rows: of an example of n + 1 tokens plait reads
     n and predicts n; here it is there with all its tokens, and a label for each."""
-    reader = training_samples(open_corpus(place / plan.corpus), 1, plan.sequence, overlong="drop")
+    reader = training_samples(open_corpus(place / plan.job.corpus), 1, plan.job.sequence, overlong="drop")
     steps = list[list[dict[str, list[int]]]]()
-    for step in range(plan.steps):
-        positions = np.arange(step * plan.batch_sequences, (step + 1) * plan.batch_sequences)
+    for step in range(plan.job.steps):
+        positions = np.arange(step * plan.job.batch_sequences, (step + 1) * plan.job.batch_sequences)
         found = reader.read(reader.places(positions))
         rows = [{"input_ids": [], "labels": [], "seq_lengths": []} for _ in positions]
         begin = 0
         for length in found.lengths.tolist():
-            row, first = divmod(begin, plan.sequence)
+            row, first = divmod(begin, plan.job.sequence)
             inputs, targets = (one[row, first : first + length].tolist() for one in (found.inputs, found.targets))
             begin += length
             if set(targets) != {IGNORED_TARGET}:  # else it is what examples leave free

@@ -35,6 +35,7 @@ from plait.layout import Layout
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
 from plait.units import format_bytes
+from tests.plans import changed
 
 MEBIBYTE = 1 << 20
 
@@ -134,7 +135,7 @@ def plan_of(question: Question, work: Workload, flags: argparse.Namespace, corpu
         peak_flops=1e15,
     )
     micros = question.sequences * layout.data_parallel_degree
-    return replace(
+    return changed(
         plan_for(model_shape(flags.size, work), work, asked, corpus),
         layout=layout,
         batch_sequences=work.sequences_per_rank * micros,

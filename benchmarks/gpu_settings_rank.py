@@ -45,7 +45,7 @@ def time_steps(context: RankContext, argument: str) -> None:
     *others, last = STAGES
     stages = (*others, replace(last, apply=partial(replicate, bucket_bytes=bucket_bytes)))
     with process_group_for(context, plan):  # pyright: ignore[reportArgumentType]
-        mesh, config = make_mesh(plan.layout, plan.device), load_recipe(folder / "recipe.toml")
+        mesh, config = make_mesh(plan.placement.layout, plan.machines.device), load_recipe(folder / "recipe.toml")
         assembly = assemble(config, plan, sums=world_sums(), mesh=mesh, stages=stages)
         state, marks = TrainState(), [mark(device)]
         for _ in range(warm_up + timed):

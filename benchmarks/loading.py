@@ -49,6 +49,7 @@ from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.load import parse_config
 from plait.trainer.first_weights import fill_first_weights
 from plait.trainer.worker import process_group_for
+from tests.plans import changed
 
 RANKS, ROUNDS, BLOCK_BYTES, SEQUENCE = 4, 3, 1 << 24, 64
 TIME_BAR, BYTES_BAR, MEMORY_BAR = 1.2, 1.3, 1.3
@@ -134,7 +135,7 @@ def make_model(folder: Path, sizes: dict[str, int]) -> ModelShape:
 def write_case(folder: Path, name: str, layout: Layout) -> Path:
     """The folder with the plan that a layout's ranks read."""
     base = read_base_model(folder)
-    plan = replace(
+    plan = changed(
         shrunk_plan(CONFIG, base.shape, layout),
         layout=layout,
         shape=base.shape_for(SEQUENCE),
@@ -170,8 +171,8 @@ def load_rank(context: RankContext, argument: str) -> None:
     with process_group_for(context, plan), _anonymous_peak() as peak:
         began = time.perf_counter()
         with torch.device("meta"):
-            model = GPT(plan.shape)
-        sharded = parallelize(model, make_mesh(plan.layout, plan.device), plan.execution)
+            model = GPT(plan.job.shape)
+        sharded = parallelize(model, make_mesh(plan.placement.layout, plan.machines.device), plan.execution)
         build_s = time.perf_counter() - began
         with _counted(context, Path(asked["files"]), peak, build_s):
             fill_first_weights(sharded, plan, 1)
@@ -181,7 +182,7 @@ def read_rank(context: RankContext, argument: str) -> None:
     """One process of the cold read: its share of each file's bytes, in order."""
     asked = json.loads(argument)
     plan = read_plan(Path(asked["plan"]) / "plan.json")
-    plan = replace(plan, layout=Layout(replicate=context.world_size))
+    plan = replace(plan, placement=replace(plan.placement, layout=Layout(replicate=context.world_size)))
     room, folder = memoryview(bytearray(BLOCK_BYTES)), Path(asked["files"])
     with process_group_for(context, plan), _anonymous_peak() as peak, _counted(context, folder, peak, 0.0):
         for file in sorted(folder.glob("*.safetensors")):

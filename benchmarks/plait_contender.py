@@ -22,8 +22,8 @@ from plait.model.gpt import GPT
 from plait.model.matmul import select_matmul_library
 from plait.parallel.apply import STAGES, parallelize
 from plait.parallel.mesh import make_mesh, world_sums
-from plait.partition.execution import MatmulBackend, Precision
-from plait.planner.plan import OptimizerPlan, Plan
+from plait.partition.execution import MatmulBackend, Precision, RunArithmetic
+from plait.planner.plan import Cadence, Machines, OptimizerPlan, Placement, Plan, TrainingJob
 from plait.trainer.assemble import make_autocast, make_runners, select_samples, weight_casts
 from plait.trainer.optimizer.fused import FusedOptimizer, ParameterGroup
 from plait.trainer.optimizer.optim import make_optimizer
@@ -53,20 +53,22 @@ def main() -> None:
     dist.init_process_group("gloo")
     workload = load_workload(orders.workdir)
     plan = plan_for(workload, orders)
-    mesh = make_mesh(plan.layout, "cpu")
-    model = GPT(plan.shape)
+    mesh = make_mesh(plan.placement.layout, "cpu")
+    model = GPT(plan.job.shape)
     model.load_state_dict(weights(load_file(orders.workdir / "init.safetensors")))
     sharded = parallelize(model, mesh, plan.execution, STAGES)
-    optimizer = make_optimizer(sharded.units, plan.optimizer)
+    optimizer = make_optimizer(sharded.units, plan.job.optimizer)
     decay_all_matrices(optimizer, workload.weight_decay)
     world = world_sums()
     loader = make_loader(orders, workload, plan)
-    run_micros, _ = make_runners(sharded, make_autocast(plan.precision, torch.device("cpu")), casts=weight_casts(plan))
+    run_micros, _ = make_runners(
+        sharded, make_autocast(plan.arithmetic.precision, torch.device("cpu")), casts=weight_casts(plan)
+    )
 
     journal = Journal(flags)
     journal.begin()
     for step in range(orders.steps):
-        micros = loader.micros(step * plan.batch_sequences)
+        micros = loader.micros(step * plan.job.batch_sequences)
         scalars = take_step(
             micros, sharded=sharded, run_micros=run_micros, sums=world, optimizer=optimizer, clip=workload.clip
         )
@@ -87,19 +89,40 @@ def plan_for(workload: Workload, orders: Orders) -> Plan:
     """The workload as plait's own plan."""
     precision: Precision = "bf16" if orders.precision == "bf16" else "float32"
     optimizer = OptimizerPlan(
-        lr=workload.learning_rate, warmup_steps=0, weight_decay=workload.weight_decay,
-        betas=(workload.beta1, workload.beta2), clip=workload.clip, schedule="constant",
-    )  # fmt: skip
+        lr=workload.learning_rate,
+        warmup_steps=0,
+        weight_decay=workload.weight_decay,
+        betas=(workload.beta1, workload.beta2),
+        clip=workload.clip,
+        schedule="constant",
+    )
     return Plan(
-        layout=Layout(replicate=orders.world_size), threads=orders.threads, device="cpu", precision=precision,
-        compile="off", shape=shape_of(workload), sequence=workload.sequence,
-        batch_sequences=workload.sequences_per_rank * orders.world_size, micro_sequences=workload.sequences_per_rank,
-        budget=Amount(1, "steps"), steps=orders.steps, optimizer=optimizer, corpus="", corpus_hash="",
-        documents="join",
-        checkpoint_every=Every(0, "steps"), checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0,
+        placement=Placement(
+            layout=Layout(replicate=orders.world_size),
+            threads=orders.threads,
+            micro_sequences=workload.sequences_per_rank,
+        ),
+        machines=Machines(device="cpu", peak_flops=None, fingerprint={}),
+        arithmetic=RunArithmetic(precision=precision, compile="off"),
+        job=TrainingJob(
+            shape=shape_of(workload),
+            sequence=workload.sequence,
+            batch_sequences=workload.sequences_per_rank * orders.world_size,
+            budget=Amount(1, "steps"),
+            steps=orders.steps,
+            optimizer=optimizer,
+            corpus="",
+            corpus_hash="",
+            documents="join",
+        ),
+        cadence=Cadence(
+            checkpoint_every=Every(0, "steps"), checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0
+        ),
         step_s=None,
-        forecast=None, peak_flops=None, fingerprint={}, recipe_hash="", reasons=(),
-    )  # fmt: skip
+        forecast=None,
+        recipe_hash="",
+        reasons=(),
+    )
 
 
 def make_loader(orders: Orders, workload: Workload, plan: Plan) -> Loader:
@@ -107,14 +130,24 @@ def make_loader(orders: Orders, workload: Workload, plan: Plan) -> Loader:
     tokens = np.memmap(orders.workdir / "tokens.bin", dtype=np.uint16, mode="r")
     shard = Shard(source=0, tokens=tokens, starts=np.zeros(1, dtype=np.int64))
     corpus = Corpus(
-        folder=orders.workdir, vocabulary=workload.vocabulary, eot=0, dtype=np.dtype(np.uint16), train=(shard,),
-        heldout=(), train_bytes=0, heldout_bytes=0, weights=(), sources=(), content_hash="", entries=(),
-    )  # fmt: skip
+        folder=orders.workdir,
+        vocabulary=workload.vocabulary,
+        eot=0,
+        dtype=np.dtype(np.uint16),
+        train=(shard,),
+        heldout=(),
+        train_bytes=0,
+        heldout_bytes=0,
+        weights=(),
+        sources=(),
+        content_hash="",
+        entries=(),
+    )
     order: Any = GivenOrder(orders.workdir, workload.sequence)
     return Loader(
         corpus,
         WindowReader(corpus.train, order, corpus.vocabulary),
-        select_samples(plan, plan.layout, orders.rank, torch.device("cpu")),
+        select_samples(plan, plan.placement.layout, orders.rank, torch.device("cpu")),
     )
 
 

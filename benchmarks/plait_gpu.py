@@ -34,8 +34,9 @@ from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import ModelShape, linear_layers, parameter_count
 from plait.model.weights import training_flops_per_token
 from plait.parallel.mesh import make_mesh, world_sums
+from plait.partition.execution import RunArithmetic
 from plait.planner.derive.resources import Resources
-from plait.planner.plan import Forecast, OptimizerPlan, Plan
+from plait.planner.plan import Cadence, Forecast, Machines, OptimizerPlan, Placement, Plan, TrainingJob
 from plait.planner.resolve.resolve import draft
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import assemble
@@ -47,12 +48,20 @@ def model_shape(size: str, work: Workload) -> ModelShape:
     """The peer's model in plait's terms: GPT-2 at 125M, a Llama at the others, with adapters at "LoRA 8B"."""
     gpt2, adapted = size == "125M", size == "LoRA 8B"
     shape = ModelShape(
-        layers=work.layers, width=work.width, heads=work.heads, kv_heads=work.heads // (4 if adapted else 1),
-        head_width=work.width // work.heads, ffn=4 * work.width if gpt2 else ffn_of(size, work),
-        vocabulary=work.vocabulary, sequence=work.sequence, norm="layernorm" if gpt2 else "rmsnorm",
-        activation="gelu" if gpt2 else "swiglu", positions="learned" if gpt2 else "rope",
-        bias="all" if gpt2 else "none", tied=gpt2,
-    )  # fmt: skip
+        layers=work.layers,
+        width=work.width,
+        heads=work.heads,
+        kv_heads=work.heads // (4 if adapted else 1),
+        head_width=work.width // work.heads,
+        ffn=4 * work.width if gpt2 else ffn_of(size, work),
+        vocabulary=work.vocabulary,
+        sequence=work.sequence,
+        norm="layernorm" if gpt2 else "rmsnorm",
+        activation="gelu" if gpt2 else "swiglu",
+        positions="learned" if gpt2 else "rope",
+        bias="all" if gpt2 else "none",
+        tied=gpt2,
+    )
     adapter = AdapterShape(rank=16, alpha=32, targets=linear_layers(shape))
     return replace(shape, adapter=adapter) if adapted else shape
 
@@ -60,17 +69,37 @@ def model_shape(size: str, work: Workload) -> ModelShape:
 def plan_for(shape: ModelShape, work: Workload, flags: argparse.Namespace, corpus: Path) -> Plan:
     """A plan of one rank."""
     return Plan(
-        layout=Layout(), threads=1, device="cuda" if flags.device == "cuda" else "cpu", precision="bf16",
-        compile="off" if flags.compile == "none" else "blocks", shape=shape, sequence=work.sequence,
-        batch_sequences=work.sequences_per_rank, micro_sequences=work.sequences_per_rank,
-        budget=Amount(1, "steps"), steps=flags.warmup + flags.steps,
-        optimizer=OptimizerPlan(lr=work.learning_rate, warmup_steps=0, weight_decay=work.weight_decay,
-                                betas=(work.beta1, work.beta2), clip=work.clip, schedule="constant"),
-        corpus=str(corpus), corpus_hash="", documents=flags.documents, checkpoint_every=Every(0, "steps"),
-        checkpoint_keep=1, report_every_steps=10, evaluate_every_steps=0, step_s=None,
-        forecast=None, peak_flops=flags.peak_flops, fingerprint={},
-        recipe_hash="", reasons=(),
-    )  # fmt: skip
+        placement=Placement(layout=Layout(), threads=1, micro_sequences=work.sequences_per_rank),
+        machines=Machines(
+            device="cuda" if flags.device == "cuda" else "cpu", peak_flops=flags.peak_flops, fingerprint={}
+        ),
+        arithmetic=RunArithmetic(precision="bf16", compile="off" if flags.compile == "none" else "blocks"),
+        job=TrainingJob(
+            shape=shape,
+            sequence=work.sequence,
+            batch_sequences=work.sequences_per_rank,
+            budget=Amount(1, "steps"),
+            steps=flags.warmup + flags.steps,
+            optimizer=OptimizerPlan(
+                lr=work.learning_rate,
+                warmup_steps=0,
+                weight_decay=work.weight_decay,
+                betas=(work.beta1, work.beta2),
+                clip=work.clip,
+                schedule="constant",
+            ),
+            corpus=str(corpus),
+            corpus_hash="",
+            documents=flags.documents,
+        ),
+        cadence=Cadence(
+            checkpoint_every=Every(0, "steps"), checkpoint_keep=1, report_every_steps=10, evaluate_every_steps=0
+        ),
+        step_s=None,
+        forecast=None,
+        recipe_hash="",
+        reasons=(),
+    )
 
 
 def train(flags: argparse.Namespace, work: Workload, folder: Path) -> Measured:
@@ -81,33 +110,37 @@ def train(flags: argparse.Namespace, work: Workload, folder: Path) -> Measured:
     (folder / "recipe.toml").write_text('[data]\nfiles = "none.txt"\n')
     plan = plan_for(model_shape(flags.size, work), work, flags, corpus)
     told = forecast_of(plan, folder)  # before this process takes memory, which would be another program's to it
-    mesh = make_mesh(plan.layout, plan.device)
+    mesh = make_mesh(plan.placement.layout, plan.machines.device)
     assembly = assemble(load_recipe(folder / "recipe.toml"), plan, sums=world_sums(), mesh=mesh)
     forget_peak(device)
     state, totals, marks = TrainState(), [], [mark(device)]
     with allowed_attention(flags):
-        for _ in range(plan.steps):
+        for _ in range(plan.job.steps):
             state, scalars = assembly.step(state)
             totals.append(scalars.totals)
             marks.append(mark(device))
     assembly.loader.close()
     # Some of the synthetic documents are never learned: a tiny step may have no token that counts.
     first, last = (float(total[0] / total[1].clamp(min=1)) for total in (totals[0], totals[-1]))
-    flops = training_flops_per_token(plan.shape, plan.sequence, "full")
-    parameters = parameter_count(plan.shape)
+    flops = training_flops_per_token(plan.job.shape, plan.job.sequence, "full")
+    parameters = parameter_count(plan.job.shape)
     found = figures(flags, work, marks, flops=round(flops), parameters=parameters, losses=(first, last))
     return replace(found, planned_bytes=told.tensor_bytes, planned_step_s=told.step_s) if told else found
 
 
 def forecast_of(plan: Plan, folder: Path) -> Forecast | None:
     """What the planner foretells of this very plan on this machine; None where the catalogue lacks its GPU."""
-    keys = ("replicate=1", f"micro_sequences={plan.micro_sequences}", f"recompute={plan.layout.recompute}")
+    keys = (
+        "replicate=1",
+        f"micro_sequences={plan.placement.micro_sequences}",
+        f"recompute={plan.placement.layout.recompute}",
+    )
     config = load_recipe(folder / "recipe.toml", [f"layout.{key}" for key in keys])
     machine = detect_machine()
     peak, _ = machine_peak_flops(machine)
     resources = Resources(machine=machine, peak_flops=peak)
     return draft(
-        config, corpus_facts(open_corpus(Path(plan.corpus))), resources, recipe_hash="", begun=plan
+        config, corpus_facts(open_corpus(Path(plan.job.corpus))), resources, recipe_hash="", begun=plan
     ).plan.forecast
 
 

@@ -59,7 +59,7 @@ def main(folder: Path, rank: int) -> None:
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with process_group_for(_rank_on_its_own(rank, plan, folder), plan):
         world = world_sums()
-        assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.layout, plan.device))
+        assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.placement.layout, plan.machines.device))
         assembly = _with_slow_data(assembly, config.run.seed, folder / f"delay-{rank}")
         assembly, meter = attach_meter(assembly, clock_of(assembly.device))
         state, write = TrainState(), _writer(folder / TIMES) if rank == 0 else None
@@ -94,7 +94,7 @@ def _rank_on_its_own(rank: int, plan: Plan, folder: Path) -> RankContext:
 
 def _with_slow_data(assembly: Assembly, seed: int, delay: Path) -> Assembly:
     assembly.loader.close()
-    order: Any = SlowOrder(make_order(assembly.corpus, seed, assembly.plan.sequence), delay)
+    order: Any = SlowOrder(make_order(assembly.corpus, seed, assembly.plan.job.sequence), delay)
     reader = WindowReader(assembly.corpus.train, order, assembly.corpus.vocabulary)
     return replace(assembly, loader=Loader(assembly.corpus, reader, assembly.loader.selection))
 

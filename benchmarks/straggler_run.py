@@ -165,6 +165,11 @@ def prepare_run(hosts: int, folder: Path) -> None:
     corpus = open_corpus(prepare_corpus(data_request(config), ROOT / ".plait", lambda *_: None))
     resources = Resources(machine=replace(detect_cpu_machine(), cores=hosts), peak_flops=None)
     outline = draft(config, corpus_facts(corpus), resources, recipe_hash="")
-    plan = replace(settle(config, outline, outline.layouts), layout=Layout(replicate=hosts), threads=1)
+    plan = replace(
+        settle(config, outline, outline.layouts),
+        placement=replace(
+            settle(config, outline, outline.layouts).placement, layout=Layout(replicate=hosts), threads=1
+        ),
+    )
     recipe.write_text(recipe_text(config))
     write_plan(plan, folder / "plan.json")

@@ -20,7 +20,8 @@ from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.parallel.apply import STAGES, parallelize
 from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
-from plait.planner.plan import OptimizerPlan, Plan
+from plait.partition.execution import RunArithmetic
+from plait.planner.plan import Cadence, Machines, OptimizerPlan, Placement, Plan, TrainingJob
 from plait.planner.search.validity import balanced_stages
 from plait.trainer.assemble import Assembly, make_autocast, make_runners, select_samples
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
@@ -64,18 +65,38 @@ def plan_for(work: Work, kind: str) -> Plan:
         asked["stage_layers"] = balanced_stages(work.shape, asked["pipeline"])
     layout = Layout(**asked)
     optimizer = OptimizerPlan(
-        lr=work.learning_rate, warmup_steps=0, weight_decay=work.weight_decay, betas=work.betas, clip=None,
+        lr=work.learning_rate,
+        warmup_steps=0,
+        weight_decay=work.weight_decay,
+        betas=work.betas,
+        clip=None,
         schedule="constant",
-    )  # fmt: skip
+    )
     return Plan(
-        layout=layout, threads=1, device="cpu", precision="float32", compile="off", shape=work.shape,
-        sequence=work.sequence, batch_sequences=work.sequences,
-        micro_sequences=micro_sequences or work.sequences // layout.data_parallel_degree,
-        budget=Amount(1, "steps"), steps=1, optimizer=optimizer, corpus="", corpus_hash="", documents="join",
-        checkpoint_every=Every(0, "steps"), checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0,
+        placement=Placement(
+            layout=layout, threads=1, micro_sequences=micro_sequences or work.sequences // layout.data_parallel_degree
+        ),
+        machines=Machines(device="cpu", peak_flops=None, fingerprint={}),
+        arithmetic=RunArithmetic(precision="float32", compile="off"),
+        job=TrainingJob(
+            shape=work.shape,
+            sequence=work.sequence,
+            batch_sequences=work.sequences,
+            budget=Amount(1, "steps"),
+            steps=1,
+            optimizer=optimizer,
+            corpus="",
+            corpus_hash="",
+            documents="join",
+        ),
+        cadence=Cadence(
+            checkpoint_every=Every(0, "steps"), checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0
+        ),
         step_s=None,
-        forecast=None, peak_flops=None, fingerprint={}, recipe_hash="", reasons=(),
-    )  # fmt: skip
+        forecast=None,
+        recipe_hash="",
+        reasons=(),
+    )
 
 
 def assembled(work: Work, plan: Plan) -> Assembly:
@@ -83,29 +104,29 @@ def assembled(work: Work, plan: Plan) -> Assembly:
     together = dist.is_initialized()
     device = torch.device("cpu")
     with torch.device("meta" if together else "cpu"):
-        model = GPT(plan.shape)
-    mesh = make_mesh(plan.layout, "cpu") if together else None
+        model = GPT(plan.job.shape)
+    mesh = make_mesh(plan.placement.layout, "cpu") if together else None
     sharded = parallelize(model, mesh, plan.execution, STAGES if together else ())
-    initialize_weights(sharded.weights, plan.shape, work.seed)
+    initialize_weights(sharded.weights, plan.job.shape, work.seed)
     sums = world_sums() if together else ONE_PROCESS
-    samples = select_samples(plan, plan.layout, sums.index, device)
+    samples = select_samples(plan, plan.placement.layout, sums.index, device)
     corpus = corpus_of(work)
     order: Any = InOrder(work=work, sequence=work.sequence)
-    autocast = make_autocast(plan.precision, device)
-    auxiliary = AuxiliaryLosses(sharded, plan.shape, autocast)
+    autocast = make_autocast(plan.arithmetic.precision, device)
+    auxiliary = AuxiliaryLosses(sharded, plan.job.shape, autocast)
     run_micros, evaluate_micros = make_runners(sharded, autocast, auxiliary=auxiliary)
     return Assembly(
         plan=plan,
         device=device,
         model=sharded,
-        optimizer=make_optimizer(sharded.units, plan.optimizer),
+        optimizer=make_optimizer(sharded.units, plan.job.optimizer),
         corpus=corpus,
         loader=Loader(corpus, WindowReader(corpus.train, order, corpus.vocabulary), samples),
         heldout=partial(heldout_micros, corpus, samples),
         sums=sums,
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
-        loads=ExpertLoads(sharded, plan.shape),
+        loads=ExpertLoads(sharded, plan.job.shape),
         auxiliary=auxiliary,
     )
 
@@ -114,9 +135,19 @@ def corpus_of(work: Work) -> Corpus:
     """The benchmark's text as plait's own prepared tokens."""
     shard = Shard(source=0, tokens=tokens_of(work), starts=np.zeros(1, dtype=np.int64))
     return Corpus(
-        folder=Path(), vocabulary=work.vocabulary, eot=0, dtype=np.dtype(np.uint16), train=(shard,), heldout=(),
-        train_bytes=0, heldout_bytes=0, weights=(), sources=(), content_hash="", entries=(),
-    )  # fmt: skip
+        folder=Path(),
+        vocabulary=work.vocabulary,
+        eot=0,
+        dtype=np.dtype(np.uint16),
+        train=(shard,),
+        heldout=(),
+        train_bytes=0,
+        heldout_bytes=0,
+        weights=(),
+        sources=(),
+        content_hash="",
+        entries=(),
+    )
 
 
 if __name__ == "__main__":

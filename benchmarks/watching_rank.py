@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,11 +14,12 @@ from plait.trainer.balance.actions import GATHERED_STEPS, Rebalancer
 from plait.trainer.balance.meter import attach_meter, clock_of
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars
+from tests.plans import changed
 
 
 def main() -> None:
     work, flags = join()
-    assembly = assembled(work, replace(plan_for(work, '{"replicate": 2}'), steps=10**9))
+    assembly = assembled(work, changed(plan_for(work, '{"replicate": 2}'), steps=10**9))
     serve(watched_steps(assembly, Path(flags.rendezvous).parent) if flags.kind == "watched" else bare_steps(assembly))
 
 

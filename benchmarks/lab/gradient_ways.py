@@ -35,7 +35,8 @@ from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
 from plait.parallel.reduction import Transfer
 from plait.parallel.replicate import replicate
 from plait.parallel.sharded_model import LossOf, ShardedModel
-from plait.planner.plan import OptimizerPlan, Plan
+from plait.partition.execution import RunArithmetic
+from plait.planner.plan import Cadence, Machines, OptimizerPlan, Placement, Plan, TrainingJob
 from plait.trainer.optimizer.optim import make_optimizer
 from plait.trainer.step import make_forward, make_loss, run_micros_in_turn, take_step
 from plait.units import Amount, Every
@@ -131,7 +132,7 @@ def _step_of(way: Way) -> tuple[Step, Callable[[], object]]:
     sharded = parallelize(model, mesh, plan.execution, stages)
     _slow_down(sharded.chunks[0], way.micros)
     _random_weights(sharded)
-    optimizer = make_optimizer(sharded.units, plan.optimizer)
+    optimizer = make_optimizer(sharded.units, plan.job.optimizer)
     forward, loss_of = make_forward(_no_cast), make_loss(_no_cast, sharded.vocabulary)
     run = partial(run_micros_in_turn, sharded=sharded, forward=forward, loss_of=loss_of)
     sums, micros = (world_sums() if stages else ONE_PROCESS), _micros(way.micros)
@@ -196,12 +197,26 @@ def _plan(way: Way) -> Plan:
     every = Every(1, "steps")
     adam = OptimizerPlan(lr=1e-3, warmup_steps=0, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, schedule="constant")
     return Plan(
-        layout=way.layout, threads=1, device="cpu", precision="float32", compile="off", shape=SHAPE,
-        sequence=SHAPE.sequence, batch_sequences=HOSTS * way.micros, micro_sequences=1,
-        gradient_transfer=way.transfer, budget=Amount(1, "steps"), steps=1, optimizer=adam, corpus="", corpus_hash="",
-        documents="join", checkpoint_every=every, checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0,
-        step_s=None, forecast=None, peak_flops=None, fingerprint={}, recipe_hash="", reasons=(),
-    )  # type: ignore[arg-type]  # fmt: skip
+        placement=Placement(layout=way.layout, threads=1, micro_sequences=1),
+        machines=Machines(device="cpu", peak_flops=None, fingerprint={}),
+        arithmetic=RunArithmetic(precision="float32", compile="off", gradient_transfer=way.transfer),
+        job=TrainingJob(
+            shape=SHAPE,
+            sequence=SHAPE.sequence,
+            batch_sequences=HOSTS * way.micros,
+            budget=Amount(1, "steps"),
+            steps=1,
+            optimizer=adam,
+            corpus="",
+            corpus_hash="",
+            documents="join",
+        ),
+        cadence=Cadence(checkpoint_every=every, checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0),
+        step_s=None,
+        forecast=None,
+        recipe_hash="",
+        reasons=(),
+    )  # type: ignore[arg-type]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

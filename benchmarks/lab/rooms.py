@@ -87,7 +87,7 @@ def _turn(lab: Lab, runner: JoinedRunner, name: str, layout: Mapping[str, Any]) 
     if not turn.seconds:
         raise RunFailed(f"the run did not end: {turn.sentence}")
     plan = read_plan(run / "plan.json")
-    hosts = [share.name for share in plan.hosts]  # of one name, so that a number tells who came from where
+    hosts = [share.name for share in plan.machines.hosts]  # of one name, so that a number tells who came from where
     return turn, {"hosts": hosts, "forecast_s": plan.forecast.step_s if plan.forecast else 0.0}
 
 

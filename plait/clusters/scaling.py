@@ -105,12 +105,12 @@ def forecast_scaling(
         if plan.forecast is None or paper.peak_flops is None:
             raise PlaitError(f"the devices of {cluster.name} are not in plait's catalogue; name --nodes yourself")
         first = first or plan
-        run_s, price = plan.forecast.step_s * first.steps, some.price_per_hour
+        run_s, price = plan.forecast.step_s * first.job.steps, some.price_per_hour
         row = NodesForecast(
             nodes=nodes,
             devices=some.hour_devices,
             peak_flops=paper.peak_flops,
-            layout=plan.layout,
+            layout=plan.placement.layout,
             step_s=plan.forecast.step_s,
             run_s=run_s,
             price=None if price is None else price * run_s / 3600,
@@ -167,7 +167,7 @@ def _cells(scaling: Scaling, row: NodesForecast) -> tuple[str, ...]:
 def scaling_text(scaling: Scaling, chosen: int, hardware: str) -> str:
     """The table, what it is about, and why so many nodes, for people."""
     plan = scaling.plan
-    about = f"{format_count(parameter_count(plan.shape))} parameters, {counted(plan.steps, 'step', ',')} of "
+    about = f"{format_count(parameter_count(plan.job.shape))} parameters, {counted(plan.job.steps, 'step', ',')} of "
     lines = [f"forecast {about}{plan.batch_tokens:,} tokens; {hardware}"]
     lines += [f"         {line}" for line in scaling_table(scaling)]
     if any(row.nodes > scaling.existing for row in scaling.rows):

@@ -64,7 +64,7 @@ def evaluate(
             f"held out text with {other_run}"
         )
     plan = None if files else _plan_with_heldout(heldout_of or name, working, given_as)
-    found = find_model(name, working, sequence or (plan.sequence if plan and heldout_of else None), adapter)
+    found = find_model(name, working, sequence or (plan.job.sequence if plan and heldout_of else None), adapter)
     with TemporaryDirectory(prefix="plait-eval-") as cache, screen.progress() as show:
         if plan:
             text, nbytes = _heldout_text(plan, found, working, given_as)
@@ -99,7 +99,7 @@ def evaluation_of(step: int, loss_sum: float, tokens: int, nbytes: int) -> Evalu
 def _plan_with_heldout(run: str, working: WorkingFolder, given_as: str) -> Plan:
     """The plan of a run whose held-out text is there and whole."""
     plan = find_run(run, working).saved_plan()
-    corpus = open_corpus(working.path / plan.corpus)
+    corpus = open_corpus(working.path / plan.job.corpus)
     if corpus.layout == "pairs":
         raise PlaitError(
             f"the run {run} held out pairs of answers, whose loss and accuracy stand in its metrics.jsonl; plait eval "
@@ -113,7 +113,7 @@ def _plan_with_heldout(run: str, working: WorkingFolder, given_as: str) -> Plan:
 
 def _heldout_text(plan: Plan, found: FoundModel, working: WorkingFolder, given_as: str) -> tuple[MeasuredText, int]:
     """The text that a run held out, and its bytes; raises PlaitError where the model has other tokens."""
-    corpus = open_corpus(working.path / plan.corpus)
+    corpus = open_corpus(working.path / plan.job.corpus)
     tokenizer, own = corpus_tokenizer(corpus), found.tokenizer
     if (tokenizer.hash, tokenizer.bos) != (own.hash, own.bos):
         raise PlaitError(

@@ -69,7 +69,7 @@ def write_export(
     plan, target = folder.saved_plan(), (working.path / to).absolute()
     _check_request(run, plan, to, target, dtype, what)
     source = find_exported(folder, plan)
-    corpus = open_corpus(working.path / plan.corpus)
+    corpus = open_corpus(working.path / plan.job.corpus)
     tokenizer = corpus_tokenizer(corpus)
 
     def write(staging: Path) -> str:
@@ -91,7 +91,7 @@ def write_export(
 def _check_request(run: str, plan: Plan, to: Path, target: Path, dtype: str, what: Exported) -> None:
     if dtype not in _CODES:
         raise PlaitError(f"dtype = {dtype} is none of {', '.join(_CODES)}; choose one of these")
-    if what != "model" and plan.shape.adapter is None:
+    if what != "model" and plan.job.shape.adapter is None:
         raise PlaitError(f'"{run}" trained all weights and has no adapter; export it without --{what}')
     if target.exists() or not target.parent.is_dir():
         raise PlaitError(f"{to} is there already, or the folder that it would lie in is not; name a new folder")
@@ -117,7 +117,7 @@ def _written(target: Path, write: Callable[[Path], str]) -> str:
 def _write_model(staging: Path, target: Path, source: ExportedRun, corpus: Corpus, dtype: str, shard_bytes: int) -> str:
     """The whole model, an adapter added to the weights beside it; returns its family."""
     kept = read_config(source.folder.base) if source.folder.base.is_dir() else {}
-    shape = _exported_shape(replace(without_objectives(source.plan.shape), adapter=None), kept)
+    shape = _exported_shape(replace(without_objectives(source.plan.job.shape), adapter=None), kept)
     config = config_of_shape(shape, dtype, family_of(kept) if kept else "")
     tensors = written_tensors(shape, MODEL_FAMILIES[config["model_type"]])
     _require_room(target, files_bytes(tensors, _CODES[dtype]))
@@ -126,26 +126,26 @@ def _write_model(staging: Path, target: Path, source: ExportedRun, corpus: Corpu
     _write_json(staging / "config.json", {**config, **ids})
     write_weights(staging, tensors, _CODES[dtype], merged_reader(source), shard_bytes)
     merged = ", the adapter merged" if source.base else ""
-    return f"{config['model_type']}{merged}{objectives_left_out(source.plan.shape)}"
+    return f"{config['model_type']}{merged}{objectives_left_out(source.plan.job.shape)}"
 
 
 def _write_adapter(staging: Path, source: ExportedRun, corpus: Corpus, dtype: str) -> str:
     """The adapter alone, with what a chat needs beside it; returns what it is."""
     base = source.base
-    assert base is not None and source.plan.shape.adapter is not None
+    assert base is not None and source.plan.job.shape.adapter is not None
     named = source.folder.saved_config().model.from_ or str(base.folder)
     write_adapter(
         staging,
-        source.plan.shape,
+        source.plan.job.shape,
         base.family,
         lambda name: read_tensor(source.found.path, source.found.manifest, f"model/{name}"),
         base=named.removeprefix("hub:"),
-        fingerprint=source.plan.base_fingerprint,
+        fingerprint=source.plan.job.base_fingerprint,
         dtype=getattr(torch, dtype),
     )
     kept = read_config(source.folder.base) if source.folder.base.is_dir() else {}
     _write_small_files(staging, source, corpus, _token_ids(source, corpus, kept), "adapter")
-    return f"{source.plan.shape.adapter.variant} adapter of {base.family}"
+    return f"{source.plan.job.shape.adapter.variant} adapter of {base.family}"
 
 
 def _exported_shape(shape: ModelShape, base: Mapping[str, Any]) -> ModelShape:
@@ -159,7 +159,7 @@ def _token_ids(source: ExportedRun, corpus: Corpus, base: Mapping[str, Any]) -> 
     those that the base ends text with, and with the end of a learnt document."""
     tokenizer = corpus_tokenizer(corpus)
     *turn, end_of_text = learnt_ends(corpus, tokenizer)
-    kept = {key: base[key] for key in _KEPT_KEYS if key in base} or {"bos_token_id": tokenizer.eot}
+    kept = {key: base[key] for key in _KEPT_KEYS if key in base} or {"bos_token_id": tokenizer.beginning[0]}
     of_base = end_ids(generation_config(source.folder.base)) or end_ids(kept)
     return {**kept, "eos_token_id": one_or_list([*turn, *of_base, end_of_text])}
 
@@ -188,6 +188,7 @@ def _write_small_files(
     else:
         tokenizer.save(staging)
         texts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eot_text}
+        texts |= {"bos_token": tokenizer.bos_text} if tokenizer.bos else {}
         _write_json(staging / "tokenizer_config.json", texts)
     answers = _how_answers_end(learnt_end_of_turn(corpus, tokenizer), what)
     card = model_card(folder.saved_config(), source.plan, source.found.manifest, licences, answers=answers)

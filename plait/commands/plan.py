@@ -105,5 +105,5 @@ def _report_for_this_machine(config: RunConfig, top: int, working: WorkingFolder
         show(0, 0, COMPARING_LAYOUTS)
         report = make_plan_report(config, resources_of(survey, workers), top=top, working=working)
         kept = kept_plan(config, corpus, survey, workers) if corpus else None
-    first = training_section(kept, report.layouts, report.plan.layout)
+    first = training_section(kept, report.layouts, report.plan.placement.layout)
     return replace(report, sections=(first, *report.sections))

@@ -37,15 +37,15 @@ def probe_hosts(
         found = workers.host_machines()
         corpus, _ = corpus_facts_or_usual(config)
         seen = on_paper(cluster_of_hosts(found, link_at_rate(1, "machine")))
-        job = request_of(config, corpus, seen).job
+        request = request_of(config, corpus, seen)
         with screen.progress() as show:
             show(0, 0, TIMING_PRODUCTS)
             resources = replace(seen, fixed_workers=workers.fixed_workers)
             arithmetic = new_with_arithmetic(config, corpus, resources, workers, rates="again").arithmetic
         need = ProbeNeed(
-            shape=job.shape,
-            batch_sequences=job.batch_sequences,
-            precision=job.precision,
+            shape=request.job.shape,
+            batch_sequences=request.job.batch_sequences,
+            precision=request.arithmetic.precision,
             compile=compile_of(config, [machine for machine, _, _ in found], []),
         )
         if arithmetic:

@@ -40,10 +40,13 @@ def prove(recipe: Path, overrides: Sequence[str], *, count: int, json_file: Path
             screen.print(f"failed   {_layout_text(split)}: {error}")
 
         plan, trials = proven_plan(config, corpus, site, workers, count=count, on_timed=show, on_failed=show_failed)
-    screen.print(winner_text(plan.layout))
+    screen.print(winner_text(plan.placement.layout))
     if json_file:
         layouts = [
-            _layout_json(split, split.layout == plan.layout and split.threads == plan.threads) for split in trials
+            _layout_json(
+                split, split.layout == plan.placement.layout and split.placement.threads == plan.placement.threads
+            )
+            for split in trials
         ]
         write_output_file(json_file, json.dumps(layouts, indent=2) + "\n")
 
@@ -62,9 +65,10 @@ def winner_text(layout: Layout) -> str:
 
 
 def _layout_text(split: WorkerLayout) -> str:
-    workers = f"{counted(split.workers, 'worker')} × {counted(split.threads, 'thread')}"
-    fewer = f" ({min(split.micro_limits)} where memory is short)" if split.micro_limits else ""
-    return f"{layout_summary(split.layout)}, {counted(split.micro_sequences, 'sequence')} at a time{fewer}, {workers}"
+    workers = f"{counted(split.workers, 'worker')} × {counted(split.placement.threads, 'thread')}"
+    fewer = f" ({min(split.placement.micro_limits)} where memory is short)" if split.placement.micro_limits else ""
+    at_a_time = counted(split.placement.micro_sequences, "sequence")
+    return f"{layout_summary(split.layout)}, {at_a_time} at a time{fewer}, {workers}"
 
 
 def _step_time_text(split: WorkerLayout) -> str:
@@ -84,10 +88,10 @@ def _layout_json(split: WorkerLayout, chosen: bool) -> dict[str, Any]:
         "schedule": split.layout.schedule,
         "stage_layers": list(split.layout.stage_layers),
         "recompute": split.layout.recompute,
-        "micro_sequences": split.micro_sequences,
-        "micro_limits": list(split.micro_limits),
+        "micro_sequences": split.placement.micro_sequences,
+        "micro_limits": list(split.placement.micro_limits),
         "workers": split.workers,
-        "threads": split.threads,
+        "threads": split.placement.threads,
         "step_s": split.step_s,
         "predicted_step_s": split.forecast.step_s if split.forecast else None,
         "chosen": chosen,

@@ -94,7 +94,7 @@ class Run:
         if receipt := self.receipt:
             return in_call_words(run_end(receipt, self.path, [report.loss for report in steps], "utf-8"))
         loss = f", loss {steps[-1].loss:.3f}" if steps else ""
-        return printable(f"run      {self.path}: step {steps[-1].step if steps else 0} of {self.plan.steps}{loss}")
+        return printable(f"run      {self.path}: step {steps[-1].step if steps else 0} of {self.plan.job.steps}{loss}")
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -69,16 +69,16 @@ def verify(
 
 def verification_start(plan: Plan, cores: int) -> str:
     """What is about to be compared, on a machine with so many cores."""
-    workers = plan.layout.world_size
+    workers = plan.placement.layout.world_size
     turns = f" taking turns on {counted(cores, 'core')}" if workers > cores else ""
     doing = f"{counted(workers, 'gloo worker')}{turns} in float64, beside one plain process"
-    return f"layout   {plan.layout}{shares_text(plan)}: {doing}"
+    return f"layout   {plan.placement.layout}{shares_text(plan)}: {doing}"
 
 
 def _check_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: Screen) -> Verdict:
     """The proof once more with gradients that travel in the recipe's precision; exact but for their rounding."""
     screen.print("         exact where gradients travel whole; now as bfloat16, which changes the numbers")
-    rounded = replace(plan, gradient_transfer="bf16")
+    rounded = replace(plan, arithmetic=replace(plan.arithmetic, gradient_transfer="bf16"))
     return check_gradients(config, rounded, workers, scope="gradients", tolerances=BF16_TRANSFER_TOLERANCES)
 
 
@@ -93,6 +93,6 @@ def _left_out(config: RunConfig) -> str:
 def _check_torchrun_workers(layout: Layout, workers: WorkerPool) -> None:
     if workers.fixed_workers is not None and workers.fixed_workers.workers != layout.world_size:
         raise PlaitError(
-            f"torchrun started {workers.fixed_workers.workers} workers and the layout needs {layout.world_size}; "
-            f"start torchrun with --nproc-per-node {layout.world_size}, or verify without torchrun"
+            f"the launcher started {workers.fixed_workers.workers} workers and the layout needs {layout.world_size}; "
+            f"start {layout.world_size} (torchrun: --nproc-per-node), or verify without a launcher"
         )

@@ -21,7 +21,7 @@ beyond torch's own limit of eight a layer would run uncompiled without a word.""
 def compile_layers(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Compile the layers in place; parameter names stay as they are. Layers with experts are not compiled: the sizes of
     their products are known only once tokens are routed."""
-    if execution.compile == "blocks":
+    if execution.arithmetic.compile == "blocks":
         for chunk in sharded.chunks:
             for layer in chunk.layers.values():
                 if not (isinstance(layer, Layer) and isinstance(layer.feedforward, Mixture)):

@@ -17,7 +17,7 @@ from plait.partition.execution import Execution
 
 def round_frozen(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Keep the frozen weights of linear layers in bfloat16 where the run computes in it."""
-    if execution.precision == "bf16":
+    if execution.arithmetic.precision == "bf16":
         for chunk in sharded.chunks:
             for module in chunk.modules():
                 if isinstance(module, Linear) and not module.weight.requires_grad:

@@ -105,9 +105,9 @@ def _policy(execution: Execution) -> MixedPrecisionPolicy:
     Under autocast a bfloat16 run would keep a rounded copy of each weight from the forward to the backward, on every
     rank; gathered in bfloat16, weights are their own rounded copies and are freed together with the gathered layer.
     """
-    rounds = execution.precision == "bf16"
+    rounds = execution.arithmetic.precision == "bf16"
     # FSDP2 rounds before its library's sum, which for bfloat16 rounds after every addition.
-    summed = torch.bfloat16 if execution.gradient_transfer == "bf16" else torch.float32 if rounds else None
+    summed = torch.bfloat16 if execution.arithmetic.gradient_transfer == "bf16" else torch.float32 if rounds else None
     # The stream between layers stays float32, as in every other layout.
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if rounds else None, reduce_dtype=summed, cast_forward_inputs=False

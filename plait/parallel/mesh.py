@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -121,26 +124,36 @@ def open_store(rendezvous: str, rank: int, world_size: int) -> Store:
     a peer that is gone.
     """
     if rendezvous.startswith("tcp://"):
-        return _store_of_hosts(urlsplit(rendezvous), rank)
+        return _store_of_hosts(urlsplit(rendezvous))
     if rendezvous.startswith("env://"):
         return open_launcher_store(rendezvous.removeprefix("env://"), rank)
     return FileStore(rendezvous, world_size)
 
 
-def _store_of_hosts(rendezvous: SplitResult, rank: int) -> Store:
-    """Rank 0 serves the others, on the socket in "?listen=DESCRIPTOR" that has been bound for it.
+def _store_of_hosts(rendezvous: SplitResult) -> Store:
+    """The store that a process of its own serves on host 0 (`launch.local.store_process`).
 
-    Left to itself TCPStore listens on every address of the machine. That socket listens since before any rank was
-    started, so nobody is too early.
+    It listens before any rank is started. TCPStore prints a warning for each address without a name, which many a
+    network at home has.
     """
     assert rendezvous.hostname is not None and rendezvous.port is not None
-    host, port = rendezvous.hostname, rendezvous.port
-    if rank == 0:
-        (descriptor,) = parse_qs(rendezvous.query)["listen"]
-        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=int(descriptor))
-    else:
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    with _nothing_printed():
+        store = TCPStore(rendezvous.hostname, rendezvous.port, is_master=False, wait_for_workers=False)
     return PrefixStore(f"plait{rendezvous.path}", store)
+
+
+@contextlib.contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """Keep what C++ code of this process prints to stderr off it."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def make_mesh(layout: Layout, device: str) -> DeviceMesh:

@@ -92,14 +92,14 @@ class StagePipe:
         self.stages = len(execution.layout.stage_layers)
         self.width = execution.shape.width
         # Of the stream, also under autocast: the residual sums stay in the weights' precision.
-        self.dtype = torch.float64 if execution.precision == "float64" else torch.float32
-        self.sent_dtype = torch.bfloat16 if execution.stage_transfer == "bf16" else self.dtype
+        self.dtype = torch.float64 if execution.arithmetic.precision == "float64" else torch.float32
+        self.sent_dtype = torch.bfloat16 if execution.arithmetic.stage_transfer == "bf16" else self.dtype
         self.wait: WaitFor = wait_for
         self.ends: TiedEmbeddingEnd | None = None
         self.deferred = DeferredGradients()
         if execution.layout.schedule == "zero-bubble":
             # What these products put aside is no value of a compiled layer's graph.
-            multiply = outside_graphs(self.deferred.multiply, execution.compile)
+            multiply = outside_graphs(self.deferred.multiply, execution.arithmetic.compile)
             for chunk in chunks:
                 defer_in(chunk, multiply)
         self._scripts: dict[tuple[str, int], RankSchedule] = {}
@@ -343,4 +343,9 @@ def is_kept_at_one_end(execution: Execution) -> bool:
     layout = execution.layout
     at_both_ends = execution.shape.tied and layout.pipeline > 1 and is_trained(TIED_WEIGHT, execution.shape)
     nobody_else = layout.data_parallel_degree * layout.context == 1 and not execution.shape.objectives.heads
-    return at_both_ends and nobody_else and execution.device == "cpu" and execution.gradient_transfer == "float32"
+    return (
+        at_both_ends
+        and nobody_else
+        and execution.device == "cpu"
+        and execution.arithmetic.gradient_transfer == "float32"
+    )

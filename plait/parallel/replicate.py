@@ -35,12 +35,14 @@ def replicate(
     if layout.shard > 1 and layout.shard_what == "parameters":
         from plait.parallel.fully_sharded import fully_sharded  # most of a second of imports
 
-        return fully_sharded(sharded, weights, groups, bucket_bytes=bucket_bytes, transfer=execution.gradient_transfer)
+        return fully_sharded(
+            sharded, weights, groups, bucket_bytes=bucket_bytes, transfer=execution.arithmetic.gradient_transfer
+        )
     split = mesh.get_group("shard") if layout.shard > 1 else None
     learning = [one for one in weights if one.trained]
     alone = (dist.get_rank(),)
     summed = [replace(one, ranks=alone) if one.name in sharded.single_owner else one for one in learning]
-    reducer = GradientReducer(summed, groups, split, bucket_bytes, execution.gradient_transfer)
+    reducer = GradientReducer(summed, groups, split, bucket_bytes, execution.arithmetic.gradient_transfer)
     if split:
         reducer.wait_in_forward(sharded.chunks)
     updated = [one for one in summed if sharded.single_owner.get(one.name) != "another rank"]

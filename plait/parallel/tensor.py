@@ -48,7 +48,7 @@ def tensor(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sha
         return sharded
     stream = sequence_split(mesh.get_group("tensor"))
     # Its collectives belong to no graph.
-    gather, scatter = (outside_graphs(one, execution.compile) for one in (stream.gather, stream.scatter))
+    gather, scatter = (outside_graphs(one, execution.arithmetic.compile) for one in (stream.gather, stream.scatter))
     stream = replace(stream, gather=gather, scatter=scatter)
     for chunk in sharded.chunks:
         cut_weights(chunk, stream.parts, stream.index)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from plait.layout import Layout
@@ -27,14 +28,37 @@ stream's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunArithmetic:
+    """In which numbers, and by which kernels, a run computes and sends."""
+
+    precision: Precision
+    compile: Compile
+    gradient_transfer: GradientTransfer = "float32"
+    stage_transfer: StageTransfer = "float32"
+    deterministic: bool = True
+    """Whether GPUs use only kernels that give the same bits each time."""
+    matmul_precision: MatmulPrecision = "float32"
+    """Where `precision` is float32: in what its matrices are multiplied."""
+    matmul_backend: MatmulBackend = "default"
+    """The library by which processors multiply float32 matrices; chosen by measurement, kept when a run resumes."""
+    host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
+    """The library of hosts that take another one than `matmul_backend`, by the digest of their machine."""
+    matmul_flops: float | None = None
+    """FLOP/s of the run's matrix products on one device, as measured; None where not measured."""
+    matmul_error: float | None = None
+    """Largest relative error of those products against float64; None where not measured."""
+
+    @property
+    def product_precision(self) -> Precision | MatmulPrecision:
+        """The numbers in which matrices are multiplied."""
+        return self.precision if self.matmul_precision == "float32" else self.matmul_precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """One model split over ranks by one layout, and the arithmetic that computes it."""
 
     layout: Layout
     shape: ModelShape
     device: WorkerDevice
-    precision: Precision
-    compile: Compile
-    gradient_transfer: GradientTransfer
-    matmul_precision: MatmulPrecision = "float32"
-    stage_transfer: StageTransfer = "float32"
+    arithmetic: RunArithmetic

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from plait.cluster.topology import strip_name_number
 from plait.layout import Layout, equal_share
 from plait.model.shape import ModelShape
-from plait.partition.execution import (
-    Compile,
-    Execution,
-    GradientTransfer,
-    MatmulBackend,
-    MatmulPrecision,
-    Precision,
-    StageTransfer,
-    WorkerDevice,
-)
+from plait.partition.execution import Execution, MatmulBackend, RunArithmetic, WorkerDevice
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis, StepItems
 from plait.units import NEVER, Amount, Every
 
@@ -93,52 +84,16 @@ class HostShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Everything that a run will do, with no "auto" left. Workers read the layout from here and nowhere else."""
+class TrainingJob:
+    """What a run computes, whatever the layout and the machines; it stays the same when a run continues."""
 
-    layout: Layout
-    threads: int
-    """Per worker, where `hosts` does not say otherwise."""
-    hosts: tuple[HostShare, ...] = ()
-    """The hosts in the order of their ranks; empty where the run never had more than one."""
-    left_out: tuple[HostShare, ...] = ()
-    """Hosts that joined and that the layout does not use; they have no ranks."""
-    device: WorkerDevice
-    gpus: tuple[int, ...] = ()
-    """torch's numbers of the GPUs that a host's workers use, in the order of their local ranks; empty: all."""
-    precision: Precision
-    compile: Compile
     shape: ModelShape
     sequence: int
     batch_sequences: int
     """Of one optimizer step, over all ranks."""
-    micro_sequences: int
-    """That a rank takes at a time, at most."""
-    micro_limits: tuple[int, ...] = ()
-    """Sequences of a micro-batch of each data-parallel rank; empty where one number suits all memories."""
-    shares: tuple[int, ...] = ()
-    """Sequences per step of each data-parallel rank; empty where they are as equal as can be."""
-    host_order: tuple[int, ...] = ()
-    """The numbers of the hosts in the order of their ranks; one not among them is left out. Empty: all, as given."""
-    balance_every_steps: int = 0
-    """How often shares may change while the run goes on; 0: never."""
-    gradient_transfer: GradientTransfer = "float32"
-    stage_transfer: StageTransfer = "float32"
-    deterministic: bool = True
-    """Whether GPUs use only kernels that give the same bits each time; all did in plans without this field."""
-    matmul_precision: MatmulPrecision = "float32"
-    """Where `precision` is float32: in what its matrices are multiplied."""
-    matmul_backend: MatmulBackend = "default"
-    """The library by which processors multiply float32 matrices; chosen by measurement, kept when a run resumes."""
-    host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
-    """The library of hosts that take another one than `matmul_backend`, by the digest of their machine."""
-    matmul_flops: float | None = None
-    """FLOP/s of the run's matrix products on one device, as measured in its arithmetic; None where not measured."""
-    matmul_error: float | None = None
-    """Largest relative error of those products against float64; None where not measured."""
     budget: Amount
     steps: int
-    """Follow from the budget."""
+    """Follow from the budget; 0 until they do."""
     optimizer: OptimizerPlan
     base: str = ""
     """The folder of the model whose weights the run begins with; empty: they are drawn from the seed."""
@@ -148,26 +103,83 @@ class Plan:
     """The folder with the prepared tokens."""
     corpus_hash: str
     documents: Literal["mask", "join"]
-    checkpoint_every: Every
-    checkpoint_keep: int
-    checkpoint_keep_s: float = 0.0
-    copy_every: Every = NEVER
-    copy_bytes: int = 0
-    """Checkpoints younger than `checkpoint_keep_s` stay, too. A worker's state is copied every `copy_every` steps into
-    memory that outlives it; its copies take `copy_bytes` together."""
-    report_every_steps: int
-    evaluate_every_steps: int
-    """0: only at the end."""
     choices: str = ""
     """The file of multiple-choice questions that an evaluation asks; empty: none."""
-    step_s: float | None
-    """Seconds of a step, measured when the plan was made; None where none was timed."""
-    forecast: Forecast | None
-    """None where the device is not in the catalogue."""
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of one optimizer step, over all ranks."""
+        return self.batch_sequences * self.sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How a job is laid out over its workers."""
+
+    layout: Layout
+    threads: int
+    """Of each worker; `Machines.hosts` may say otherwise for each host."""
+    micro_sequences: int
+    """Sequences of a micro-batch, at most."""
+    micro_limits: tuple[int, ...] = ()
+    """Sequences of a micro-batch of each data-parallel rank, where devices' memories differ too much for one number;
+    else empty."""
+    shares: tuple[int, ...] = ()
+    """Sequences per step of each data-parallel rank; empty where they are as equal as can be."""
+    host_order: tuple[int, ...] = ()
+    """The numbers of the hosts in the order of their ranks; one not among them is left out. Empty: all, as given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """The machines that a plan was made for."""
+
+    device: WorkerDevice
+    gpus: tuple[int, ...] = ()
+    """torch's numbers of the GPUs that a host's workers use, in the order of their local ranks; empty: all."""
+    hosts: tuple[HostShare, ...] = ()
+    """The hosts in the order of their ranks; empty where the run never had more than one."""
+    left_out: tuple[HostShare, ...] = ()
+    """Hosts that joined and that the layout does not use; they have no ranks."""
     peak_flops: float | None
     """Arithmetic peak of all devices together, in FLOP/s; MFU is a share of it."""
     fingerprint: Mapping[str, Any]
-    """Of the machine that the plan was made for."""
+    """Of the machine that the plan was made on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """How often a run does what it does beside training."""
+
+    checkpoint_every: Every
+    checkpoint_keep: int
+    """The newest checkpoints that stay, at least."""
+    checkpoint_keep_s: float = 0.0
+    """Checkpoints younger than this stay, too."""
+    copy_every: Every = NEVER
+    """How often a worker's state is copied into memory that outlives it."""
+    copy_bytes: int = 0
+    """Memory of one host for all its workers' copies."""
+    report_every_steps: int
+    evaluate_every_steps: int
+    """0: only at the end."""
+    balance_every_steps: int = 0
+    """How often shares may change while the run goes on; 0: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that a run will do, with no "auto" left. Workers read the layout from here and nowhere else."""
+
+    job: TrainingJob
+    placement: Placement
+    arithmetic: RunArithmetic
+    machines: Machines
+    cadence: Cadence
+    forecast: Forecast | None
+    """None where the device is not in the catalogue."""
+    step_s: float | None
+    """Seconds of a step, measured when the plan was made; None where none was timed."""
     recipe_hash: str
     reasons: tuple[str, ...]
     """One sentence for each thing that plait chose."""
@@ -179,54 +191,52 @@ class Plan:
 
     @property
     def execution(self) -> Execution:
-        """The part of the plan that the parallel strands need."""
+        """The part of the plan that a model needs to be run in parallel."""
         return Execution(
-            layout=self.layout,
-            shape=self.shape,
-            device=self.device,
-            precision=self.precision,
-            compile=self.compile,
-            gradient_transfer=self.gradient_transfer,
-            matmul_precision=self.matmul_precision,
-            stage_transfer=self.stage_transfer,
+            layout=self.placement.layout,
+            shape=self.job.shape,
+            device=self.machines.device,
+            arithmetic=self.arithmetic,
         )
 
     @property
     def batch_tokens(self) -> int:
-        return self.batch_sequences * self.sequence
+        return self.job.batch_tokens
 
     @property
     def sequences_per_replica(self) -> tuple[int, ...]:
         """Sequences per step of each data-parallel rank, in the order of the samples."""
-        count = self.layout.data_parallel_degree
-        return self.shares or tuple(equal_share(self.batch_sequences, count, part)[1] for part in range(count))
+        count = self.placement.layout.data_parallel_degree
+        batch = self.job.batch_sequences
+        return self.placement.shares or tuple(equal_share(batch, count, part)[1] for part in range(count))
 
     @property
     def world_size(self) -> int:
-        return self.layout.world_size
+        return self.placement.layout.world_size
 
     @property
     def devices(self) -> int:
         """Number of devices for device-hours: GPUs, or machines that compute on their processor."""
-        return self.world_size if self.device == "cuda" else max(1, len(self.hosts))
+        return self.world_size if self.machines.device == "cuda" else max(1, len(self.machines.hosts))
 
     def threads_of(self, rank: int) -> int:
         """Threads of one rank."""
-        hosts = [host for host in self.hosts for _ in range(host.workers)]
-        return hosts[rank].threads if hosts else self.threads
+        hosts = [host for host in self.machines.hosts for _ in range(host.workers)]
+        return hosts[rank].threads if hosts else self.placement.threads
 
     def matmul_backend_of(self, rank: int) -> MatmulBackend:
         """The library by which one rank multiplies float32 matrices."""
-        hosts = [host for host in self.hosts for _ in range(host.workers)]
-        return self.host_backends.get(hosts[rank].machine, self.matmul_backend) if hosts else self.matmul_backend
+        hosts = [host for host in self.machines.hosts for _ in range(host.workers)]
+        usual = self.arithmetic.matmul_backend
+        return self.arithmetic.host_backends.get(hosts[rank].machine, usual) if hosts else usual
 
     def gpu_of(self, local_rank: int) -> int:
         """torch's number of the GPU of a rank on its host."""
-        return self.gpus[local_rank] if self.gpus else local_rank
+        return self.machines.gpus[local_rank] if self.machines.gpus else local_rank
 
     def workers_beside(self, rank: int) -> int:
         """Workers on the host of one rank, itself included."""
-        homes = [place for place, host in enumerate(self.hosts) for _ in range(host.workers)]
+        homes = [place for place, host in enumerate(self.machines.hosts) for _ in range(host.workers)]
         return homes.count(homes[rank]) if homes else self.world_size
 
 

@@ -80,18 +80,18 @@ class Assembly:
             like = torch.zeros(1, dtype=torch.float64, device=self.device)
             with self.auxiliary.also_without_gradients():
                 self.loads.count_first(lambda: self.evaluate_micros(micros), self.sums, like)
-        self.optimizer.lr = learning_rate(plan.optimizer, state.step, plan.steps)
+        self.optimizer.lr = learning_rate(plan.job.optimizer, state.step, plan.job.steps)
         scalars = take_step(
             micros,
             sharded=self.model,
             run_micros=self.run_micros,
             sums=self.sums,
             optimizer=self.optimizer,
-            clip=plan.optimizer.clip,
+            clip=plan.job.optimizer.clip,
             loads=self.loads,
             auxiliary=self.auxiliary,
         )
-        return replace(state, step=state.step + 1, position=state.position + plan.batch_sequences), scalars
+        return replace(state, step=state.step + 1, position=state.position + plan.job.batch_sequences), scalars
 
     def evaluate(self) -> Tensor:
         """[sum of losses, counted tokens] over the whole held-out split, with each of its tokens counted once; of pairs
@@ -101,9 +101,14 @@ class Assembly:
     def set_sequences_per_replica(self, sequences: tuple[int, ...]) -> None:
         """From the next step on, data-parallel rank p reads `sequences[p]` sequences; every rank must
         pass the same values."""
-        layout = self.plan.layout if self.sums.size > 1 else Layout()
+        layout = self.plan.placement.layout if self.sums.size > 1 else Layout()
         self.loader.set_selection(
-            select_samples(replace(self.plan, shares=sequences), layout, self.sums.index, self.device)
+            select_samples(
+                replace(self.plan, placement=replace(self.plan.placement, shares=sequences)),
+                layout,
+                self.sums.index,
+                self.device,
+            )
         )
 
     def replace_by(self, other: Assembly) -> None:
@@ -121,7 +126,7 @@ class Assembly:
 
     def kept_biases(self) -> list[KeptBias]:
         """The routers' biases on this rank, which checkpoints keep beside weights and moments."""
-        return list(self.loads.kept(self.plan.layout if self.sums.size > 1 else Layout(), self.sums.index))
+        return list(self.loads.kept(self.plan.placement.layout if self.sums.size > 1 else Layout(), self.sums.index))
 
 
 def assemble(
@@ -139,23 +144,32 @@ def assemble(
     With `stages=()` and `sums=ONE_PROCESS` the result is one plain process without a mesh: the reference that layouts
     are verified against.
     """
-    device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
-    layout = plan.layout if stages else Layout()
+    device = (
+        torch.device(plan.machines.device, torch.cuda.current_device())
+        if plan.machines.device == "cuda"
+        else torch.device("cpu")
+    )
+    layout = plan.placement.layout if stages else Layout()
     # Described first, cut next, and only then given memory: a rank never holds more than its part.
     with torch.device("meta" if stages else device):
-        model = GPT(plan.shape)
+        model = GPT(plan.job.shape)
     sharded = parallelize(
-        model.to(torch.float64 if plan.precision == "float64" else torch.float32), mesh, plan.execution, stages
+        model.to(torch.float64 if plan.arithmetic.precision == "float64" else torch.float32),
+        mesh,
+        plan.execution,
+        stages,
     )
     for chunk in sharded.chunks:
         reset_biases(chunk)
     fill_first_weights(sharded, plan, config.run.seed, which="all" if initialize else "frozen")
-    corpus, overlong = open_corpus(Path(plan.corpus)), config.data.overlong
+    corpus, overlong = open_corpus(Path(plan.job.corpus)), config.data.overlong
     samples = select_samples(plan, layout, sums.index, device)
-    reader = training_samples(corpus, config.run.seed, plan.sequence, overlong=overlong, epochs=plan.budget.epochs)
+    reader = training_samples(
+        corpus, config.run.seed, plan.job.sequence, overlong=overlong, epochs=plan.job.budget.epochs
+    )
     loader = Loader(corpus, reader, samples)
-    autocast, compile = make_autocast(plan.precision, device), plan.compile if stages else "off"
-    auxiliary = AuxiliaryLosses(sharded, plan.shape, autocast, score_passes(compile))
+    autocast, compile = make_autocast(plan.arithmetic.precision, device), plan.arithmetic.compile if stages else "off"
+    auxiliary = AuxiliaryLosses(sharded, plan.job.shape, autocast, score_passes(compile))
     pairs = pair_losses_of(config, sharded, all_pairs(corpus), autocast, compile)
     run_micros, evaluate_micros = make_runners(
         sharded, autocast, casts=weight_casts(plan), compile=compile, auxiliary=auxiliary, pairs=pairs
@@ -164,14 +178,14 @@ def assemble(
         plan=plan,
         device=device,
         model=sharded,
-        optimizer=make_optimizer(sharded.units, plan.optimizer),
+        optimizer=make_optimizer(sharded.units, plan.job.optimizer),
         corpus=corpus,
         loader=loader,
         heldout=lambda: heldout_micros(corpus, loader.selection, overlong),
         sums=sums,
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
-        loads=ExpertLoads(sharded, plan.shape),
+        loads=ExpertLoads(sharded, plan.job.shape),
         auxiliary=auxiliary,
         pairs=pairs,
     )
@@ -189,23 +203,25 @@ def pair_losses_of(
 
 def select_samples(plan: Plan, layout: Layout, rank: int, device: torch.device) -> SampleSelection:
     """The samples of each step that `rank` reads under `layout`, which is the plan's own or the unsharded Layout()."""
-    sequences = plan.sequences_per_replica if layout.data_parallel_degree > 1 else (plan.batch_sequences,)
+    sequences = plan.sequences_per_replica if layout.data_parallel_degree > 1 else (plan.job.batch_sequences,)
     assert (
-        len(sequences) == layout.data_parallel_degree and min(sequences) > 0 and sum(sequences) == plan.batch_sequences
+        len(sequences) == layout.data_parallel_degree
+        and min(sequences) > 0
+        and sum(sequences) == plan.job.batch_sequences
     )
     place, part = layout.coordinates(rank), layout.data_parallel_rank(rank)
     return SampleSelection(
-        sequence=plan.sequence,
+        sequence=plan.job.sequence,
         sequences_per_replica=sequences,
         data_parallel_rank=part,
         lockstep_replicas=layout.replicas_in_lockstep(part),
-        micro_sequences=plan.micro_sequences,
-        micro_limits=plan.micro_limits if layout.data_parallel_degree > 1 else (),
-        documents=plan.documents,
+        micro_sequences=plan.placement.micro_sequences,
+        micro_limits=plan.placement.micro_limits if layout.data_parallel_degree > 1 else (),
+        documents=plan.job.documents,
         device=device,
         context_rank=place["context"],
         context_degree=layout.context,
-        predict_ahead=plan.shape.objectives.ahead,
+        predict_ahead=plan.job.shape.objectives.ahead,
     )
 
 
@@ -247,9 +263,9 @@ def weight_casts(plan: Plan) -> WeightCasts:
 
     GPUs cast within compiled layers.
     """
-    gathered = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
-    held = plan.device == "cpu" and plan.layout.recompute == "none" and not gathered
-    return "each step" if held and plan.precision == "bf16" else "each micro-batch"
+    gathered = plan.placement.layout.shard > 1 and plan.placement.layout.shard_what == "parameters"
+    held = plan.machines.device == "cpu" and plan.placement.layout.recompute == "none" and not gathered
+    return "each step" if held and plan.arithmetic.precision == "bf16" else "each micro-batch"
 
 
 def make_autocast(precision: Precision, device: torch.device) -> Autocast:

@@ -51,7 +51,7 @@ class ChoiceEvaluation:
     def scores(self, assembly: Assembly) -> ChoiceScores:
         """The model's answers as it is now. Every rank must call it; each data-parallel rank takes every so-maniest
         choice, and all get the same scores."""
-        samples, layout, rows = assembly.loader.selection, assembly.plan.layout, self._rows
+        samples, layout, rows = assembly.loader.selection, assembly.plan.placement.layout, self._rows
         replicas = len(samples.sequences_per_replica)
         divisor = 2 * layout.context * layout.tensor
         losses = torch.zeros(len(rows), dtype=torch.float64, device=assembly.device)
@@ -71,7 +71,7 @@ def load_choices(assembly: Assembly, file: Path | None, world: Sums) -> ChoiceEv
         return None
     text = _from_rank_0(read_choices_text(file) if world.index == 0 else "", world)
     questions = parse_questions(text, str(file))
-    rows = choice_rows(questions, corpus_tokenizer(assembly.corpus), assembly.plan.sequence)
+    rows = choice_rows(questions, corpus_tokenizer(assembly.corpus), assembly.plan.job.sequence)
     return ChoiceEvaluation(questions, rows)
 
 

@@ -34,15 +34,15 @@ def fill_first_weights(sharded: ShardedModel, plan: Plan, seed: int, *, which: W
     held = [one for one in sharded.weights if which == "all" or not one.trained]
     if not held:
         return
-    if not plan.base:  # an adapter of a model that nobody trained is there to be proven
-        initialize_weights(held, plan.shape, seed, "changed")
+    if not plan.job.base:  # an adapter of a model that nobody trained is there to be proven
+        initialize_weights(held, plan.job.shape, seed, "changed")
         return
-    base = read_base_model(Path(plan.base))
+    base = read_base_model(Path(plan.job.base))
     check_base(base, plan)
     read_boxes(base, ((one.name, one.box, one.tensor) for one in held if one.name in base.places))
     if which == "all":
         read_boxes(base, _biases_in(base, sharded))
-    initialize_weights([one for one in held if one.name not in base.places], plan.shape, seed)
+    initialize_weights([one for one in held if one.name not in base.places], plan.job.shape, seed)
 
 
 def _biases_in(base: BaseModel, sharded: ShardedModel) -> Iterable[tuple[str, Box, Tensor]]:
@@ -56,12 +56,14 @@ def _biases_in(base: BaseModel, sharded: ShardedModel) -> Iterable[tuple[str, Bo
 
 def check_base(base: BaseModel, plan: Plan) -> None:
     """Raise RunFailed unless this is the model that the run was planned with."""
-    shape = replace(plan.shape, adapter=None)
+    shape = replace(plan.job.shape, adapter=None)
     if shape.vocabulary > base.shape.vocabulary:  # rows for new tokens: read_boxes
         shape = replace(shape, vocabulary=base.shape.vocabulary)
-    is_same = not plan.base_fingerprint or base_fingerprint(base) == plan.base_fingerprint
+    is_same = not plan.job.base_fingerprint or base_fingerprint(base) == plan.job.base_fingerprint
     if base.shape_for(shape.sequence) != shape or not is_same:
-        raise RunFailed(f"the model in {plan.base} is not the one that this run was planned with; bring that one back")
+        raise RunFailed(
+            f"the model in {plan.job.base} is not the one that this run was planned with; bring that one back"
+        )
 
 
 def initialize_weights(

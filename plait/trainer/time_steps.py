@@ -28,7 +28,7 @@ def rank(context: WorkerContext, argument: str) -> None:
     folder = Path(requested["folder"])
     plan, config = read_plan(folder / "plan.json"), read_saved_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
-        mesh = make_mesh(plan.layout, plan.device)
+        mesh = make_mesh(plan.placement.layout, plan.machines.device)
         world = world_sums()
         assembly = assemble(config, plan, sums=world, mesh=mesh)
         if assembly.pairs is not None:  # the reference costs a step nothing, and its numbers change no time

@@ -50,7 +50,7 @@ def main(context: WorkerContext, argument: str) -> None:
     config = read_saved_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
         world = world_sums()
-        mesh = make_mesh(plan.layout, plan.device)
+        mesh = make_mesh(plan.placement.layout, plan.machines.device)
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)
         reference = KeptReference(plan, world, objective=config.finetune.objective, overlong=config.data.overlong)
@@ -69,7 +69,7 @@ def main(context: WorkerContext, argument: str) -> None:
             state = restore(assembly, path, verify_together(path, world, context.local_rank), world)
             whole.add(state.step)
         sink = sinks_of_rank(context.rank, context.send, folder, state.step)
-        if plan.copy_every.value and (sentence := copying.begin(assembly)):
+        if plan.cadence.copy_every.value and (sentence := copying.begin(assembly)):
             sink.note(sentence)
         try:
             _verify_data(context, assembly)
@@ -94,9 +94,9 @@ def main(context: WorkerContext, argument: str) -> None:
                 memory=context.memory,
                 local_rank=context.local_rank,
             )
-            keep, keep_s = plan.checkpoint_keep, plan.checkpoint_keep_s
+            keep, keep_s = plan.cadence.checkpoint_keep, plan.cadence.checkpoint_keep_s
             prune = partial(prune_old, folder / "checkpoints", keep, keep_s, world, whole, saver.fence)
-            choices = load_choices(assembly, Path(plan.choices) if plan.choices else None, world)
+            choices = load_choices(assembly, Path(plan.job.choices) if plan.job.choices else None, world)
             actions = loop_actions(context, assembly, saver, copying, whole, prune, balance, choices)
             shown = watched(actions, context.progress)
             run_guarded(state, _pace(plan), shown, sink, requested, context, assembly)
@@ -116,11 +116,11 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
     # Moments of embedding rows that stay without a gradient decay into denormal numbers, which CPUs compute slowly.
     torch.set_flush_denormal(True)
     backend = "gloo"
-    select_matmul_library(plan.matmul_backend_of(context.rank) if plan.device == "cpu" else "default")
-    if plan.device == "cuda":
+    select_matmul_library(plan.matmul_backend_of(context.rank) if plan.machines.device == "cpu" else "default")
+    if plan.machines.device == "cuda":
         use_gpu(plan.gpu_of(context.local_rank))
         select_deterministic_kernels(plan)
-        select_matmul_precision(plan.execution.matmul_precision)
+        select_matmul_precision(plan.execution.arithmetic.matmul_precision)
         backend = "cpu:gloo,cuda:nccl"
     store = open_store(context.rendezvous, context.rank, context.world_size)
     dist.init_process_group(
@@ -133,7 +133,7 @@ def process_group_for(context: WorkerContext, plan: Plan) -> Iterator[None]:
 def select_deterministic_kernels(plan: Plan) -> None:
     """Allow GPUs only deterministic kernels where the plan says so; attention's backward has none, which the guides
     say, and torch need not at each start. A CPU's are deterministic already at a fixed number of threads."""
-    torch.use_deterministic_algorithms(plan.deterministic, warn_only=True)
+    torch.use_deterministic_algorithms(plan.arithmetic.deterministic, warn_only=True)
     warnings.filterwarnings("ignore", message=".* defaults to a non-deterministic algorithm", category=UserWarning)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -173,11 +173,11 @@ def _verify_data(context: WorkerContext, assembly: Assembly) -> None:
 
 def _pace(plan: Plan) -> LoopIntervals:
     return LoopIntervals(
-        steps=plan.steps,
-        report_every_steps=plan.report_every_steps,
-        evaluate_every_steps=plan.evaluate_every_steps,
-        checkpoint_every=plan.checkpoint_every,
-        copy_every=plan.copy_every,
-        balance_every_steps=plan.balance_every_steps,
+        steps=plan.job.steps,
+        report_every_steps=plan.cadence.report_every_steps,
+        evaluate_every_steps=plan.cadence.evaluate_every_steps,
+        checkpoint_every=plan.cadence.checkpoint_every,
+        copy_every=plan.cadence.copy_every,
+        balance_every_steps=plan.cadence.balance_every_steps,
         watch_every_steps=watch_every_steps(plan),
     )

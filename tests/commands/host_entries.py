@@ -21,7 +21,9 @@ def save_apart(context: RankContext, argument: str) -> None:
     asked = json.loads(argument)
     home, folder = Path(asked["home"]), Path(asked["folders"][context.rank])
     config, plan = load_recipe(home / "recipe.toml"), read_plan(home / "plan.json")
-    plan = replace(plan, layout=replace(plan.layout, replicate=context.world_size))
+    plan = replace(
+        plan, placement=replace(plan.placement, layout=replace(plan.placement.layout, replicate=context.world_size))
+    )
     folder.mkdir(parents=True, exist_ok=True)
 
     def send(staging: Path) -> None:
@@ -30,7 +32,7 @@ def save_apart(context: RankContext, argument: str) -> None:
     apart = asked["folders"][context.rank] != asked["folders"][0]
     with process_group_for(context, plan):
         world = world_sums()
-        assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.layout, plan.device))
+        assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.placement.layout, plan.machines.device))
         state, _ = assembly.step(TrainState())
         context.send("heard", rank=context.rank)
         save(assembly, state, folder, world, send=send if apart else None)

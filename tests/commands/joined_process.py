@@ -21,7 +21,7 @@ from tests.entry_tables import entries_of
 
 def tell_data(context: RankContext, argument: str) -> None:
     """Tell which prepared data this rank would read."""
-    context.send("data", path=read_plan(Path(argument) / "plan.json").corpus)
+    context.send("data", path=read_plan(Path(argument) / "plan.json").job.corpus)
 
 
 def tell_data_later(context: RankContext, argument: str) -> None:

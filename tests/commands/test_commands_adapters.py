@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,10 +37,10 @@ def adapter_run(folder: Path, name: str, seed: int) -> None:
     own.mkdir(parents=True)
     _, plan, _ = make_adapted(own, f"run.name={name}")
     write_tokenizer(own / "base")
-    model = GPT(plan.shape)
+    model = GPT(plan.job.shape)
     draw = torch.Generator().manual_seed(seed)
     slices = {}
-    for one in trained_weights(plan.shape):
+    for one in trained_weights(plan.job.shape):
         weight = torch.randn(model.get_parameter(one).shape, generator=draw) * 0.3
         slices[f"model/{one}"] = [whole_slice(weight)]
     staging = staging_for(own / "checkpoints", 3)
@@ -116,10 +115,12 @@ def test_what_has_no_adapter_says_so(runs: WorkingFolder, tmp_path: Path) -> Non
     own = run_folder("whole", WorkingFolder(tmp_path)).path
     own.mkdir(parents=True)
     _, plan = make_tiny(own, "run.name=whole")
-    model = GPT(plan.shape)
+    model = GPT(plan.job.shape)
     staging = staging_for(own / "checkpoints", 3)
     write_rank(staging, 0, {f"model/{name}": [whole_slice(one.detach())] for name, one in model.named_parameters()})
-    publish(staging, checkpoint_for(own / "checkpoints", 3), step=3, cursor=9, model=plan.shape.to_dict(), world_size=1)
+    publish(
+        staging, checkpoint_for(own / "checkpoints", 3), step=3, cursor=9, model=plan.job.shape.to_dict(), world_size=1
+    )
     here = WorkingFolder(tmp_path)
     for act, words in (
         (
@@ -157,7 +158,7 @@ def test_an_adapter_of_another_base_is_refused(runs: WorkingFolder, tmp_path: Pa
             open_model(str(changed), runs, adapter=adapter)
     moved = run_folder("first", runs)
     saved = moved.saved_plan()
-    write_plan(replace(saved, base=str(changed)), moved.plan)
+    write_plan(changed(saved, base=str(changed)), moved.plan)
     try:
         with pytest.raises(PlaitError, match=r"is not the one that .* trained its adapter on; bring that one back"):
             open_model("first", runs)

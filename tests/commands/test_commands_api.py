@@ -70,7 +70,9 @@ def test_the_values_are_those_of_the_commands(place: Path, monkeypatch: pytest.M
     file = str(run.path / "recipe.toml")
     assert command("plan", file, "--cluster", "2xH100", "--json", "plan.json") == f"{plan}\n"
     assert json.loads(Path("plan.json").read_text()) == json.loads(json.dumps(plan.values))
-    assert (plan.layout, plan.step_s, plan.mfu) == tuple(plan.values[key] for key in ("layout", "step_s", "mfu"))
+    assert (plan.placement.layout, plan.step_s, plan.mfu) == tuple(
+        plan.values[key] for key in ("layout", "step_s", "mfu")
+    )
     assert command("verify", file, *one, "--json", "verify.json").splitlines()[-1] == str(verdict).splitlines()[-1]
     told = json.loads(Path("verify.json").read_text())
     assert told["ok"] is verdict.ok is True and max(told["max_grad_rel_err"], verdict.max_grad_rel_err) < 1e-10
@@ -99,8 +101,8 @@ def test_a_run_shows_its_files(place: Path) -> None:
     assert rows[-1]["eval_loss"] == run.receipt.eval_loss  # type: ignore[union-attr]
     assert list(run.metrics("frame")["loss"]) == [row["loss"] for row in rows]
     assert [path.name for path in run.checkpoints] == ["step-12"]
-    assert run.recipe.train.budget == "12 steps" and run.plan.steps == 12
-    assert run.plan.corpus.startswith(".plait/data/"), "it holds where the folder is moved"
+    assert run.recipe.train.budget == "12 steps" and run.plan.job.steps == 12
+    assert run.plan.job.corpus.startswith(".plait/data/"), "it holds where the folder is moved"
 
 
 def test_nothing_lies_in_the_current_folder(place: Path) -> None:

@@ -22,6 +22,7 @@ from plait.planner.plan_file import plan_text, read_plan, write_plan
 from plait.recipe.load import recipe_text
 from tests.commands.neighbour import Neighbour
 from tests.interop.folders import write_model
+from tests.plans import changed
 from tests.trainer.tiny import make_tiny
 
 HOME = Path("runs") / "x"
@@ -38,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     corpus = next(path for path in (folder / ".plait" / "data").iterdir() if path.is_dir())
     write_model(folder / "base", shard_size="20KB")
     HOME.mkdir(parents=True)
-    plan = replace(plan, corpus=str(corpus.relative_to(folder)), base=str(folder / "base"))
+    plan = replace(plan, job=replace(plan.job, corpus=str(corpus.relative_to(folder)), base=str(folder / "base")))
     write_plan(plan, HOME / "plan.json")
     (HOME / "recipe.toml").write_text(recipe_text(config))
     return folder
@@ -69,7 +70,7 @@ def test_a_host_gets_the_files_of_the_weights_once(here: Path, other: Neighbour)
     told = stage(other)
     assert [line.split(" of ")[1] for line in told] == ["prepared data to host-1", "weights to begin with to host-1"]
     theirs = other.folder / HOME
-    sent = Path(read_plan(theirs / "plan.json").base)
+    sent = Path(read_plan(theirs / "plan.json").job.base)
     assert sent.parent == other.folder / ".plait" / "received" / "models"
     wanted = needed_files(read_base_model(here / "base"))
     assert len(wanted) > 4 and {path.name for path in sent.iterdir()} == set(wanted)
@@ -78,7 +79,7 @@ def test_a_host_gets_the_files_of_the_weights_once(here: Path, other: Neighbour)
     other.asked.clear()
     (here / "base").rename(here / "renamed")  # found again by its content
     plan = read_plan(HOME / "plan.json")
-    write_plan(replace(plan, base=str(here / "renamed")), HOME / "plan.json")
+    write_plan(replace(plan, job=replace(plan.job, base=str(here / "renamed"))), HOME / "plan.json")
     assert not stage(other) and "block" not in other.asked
     trains(other, theirs)
 
@@ -89,17 +90,23 @@ def test_a_run_that_resumes_needs_no_weights_to_begin_with(here: Path, other: Ne
     (checkpoint / "manifest.json").write_text("{}")
     shutil.rmtree(here / "base")
     stage(other, resume="step-10")
-    assert read_plan(other.folder / HOME / "plan.json").base == ""
+    assert read_plan(other.folder / HOME / "plan.json").job.base == ""
     assert not (other.folder / ".plait" / "received" / "models").exists()
     trains(other, other.folder / HOME)
 
 
 def test_hosts_that_share_the_folder_find_the_model_in_it(here: Path, tmp_path: Path) -> None:
     same = Neighbour(here)
-    assert not stage(same) and read_plan(HOME / "plan.json").base == "base"
+    assert not stage(same) and read_plan(HOME / "plan.json").job.base == "base"
     trains(same, here / HOME)
     (here / "base").rename(tmp_path / "elsewhere")
-    write_plan(replace(read_plan(HOME / "plan.json"), base=str(tmp_path / "elsewhere")), HOME / "plan.json")
+    write_plan(
+        replace(
+            read_plan(HOME / "plan.json"),
+            job=replace(read_plan(HOME / "plan.json").job, base=str(tmp_path / "elsewhere")),
+        ),
+        HOME / "plan.json",
+    )
     with pytest.raises(PlaitError, match=r"^the hosts share .*/here, and the model in .*/elsewhere lies outside of it"):
         stage(same)
     with pytest.raises(PlaitError, match="is no folder of this run on this host"):
@@ -113,8 +120,13 @@ def test_a_model_of_the_hosts_own_is_never_begun_with(here: Path, other: Neighbo
     theirs = other.folder / HOME
     sent = read_plan(theirs / "plan.json")
     shutil.copytree(here / "base", other.folder / "private")
-    for base in (other.folder / "private", Path("private"), Path(sent.base).parent, Path(sent.base) / ".." / "x"):
-        other.ask("put", {"name": "plan.json"}, plan_text(replace(sent, base=str(base))).encode())
+    for base in (
+        other.folder / "private",
+        Path("private"),
+        Path(sent.job.base).parent,
+        Path(sent.job.base) / ".." / "x",
+    ):
+        other.ask("put", {"name": "plan.json"}, plan_text(changed(sent, base=str(base))).encode())
         with pytest.raises(PlaitError, match="is no folder of this run on this host"):
             trains(other, theirs)
     other.ask("put", {"name": "plan.json"}, plan_text(sent).encode())
@@ -128,7 +140,7 @@ def offer(host: Neighbour, files: list[Mapping[str, Any]], name: str = "m") -> N
 def test_what_another_leader_sent_is_used_only_by_whoever_has_all_of_it(here: Path, other: Neighbour) -> None:
     """A second leader that offers a part of the files, or none, begins with nothing of the rest."""
     stage(other)
-    sent = Path(read_plan(other.folder / HOME / "plan.json").base)
+    sent = Path(read_plan(other.folder / HOME / "plan.json").job.base)
     entries = [
         {"name": entry.name, "nbytes": entry.nbytes, "sha256": entry.sha256}
         for entry in named_entries(sent, needed_files(read_base_model(sent)), {})

@@ -31,7 +31,7 @@ def _survey(machine: Machine, peak: PeakNeed) -> MachineSurvey:
 
 
 def _resumed(plan: Plan, machine: Machine, folder: Path, *, fresh: bool = False) -> Plan:
-    corpus = cast(Corpus, SimpleNamespace(content_hash=plan.corpus_hash, folder=folder))
+    corpus = cast(Corpus, SimpleNamespace(content_hash=plan.job.corpus_hash, folder=folder))
     workers = cast(HostWorkers, SimpleNamespace(fixed_workers=None))
     config = recipe(folder, "model.size=1M")
     return resumed_plan(config, plan, corpus, partial(_survey, machine), workers, fresh=fresh, log=lambda line: None)
@@ -39,7 +39,7 @@ def _resumed(plan: Plan, machine: Machine, folder: Path, *, fresh: bool = False)
 
 def test_a_plan_that_stays_needs_no_survey(tmp_path: Path) -> None:
     plan = planned(recipe(tmp_path, "model.size=1M"), PLAYS, LAPTOP)
-    assert _resumed(plan, LAPTOP, tmp_path).layout == plan.layout
+    assert _resumed(plan, LAPTOP, tmp_path).placement.layout == plan.placement.layout
 
 
 @pytest.mark.parametrize("case", ["another machine", "a new plan was asked for"])

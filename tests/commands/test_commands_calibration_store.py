@@ -200,7 +200,12 @@ def finished(
     """Conclude a run of these steps; returns what it printed."""
     plan = planned(recipe(here, "layout.replicate=2", "train.budget=20 steps"), PLAYS, LAPTOP)
     if gpu:
-        plan = replace(plan, device="cuda", fingerprint={**plan.fingerprint, "name": gpu}, hosts=hosts)
+        plan = replace(
+            plan,
+            machines=replace(
+                plan.machines, device="cuda", fingerprint={**plan.machines.fingerprint, "name": gpu}, hosts=hosts
+            ),
+        )
     plan = replace(plan, forecast=forecast or plan.forecast, step_s=step_s)
     folder = RunFolder(here / "run")
     folder.path.mkdir(exist_ok=True)

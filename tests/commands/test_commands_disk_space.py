@@ -22,7 +22,7 @@ def plan(tmp_path: Path) -> Plan:
 
 def test_it_is_as_many_as_stay_and_one_more(plan: Plan, tmp_path: Path) -> None:
     each, folder = checkpoint_bytes(plan), RunFolder(tmp_path)
-    assert each == 12 * parameter_count(plan.shape)
+    assert each == 12 * parameter_count(plan.job.shape)
     assert space_warning(folder, plan, lambda path: 3 * each) == ""
     said = space_warning(folder, plan, lambda path: 3 * each - 1)
     assert said.startswith("warning  3 checkpoints of ") and "checkpoint.keep" in said and "\n" not in said

@@ -68,7 +68,7 @@ class Changing:
             return None
         (how, count), self._next = self._next, None
         assert (failure is None) == (how == "paused")
-        other = replace(plan, layout=Layout(replicate=count), shares=())
+        other = replace(plan, placement=replace(plan.placement, layout=Layout(replicate=count), shares=()))
         return Renewed(plan=other, subject="hosts", who="hosts changed")
 
 

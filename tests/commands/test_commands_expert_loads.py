@@ -43,8 +43,8 @@ def finished(here: Path, loads: list[float]) -> MixtureShape:
     folder.write_totals(RunTotals(wall_s=30.0, device_s=60.0, peak_tensor_bytes=(10**8,), peak_rss_bytes=(5 * 10**8,)))
     screen = TerminalScreen(Console(file=StringIO(), width=400))
     finish_run(recipe(here, *MIXTURE), folder, plan, 0, screen, working=WorkingFolder(here))
-    assert plan.shape.mixture is not None
-    return plan.shape.mixture
+    assert plan.job.shape.mixture is not None
+    return plan.job.shape.mixture
 
 
 def workload(here: Path, cluster: str = "2x(1xdesktop)@1G") -> Workload:

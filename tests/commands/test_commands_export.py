@@ -39,6 +39,7 @@ from plait.screen.screen import SilentScreen
 from plait.working_folder import WorkingFolder
 from tests.commands.test_commands_adapters import adapter_run
 from tests.interop.folders import write_model
+from tests.interop.tokenizer_folders import write_tokenizer
 from tests.trainer.tiny import make_tiny
 
 TWO_RANKS = Layout(tensor=2)
@@ -56,22 +57,24 @@ CHANGES: dict[str, dict[str, object]] = {
 }
 
 
-def saved_run(folder: Path, **changes: object) -> tuple[WorkingFolder, GPT]:
+def saved_run(folder: Path, *overrides: str, **changes: object) -> tuple[WorkingFolder, GPT]:
     """A run with one checkpoint that two ranks of `tensor` wrote, and the model that it holds."""
     working = WorkingFolder(folder)
     own = run_folder("tiny", working).path
     own.mkdir(parents=True)
-    _, plan = make_tiny(own, "run.name=tiny")
-    plan = replace(plan, shape=replace(plan.shape, **changes))
+    _, plan = make_tiny(own, "run.name=tiny", *overrides)
+    plan = replace(plan, job=replace(plan.job, shape=replace(plan.job.shape, **changes)))
     write_plan(plan, own / "plan.json")
-    model = random_weights(plan.shape)
+    model = random_weights(plan.job.shape)
     staging = staging_for(own / "checkpoints", 3)
     for rank in range(2):
-        boxes = weight_boxes(plan.shape, TWO_RANKS, TWO_RANKS.coordinates(rank))
+        boxes = weight_boxes(plan.job.shape, TWO_RANKS, TWO_RANKS.coordinates(rank))
         slices = {name: cut(model, name, box.offset, box.extent) for name, box in boxes.items()}
         once = {f"model/{name}": one for name, one in slices.items() if rank == 0 or one.tensor.shape != one.shape}
         write_rank(staging, rank, once)
-    publish(staging, checkpoint_for(own / "checkpoints", 3), step=3, cursor=9, model=plan.shape.to_dict(), world_size=2)
+    publish(
+        staging, checkpoint_for(own / "checkpoints", 3), step=3, cursor=9, model=plan.job.shape.to_dict(), world_size=2
+    )
     return working, model
 
 
@@ -113,6 +116,17 @@ def test_transformers_loads_it_and_plait_reads_it_back(family: str, tmp_path: Pa
     assert not list(tmp_path.glob(".*.part"))
 
 
+def test_a_model_from_nothing_names_the_beginning_that_it_learned(tmp_path: Path) -> None:
+    texts = tmp_path / "tokenizer"
+    write_tokenizer(texts, "llama 3")
+    working, _ = saved_run(tmp_path, f"data.tokenizer={texts}", "model.vocabulary=auto")
+    target = write_export("tiny", Path("out"), screen=SilentScreen(), working=working)
+    theirs = AutoTokenizer.from_pretrained(target)
+    assert theirs("a")["input_ids"][0] == theirs.bos_token_id == theirs.convert_tokens_to_ids("<|begin_of_text|>")
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((target / file).read_text())["bos_token_id"] == theirs.bos_token_id, file
+
+
 def test_a_smaller_dtype_rounds_each_weight_once(tmp_path: Path) -> None:
     working, model = saved_run(tmp_path)
     target = write_export("tiny", Path("out"), dtype="bfloat16", screen=SilentScreen(), working=working)
@@ -146,12 +160,12 @@ def learns_chats(working: WorkingFolder, run: str = "tiny") -> Path:
     """Let the run's corpus be one of chats; returns the folder of its tokenizer, which has no template."""
     folder = run_folder(run, working)
     plan = folder.saved_plan()
-    tokenizer = working.path / plan.corpus
+    tokenizer = working.path / plan.job.corpus
     (working.path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     sources = (Source(str(working.path / "chats.jsonl")),)
     request = DataRequest(sources=sources, tokenizer=str(tokenizer), vocabulary=None, holdout=0.0)
     corpus = prepare_corpus(request, working.cache, lambda *_: None)
-    write_plan(replace(plan, corpus=str(corpus)), folder.path / "plan.json")
+    write_plan(replace(plan, job=replace(plan.job, corpus=str(corpus))), folder.path / "plan.json")
     return tokenizer
 
 

@@ -43,7 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "cache").rename(".plait")
     corpus = next(path for path in (folder / ".plait" / "data").iterdir() if path.is_dir())
     HOME.mkdir(parents=True)
-    write_plan(replace(plan, corpus=str(corpus.relative_to(folder))), HOME / "plan.json")
+    write_plan(replace(plan, job=replace(plan.job, corpus=str(corpus.relative_to(folder)))), HOME / "plan.json")
     (HOME / "recipe.toml").write_text(recipe_text(config))
     return folder
 
@@ -134,12 +134,12 @@ def test_another_host_gets_the_run_into_its_own_folder(here: Path, other: Neighb
     theirs = other.folder / HOME
     assert not place.is_shared and Path(place.path) == theirs
     mine, sent = read_plan(HOME / "plan.json"), read_plan(theirs / "plan.json")
-    assert replace(sent, corpus=mine.corpus) == mine
+    assert replace(sent, corpus=mine.job.corpus) == mine
     assert (theirs / "recipe.toml").read_text() == (HOME / "recipe.toml").read_text()
-    corpus = open_corpus(Path(sent.corpus))
+    corpus = open_corpus(Path(sent.job.corpus))
     corpus.verify()
-    assert corpus.content_hash == open_corpus(Path(mine.corpus)).content_hash
-    assert Path(sent.corpus).parent == other.folder / ".plait" / "received" / "data"
+    assert corpus.content_hash == open_corpus(Path(mine.job.corpus)).content_hash
+    assert Path(sent.job.corpus).parent == other.folder / ".plait" / "received" / "data"
     assert (theirs / "logs").is_dir() and len(told) == 1 and "of prepared data to host-1" in told[0]
 
 
@@ -177,13 +177,16 @@ def test_a_job_has_a_folder_for_its_time_and_its_results_come_back(here: Path, o
     job.mkdir()
     (here / ".plait" / "data").rename(job / "data")
     corpus = next(path for path in (job / "data").iterdir() if path.is_dir()).rename(job / "corpus")
-    write_plan(replace(read_plan(HOME / "plan.json"), corpus=str(corpus)), job / "plan.json")
+    write_plan(
+        replace(read_plan(HOME / "plan.json"), job=replace(read_plan(HOME / "plan.json").job, corpus=str(corpus))),
+        job / "plan.json",
+    )
     (job / "recipe.toml").write_text((HOME / "recipe.toml").read_text())
     sender, told = freight(other)
     (place,) = sender.stage_job_files(job, "job")
     theirs = Path(place.path)
     assert theirs.is_relative_to(other.folder / ".plait")
-    assert read_plan(theirs / "plan.json").corpus == str(theirs / "corpus") and not told
+    assert read_plan(theirs / "plan.json").job.corpus == str(theirs / "corpus") and not told
     open_corpus(theirs / "corpus").verify()
     (theirs / "rank-1.safetensors").write_bytes(b"result")
     sender.collect_job_files(job)

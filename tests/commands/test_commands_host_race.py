@@ -38,8 +38,10 @@ class Attacker:
         self.data = next(path for path in (folder / "cache" / "data").iterdir() if path.is_dir())
         self.recipe = recipe_text(config)
         self.received = joined / ".plait" / "received" / "data" / "x"
-        self.honest = plan_text(replace(plan, corpus=str(self.received))).encode()
-        self.evil = plan_text(replace(plan, corpus=str(joined / ".plait" / "data" / "private"))).encode()
+        self.honest = plan_text(replace(plan, job=replace(plan.job, corpus=str(self.received)))).encode()
+        self.evil = plan_text(
+            replace(plan, job=replace(plan.job, corpus=str(joined / ".plait" / "data" / "private")))
+        ).encode()
         self.run = joined / "runs" / "x"
 
     def names(self) -> list[str]:
@@ -210,7 +212,12 @@ def test_a_plan_that_names_a_model_on_the_joined_host_is_not_carried_out(attacke
     send_all(attacker, host)
     assert is_admitted(attacker, host)
     (tmp_path / "attacker" / "evil.json").write_bytes(attacker.honest)
-    plan = replace(read_plan(tmp_path / "attacker" / "evil.json"), base=str(tmp_path / "victim" / "models" / "own"))
+    plan = replace(
+        read_plan(tmp_path / "attacker" / "evil.json"),
+        job=replace(
+            read_plan(tmp_path / "attacker" / "evil.json").job, base=str(tmp_path / "victim" / "models" / "own")
+        ),
+    )
     host.ask("put", {"name": "plan.json"}, plan_text(plan).encode())
     assert not is_admitted(attacker, host)
     host.depot.close()

@@ -30,6 +30,7 @@ from plait.launch.values.job import Job, JobResult, Message
 from plait.planner.plan import HostShare, refreshed_hosts, same_hosts
 from plait.planner.plan_file import read_plan, write_plan
 from tests.planner.machines import EIGHT_H100, LAPTOP, PLAYS, planned, recipe
+from tests.plans import changed
 
 LEAD = {
     "name": "lead", "mark": "f00d", "plait": "0.4.0", "code": "c0de", "torch": "2.13.0+cpu", "python": "3.11.7",
@@ -200,8 +201,8 @@ def test_a_layout_of_another_size_is_refused(tmp_path: Path) -> None:
 def test_a_plan_over_hosts_reads_back_and_knows_each_rank(tmp_path: Path) -> None:
     hosts = (HostShare(name="a", workers=2, threads=3), HostShare(name="b", workers=1, threads=8))
     plan = planned(recipe(tmp_path, "layout.replicate=3", "model.size=1M"), PLAYS, LAPTOP)
-    assert plan.hosts == () and {plan.threads_of(rank) for rank in range(3)} == {plan.threads}
-    placed = replace(plan, hosts=hosts)
+    assert plan.machines.hosts == () and {plan.threads_of(rank) for rank in range(3)} == {plan.placement.threads}
+    placed = replace(plan, machines=replace(plan.machines, hosts=hosts))
     write_plan(placed, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == placed
     assert [placed.threads_of(rank) for rank in range(3)] == [3, 3, 8]
@@ -226,12 +227,17 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
     workers = LeaderWorkers(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
     plan = planned(recipe(tmp_path, "layout.replicate=4", "model.size=1M"), PLAYS, LAPTOP)
     lead = own_host_info()["name"]
-    assert [share.name for share in workers.with_hosts(plan).hosts] == [lead, "a", "b", "c"]
-    moved = replace(plan, host_order=(0, 3, 1, 2))
+    assert [share.name for share in workers.with_hosts(plan).machines.hosts] == [lead, "a", "b", "c"]
+    moved = replace(plan, placement=replace(plan.placement, host_order=(0, 3, 1, 2)))
     for _ in range(2):  # a step may have been timed for the plan before
         placed = workers.with_hosts(moved)
-        assert [share.name for share in placed.hosts] == [lead, "c", "a", "b"] and not placed.host_order
-        assert [share.mark for share in placed.hosts[1:]] == ["beef"] * 3
+        assert [share.name for share in placed.machines.hosts] == [
+            lead,
+            "c",
+            "a",
+            "b",
+        ] and not placed.placement.host_order
+        assert [share.mark for share in placed.machines.hosts[1:]] == ["beef"] * 3
         assert workers.with_hosts(placed) == placed
     assert hosts.members == (guests[2], guests[0], guests[1]) and workers._member_of(1) is guests[2]
     assert [machine.cores for machine, _, _ in workers.host_machines()] == [8, 11, 9, 10]
@@ -239,7 +245,7 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
     workers.run(Job(entry=PROBE_ENTRY, argument="{}", world_size=4, threads=1), lambda message: None)
     assert [part.threads for part in hosts.parts] == [8, 11, 9, 10]
     with pytest.raises(AssertionError):
-        workers.with_hosts(replace(plan, host_order=(0, 1)))
+        workers.with_hosts(replace(plan, placement=replace(plan.placement, host_order=(0, 1))))
 
 
 def test_a_processor_is_measured_only_where_its_rate_is_asked_for(tmp_path: Path) -> None:
@@ -249,7 +255,7 @@ def test_a_processor_is_measured_only_where_its_rate_is_asked_for(tmp_path: Path
     )
     assert workers.fixed_workers.workers == 2
     assert [flops for _, flops, _ in workers.host_machines("as known")] == [None, None]
-    placed = replace(
+    placed = changed(
         planned(recipe(tmp_path, "layout.replicate=2", "model.size=1M"), PLAYS, LAPTOP), hosts=workers.host_shares
     )
     assert workers.with_hosts(placed) == placed and hosts.surveys == ["as known"], "a run that goes on by its plan"
@@ -271,10 +277,10 @@ def test_a_host_that_the_plan_leaves_out_is_released_and_left_out_again_when_the
     said: list[str] = []
     hosts, workers = lead(said)
     plan = planned(recipe(tmp_path, "layout.replicate=2", "model.size=1M"), PLAYS, LAPTOP)
-    placed = workers.with_hosts(replace(plan, host_order=(0, 1)))
+    placed = workers.with_hosts(replace(plan, placement=replace(plan.placement, host_order=(0, 1))))
     own = own_host_info()["name"]
-    assert [share.name for share in placed.hosts] == [own, "a"] and placed.host_order == ()
-    assert [share.name for share in placed.left_out] == ["b"] and len(hosts.members) == 1
+    assert [share.name for share in placed.machines.hosts] == [own, "a"] and placed.placement.host_order == ()
+    assert [share.name for share in placed.machines.left_out] == ["b"] and len(hosts.members) == 1
     assert said[-1] == "left out b: a step takes no less time with it; it may be used for something else"
     assert workers.with_hosts(placed) == placed and workers.fixed_workers.workers == 2
     write_plan(placed, tmp_path / "plan.json")
@@ -299,7 +305,7 @@ def test_the_data_of_a_job_have_a_name_that_holds_where_a_shared_folder_is_mount
     job.mkdir(parents=True)
     config = recipe(tmp_path, "layout.replicate=2", "model.size=1M")
     named = job / "corpus" if corpus == "in the cache" else Path("/data/corpus")
-    write_plan(replace(planned(config, PLAYS, LAPTOP), corpus=str(named)), job / "plan.json")
+    write_plan(changed(planned(config, PLAYS, LAPTOP), corpus=str(named)), job / "plan.json")
     hosts = Led(Guest("/mnt/work"))
     workers = LeaderWorkers(cast(Hosts, hosts), folder=run, config=config, log=lambda line: None)
     asked = json.dumps({"folder": str(job), "extent": "all", "who": "layout"})
@@ -307,7 +313,7 @@ def test_the_data_of_a_job_have_a_name_that_holds_where_a_shared_folder_is_mount
         Job(entry=CHECK_ENTRY, argument=asked, world_size=2, threads=1),
         lambda message: None,
     )
-    assert read_plan(job / "plan.json").corpus == (
+    assert read_plan(job / "plan.json").job.corpus == (
         ".plait/proof/corpus" if corpus == "in the cache" else "/data/corpus"
     )
     assert [Path(read_job_argument(part.argument).folder) for part in hosts.parts] == [

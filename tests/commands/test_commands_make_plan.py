@@ -172,10 +172,10 @@ def test_a_plan_on_paper_says_what_a_run_here_will_take(tmp_path: Path, corpus: 
         config, corpus, site, workers, count=2, on_timed=lambda _: None, on_failed=lambda _, error: None
     )
     kept = kept_plan(config, corpus, site, workers)
-    assert kept is not None and kept.layout == proven.layout
+    assert kept is not None and kept.placement.layout == proven.placement.layout
     assert make_plan(config, corpus, site, workers, fresh=False, say=lambda _: None) == kept
     assert "1 s a step, as timed here when it was planned; --replan plans again" in section(kept)
-    assert "forecast" not in section(kept, among=1, forecast=kept.layout)
+    assert "forecast" not in section(kept, among=1, forecast=kept.placement.layout)
     assert "forecast" in section(kept, among=1, forecast=Layout(tensor=2))
     assert "as planned before" in section(replace(kept, step_s=None))
 

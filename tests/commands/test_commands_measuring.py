@@ -31,7 +31,9 @@ class Stopwatch:
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         plan = read_plan(Path(json.loads(job.argument)["folder"]) / "plan.json")
-        count = plan.batch_sequences // (plan.layout.data_parallel_degree * plan.micro_sequences)
+        count = plan.job.batch_sequences // (
+            plan.placement.layout.data_parallel_degree * plan.placement.micro_sequences
+        )
         self.timed.append(count)
         on_message(Message(rank=0, kind="measured", values={"step_s": ONCE_S + EACH_S * count}))
         return JobResult(stopped_by="finished", wall_s=1.0)
@@ -51,7 +53,7 @@ def timed(folder: Path, plan: Plan) -> tuple[float, list[int]]:
 
 def test_a_step_of_minutes_is_timed_by_a_few_of_its_micro_batches_and_foretold_in_full(tmp_path: Path) -> None:
     plan = plan_with(tmp_path, step_s=600.0)
-    micro_batches = plan.batch_sequences // (2 * plan.micro_sequences)
+    micro_batches = plan.job.batch_sequences // (2 * plan.placement.micro_sequences)
     step_s, counts = timed(tmp_path, plan)
     assert counts == [4, 2] and micro_batches > 50
     assert step_s == pytest.approx(ONCE_S + EACH_S * micro_batches)
@@ -59,11 +61,11 @@ def test_a_step_of_minutes_is_timed_by_a_few_of_its_micro_batches_and_foretold_i
 
 def test_a_step_of_seconds_is_timed_as_it_is(tmp_path: Path) -> None:
     whole = plan_with(tmp_path, step_s=LONGEST_TIMED_STEP_S)
-    micro_batches = whole.batch_sequences // (2 * whole.micro_sequences)
+    micro_batches = whole.job.batch_sequences // (2 * whole.placement.micro_sequences)
     assert timed(tmp_path, whole)[1] == [micro_batches]
     assert timed(tmp_path, plan_with(tmp_path, step_s=3 * LONGEST_TIMED_STEP_S))[1] == [micro_batches]
     assert len(timed(tmp_path, plan_with(tmp_path, step_s=5 * LONGEST_TIMED_STEP_S))[1]) == 2
-    uneven = plan_with(tmp_path, step_s=600.0, shares=(whole.batch_sequences - 64, 64))
+    uneven = plan_with(tmp_path, step_s=600.0, shares=(whole.job.batch_sequences - 64, 64))
     assert timed(tmp_path, uneven)[1] == [micro_batches], "a person's shares are kept"
 
 

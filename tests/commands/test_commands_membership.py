@@ -35,12 +35,18 @@ from plait.layout import Layout
 from plait.planner.plan import Forecast, Plan
 from plait.screen.screen import SilentScreen
 from tests.planner.machines import LAPTOP, PLAYS, SERVER, planned, recipe
+from tests.plans import changed
 
 
 def copies(plan: Plan, count: int, step_s: float) -> Plan:
     """The plan with so many copies, whose step takes so long by the forecast."""
     forecast = Forecast(step_s=step_s, tensor_bytes=1.0, bytes_per_device=1.0, one_device_step_s=None, error=0.1)
-    return replace(plan, layout=Layout(replicate=count), step_s=None, forecast=forecast, shares=())
+    return replace(
+        plan,
+        step_s=None,
+        forecast=forecast,
+        placement=replace(plan.placement, layout=Layout(replicate=count), shares=()),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,7 @@ def test_a_change_is_told_with_what_was_done_and_what_it_costs(
 
 
 def test_other_layouts_are_named_and_unknown_times_left_out(plan: Plan) -> None:
-    pipeline = replace(copies(plan, 2, 1.0), layout=Layout(pipeline=2, replicate=2), forecast=None)
+    pipeline = changed(copies(plan, 2, 1.0), layout=Layout(pipeline=2, replicate=2), forecast=None)
     assert in_place_of(copies(plan, 3, 1.0), pipeline) == "2 groups of layers × 2 copies in place of 3 copies"
     assert change_of_speed(copies(plan, 3, 1.0), pipeline) == ""
 
@@ -163,7 +169,7 @@ def test_a_lost_host_is_planned_without_and_workers_are_those_of_the_others(tmp_
     before = workers.workers
     renewed = workers.renewed(plan, None)
     assert planned_for == [("b",)] and said == [] and workers.workers is not before, "no membership is kept"
-    assert renewed and (renewed.who, renewed.plan.layout.replicate) == ("c is gone", 2)
+    assert renewed and (renewed.who, renewed.plan.placement.layout.replicate) == ("c is gone", 2)
     assert renewed.until == "until it returns (plait join 10.0.0.1:24717)"
 
 
@@ -203,7 +209,7 @@ def test_after_a_hang_the_run_goes_on_without_a_host_that_others_do_not_reach(
     cut = [membership.members[1], None]
     monkeypatch.setattr(run_hosts, "host_cut_off", lambda first, others: cut.pop(0))
     renewed = workers.renewed(plan, FailureFacts(cause="hung", rank=1, what="waiting"))
-    assert renewed and renewed.who == "c is gone" and renewed.plan.layout.replicate == 2
+    assert renewed and renewed.who == "c is gone" and renewed.plan.placement.layout.replicate == 2
     assert membership.sent_home[0][0] == "c" and "cut off from other hosts" in membership.sent_home[0][1]
     assert workers.renewed(plan, FailureFacts(cause="killed", rank=1, what="SIGKILL")) is None, "not of a link"
 
@@ -264,7 +270,9 @@ def one_machine(devices: int, plan: Plan) -> OneMachine:
 
 
 def test_gpus_that_are_lost_for_good_change_the_plan_of_one_machine(plan: Plan) -> None:
-    begun = replace(copies(plan, 4, 1.0), device="cuda", fingerprint={**plan.fingerprint, "devices": 4, "cores": 8})
+    begun = changed(
+        copies(plan, 4, 1.0), device="cuda", fingerprint={**plan.machines.fingerprint, "devices": 4, "cores": 8}
+    )
     failed = FailureFacts(cause="raised", what="RuntimeError: CUDA error: unspecified launch failure", rank=1)
     renewed = one_machine(2, begun).renewed(begun, failed)
     assert (
@@ -278,10 +286,10 @@ def test_gpus_that_are_lost_for_good_change_the_plan_of_one_machine(plan: Plan) 
 
 def test_cores_that_are_taken_away_change_the_plan_of_one_machine(plan: Plan) -> None:
     here = usable_cores()
-    begun = replace(copies(plan, 2, 1.0), fingerprint={**plan.fingerprint, "cores": here + 3})
+    begun = changed(copies(plan, 2, 1.0), fingerprint={**plan.machines.fingerprint, "cores": here + 3})
     renewed = one_machine(1, begun).renewed(begun, None)
     assert renewed and renewed.who == f"3 of {here + 3} cores are gone"
-    same = replace(begun, fingerprint={**plan.fingerprint, "cores": here})
+    same = changed(begun, fingerprint={**plan.machines.fingerprint, "cores": here})
     assert one_machine(1, same).renewed(same, None) is None
 
 

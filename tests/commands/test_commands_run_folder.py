@@ -133,7 +133,7 @@ def test_recipe_and_plan_read_back_and_earlier_plans_are_kept(made) -> None:
         assert folder.has_begun and folder.saved_config() == config and folder.saved_plan() == plan
         folder.save_config_and_plan(config, plan)
         assert not list(folder.path.glob("plan-*.json"))
-        second, third = replace(plan, steps=200), replace(plan, steps=300)
+        second, third = replace(plan, job=replace(plan.job, steps=200)), replace(plan, job=replace(plan.job, steps=300))
         folder.save_config_and_plan(config, second)
         folder.save_config_and_plan(config, third)
     assert folder.saved_plan() == third
@@ -211,7 +211,9 @@ def test_nothing_changed_is_nothing_changed(tmp_path: Path) -> None:
 @pytest.fixture
 def shared(made):
     config, plan = made
-    return config, replace(plan, layout=Layout(replicate=2), batch_sequences=16)
+    return config, replace(
+        plan, placement=replace(plan.placement, layout=Layout(replicate=2)), job=replace(plan.job, batch_sequences=16)
+    )
 
 
 LINE = SharesLine(step=21, shares=(11, 5), reason="as a test wrote", speeds=(2.0, 1.0))
@@ -222,13 +224,17 @@ def test_recorded_shares_stay_with_their_layout(shared) -> None:
     with lock_run_folder(folder):
         folder.save_config_and_plan(config, plan)
         append_shares(folder.shares, line)
-        folder.save_config_and_plan(config, replace(plan, steps=plan.steps + 1))
+        folder.save_config_and_plan(config, replace(plan, job=replace(plan.job, steps=plan.job.steps + 1)))
         assert read_shares(folder.shares) == (line,)
-        folder.save_config_and_plan(config, replace(plan, layout=Layout(replicate=4)))
+        folder.save_config_and_plan(
+            config, replace(plan, placement=replace(plan.placement, layout=Layout(replicate=4)))
+        )
         assert not folder.shares.exists() and read_shares(folder.path / "shares-2.jsonl") == (line,)
         append_shares(folder.shares, line)
         with pytest.raises(PlaitError, match="take the file away"):
-            folder.save_config_and_plan(config, replace(plan, layout=Layout(replicate=4)))
+            folder.save_config_and_plan(
+                config, replace(plan, placement=replace(plan.placement, layout=Layout(replicate=4)))
+            )
 
 
 def test_a_plan_that_was_asked_for_afresh_begins_with_its_own_shares(shared) -> None:
@@ -246,9 +252,9 @@ def test_a_begun_run_may_be_balanced_otherwise(made) -> None:
     config, plan = made
     often = RunConfig.model_validate({**config.model_dump(by_alias=True), "balance": {"every": "20 steps"}})
     assert check_changes(config, often) == ["balance.every"]
-    begun = replace(plan, balance_every_steps=50)
-    assert with_new_intervals(often, begun).balance_every_steps == 20
-    assert with_new_intervals(config, begun).balance_every_steps == 50
+    begun = replace(plan, cadence=replace(plan.cadence, balance_every_steps=50))
+    assert with_new_intervals(often, begun).cadence.balance_every_steps == 20
+    assert with_new_intervals(config, begun).cadence.balance_every_steps == 50
     assert balance_every_steps(config, "alike") == 0 and balance_every_steps(config, "unequal") == 50
     by_clock = RunConfig.model_validate({**config.model_dump(by_alias=True), "balance": {"every": "5 minutes"}})
     with pytest.raises(PlaitError, match=r"under \[balance\] must count steps"):

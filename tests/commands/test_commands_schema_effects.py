@@ -55,7 +55,7 @@ def plan_of(config: RunConfig) -> Plan:
 
 def gpu_kernels(config: RunConfig) -> bool:
     """Whether a GPU is held to deterministic kernels, whatever else the recipe says of layouts and workers."""
-    return planned(RunConfig(data=config.data, train=config.train), FACTS, ONE_H100).deterministic
+    return planned(RunConfig(data=config.data, train=config.train), FACTS, ONE_H100).arithmetic.deterministic
 
 
 def first_weights(config: RunConfig) -> list[float]:

@@ -75,20 +75,20 @@ def probe_texts(folder: Path) -> Mapping[str, str]:
 def plan_texts(folder: Path) -> Mapping[str, str]:
     config = recipe(folder, "run.name=shakespeare", "train.budget=4 minutes")
     here = make_plan_report(config, Resources(machine=LAPTOP, peak_flops=PEAK_FLOPS[LAPTOP]), top=3)
-    first = training_section(None, here.layouts, here.plan.layout)
+    first = training_section(None, here.layouts, here.plan.placement.layout)
     large = recipe(folder, "model.size=7B", "train.budget=140B tokens")
     several = [make_plan_report(large, on_paper(read_cluster(text)), top=3) for text in ("8xH100", "2x(8xA100)+400G")]
     trials = [replace(here.layouts[0], step_s=0.25), replace(here.layouts[0], step_s=0.31)]
     return {
         "plan": plan_report_text(replace(here, sections=(first, *here.sections)), 80),
         "plan-several": comparison_table(several, 80),
-        "plan-prove": "\n".join([*map(trial_text, trials), winner_text(here.plan.layout)]),
+        "plan-prove": "\n".join([*map(trial_text, trials), winner_text(here.plan.placement.layout)]),
     }
 
 
 def other_texts(folder: Path) -> Mapping[str, str]:
     plan = planned(recipe(folder, "layout.replicate=2", "train.budget=60 steps"), PLAYS, LAPTOP)
-    split = replace(plan, layout=Layout(tensor=2, pipeline=2))
+    split = replace(plan, placement=replace(plan.placement, layout=Layout(tensor=2, pipeline=2)))
     pieces = chain(["KING HENRY."], iter(["\nWhat", " say", " you", ", my", " lord", "?"]))
     return {
         "verify-start": f"{verification_start(split, 2)}\n{verification_start(split, 8)}",

@@ -70,7 +70,7 @@ def starts(folder: Path) -> dict[str, str]:
     plan, fast = small_run(folder), small_run(folder, "optimizer.lr=3")
     gpus = planned(recipe(folder, "train.budget=20B tokens", "model.size=1B"), WEB, EIGHT_H100)
     hosts = tuple(HostShare(name=name, workers=1, threads=8) for name in ("ada", "bob", "carl"))
-    several = replace(plan, hosts=hosts[:2], left_out=hosts[2:])
+    several = replace(plan, machines=replace(plan.machines, hosts=hosts[:2], left_out=hosts[2:]))
     joined = "joined   bob: 8 cores\njoined   carl: 8 cores"
     invited = invitation_text(2, "10.0.0.1:24717", "and, when asked for it, the secret mnbv-cxza-sdfg-hjkl")
     data = str(PLAYS)
@@ -178,7 +178,7 @@ def test_a_start_names_arithmetic_that_is_faster_than_the_default(
     precision: Precision, reason: str, lines: list[str], tmp_path: Path
 ) -> None:
     plan = small_run(tmp_path)
-    plan = replace(plan, precision=precision, reasons=(*plan.reasons, reason))
+    plan = replace(plan, reasons=(*plan.reasons, reason), arithmetic=replace(plan.arithmetic, precision=precision))
     told = wrapped(run_start(plan, RUN), 80).splitlines()
     assert len(told) == 4 + len(lines)
     assert [text for text in told if text.startswith("numbers")] == lines

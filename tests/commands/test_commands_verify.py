@@ -40,6 +40,7 @@ from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 from plait.screen.terminal import TerminalScreen
 from plait.working_folder import CURRENT_FOLDER
+from tests.plans import changed
 
 LARGE = ModelShape(
     layers=32, width=4096, heads=32, kv_heads=8, head_width=128, ffn=14336, vocabulary=128256, sequence=8192
@@ -129,12 +130,12 @@ def test_what_makes_a_run_fragile_is_always_in() -> None:
         plan = shrunk_plan(CONFIG, LARGE, layout)
         assert layout.data_parallel_degree == 1 or len(set(plan.sequences_per_replica)) == 2
         assert (
-            max(plan.sequences_per_replica) > 2 * plan.micro_sequences
-            and max(plan.sequences_per_replica) % plan.micro_sequences
+            max(plan.sequences_per_replica) > 2 * plan.placement.micro_sequences
+            and max(plan.sequences_per_replica) % plan.placement.micro_sequences
         )
-        assert plan.documents == "mask" and plan.precision == "float64"
-        assert plan.sequence % (2 * layout.context) == 0 or layout.context == 1
-        assert plan.shape.vocabulary % 2 and plan.optimizer.clip
+        assert plan.job.documents == "mask" and plan.arithmetic.precision == "float64"
+        assert plan.job.sequence % (2 * layout.context) == 0 or layout.context == 1
+        assert plan.job.shape.vocabulary % 2 and plan.job.optimizer.clip
 
 
 @pytest.mark.parametrize("pipeline", [1, 4])
@@ -142,7 +143,7 @@ def test_what_makes_a_run_fragile_is_always_in() -> None:
 def test_unequal_shares_stay_unequal_and_nobody_goes_without(shares: tuple[int, ...], pipeline: int) -> None:
     layout = Layout(replicate=len(shares), pipeline=pipeline, stage_layers=(1,) * pipeline if pipeline > 1 else ())
     plan = shrunk_plan(CONFIG, LARGE, layout, shares)
-    small, batch = plan.shares, plan.batch_sequences
+    small, batch = plan.placement.shares, plan.job.batch_sequences
     assert sum(small) == batch and min(small) >= 1 and len(set(small)) > 1
     for (large_one, small_one), (large_other, small_other) in product(zip(shares, small, strict=True), repeat=2):
         assert large_one <= large_other or small_one >= small_other, "who had more has no less"
@@ -154,9 +155,9 @@ def test_unequal_shares_stay_unequal_and_nobody_goes_without(shares: tuple[int, 
 def test_a_recipe_s_shares_are_proven_in_proportion() -> None:
     config = asked(replicate=2, shares=[30, 10])
     plan = shrunk_plan(config, *requested_layout(config), requested_shares(config))
-    assert plan.shares == (7, 2) and plan.micro_sequences == 2
+    assert plan.placement.shares == (7, 2) and plan.placement.micro_sequences == 2
     equal = asked(replicate=2)
-    assert shrunk_plan(equal, *requested_layout(equal), requested_shares(equal)).shares == ()
+    assert shrunk_plan(equal, *requested_layout(equal), requested_shares(equal)).placement.shares == ()
 
 
 @pytest.mark.parametrize(
@@ -183,9 +184,11 @@ def test_a_share_of_nothing_is_refused() -> None:
 
 def test_the_reference_is_one_plain_process(tmp_path: Path) -> None:
     plan = shrunk_plan(CONFIG, LARGE, Layout(tensor=2))
-    folder = write_synthetic(tmp_path, vocabulary=plan.shape.vocabulary, sequence=plan.sequence, seed=1)
+    folder = write_synthetic(tmp_path, vocabulary=plan.job.shape.vocabulary, sequence=plan.job.sequence, seed=1)
     threads = torch.get_num_threads()
-    found = reference_tensors(CONFIG, replace(plan, corpus=str(folder)), "gradients", tmp_path / "routing")
+    found = reference_tensors(
+        CONFIG, replace(plan, job=replace(plan.job, corpus=str(folder))), "gradients", tmp_path / "routing"
+    )
     torch.set_num_threads(threads)
     assert not dist.is_initialized()
     assert found["sums/norm"] > 0 and all(torch.isfinite(tensor).all() for tensor in found.values())
@@ -282,7 +285,7 @@ def test_here_compares_in_float32(tmp_path: Path) -> None:
 
 def a_plan(layout: Layout) -> Plan:
     shape = replace(LARGE, layers=4, width=64, heads=4, kv_heads=4, head_width=16, ffn=96, vocabulary=96, sequence=32)
-    return replace(shrunk_plan(CONFIG, shape, layout), shape=shape, fingerprint={"name": "a test's"})
+    return changed(shrunk_plan(CONFIG, shape, layout), shape=shape, fingerprint={"name": "a test's"})
 
 
 def test_a_new_layout_is_checked_once(tmp_path: Path, workers: ForkedWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +297,11 @@ def test_a_new_layout_is_checked_once(tmp_path: Path, workers: ForkedWorkers, mo
     check_new_layout(CONFIG, plan, Nobody(), screen())
     check_new_layout(CONFIG, a_plan(Layout()), Nobody(), screen())
     with pytest.raises(AssertionError, match="was started"):
-        check_new_layout(CONFIG, replace(plan, fingerprint={"name": "another"}), Nobody(), screen())
+        check_new_layout(
+            CONFIG, replace(plan, machines=replace(plan.machines, fingerprint={"name": "another"})), Nobody(), screen()
+        )
     with pytest.raises(AssertionError, match="was started"):
-        check_new_layout(CONFIG, replace(plan, shares=(8, 1)), Nobody(), screen())
+        check_new_layout(CONFIG, replace(plan, placement=replace(plan.placement, shares=(8, 1))), Nobody(), screen())
 
 
 def test_a_layout_that_differs_stops_the_run_and_is_not_remembered(

@@ -26,7 +26,7 @@ from plait.model.gpt import GPT, Layer
 from plait.model.shape import ModelShape
 from plait.parallel.mesh import use_gpu
 from plait.parallel.recompute import layer_runner
-from plait.partition.execution import Execution
+from plait.partition.execution import Execution, RunArithmetic
 from plait.trainer.loss import sum_of_losses
 
 SHAPE = ModelShape(layers=3, width=128, heads=8, kv_heads=2, head_width=16, ffn=256, vocabulary=512, sequence=64)
@@ -143,9 +143,11 @@ def placed_documents(lengths: tuple[int, ...]) -> PlacedDocuments:
 
 def execution_of(recompute: Recompute) -> Execution:
     return Execution(
-        layout=Layout(recompute=recompute), shape=SHAPE, device="cuda", precision="bf16", compile="blocks",
-        gradient_transfer="float32",
-    )  # fmt: skip
+        arithmetic=RunArithmetic(precision="bf16", compile="blocks", gradient_transfer="float32"),
+        layout=Layout(recompute=recompute),
+        shape=SHAPE,
+        device="cuda",
+    )
 
 
 def lengths_of(step: int) -> tuple[int, ...]:

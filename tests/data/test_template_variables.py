@@ -37,6 +37,7 @@ CASES: dict[str, Case] = {
         {"tokenizer_class": "PreTrainedTokenizerFast"},
         {"bos_token": "i", "eos_token": {"content": "j", "lstrip": False}},
     ),
+    "older file, which wins": ("{{ bos_token }}" + EACH, USUAL, {"bos_token": "k"}),
 }
 
 

@@ -168,7 +168,10 @@ class Place:
         return [tuple(line[key] for key in (COUNTED if "loss" in line else EVALUATED)) for line in self.lines(name)]
 
     def plan(self, name: str, file: str = "plan.json") -> dict[str, Any]:
-        return json.loads((self.path(name) / file).read_text())
+        """The fields of a run's plan and of its parts."""
+        plan = json.loads((self.path(name) / file).read_text())
+        parts = [plan[part] for part in ("job", "placement", "arithmetic", "machines", "cadence")]
+        return {key: value for values in (plan, *parts) for key, value in values.items()}
 
     def sums(self, name: str) -> dict[str, Any]:
         """What of a run's plan decides each bit, wherever it runs."""

@@ -49,7 +49,7 @@ def test_torchrun_stopped_by_a_signal_saves_and_goes_on(place: Place, reference:
 def test_a_layout_that_torchrun_did_not_start_is_refused(place: Place) -> None:
     run = ended(start(place, "torchrun-three", "layout.replicate=3"))
     assert run.code != 0
-    assert "torchrun started 2 workers and the layout needs 3; start torchrun with --nproc-per-node 3" in run.err
+    assert "the launcher started 2 workers and the layout needs 3; start 3 (torchrun: --nproc-per-node)" in run.err
     place.assert_nobody_left()
 
 

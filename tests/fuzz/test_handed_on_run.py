@@ -52,10 +52,10 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda plan: plan["shape"].update(layers=10**12),
-        lambda plan: plan.update(batch_sequences=-7),
-        lambda plan: plan["layout"].update(replicate=2**40),
-        lambda plan: plan["optimizer"].update(betas=[0.9, 7.0]),
+        lambda plan: plan["job"]["shape"].update(layers=10**12),
+        lambda plan: plan["job"].update(batch_sequences=-7),
+        lambda plan: plan["placement"]["layout"].update(replicate=2**40),
+        lambda plan: plan["job"]["optimizer"].update(betas=[0.9, 7.0]),
     ],
     ids=["layers", "batch", "ranks", "betas"],
 )
@@ -71,7 +71,7 @@ def test_no_worker_starts_by_a_plan_that_cannot_be(
 
 def test_a_model_whose_numbers_are_not_there_takes_no_memory(unfinished: Path, plait: Callable[..., Outcome]) -> None:
     """Plan and manifest agree on a table of gigabytes, of which the checkpoint has some rows."""
-    edit(unfinished / "plan.json", lambda plan: plan["shape"].update(vocabulary=HUGE))
+    edit(unfinished / "plan.json", lambda plan: plan["job"]["shape"].update(vocabulary=HUGE))
     [path] = unfinished.glob(f"checkpoints/step-*/{MANIFEST}")
     manifest = parse_manifest(path.read_bytes())
     told_of = {**manifest.model, "vocabulary": HUGE}

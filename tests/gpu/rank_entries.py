@@ -131,12 +131,12 @@ def assembled(
     GPU; over "nccl" each has its own."""
     plan = read_plan(folder / "plan.json")
     torch.set_num_threads(1)
-    if plan.device == "cuda":
+    if plan.machines.device == "cuda":
         torch.cuda.set_device(context.rank if library == "nccl" else 0)
     store = open_store(context.rendezvous, context.rank, context.world_size)
-    backend = "cpu:gloo,cuda:nccl" if (plan.device, library) == ("cuda", "nccl") else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if (plan.machines.device, library) == ("cuda", "nccl") else "gloo"
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size)
-    world, mesh = world_sums(), make_mesh(plan.layout, plan.device)
+    world, mesh = world_sums(), make_mesh(plan.placement.layout, plan.machines.device)
     *others, last = STAGES
     stages = (*others, replace(last, apply=partial(replicate, bucket_bytes=bucket_bytes)))
     assembly = assemble(load_recipe(folder / "recipe.toml"), plan, sums=world, mesh=mesh, stages=stages)

@@ -26,7 +26,7 @@ from plait.model.shape import ModelShape
 from plait.model.sizes import explicit_shape
 from plait.parallel.context.kernels import kernel_for, merge_results
 from plait.parallel.recompute import layer_runner
-from plait.partition.execution import Execution
+from plait.partition.execution import Execution, RunArithmetic
 from plait.trainer.loss import sum_of_losses
 
 SHAPE = ModelShape(layers=2, width=64, heads=4, kv_heads=2, head_width=16, ffn=128, vocabulary=96, sequence=64)
@@ -110,9 +110,11 @@ def model_on(device: torch.device, recompute: Recompute, compiler: Callable[...,
     model = GPT(SHAPE)
     initialize(model, 1)
     execution = Execution(
-        layout=Layout(recompute=recompute), shape=SHAPE, device="cuda" if device.type == "cuda" else "cpu",
-        precision="bf16", compile="blocks", gradient_transfer="float32",
-    )  # fmt: skip
+        arithmetic=RunArithmetic(precision="bf16", compile="blocks", gradient_transfer="float32"),
+        layout=Layout(recompute=recompute),
+        shape=SHAPE,
+        device="cuda" if device.type == "cuda" else "cpu",
+    )
     for layer in model.layers.values():
         assert isinstance(layer, Layer)
         if device.type == "cpu":  # its own attention asks for the library, outside of a graph

@@ -38,7 +38,7 @@ ten times as much a mixture's router soon sends tokens elsewhere."""
 def losses(run_ranks: RunRanks, folder: Path, device: str, kind: str, **planned: Any) -> list[float]:
     folder.mkdir()
     config, plan = make_tiny(folder, *WIDE, device=device, **planned)
-    put(folder, config, replace(plan, shape=KINDS[kind](plan.shape)))
+    put(folder, config, replace(plan, job=replace(plan.job, shape=KINDS[kind](plan.job.shape))))
     return run_ranks("take_steps", json.dumps({"folder": str(folder), "steps": 3}), 1)[0]["losses"]
 
 

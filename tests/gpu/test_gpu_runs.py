@@ -105,7 +105,7 @@ def test_no_step_waits_for_the_gpu(
     compiled = "blocks" if device.type == "cuda" else "off"
     keys = (ALONE, f"layout.recompute={recompute}", f"data.mask_documents={'true' if documents == 'mask' else 'false'}")
     _, plan = make_tiny(tmp_path, *keys, device=device.type, precision="bf16", compile=compiled)
-    assert plan.documents == documents
+    assert plan.job.documents == documents
     found = run_ranks("step_without_waiting", str(tmp_path), 1)[0]
     assert found == {"count": 6, "finite": True, "caught": True}
 
@@ -119,8 +119,15 @@ def test_the_device_holds_what_was_planned(
     keys = (*SMALL, ALONE, f"layout.recompute={recompute}")
     _, plan = make_tiny(tmp_path, *keys, device=device.type, precision=precision)
     held = run_ranks("watched_step", str(tmp_path), 1)[0]["bytes"]
-    work = workload_of(plan.shape, sequence=64, batch_sequences=16, precision=precision, moments=plan.optimizer.moments)
-    row = {**plan.layout.degrees, "recompute": recompute, "micro_sequences": 4, "schedule": plan.layout.schedule}
+    work = workload_of(
+        plan.job.shape, sequence=64, batch_sequences=16, precision=precision, moments=plan.job.optimizer.moments
+    )
+    row = {
+        **plan.placement.layout.degrees,
+        "recompute": recompute,
+        "micro_sequences": 4,
+        "schedule": plan.placement.layout.schedule,
+    }
     told = traced_peak(work, Candidates.from_rows([row], layer_split="balanced"), rank=0)
     assert sum(told[item][0] for item in MEMORY_ITEMS) == pytest.approx(held, rel=0.05)
 

@@ -56,7 +56,10 @@ def learns(working: WorkingFolder, run: str, tokenizer: Path, rows: list[dict[st
     source = Source(str(working.path / "rows.jsonl"))
     request = DataRequest(sources=(source,), tokenizer=str(tokenizer), vocabulary=None, holdout=0.0)
     corpus = prepare_corpus(request, working.cache, lambda *_: None)
-    write_plan(replace(folder.saved_plan(), corpus=str(corpus)), folder.path / "plan.json")
+    write_plan(
+        replace(folder.saved_plan(), job=replace(folder.saved_plan().job, corpus=str(corpus))),
+        folder.path / "plan.json",
+    )
     keep_base_files(str(tokenizer), folder.base)
 
 

@@ -145,6 +145,16 @@ def meet_and_wait(context: RankContext, argument: str) -> None:
     wait_for_stop(context, argument)
 
 
+def meet_strangers(context: RankContext, argument: str) -> None:
+    """Tell where the store is, and wait in it until somebody has set the key "seen"."""
+    from plait.parallel.mesh import open_store
+
+    store = open_store(context.rendezvous, context.rank, context.world_size)
+    if context.rank == 0:
+        context.send("store", rendezvous=context.rendezvous)
+    store.wait(["seen"], timedelta(seconds=60))
+
+
 def reduce_until_one_fails(context: RankContext, argument: str) -> None:
     """Rank 1 raises or waits to be killed between two collectives; its peers only see the connection break."""
     import torch

@@ -6,13 +6,16 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from torch.distributed import TCPStore
 
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.remote.agent import connect
@@ -21,7 +24,7 @@ from plait.launch.remote.host_numbering import by_address, host_numbers
 from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.secret import Secret, new_secret
 from plait.launch.values.entries import EntryTable
-from plait.launch.values.job import STOP_IN_WORDS, Job, JobResult, Message
+from plait.launch.values.job import NOTE, STOP_IN_WORDS, Job, JobResult, Message
 from tests.launch.host import HEARTBEAT
 from tests.launch.joined import HostProcess, start_agent
 from tests.launch.processes import (
@@ -102,6 +105,28 @@ def test_ranks_on_several_hosts_are_one_job(three: _Hosts, parts: tuple[int, int
     assert record.values("sum") == {
         rank: {"value": total, "argument": "a", "local": places[rank], "interface": "lo"} for rank in range(world_size)
     }
+
+
+def test_strangers_at_the_store_are_counted_and_print_nothing(three: _Hosts, capfd: pytest.CaptureFixture[str]):
+    """torch's store prints sixty lines for each connection that does not speak its protocol."""
+    record, strangers = Record(), 25
+
+    def visit(message: Message) -> None:
+        record(message)
+        if message.kind == "store":
+            place = urlsplit(message.values["rendezvous"])
+            for _ in range(strangers):
+                with socket.create_connection((place.hostname, place.port), timeout=10) as stranger:
+                    # Its first word as torch's clients say it (a query of validation), then a key of 2^64 - 1 bytes.
+                    stranger.sendall(b"\x00" + 0x3C85F7CE.to_bytes(4, "little") + b"\x01" + b"\xff" * 16)
+                    assert stranger.recv(1) == b""  # it hangs up
+            client = TCPStore(place.hostname, place.port, is_master=False, wait_for_workers=False)
+            client.set(f"plait{place.path}/seen", "yes")
+
+    three.run(job("meet_strangers", 3), visit, (1, 1, 1))
+    notes = [message.values["text"] for message in record.messages if message.kind == NOTE]
+    assert [note.partition(" ")[0] for note in notes] == [str(strangers)]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_each_host_gets_its_own_argument_threads_and_environment(three: _Hosts):

@@ -34,7 +34,8 @@ from plait.parallel.pipeline import pipeline
 from plait.parallel.recompute import recompute
 from plait.parallel.sharded_model import Forward, LocalGradients, ShardedModel, unsharded
 from plait.partition.boxes import model_parts_of
-from plait.planner.plan import OptimizerPlan, Plan
+from plait.partition.execution import RunArithmetic
+from plait.planner.plan import Cadence, Machines, OptimizerPlan, Placement, Plan, TrainingJob
 from plait.trainer.assemble import make_autocast
 from plait.trainer.step import make_forward
 from plait.units import Amount, Every
@@ -74,13 +75,26 @@ class Case:
         )
         adam = OptimizerPlan(lr=1, warmup_steps=0, weight_decay=0, betas=(0.9, 0.95), clip=None, schedule="constant")
         return Plan(
-            layout=layout, threads=1,
-            device="cpu", precision=self.precision, compile="off", shape=self.shape, sequence=TOKENS,
-            batch_sequences=1, micro_sequences=1, budget=Amount(1, "steps"), steps=1, optimizer=adam, corpus="",
-            corpus_hash="", documents="mask", checkpoint_every=every, checkpoint_keep=1, report_every_steps=1,
-            evaluate_every_steps=0, step_s=None,
-        forecast=None, peak_flops=None, fingerprint={}, recipe_hash="", reasons=(),
-        )  # fmt: skip
+            placement=Placement(layout=layout, threads=1, micro_sequences=1),
+            machines=Machines(device="cpu", peak_flops=None, fingerprint={}),
+            arithmetic=RunArithmetic(precision=self.precision, compile="off"),
+            job=TrainingJob(
+                shape=self.shape,
+                sequence=TOKENS,
+                batch_sequences=1,
+                budget=Amount(1, "steps"),
+                steps=1,
+                optimizer=adam,
+                corpus="",
+                corpus_hash="",
+                documents="mask",
+            ),
+            cadence=Cadence(checkpoint_every=every, checkpoint_keep=1, report_every_steps=1, evaluate_every_steps=0),
+            step_s=None,
+            forecast=None,
+            recipe_hash="",
+            reasons=(),
+        )
 
 
 def micros_of(case: Case) -> list[Micro]:
@@ -223,7 +237,7 @@ def run_peer(context: RankContext, argument: str) -> None:
     for number, each in enumerate(asked["cases"]):
         case = Case(**{**each, "stage_layers": tuple(each["stage_layers"])})
         micros = micros_of(case)[:-1]
-        layout = case.plan(context.world_size).layout
+        layout = case.plan(context.world_size).placement.layout
         parts = model_parts_of(case.shape, layout, context.rank)
         models = [with_weights(GPT(case.shape, part).double()) for part in parts]
         stages = [

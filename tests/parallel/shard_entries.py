@@ -131,14 +131,18 @@ def restore_and_save(context: RankContext, argument: str) -> None:
 def plan_of(case: dict[str, Any]) -> Plan:
     """The folder's plan with the case's layout and changes."""
     layout = Layout(**{key: tuple(v) if isinstance(v, list) else v for key, v in case.get("layout", {}).items()})
-    return replace(read_plan(Path(case["folder"]) / "plan.json"), layout=layout, **case.get("plan", {}))
+    return replace(
+        read_plan(Path(case["folder"]) / "plan.json"),
+        **case.get("plan", {}),
+        placement=replace(read_plan(Path(case["folder"]) / "plan.json").placement, layout=layout),
+    )
 
 
 @contextmanager
 def assembled(case: dict[str, Any]) -> Iterator[Assembly]:
     """The case's layout put together among its ranks, which must have joined."""
     plan = plan_of(case)
-    mesh = make_mesh(plan.layout, plan.device)
+    mesh = make_mesh(plan.placement.layout, plan.machines.device)
     config = load_recipe(Path(case["folder"]) / "recipe.toml")
     assembly = assemble(config, plan, sums=world_sums(), mesh=mesh, stages=small_buckets(STAGES))
     yield assembly

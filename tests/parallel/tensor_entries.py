@@ -35,15 +35,20 @@ def compare(context: WorkerContext, argument: str) -> None:
     folder, cases = Path(json.loads(argument)["folder"]), json.loads(argument)["cases"]
     plan = read_plan(folder / "plan.json")
     with process_group_for(context, plan):
-        mesh = make_mesh(Layout(tensor=context.world_size), plan.device)
+        mesh = make_mesh(Layout(tensor=context.world_size), plan.machines.device)
         for case in cases:
             context.send("case", **compared(folder, planned(plan, case, context.world_size), mesh))
 
 
 def planned(plan: Plan, case: Asked, tensor: int) -> Plan:
     """The plan of a case."""
-    layout = replace(plan.layout, **case.get("layout", {}), tensor=tensor)
-    return replace(plan, shape=ModelShape.from_dict(case["shape"]), layout=layout, **case.get("plan", {}))
+    layout = replace(plan.placement.layout, **case.get("layout", {}), tensor=tensor)
+    return replace(
+        plan,
+        **case.get("plan", {}),
+        job=replace(plan.job, shape=ModelShape.from_dict(case["shape"])),
+        placement=replace(plan.placement, layout=layout),
+    )
 
 
 def compared(folder: Path, plan: Plan, mesh: DeviceMesh) -> Asked:
@@ -70,7 +75,7 @@ def compared(folder: Path, plan: Plan, mesh: DeviceMesh) -> Asked:
         shared.model.settle()
         weights = {name: parameter.detach() for name, parameter in alone.model.named_parameters()}
         after = {
-            name_of(unit): error_of(unit, unit.parameter.detach(), weights, plan.optimizer.lr)
+            name_of(unit): error_of(unit, unit.parameter.detach(), weights, plan.job.optimizer.lr)
             for unit in shared.model.units
         }
         return outcome | {"norm": worst([(norms[1], norms[0])]), "weights": after}
@@ -121,7 +126,7 @@ def look_inside(context: WorkerContext, argument: str) -> None:
     base = read_plan(folder / "plan.json")
     with process_group_for(context, base):
         plan = planned(base, case, context.world_size)
-        mesh = make_mesh(plan.layout, plan.device)
+        mesh = make_mesh(plan.placement.layout, plan.machines.device)
         with both(folder, plan, mesh) as (alone, shared):
             (chunk,) = shared.model.chunks
             seen: list[int] = []

@@ -54,7 +54,11 @@ def test_compiled_layers_may_know_as_many_sizes_as_shares_may_bring(tmp_path) ->
     _, plan = make_tiny(tmp_path)
     nowhere = cast(DeviceMesh, None)  # each layer for itself
     with dynamo.patch(recompile_limit=8):
-        compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="off"))
+        compile_layers(
+            unsharded(GPT(SHAPE)), nowhere, replace(plan, arithmetic=replace(plan.arithmetic, compile="off"))
+        )
         assert dynamo.recompile_limit == 8
-        compile_layers(unsharded(GPT(SHAPE)), nowhere, replace(plan, compile="blocks"))
+        compile_layers(
+            unsharded(GPT(SHAPE)), nowhere, replace(plan, arithmetic=replace(plan.arithmetic, compile="blocks"))
+        )
         assert dynamo.recompile_limit == COMPILED_SHAPES_LIMIT >= 64

@@ -80,7 +80,9 @@ def model_with(plan: Plan, what: Recompute) -> GPT:
     for layer in model.layers.values():
         layer.attention.attend = attend_on_gpu  # type: ignore[union-attr]
         if what != "none":
-            layer.run = layer_runner(replace(plan, layout=Layout(recompute=what)).execution)  # type: ignore[assignment]
+            layer.run = layer_runner(
+                replace(plan, placement=replace(plan.placement, layout=Layout(recompute=what))).execution
+            )  # type: ignore[assignment]
     return model
 
 
@@ -192,7 +194,9 @@ def test_float32_documents_on_gpus_are_no_reason_to_compile_anew(plan: Plan, wha
         initialize(each, 1)
     for layer in model.layers.values():
         if what != "none":
-            layer.run = layer_runner(replace(plan, layout=Layout(recompute=what)).execution)  # type: ignore[assignment]
+            layer.run = layer_runner(
+                replace(plan, placement=replace(plan.placement, layout=Layout(recompute=what))).execution
+            )  # type: ignore[assignment]
         layer.compile(dynamic=False, backend=graphs)
     counts = []
     for step in range(STEPS):

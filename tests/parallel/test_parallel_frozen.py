@@ -64,8 +64,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: tmp_path_factory.mktemp(name) for name in SHAPES}
     for name, folder in made.items():
         config, plan = make_tiny(folder, *SHAPES[name], precision="float64")
-        adapter = AdapterShape(rank=3, alpha=6.0, targets=linear_layers(plan.shape))
-        put(folder, config, replace(plan, shape=replace(plan.shape, adapter=adapter)))
+        adapter = AdapterShape(rank=3, alpha=6.0, targets=linear_layers(plan.job.shape))
+        put(folder, config, replace(plan, job=replace(plan.job, shape=replace(plan.job.shape, adapter=adapter))))
     return made
 
 
@@ -91,7 +91,7 @@ def test_16_bit_adapters_are_as_near_to_float64_as_those_of_one_process(
     shape: str,
 ) -> None:
     named, folder, (exact, rounded) = LAYOUTS[layout], folders[shape], alone[shape]
-    assert exact.keys() == set(trained_weights(read_plan(folder / "plan.json").shape))
+    assert exact.keys() == set(trained_weights(read_plan(folder / "plan.json").job.shape))
     ranks = prod(named.get(axis, 1) for axis in ("replicate", "shard", "tensor", "context", "pipeline"))
     name = "-".join(word for word in layout.replace(",", "").split())
     launch([{"folder": str(folder), "steps": 1, "name": name, "plan": BF16, "layout": named}], ranks)

@@ -44,7 +44,9 @@ def model_with(plan: Plan, what: Recompute, context: int = 1) -> GPT:
     model = GPT(SHAPE).double()
     initialize(model, 1)
     if what != "none":
-        run = layer_runner(replace(plan, layout=Layout(recompute=what, context=context)).execution)
+        run = layer_runner(
+            replace(plan, placement=replace(plan.placement, layout=Layout(recompute=what, context=context))).execution
+        )
         for layer in model.layers.values():
             layer.run = run
     return model

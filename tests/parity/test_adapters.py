@@ -49,13 +49,15 @@ def test_an_adapter_does_so_with_unequal_shares(name: str, workers: ForkedWorker
 
 def check(shape: ModelShape, layout: Layout, workers: ForkedWorkers, shares: tuple[int, ...] = ()) -> None:
     plan = shrunk_plan(CONFIG, shape, layout, shares)
-    check_layout(plan.layout, plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
+    check_layout(
+        plan.placement.layout, plan.job.shape, sequence=plan.job.sequence, batch_sequences=plan.job.batch_sequences
+    )
     verdict = check_gradients(CONFIG, plan, workers)
     assert verdict.ok, "\n".join(f"{one}: {one.error:.1e}" for one in verdict.worst)
     compared = {(one.kind, one.name) for one in verdict.findings}
-    learning = trained_weights(plan.shape)
-    assert 0 < len(learning) < len(weight_sizes(plan.shape))
-    gradients, weights = product(("gradient",), learning), product(("sgd", "adamw"), weight_sizes(plan.shape))
+    learning = trained_weights(plan.job.shape)
+    assert 0 < len(learning) < len(weight_sizes(plan.job.shape))
+    gradients, weights = product(("gradient",), learning), product(("sgd", "adamw"), weight_sizes(plan.job.shape))
     assert compared == {*gradients, *weights, *(("sums", name) for name in ("norm", "loss", "evaluation"))}
 
 
@@ -78,8 +80,8 @@ def plan_in(folder: Path, shape: ModelShape) -> Plan:
     plan = shrunk_plan(CONFIG, shape, Layout())
     corpus = folder / "corpus"
     corpus.mkdir()
-    write_synthetic(corpus, vocabulary=plan.shape.vocabulary, sequence=plan.sequence, seed=3)
-    return replace(plan, corpus=str(corpus), batch_sequences=32)
+    write_synthetic(corpus, vocabulary=plan.job.shape.vocabulary, sequence=plan.job.sequence, seed=3)
+    return replace(plan, job=replace(plan.job, corpus=str(corpus), batch_sequences=32))
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -88,7 +90,10 @@ def test_micro_batches_of_any_size_give_the_same_gradients(kind: str, tmp_path: 
     shape = adapted("qwen3") if kind == "adapter" else replace(adapted("qwen3"), adapter=None)
     plan = plan_in(tmp_path, shape)
     assemblies = [
-        assemble(CONFIG, replace(plan, micro_sequences=size), stages=(), sums=ONE_PROCESS) for size in (32, 8, 1)
+        assemble(
+            CONFIG, replace(plan, placement=replace(plan.placement, micro_sequences=size)), stages=(), sums=ONE_PROCESS
+        )
+        for size in (32, 8, 1)
     ]
     one, *others = [collect_tensors(assembly, "gradients", tmp_path / "routing") for assembly in assemblies]
     for other in others:
@@ -102,7 +107,7 @@ def test_frozen_weights_have_no_gradient_no_moments_and_no_buckets(tmp_path: Pat
     assembly = assemble(CONFIG, plan, stages=(), sums=ONE_PROCESS)
     collect_tensors(assembly, "all", tmp_path / "routing")
     model = assembly.model.chunks[0]
-    learning = set(trained_weights(plan.shape))
+    learning = set(trained_weights(plan.job.shape))
     assert {name for name, weight in model.named_parameters() if weight.grad is not None} == learning
     assert len(assembly.optimizer.state) == len(learning)
     numbers = sum(weight.numel() for name, weight in model.named_parameters() if name in learning)

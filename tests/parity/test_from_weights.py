@@ -66,15 +66,15 @@ def test_any_layout_does(name: str, workers: ForkedWorkers, tmp_path: Path) -> N
 
 def check(shape: ModelShape, layout: Layout, workers: ForkedWorkers, folder: Path, new_tokens: int = 0) -> None:
     plan = shrunk_plan(CONFIG, shape, layout)
-    written = config_of_shape(plan.shape, "float32")
+    written = config_of_shape(plan.job.shape, "float32")
     model = random_model(AutoConfig.for_model(**written))
     model.save_pretrained(folder)
     base = read_base_model(folder)
-    known, shape = base.shape.vocabulary, base.shape_for(plan.sequence)
-    plan = replace(plan, shape=replace(shape, vocabulary=known + new_tokens), base=str(folder))
+    known, shape = base.shape.vocabulary, base.shape_for(plan.job.sequence)
+    plan = replace(plan, job=replace(plan.job, shape=replace(shape, vocabulary=known + new_tokens), base=str(folder)))
     verdict = check_gradients(CONFIG, plan, workers)
     assert verdict.ok, "\n".join(f"{one}: {one.error:.1e}" for one in verdict.worst)
-    ours = GPT(plan.shape).double()
+    ours = GPT(plan.job.shape).double()
     fill_first_weights(unsharded(ours), plan, 1)
     theirs = {name: weight.detach().double() for name, weight in model.named_parameters()}
     for name in {"norm.weight", "embed.tokens.weight", "head.weight"} & base.places.keys():
@@ -87,7 +87,7 @@ def check(shape: ModelShape, layout: Layout, workers: ForkedWorkers, folder: Pat
 
 def test_a_folder_that_changed_since_it_was_planned_with_is_refused(tmp_path: Path) -> None:
     plan = shrunk_plan(CONFIG, FAMILIES["qwen3"], Layout())
-    random_model(AutoConfig.for_model(**config_of_shape(plan.shape, "float32"))).save_pretrained(tmp_path)
-    other = replace(plan, shape=replace(plan.shape, rope_theta=77.0), base=str(tmp_path))
+    random_model(AutoConfig.for_model(**config_of_shape(plan.job.shape, "float32"))).save_pretrained(tmp_path)
+    other = replace(plan, job=replace(plan.job, shape=replace(plan.job.shape, rope_theta=77.0), base=str(tmp_path)))
     with pytest.raises(RunFailed, match="is not the one that this run was planned with"):
-        fill_first_weights(unsharded(GPT(other.shape)), other, 1)
+        fill_first_weights(unsharded(GPT(other.job.shape)), other, 1)

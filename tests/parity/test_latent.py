@@ -69,14 +69,16 @@ SHARED_OUT: tuple[Layout, ...] = (
 
 def check(kind: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, ...] = ()) -> None:
     plan = shrunk_plan(CONFIG, KINDS[kind], layout, shares)
-    check_layout(plan.layout, plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
-    latent, large = plan.shape.latent, KINDS[kind].latent
+    check_layout(
+        plan.placement.layout, plan.job.shape, sequence=plan.job.sequence, batch_sequences=plan.job.batch_sequences
+    )
+    latent, large = plan.job.shape.latent, KINDS[kind].latent
     assert latent is not None and large is not None
     assert (latent.query_rank > 0) == (large.query_rank > 0)
     verdict = check_gradients(CONFIG, plan, workers)
     assert verdict.ok, "\n".join(f"{one}: {one.error:.1e}" for one in verdict.worst)
     compared = {(one.kind, one.name) for one in verdict.findings}
-    assert set(product(("gradient", "sgd", "adamw"), weight_sizes(plan.shape))) <= compared
+    assert set(product(("gradient", "sgd", "adamw"), weight_sizes(plan.job.shape))) <= compared
 
 
 @pytest.mark.parametrize("name", EVERY_DAY)

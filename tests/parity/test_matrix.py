@@ -68,14 +68,16 @@ def check(
     family: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, ...] = (), config: RunConfig = CONFIG
 ) -> None:
     plan = shrunk_plan(config, FAMILIES[family], layout, shares)
-    check_layout(plan.layout, plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
-    check_shares(plan.shares, plan.layout, plan.batch_sequences)
+    check_layout(
+        plan.placement.layout, plan.job.shape, sequence=plan.job.sequence, batch_sequences=plan.job.batch_sequences
+    )
+    check_shares(plan.placement.shares, plan.placement.layout, plan.job.batch_sequences)
     assert len(set(plan.sequences_per_replica)) > 1 or layout.data_parallel_degree == 1
     verdict = check_gradients(config, plan, workers)
     assert verdict.ok, "\n".join(f"{one}: {one.error:.1e}" for one in verdict.worst)
     compared = {(one.kind, one.name) for one in verdict.findings}
-    own = "momentum" if plan.optimizer.kind == "sgd" else "adamw"
-    weights = product(("gradient", "sgd", own), weight_sizes(plan.shape))
+    own = "momentum" if plan.job.optimizer.kind == "sgd" else "adamw"
+    weights = product(("gradient", "sgd", own), weight_sizes(plan.job.shape))
     assert compared == {*weights, *(("sums", name) for name in ("norm", "loss", "evaluation"))}
 
 

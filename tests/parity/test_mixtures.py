@@ -190,14 +190,18 @@ def test_ranks_that_split_an_expert_hold_it_whole_between_them(layout: Layout) -
 
 def check(kind: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, ...] = ()) -> None:
     plan = shrunk_plan(CONFIG, KINDS[kind], layout, shares)
-    check_layout(plan.layout, plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
-    assert plan.shape.mixture is not None and plan.shape.mixture.experts > plan.shape.mixture.experts_per_token
+    check_layout(
+        plan.placement.layout, plan.job.shape, sequence=plan.job.sequence, batch_sequences=plan.job.batch_sequences
+    )
+    assert (
+        plan.job.shape.mixture is not None and plan.job.shape.mixture.experts > plan.job.shape.mixture.experts_per_token
+    )
     verdict = check_gradients(CONFIG, plan, workers)
     assert verdict.ok, "\n".join(f"{one}: {one.error:.1e}" for one in verdict.worst)
     compared = {(one.kind, one.name) for one in verdict.findings}
-    weights = product(("gradient", "sgd", "adamw"), weight_sizes(plan.shape))
-    biases = product(("sgd", "adamw"), kept_values(plan.shape))
+    weights = product(("gradient", "sgd", "adamw"), weight_sizes(plan.job.shape))
+    biases = product(("sgd", "adamw"), kept_values(plan.job.shape))
     sums = {("sums", name) for name in ("norm", "loss", "evaluation")}
-    layers = [layer for layer in range(plan.shape.layers) if plan.shape.mixture_of(layer)]
+    layers = [layer for layer in range(plan.job.shape.layers) if plan.job.shape.mixture_of(layer)]
     routers = {("routing", f"layers.{layer}.feedforward.router.weight") for layer in layers}
     assert compared == {*weights, *biases, *sums, ("counts", "experts"), *routers}

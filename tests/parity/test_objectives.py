@@ -137,11 +137,13 @@ def test_shares_may_be_unequal(shares: tuple[int, int], workers: ForkedWorkers) 
 
 def check(kind: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, ...] = ()) -> None:
     plan = shrunk_plan(CONFIG, KINDS[kind], layout, shares)
-    check_layout(plan.layout, plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
-    assert plan.shape.objectives.weights
+    check_layout(
+        plan.placement.layout, plan.job.shape, sequence=plan.job.sequence, batch_sequences=plan.job.batch_sequences
+    )
+    assert plan.job.shape.objectives.weights
     verdict = check_gradients(CONFIG, plan, workers)
     assert verdict.ok, "\n".join(f"{one}: {one.error:.1e}" for one in verdict.worst)
     compared = {(one.kind, one.name) for one in verdict.findings}
-    assert compared >= set(product(("gradient", "sgd", "adamw"), weight_sizes(plan.shape)))
-    assert compared >= set(product(("sgd", "adamw"), kept_values(plan.shape)))
+    assert compared >= set(product(("gradient", "sgd", "adamw"), weight_sizes(plan.job.shape)))
+    assert compared >= set(product(("sgd", "adamw"), kept_values(plan.job.shape)))
     assert compared >= {("sums", "auxiliary"), ("sums", "loss"), ("sums", "evaluation")}

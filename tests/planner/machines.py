@@ -67,13 +67,13 @@ def drafted(config: RunConfig, facts: CorpusFacts, machine: Machine) -> Draft:
 
 def timed(split: WorkerLayout, whole_s: float) -> WorkerLayout:
     """As if a step took so long on one core, and workers lost a little to each other and threads somewhat more."""
-    return replace(split, step_s=whole_s / split.workers / split.threads**0.8 + 0.001 * split.workers)
+    return replace(split, step_s=whole_s / split.workers / split.placement.threads**0.8 + 0.001 * split.workers)
 
 
 def planned(config: RunConfig, facts: CorpusFacts, machine: Machine, whole_s: float = 4.0) -> Plan:
     """The settled plan, with made-up measurements where some are needed."""
     outline = drafted(config, facts, machine)
     measured = outline.layouts
-    if len(measured) > 1 or outline.plan.budget.unit == "seconds":
+    if len(measured) > 1 or outline.plan.job.budget.unit == "seconds":
         measured = tuple(timed(split, whole_s) for split in measured)
     return settle(config, outline, measured)

@@ -18,7 +18,9 @@ def watched_step(context: WorkerContext, argument: str) -> None:
     folder = Path(argument)
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
-        assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
+        assembly = assemble(
+            config, plan, sums=world_sums(), mesh=make_mesh(plan.placement.layout, plan.machines.device)
+        )
         state, _ = assembly.step(TrainState())
         with LiveTensorPeak(assembly.device, assembly.tensors()) as peak:
             assembly.step(state)

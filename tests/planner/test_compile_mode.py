@@ -34,11 +34,11 @@ def test_compiled_where_it_can_work_and_eager_with_its_price_where_it_cannot(tmp
     config = recipe(tmp_path, *SIZE)
     compiled, eager = planned(config, WEB, ONE_H100), planned(config, WEB, NO_COMPILER)
     off = planned(recipe(tmp_path, *SIZE, "train.compile=off"), WEB, ONE_H100)
-    assert (compiled.compile, eager.compile, off.compile) == ("blocks", "off", "off")
+    assert (compiled.arithmetic.compile, eager.arithmetic.compile, off.arithmetic.compile) == ("blocks", "off", "off")
     assert compiled.forecast and eager.forecast and off.forecast
     assert eager.forecast.step_s == off.forecast.step_s > 1.02 * compiled.forecast.step_s
     assert any("layers are not compiled, and steps take longer: there is no C" in why for why in eager.reasons)
-    assert planned(recipe(tmp_path, *SIZE, "train.compile=on"), WEB, ONE_H100).compile == "blocks"
+    assert planned(recipe(tmp_path, *SIZE, "train.compile=on"), WEB, ONE_H100).arithmetic.compile == "blocks"
 
 
 def test_what_is_asked_for_and_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_what_one_host_cannot_do_no_host_is_asked_to_do(tmp_path: Path) -> None:
 
 def test_gpus_without_bf16_train_in_float32_also_where_the_catalogue_lacks_them(tmp_path: Path) -> None:
     old = replace(ONE_H100, name="an old card", without=("bf16",))
-    assert planned(recipe(tmp_path, *SIZE), WEB, old).precision == "float32"
+    assert planned(recipe(tmp_path, *SIZE), WEB, old).arithmetic.precision == "float32"
     with pytest.raises(PlaitError, match=r'an old card has no bf16 arithmetic; write train.precision = "float32"'):
         planned(recipe(tmp_path, *SIZE, "train.precision=bf16"), WEB, old)
 

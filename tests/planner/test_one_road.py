@@ -143,8 +143,11 @@ def test_given_the_same_probe_the_plans_are_equal(speeds: tuple[float, ...], tmp
 
 
 def comparable(plan: Plan) -> dict[str, object]:
-    """A plan's fields, but for those that tell of the machine at hand."""
-    return {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in ELSEWHERE}
+    """The fields of a plan and of its parts, but for those that tell of the machine at hand."""
+    parts = plan.job, plan.placement, plan.arithmetic, plan.machines, plan.cadence
+    rest = {"forecast": plan.forecast, "step_s": plan.step_s}
+    found = {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
+    return rest | {name: value for name, value in found.items() if name not in ELSEWHERE}
 
 
 def test_a_degree_stands_in_three_types_before_the_plan() -> None:

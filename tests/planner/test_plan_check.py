@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,24 @@ import pytest
 
 from plait.checked_json import sealed_text
 from plait.errors import PlaitError
+from plait.partition.execution import RunArithmetic
+from plait.planner.plan import Cadence, Machines, Placement, TrainingJob
 from plait.planner.plan_file import plan_text, read_plan
 from tests.planner.machines import LAPTOP, PLAYS, planned, recipe
 
 TWO = ("train.budget=100 steps", "model.layers=4", "model.width=64", "model.heads=2", "layout.replicate=2")
+PARTS = {
+    field.name: part
+    for part, kind in {
+        "job": TrainingJob,
+        "placement": Placement,
+        "arithmetic": RunArithmetic,
+        "machines": Machines,
+        "cadence": Cadence,
+    }.items()
+    for field in fields(kind)
+}
+"""The part of the plan in which each field stands."""
 HOST = {"name": "a", "workers": 2, "threads": 4, "machine": "", "mark": ""}
 
 
@@ -29,6 +44,7 @@ def refusal(tmp_path: Path, values: dict[str, Any], changes: dict[str, Any]) -> 
     del edited["sha256"]
     for path, value in changes.items():
         *parents, last = path.split(".")
+        parents = [*([PARTS[first]] if (first := path.split(".")[0]) in PARTS else []), *parents]
         place = edited
         for parent in parents:
             place = place[parent]

@@ -114,13 +114,19 @@ def test_the_plan_knows_the_arithmetic_and_its_peak(tmp_path: Path, precision: s
     peak = PEAK_FLOPS[LAPTOP]
     resources = Resources(machine=LAPTOP, peak_flops=peak).with_arithmetic(chosen(precision))
     plan = draft(config, PLAYS, resources, recipe_hash="").plan
-    assert (plan.precision, plan.matmul_backend) == (precision, "onednn")
-    assert plan.matmul_flops == pytest.approx(8 * gain * 1e11) and plan.peak_flops == pytest.approx(gain * peak)
+    assert (plan.arithmetic.precision, plan.arithmetic.matmul_backend) == (precision, "onednn")
+    assert plan.arithmetic.matmul_flops == pytest.approx(8 * gain * 1e11) and plan.machines.peak_flops == pytest.approx(
+        gain * peak
+    )
     before = draft(config, PLAYS, Resources(machine=LAPTOP, peak_flops=peak), recipe_hash="").plan
     assert plan.forecast is not None and before.forecast is not None
     assert plan.forecast.step_s < 0.7 * before.forecast.step_s
     assert any(reason.startswith("matrix products by oneDNN") for reason in plan.reasons)
-    assert (before.precision, before.matmul_backend, before.matmul_flops) == ("float32", "default", None)
+    assert (before.arithmetic.precision, before.arithmetic.matmul_backend, before.arithmetic.matmul_flops) == (
+        "float32",
+        "default",
+        None,
+    )
 
 
 def test_what_runs_teach_stays_with_their_arithmetic(tmp_path: Path) -> None:

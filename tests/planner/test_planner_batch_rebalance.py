@@ -21,6 +21,7 @@ from plait.planner.rebalancing.batch_rebalance import (
 )
 from tests.commands.other_values import base_recipe
 from tests.planner.machines import LAPTOP, corpus, planned
+from tests.plans import changed
 
 SUMS_S = 4.0
 """Of each step, beside computing, where a sequence takes a second on a machine of speed 1."""
@@ -139,16 +140,30 @@ def test_the_reason_says_who_and_why() -> None:
 def test_parts_are_called_by_their_host_or_their_ranks(tmp_path) -> None:
     plan = planned(base_recipe(tmp_path), corpus(1_500_000, 1), LAPTOP)
     one_each = (HostShare(name="old", workers=1, threads=1), HostShare(name="new", workers=1, threads=1))
-    both = replace(plan, layout=Layout(replicate=2), hosts=one_each)
+    both = replace(
+        plan,
+        placement=replace(plan.placement, layout=Layout(replicate=2)),
+        machines=replace(plan.machines, hosts=one_each),
+    )
     assert replica_names(both) == ("host old", "host new")
-    assert replica_names(replace(both, hosts=())) == ("rank 0", "rank 1")
-    pipes = replace(plan, layout=Layout(replicate=2, pipeline=2, stage_layers=(1, 1)))
-    assert ranks_of_replicas(pipes.layout) == ((0, 2), (1, 3))
-    assert replica_names(replace(pipes, hosts=())) == ("ranks 0 and 2", "ranks 1 and 3")
+    assert replica_names(changed(both, hosts=())) == ("rank 0", "rank 1")
+    pipes = replace(
+        plan, placement=replace(plan.placement, layout=Layout(replicate=2, pipeline=2, stage_layers=(1, 1)))
+    )
+    assert ranks_of_replicas(pipes.placement.layout) == ((0, 2), (1, 3))
+    assert replica_names(changed(pipes, hosts=())) == ("ranks 0 and 2", "ranks 1 and 3")
     two_each = tuple(replace(host, workers=2) for host in one_each)
-    wide = replace(plan, layout=Layout(replicate=4), hosts=two_each)
+    wide = replace(
+        plan,
+        placement=replace(plan.placement, layout=Layout(replicate=4)),
+        machines=replace(plan.machines, hosts=two_each),
+    )
     assert replica_names(wide) == ("rank 0 on old", "rank 1 on old", "rank 2 on new", "rank 3 on new")
-    assert why_rebalancing_cannot_help(replace(wide, balance_every_steps=50)) is None
-    alone = replace(plan, layout=Layout(tensor=2), balance_every_steps=50)
+    assert why_rebalancing_cannot_help(changed(wide, balance_every_steps=50)) is None
+    alone = replace(
+        plan,
+        placement=replace(plan.placement, layout=Layout(tensor=2)),
+        cadence=replace(plan.cadence, balance_every_steps=50),
+    )
     assert "a layout with replicate or shard could" in (why_rebalancing_cannot_help(alone) or "")
-    assert why_rebalancing_cannot_help(replace(alone, balance_every_steps=0)) is None
+    assert why_rebalancing_cannot_help(changed(alone, balance_every_steps=0)) is None

@@ -51,10 +51,10 @@ def test_a_time_budget_is_sized_by_the_rate_that_the_plan_itself_forecasts(tmp_p
     config = recipe(tmp_path, "train.budget=5 minutes")
     report = make_plan_report(config, on_paper(read_cluster("64xH100")), top=0)
     plan, forecast = report.plan, report.plan.forecast
-    assert forecast is not None and plan.peak_flops is not None
-    trained = 6 * parameter_count(plan.shape) * plan.batch_tokens / forecast.step_s
-    assert trained < EXPECTED_MFU * plan.peak_flops / 2, "else this test shows nothing"
-    wanted = 20 * parameter_count(plan.shape) ** 2 * 6 / trained
+    assert forecast is not None and plan.machines.peak_flops is not None
+    trained = 6 * parameter_count(plan.job.shape) * plan.batch_tokens / forecast.step_s
+    assert trained < EXPECTED_MFU * plan.machines.peak_flops / 2, "else this test shows nothing"
+    wanted = 20 * parameter_count(plan.job.shape) ** 2 * 6 / trained
     assert wanted == pytest.approx(300, rel=0.7), "seconds for 20 tokens a parameter"
     [reason] = [note for note in report.notes if note.startswith("model ")]
     assert "FLOP/s as forecast)" in reason
@@ -63,4 +63,4 @@ def test_a_time_budget_is_sized_by_the_rate_that_the_plan_itself_forecasts(tmp_p
 def test_named_sizes_keep_their_model(tmp_path: Path) -> None:
     config = recipe(tmp_path, "train.budget=5 minutes", "model.size=50M")
     few, many = (make_plan_report(config, on_paper(read_cluster(f"{n}xH100")), top=0).plan for n in (1, 8))
-    assert few.shape == many.shape
+    assert few.job.shape == many.job.shape

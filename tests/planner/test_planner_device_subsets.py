@@ -58,8 +58,8 @@ def test_of_equal_devices_fewer_are_taken(tmp_path: Path) -> None:
     single = recipe(tmp_path, "model.size=1M", "train.sequence=256", "train.batch_tokens=256", "train.budget=9 steps")
     resources = Resources(machine=EIGHT_H100, peak_flops=PEAK_FLOPS[EIGHT_H100])
     drafted = draft(single, PLAYS, resources, recipe_hash="")
-    assert drafted.plan.world_size == 1 and drafted.plan.host_order == ()
-    assert drafted.plan.peak_flops == pytest.approx(PEAK_FLOPS[EIGHT_H100] / 8)
+    assert drafted.plan.world_size == 1 and drafted.plan.placement.host_order == ()
+    assert drafted.plan.machines.peak_flops == pytest.approx(PEAK_FLOPS[EIGHT_H100] / 8)
     assert "left out: 7 × " in drafted.layouts[0].reasons[0]
 
 
@@ -79,7 +79,7 @@ def test_measured_hosts_are_left_out_by_name_and_the_first_stays(tmp_path: Path)
     config = recipe(tmp_path, "model.size=1M", "train.sequence=256", "train.batch_tokens=4096", "train.budget=9 steps")
     cluster = probed(1.0, 0.05, rate=1e6)
     outline = draft(config, PLAYS, on_paper(cluster), recipe_hash="")
-    assert outline.plan.host_order == (0,) and outline.plan.world_size == 1
+    assert outline.plan.placement.host_order == (0,) and outline.plan.world_size == 1
     assert outline.layouts[0].reasons[0].startswith("left out: b; ")
     assert all(one.nodes[0] == 0 for one in natural_subsets(work(), probed(0.1, 1.0, 1.0), PLAIT_PROFILE))
     write_plan(outline.plan, tmp_path / "plan.json")

@@ -270,15 +270,23 @@ def test_ranks_on_processors_hold_what_was_foretold(
         held[message.values["rank"]] = message.values["bytes"]
 
     server.run(Job(entry="watched_step", argument=str(tmp_path), world_size=2, threads=1), on_message=hear)
-    moments = plan.optimizer.moments
-    work = workload_of(plan.shape, sequence=64, batch_sequences=16, precision=precision, moments=moments)
-    knobs: dict[str, Any] = {"schedule": plan.layout.schedule, "virtual": plan.layout.virtual_stages}
-    knobs["shard_what"] = plan.layout.shard_what
-    row = {**plan.layout.degrees, **knobs, "recompute": plan.layout.recompute, "sequence_parallel": 1}
-    row["micro_sequences"] = plan.micro_sequences
-    few = Candidates.from_rows([row], layer_split=plan.layout.stage_layers or "balanced")
+    moments = plan.job.optimizer.moments
+    work = workload_of(plan.job.shape, sequence=64, batch_sequences=16, precision=precision, moments=moments)
+    knobs: dict[str, Any] = {
+        "schedule": plan.placement.layout.schedule,
+        "virtual": plan.placement.layout.virtual_stages,
+    }
+    knobs["shard_what"] = plan.placement.layout.shard_what
+    row = {
+        **plan.placement.layout.degrees,
+        **knobs,
+        "recompute": plan.placement.layout.recompute,
+        "sequence_parallel": 1,
+    }
+    row["micro_sequences"] = plan.placement.micro_sequences
+    few = Candidates.from_rows([row], layer_split=plan.placement.layout.stage_layers or "balanced")
     for rank in range(2):
-        told = traced_peak(work, few, rank=rank if plan.layout.pipeline > 1 else 0)
+        told = traced_peak(work, few, rank=rank if plan.placement.layout.pipeline > 1 else 0)
         assert sum(told[item][0] for item in MEMORY_ITEMS) == pytest.approx(held[rank], rel=0.05), rank
 
 

@@ -26,10 +26,10 @@ def plan_of(folder: Path, *overrides: str) -> Plan:
 def test_a_budget_in_epochs_reads_every_window_so_often(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "train.budget=3 epochs", "train.sequence=1024", "train.batch_tokens=7168")
     windows = SIZES.packed(1024, "refuse").windows
-    assert plan.budget == Amount(3, "epochs") and plan.budget.epoch_tokens == windows * 1024
-    assert plan.batch_sequences == 7 and plan.steps == -(-3 * windows // 7)
-    assert plan.documents == "mask"
-    assert str(plan.budget) == "3 epochs" and str(Amount(1, "epochs")) == "1 epoch"
+    assert plan.job.budget == Amount(3, "epochs") and plan.job.budget.epoch_tokens == windows * 1024
+    assert plan.job.batch_sequences == 7 and plan.job.steps == -(-3 * windows // 7)
+    assert plan.job.documents == "mask"
+    assert str(plan.job.budget) == "3 epochs" and str(Amount(1, "epochs")) == "1 epoch"
     full = SIZES.packed(1024, "refuse").share
     assert f"windows {full:.1%} full: whole examples, packed by best fit into {windows} of them" in plan.reasons
 
@@ -46,13 +46,13 @@ def test_steps_are_exact_for_a_part_of_an_epoch() -> None:
 def test_a_text_in_epochs_counts_the_windows_of_its_shards(tmp_path: Path) -> None:
     facts = replace(corpus(3003, 1), sizes=CorpusSizes(stream_tokens=(1001, 2002)))
     plan = planned(recipe(tmp_path, *SMALL, "train.budget=2 epochs", "train.sequence=100"), facts, LAPTOP)
-    assert plan.budget.epoch_tokens == (10 + 20) * 100
+    assert plan.job.budget.epoch_tokens == (10 + 20) * 100
 
 
 def test_epochs_of_a_begun_run_may_only_grow(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "train.budget=2 epochs")
     longer = with_raised_budget(recipe(tmp_path, "train.budget=4 epochs"), plan)
-    assert longer.steps in (2 * plan.steps, 2 * plan.steps - 1) and longer.budget.epoch_tokens
+    assert longer.job.steps in (2 * plan.job.steps, 2 * plan.job.steps - 1) and longer.job.budget.epoch_tokens
     with pytest.raises(PlaitError, match=r"train\.budget = 1 epochs is less than the 2 epochs that this run has"):
         with_raised_budget(recipe(tmp_path, "train.budget=1 epoch"), plan)
     steps = plan_of(tmp_path, "train.budget=20 steps")
@@ -63,8 +63,8 @@ def test_epochs_of_a_begun_run_may_only_grow(tmp_path: Path) -> None:
 
 
 def test_a_window_is_long_enough_for_the_longest_example(tmp_path: Path) -> None:
-    assert plan_of(tmp_path, "train.budget=3 epochs").sequence == 704
-    assert plan_of(tmp_path, "train.budget=3 epochs", "data.overlong=drop").sequence == 256
+    assert plan_of(tmp_path, "train.budget=3 epochs").job.sequence == 704
+    assert plan_of(tmp_path, "train.budget=3 epochs", "data.overlong=drop").job.sequence == 256
 
 
 def test_examples_that_do_not_fit_are_refused_or_counted(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ def tuned(folder: Path, *overrides: str, method: str = "lora") -> RunConfig:
 
 
 def adapter_of(plan: Plan) -> AdapterShape:
-    assert plan.shape.adapter is not None
-    return plan.shape.adapter
+    assert plan.job.shape.adapter is not None
+    return plan.job.shape.adapter
 
 
 def reasons(plan: Plan, about: str) -> str:
@@ -40,10 +40,10 @@ def reasons(plan: Plan, about: str) -> str:
 
 def test_lora_learns_ten_times_as_fast_as_all_weights_do(tmp_path: Path) -> None:
     full, lora = (planned(tuned(tmp_path, method=way), CHATS, LAPTOP) for way in ("full", "lora"))
-    assert full.optimizer.lr == finetuning_lr("full") == 2e-5
-    assert lora.optimizer.lr == pytest.approx(10 * full.optimizer.lr)
-    assert (full.optimizer.weight_decay, lora.optimizer.weight_decay) == (0.1, 0.0)
-    assert full.shape.adapter is None and full.base_fingerprint == lora.base_fingerprint == "f1"
+    assert full.job.optimizer.lr == finetuning_lr("full") == 2e-5
+    assert lora.job.optimizer.lr == pytest.approx(10 * full.job.optimizer.lr)
+    assert (full.job.optimizer.weight_decay, lora.job.optimizer.weight_decay) == (0.1, 0.0)
+    assert full.job.shape.adapter is None and full.job.base_fingerprint == lora.job.base_fingerprint == "f1"
     assert "Schulman 2025" in reasons(lora, "peak learning rate 0.0002")
     assert "Llama 2" in reasons(full, "peak learning rate 2e-05")
 
@@ -53,11 +53,11 @@ def test_a_step_holds_so_many_examples_and_the_run_three_epochs(tmp_path: Path) 
     assert full.batch_tokens == pytest.approx(64 * 45, rel=0.15) and lora.batch_tokens == pytest.approx(
         32 * 45, rel=0.15
     )
-    assert str(lora.budget) == "3 epochs"
-    assert 3 * 90_000 / lora.batch_tokens <= lora.steps < 3 * 90_000 / lora.batch_tokens + 2
-    assert lora.optimizer.warmup_steps == finetuning_warmup_steps(lora.steps) == 10
+    assert str(lora.job.budget) == "3 epochs"
+    assert 3 * 90_000 / lora.batch_tokens <= lora.job.steps < 3 * 90_000 / lora.batch_tokens + 2
+    assert lora.job.optimizer.warmup_steps == finetuning_warmup_steps(lora.job.steps) == 10
     long = replace(CHATS, train_tokens=10_000_000, documents=100)
-    assert planned(tuned(tmp_path, "train.sequence=256"), long, LAPTOP).batch_sequences == 32
+    assert planned(tuned(tmp_path, "train.sequence=256"), long, LAPTOP).job.batch_sequences == 32
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -66,12 +66,24 @@ def test_no_rule_asks_how_many_workers_there_are(tmp_path: Path, method: str) ->
     for workers in (1, 4):
         plan = planned(tuned(tmp_path, f"run.workers={workers}", method=method), CHATS, SERVER)
         assert plan.world_size == workers
-        said[workers] = (plan.optimizer, plan.batch_sequences, plan.sequence, plan.steps, plan.shape, plan.budget)
+        said[workers] = (
+            plan.job.optimizer,
+            plan.job.batch_sequences,
+            plan.job.sequence,
+            plan.job.steps,
+            plan.job.shape,
+            plan.job.budget,
+        )
     assert said[1] == said[4]
     other = planned(tuned(tmp_path, "train.precision=float32", method=method), CHATS, EIGHT_H100)
     assert said[1] == (
-        other.optimizer, other.batch_sequences, other.sequence, other.steps, other.shape, other.budget
-    )  # fmt: skip
+        other.job.optimizer,
+        other.job.batch_sequences,
+        other.job.sequence,
+        other.job.steps,
+        other.job.shape,
+        other.job.budget,
+    )
 
 
 SHORT: LengthCounts = tuple((length, length // 3, 39) for length in range(20, 71))
@@ -87,38 +99,40 @@ def test_short_chats_fill_several_windows_a_step_whatever_the_workers(tmp_path: 
     plans = [
         planned(tuned(tmp_path, f"run.workers={workers}", method=method), whole(), SERVER) for workers in (1, 2, 4)
     ]
-    assert len({(one.sequence, one.batch_sequences, one.steps, one.optimizer) for one in plans}) == 1
+    assert len({(one.job.sequence, one.job.batch_sequences, one.job.steps, one.job.optimizer) for one in plans}) == 1
     plan = plans[0]
-    assert (plan.sequence, plan.batch_sequences) == ({"full": 384, "lora": 192}[method], 8)
+    assert (plan.job.sequence, plan.job.batch_sequences) == ({"full": 384, "lora": 192}[method], 8)
     assert plan.batch_tokens == pytest.approx({"full": 64, "lora": 32}[method] * 45, rel=0.15)
-    assert "examples are short, and a step has 8 such windows" in reasons(plan, f"sequence {plan.sequence}: ")
+    assert "examples are short, and a step has 8 such windows" in reasons(plan, f"sequence {plan.job.sequence}: ")
     assert float(reasons(plan, "windows ").split()[1].rstrip("%")) > 95
 
 
 def test_windows_of_short_chats_hold_the_longest_one(tmp_path: Path) -> None:
     one_long = planned(tuned(tmp_path), whole((900, 30, 1)), LAPTOP)
-    assert (one_long.sequence, one_long.batch_sequences) == (960, 2)
+    assert (one_long.job.sequence, one_long.job.batch_sequences) == (960, 2)
     beyond = planned(tuned(tmp_path), whole((1500, 30, 1)), LAPTOP)
-    assert (beyond.sequence, beyond.batch_sequences) == (1536, 1)
+    assert (beyond.job.sequence, beyond.job.batch_sequences) == (1536, 1)
     dropped = planned(tuned(tmp_path, "data.overlong=drop"), whole((1500, 30, 1)), LAPTOP)
-    assert (dropped.sequence, dropped.batch_sequences) == (192, 8)
+    assert (dropped.job.sequence, dropped.job.batch_sequences) == (192, 8)
     cut = planned(tuned(tmp_path, "data.overlong=cut"), whole((1500, 30, 1)), LAPTOP)
-    assert cut.sequence == 1024, "a shorter window would cut more of it"
+    assert cut.job.sequence == 1024, "a shorter window would cut more of it"
 
 
 def test_named_windows_and_batches_of_short_chats_are_kept(tmp_path: Path) -> None:
     named = planned(tuned(tmp_path, "train.sequence=512"), whole(), LAPTOP)
-    assert (named.sequence, named.batch_sequences) == (512, 3)
+    assert (named.job.sequence, named.job.batch_sequences) == (512, 3)
     small = planned(tuned(tmp_path, "train.batch_tokens=512"), whole(), LAPTOP)
-    assert (small.sequence, small.batch_sequences) == (128, 4)
+    assert (small.job.sequence, small.job.batch_sequences) == (128, 4)
     large = planned(tuned(tmp_path, "train.batch_tokens=16384"), whole(), LAPTOP)
-    assert (large.sequence, large.batch_sequences) == (1024, 16)
+    assert (large.job.sequence, large.job.batch_sequences) == (1024, 16)
 
 
 def test_a_model_grows_by_the_tokens_that_were_added_to_its_tokenizer(tmp_path: Path) -> None:
     added = replace(CHATS, vocabulary=49_155, added_tokens=20)
     plan = planned(tuned(tmp_path, method="full"), added, LAPTOP)
-    assert plan.shape == replace(planned(tuned(tmp_path, method="full"), CHATS, LAPTOP).shape, vocabulary=49_155)
+    assert plan.job.shape == replace(
+        planned(tuned(tmp_path, method="full"), CHATS, LAPTOP).job.shape, vocabulary=49_155
+    )
     assert "3 rows for tokens that were added" in reasons(plan, "vocabulary 49155: ")
     refused = {
         "lora": (added, "adapters leave the embedding as it is, so that new tokens.*write finetune.method = .full"),
@@ -144,7 +158,7 @@ def test_named_numbers_are_kept(tmp_path: Path) -> None:
     named = planned(tuned(tmp_path, *keys, "optimizer.lr=1e-3", "optimizer.warmup_steps=1"), CHATS, LAPTOP)
     targets = ("attention.q", "attention.k", "attention.v", "attention.o", "feedforward.up")
     assert adapter_of(named) == AdapterShape(rank=8, alpha=3.5, targets=targets, variant="rslora")
-    assert (named.optimizer.lr, named.optimizer.warmup_steps) == (1e-3, 1)
+    assert (named.job.optimizer.lr, named.job.optimizer.warmup_steps) == (1e-3, 1)
     usual = adapter_of(planned(tuned(tmp_path, "finetune.variant=rslora"), CHATS, LAPTOP))
     assert usual.scale == pytest.approx(AdapterShape(rank=16, alpha=32.0, targets=("attention.q",)).scale)
 
@@ -193,8 +207,8 @@ def test_there_must_be_a_model_to_tune(tmp_path: Path, method: str) -> None:
 def test_without_the_section_a_model_is_trained_on_as_before(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     plan = planned(recipe(tmp_path, "model.from=base", "train.budget=100 steps"), CHATS, LAPTOP)
-    assert plan.shape.adapter is None and not any("Llama 2" in reason for reason in plan.reasons)
+    assert plan.job.shape.adapter is None and not any("Llama 2" in reason for reason in plan.reasons)
 
 
 def test_text_without_documents_has_a_batch_too(tmp_path: Path) -> None:
-    assert planned(tuned(tmp_path), replace(CHATS, documents=0), LAPTOP).batch_sequences == 32
+    assert planned(tuned(tmp_path), replace(CHATS, documents=0), LAPTOP).job.batch_sequences == 32

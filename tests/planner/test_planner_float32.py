@@ -48,25 +48,33 @@ def layer_s(cluster: str, precision: PricedPrecision) -> float:
 
 def test_float32_products_run_in_tf32_where_there_is_such_arithmetic(tmp_path: Path) -> None:
     plan = planned_on(tmp_path, "8xA100", "train.precision=float32")
-    assert (plan.precision, plan.matmul_precision, plan.execution.matmul_precision) == ("float32", "tf32", "tf32")
+    assert (
+        plan.arithmetic.precision,
+        plan.arithmetic.matmul_precision,
+        plan.execution.arithmetic.matmul_precision,
+    ) == (
+        "float32",
+        "tf32",
+        "tf32",
+    )
     assert any("products in TF32" in reason and "8 times the peak" in reason for reason in plan.reasons)
-    exact = replace(plan, matmul_precision="float32")
-    assert plan.forecast is not None and exact.execution.matmul_precision == "float32"
+    exact = replace(plan, arithmetic=replace(plan.arithmetic, matmul_precision="float32"))
+    assert plan.forecast is not None and exact.execution.arithmetic.matmul_precision == "float32"
 
 
 @pytest.mark.parametrize("cluster", ["8xV100-32GB", "8xMI300X"])
 def test_where_there_is_none_they_stay_in_float32(tmp_path: Path, cluster: str) -> None:
-    assert planned_on(tmp_path, cluster, "train.precision=float32").matmul_precision == "float32"
+    assert planned_on(tmp_path, cluster, "train.precision=float32").arithmetic.matmul_precision == "float32"
 
 
 def test_a_device_without_bf16_trains_in_float32_and_says_so(tmp_path: Path) -> None:
     plan = planned_on(tmp_path, "8xV100-32GB")
-    assert plan.precision == "float32"
+    assert plan.arithmetic.precision == "float32"
     assert any("V100 SXM2 32GB has no bf16 arithmetic" in reason for reason in plan.reasons)
-    assert plan.peak_flops == 8 * 15.7e12
+    assert plan.machines.peak_flops == 8 * 15.7e12
     with pytest.raises(PlaitError, match=r'V100 SXM2 32GB has no bf16 arithmetic; write train.precision = "float32"'):
         planned_on(tmp_path, "8xV100-32GB", "train.precision=bf16")
-    assert planned_on(tmp_path, "8xA100").precision == "bf16"
+    assert planned_on(tmp_path, "8xA100").arithmetic.precision == "bf16"
 
 
 def test_a_layer_in_float32_costs_about_what_was_measured() -> None:
@@ -92,10 +100,10 @@ def test_an_older_plan_multiplies_as_it_did(tmp_path: Path) -> None:
     values = json.loads(plan_text(plan))
     del values["sha256"]  # plans of that time had none
     path.write_text(json.dumps(values))
-    assert read_plan(path).matmul_precision == "tf32"
+    assert read_plan(path).arithmetic.matmul_precision == "tf32"
     del values["matmul_precision"]
     path.write_text(json.dumps(values))
-    assert read_plan(path).matmul_precision == "float32"
+    assert read_plan(path).arithmetic.matmul_precision == "float32"
 
 
 def test_a_rank_multiplies_as_the_plan_says_whatever_came_before() -> None:

@@ -158,7 +158,7 @@ def test_ranks_with_frozen_weights_hold_what_was_foretold(
 ) -> None:
     keys = [f"{'model' if one.startswith('vocabulary') else 'layout'}.{one}" for one in layout]
     config, plan = make_tiny(tmp_path, *SMALL, "layout.replicate=1", "model.vocabulary=300", *keys, precision=precision)
-    plan = replace(plan, shape=adapted(plan.shape, rank=8))
+    plan = replace(plan, job=replace(plan.job, shape=adapted(plan.job.shape, rank=8)))
     put(tmp_path, config, plan)
     held: dict[int, int] = {}
 
@@ -166,12 +166,20 @@ def test_ranks_with_frozen_weights_hold_what_was_foretold(
         held[message.values["rank"]] = message.values["bytes"]
 
     server.run(Job(entry="watched_step", argument=str(tmp_path), world_size=2, threads=1), on_message=hear)
-    workload = workload_of(plan.shape, sequence=64, batch_sequences=16, precision=precision)
-    knobs: dict[str, Any] = {"schedule": plan.layout.schedule, "virtual": plan.layout.virtual_stages}
-    knobs["shard_what"] = plan.layout.shard_what
-    row = {**plan.layout.degrees, **knobs, "recompute": plan.layout.recompute, "sequence_parallel": 1}
-    row["micro_sequences"] = plan.micro_sequences
-    few = Candidates.from_rows([row], layer_split=plan.layout.stage_layers or "balanced")
+    workload = workload_of(plan.job.shape, sequence=64, batch_sequences=16, precision=precision)
+    knobs: dict[str, Any] = {
+        "schedule": plan.placement.layout.schedule,
+        "virtual": plan.placement.layout.virtual_stages,
+    }
+    knobs["shard_what"] = plan.placement.layout.shard_what
+    row = {
+        **plan.placement.layout.degrees,
+        **knobs,
+        "recompute": plan.placement.layout.recompute,
+        "sequence_parallel": 1,
+    }
+    row["micro_sequences"] = plan.placement.micro_sequences
+    few = Candidates.from_rows([row], layer_split=plan.placement.layout.stage_layers or "balanced")
     for rank in range(2):
-        told = traced_peak(workload, few, rank=rank if plan.layout.pipeline > 1 else 0)
+        told = traced_peak(workload, few, rank=rank if plan.placement.layout.pipeline > 1 else 0)
         assert sum(told[item][0] for item in MEMORY_ITEMS) == pytest.approx(held[rank], rel=0.06), rank

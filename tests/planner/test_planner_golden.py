@@ -26,13 +26,15 @@ CASES = {
 def test_the_plan_and_its_reasons(name: str, tmp_path: Path) -> None:
     machine, facts, overrides = CASES[name]
     plan = planned(recipe(tmp_path, *overrides), facts, machine)
+    layout, numbers, cadence = plan.placement.layout, plan.arithmetic, plan.cadence
     told = [
         f"model    {plan_summary(plan)}",
-        f"layout   {plan.layout}: {plan.world_size} × {plan.threads} threads, {plan.precision}, compile {plan.compile}",
-        f"micro    {plan.micro_sequences} of {plan.batch_sequences} sequences",
-        f"reports  every {plan.report_every_steps} steps, evaluation every {plan.evaluate_every_steps}, "
-        f"checkpoint every {plan.checkpoint_every}",
-        f"adamw    {plan.optimizer}",
+        f"layout   {layout}: {plan.world_size} × {plan.placement.threads} threads, {numbers.precision}, "
+        f"compile {numbers.compile}",
+        f"micro    {plan.placement.micro_sequences} of {plan.job.batch_sequences} sequences",
+        f"reports  every {cadence.report_every_steps} steps, evaluation every {cadence.evaluate_every_steps}, "
+        f"checkpoint every {cadence.checkpoint_every}",
+        f"adamw    {plan.job.optimizer}",
         *(f"         · {reason}" for reason in plan.reasons),
     ]
     text, golden = "\n".join(told) + "\n", GOLDEN / f"{name}.txt"

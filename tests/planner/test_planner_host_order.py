@@ -132,8 +132,14 @@ def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
     config = recipe(tmp_path, *size, *batch, "layout.pipeline=4", 'train.budget="40 steps"')
     outline = draft(config, replace(PLAYS, vocabulary=2048), resources, recipe_hash="")
     plan = settle(config, outline, outline.layouts)
-    assert plan.host_order == found.host_order.hosts and plan.layout.stage_layers == found.stage_layers(found.chosen)
-    names, before_s = ", ".join("abcd"[host] for host in plan.host_order), found.host_order.step_s_in_given_order
+    assert (
+        plan.placement.host_order == found.host_order.hosts
+        and plan.placement.layout.stage_layers == found.stage_layers(found.chosen)
+    )
+    names, before_s = (
+        ", ".join("abcd"[host] for host in plan.placement.host_order),
+        found.host_order.step_s_in_given_order,
+    )
     assert before_s is not None
     [line] = [line for line in plan.reasons if line.startswith("the machines are in the order ")]
     assert line.endswith(f"{names}: as they were given a step would take {before_s / step_s(found) - 1:.0%} longer")

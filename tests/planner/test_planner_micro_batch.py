@@ -40,7 +40,7 @@ def plan_of(folder: Path, *asked: str, speeds: Sequence[float] = (1.0, 1.0, 0.5,
 
 def gatherings(plan: Plan) -> int:
     """Micro-batches of a step, which all of a plan's parts meet in."""
-    limits = plan.micro_limits or (plan.micro_sequences,) * len(plan.sequences_per_replica)
+    limits = plan.placement.micro_limits or (plan.placement.micro_sequences,) * len(plan.sequences_per_replica)
     return max(len(sizes) for sizes in micro_sizes(plan.sequences_per_replica, limits))
 
 
@@ -57,9 +57,12 @@ def test_over_a_narrow_road_weights_are_gathered_less_often(tmp_path: Path, spee
     usual, few = (
         plan_of(tmp_path, 'layout.shard_what="parameters"', speeds=speeds, rate=rate) for rate in (WIDE, NARROW)
     )
-    assert usual.micro_sequences <= 16 and gatherings(usual) == ceil(max(usual.sequences_per_replica) / 16) > 2
-    assert gatherings(few) == 1 and few.micro_sequences >= max(few.sequences_per_replica)
-    told = f"{few.micro_sequences} sequences at a time, not 16: split parameters are gathered once a step instead of"
+    assert (
+        usual.placement.micro_sequences <= 16 and gatherings(usual) == ceil(max(usual.sequences_per_replica) / 16) > 2
+    )
+    assert gatherings(few) == 1 and few.placement.micro_sequences >= max(few.sequences_per_replica)
+    size = few.placement.micro_sequences
+    told = f"{size} sequences at a time, not 16: split parameters are gathered once a step instead of"
     assert sum(told in line for line in few.reasons) == 1 and not any("gathered" in line for line in usual.reasons)
     assert few.forecast is not None and usual.forecast is not None
     assert few.forecast.tensor_bytes > usual.forecast.tensor_bytes
@@ -83,9 +86,9 @@ def test_the_forecast_counts_as_many_gatherings_as_there_are(tmp_path: Path) -> 
 
 def test_what_a_person_names_and_what_splits_no_parameters_stays(tmp_path: Path) -> None:
     named = plan_of(tmp_path, 'layout.shard_what="parameters"', "layout.micro_sequences=4")
-    assert named.micro_sequences == 4
+    assert named.placement.micro_sequences == 4
     optimizer = plan_of(tmp_path, 'layout.shard_what="optimizer"')
-    assert optimizer.micro_sequences == 16 and not any("gathered" in line for line in optimizer.reasons)
+    assert optimizer.placement.micro_sequences == 16 and not any("gathered" in line for line in optimizer.reasons)
 
 
 def test_the_words_for_fewer_gatherings() -> None:

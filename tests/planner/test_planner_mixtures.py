@@ -43,22 +43,22 @@ def plan_with(**layout: int) -> Plan:
 
 def test_experts_that_copies_share_out_take_less_memory_of_each() -> None:
     whole, shared = plan_with(replicate=2), plan_with(replicate=2, expert=2)
-    assert (whole.layout.expert, shared.layout.expert) == (1, 2)
+    assert (whole.placement.layout.expert, shared.placement.layout.expert) == (1, 2)
     assert whole.forecast is not None and shared.forecast is not None
-    mixture = shared.shape.mixture
+    mixture = shared.job.shape.mixture
     assert mixture is not None
-    matrices = 3 * shared.shape.layers * mixture.experts * mixture.expert_ffn * shared.shape.width
+    matrices = 3 * shared.job.shape.layers * mixture.experts * mixture.expert_ffn * shared.job.shape.width
     saved = whole.forecast.tensor_bytes - shared.forecast.tensor_bytes
     assert saved == pytest.approx(16 * matrices / 2, rel=0.3)  # weights, gradients and two moments
 
 
 def test_of_experts_that_ranks_of_shard_share_out_each_keeps_a_part_and_splits_no_further() -> None:
     split, shared = plan_with(shard=2), plan_with(shard=2, expert=2)
-    assert split.forecast is not None and shared.forecast is not None and shared.shape.mixture is not None
-    matrices = 3 * shared.shape.layers * shared.shape.mixture.experts * shared.shape.mixture.expert_ffn
+    assert split.forecast is not None and shared.forecast is not None and shared.job.shape.mixture is not None
+    matrices = 3 * shared.job.shape.layers * shared.job.shape.mixture.experts * shared.job.shape.mixture.expert_ffn
     saved = split.forecast.tensor_bytes - shared.forecast.tensor_bytes
     # Half of the weights and of the gradients; of the moments each rank keeps a half in either layout.
-    assert saved == pytest.approx(8 * matrices * shared.shape.width / 2, rel=0.3)
+    assert saved == pytest.approx(8 * matrices * shared.job.shape.width / 2, rel=0.3)
 
 
 @pytest.mark.parametrize(

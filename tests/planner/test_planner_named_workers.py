@@ -20,11 +20,11 @@ SMALL = ("model.size=1M", "train.budget=100 steps")
 
 def test_workers_and_threads_are_those_of_the_recipe_and_said(tmp_path: Path) -> None:
     outline = drafted(recipe(tmp_path, *SMALL, "run.workers=2", "run.threads=3"), PLAYS, LAPTOP)
-    assert [(one.workers, one.threads) for one in outline.layouts] == [(2, 3)]
+    assert [(one.workers, one.placement.threads) for one in outline.layouts] == [(2, 3)]
     assert "only layouts of 2 workers: run.workers = 2" in outline.plan.reasons
     assert "3 threads for each worker: run.threads = 3" in outline.plan.reasons
     plan = planned(recipe(tmp_path, *SMALL, "run.threads=2"), PLAYS, LAPTOP)
-    assert plan.threads == 2 and plan.world_size * 2 <= LAPTOP.cores
+    assert plan.placement.threads == 2 and plan.world_size * 2 <= LAPTOP.cores
 
 
 def test_half_the_cores_are_half_the_arithmetic(tmp_path: Path) -> None:
@@ -32,7 +32,9 @@ def test_half_the_cores_are_half_the_arithmetic(tmp_path: Path) -> None:
         drafted(recipe(tmp_path, *SMALL, "run.workers=1", f"run.threads={threads}"), PLAYS, LAPTOP)
         for threads in (4, 8)
     )
-    assert half.plan.peak_flops == PEAK_FLOPS[LAPTOP] / 2 and whole.plan.peak_flops == PEAK_FLOPS[LAPTOP]
+    assert (
+        half.plan.machines.peak_flops == PEAK_FLOPS[LAPTOP] / 2 and whole.plan.machines.peak_flops == PEAK_FLOPS[LAPTOP]
+    )
     assert half.plan.forecast and whole.plan.forecast
     assert half.plan.forecast.step_s > 1.4 * whole.plan.forecast.step_s
 
@@ -40,10 +42,10 @@ def test_half_the_cores_are_half_the_arithmetic(tmp_path: Path) -> None:
 def test_the_plan_names_the_gpus(tmp_path: Path) -> None:
     machine = replace(EIGHT_H100, devices=2, gpus=(5, 3))
     plan = planned(recipe(tmp_path, *SMALL, "run.devices=[5, 3]"), PLAYS, machine)
-    assert plan.gpus == (5, 3) and [plan.gpu_of(rank) for rank in (0, 1)] == [5, 3]
+    assert plan.machines.gpus == (5, 3) and [plan.gpu_of(rank) for rank in (0, 1)] == [5, 3]
     assert "only GPU 5, 3 of this machine (run.devices, run.workers)" in plan.reasons
     everything = planned(recipe(tmp_path, *SMALL), PLAYS, EIGHT_H100)
-    assert everything.gpus == () and everything.gpu_of(7) == 7
+    assert everything.machines.gpus == () and everything.gpu_of(7) == 7
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_what_contradicts_the_machine_or_the_layout_is_refused(tmp_path: Path, o
 
 def test_torchruns_workers_are_not_for_the_recipe_to_choose(tmp_path: Path) -> None:
     resources = Resources(machine=LAPTOP, peak_flops=4e11, fixed_workers=FixedWorkers(workers=4, threads=1))
-    with pytest.raises(PlaitError, match="torchrun started 4 workers, and run"):
+    with pytest.raises(PlaitError, match="the launcher started 4 workers, and run"):
         request_of(recipe(tmp_path, *SMALL, "run.workers=2"), PLAYS, resources)
     (option,) = request_of(recipe(tmp_path, *SMALL, "run.threads=2"), PLAYS, resources).options
     assert (option.cluster.n_devices, option.threads) == (4, 2)

@@ -17,7 +17,7 @@ from plait.planner.calibration.factors import MEASURED_STEP_ERROR, Calibration, 
 from plait.planner.derive.intervals import with_new_intervals, with_raised_budget
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources, on_paper
-from plait.planner.plan import Plan
+from plait.planner.plan import Placement, Plan
 from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.named_layout import refuse_unfit_names
@@ -57,7 +57,7 @@ def test_the_same_question_has_the_same_answer_without_any_auto(machine, tmp_pat
     one, two = planned(config, STORIES, machine), planned(config, STORIES, machine)
     assert one == two
     assert "auto" not in json.dumps(asdict(one))
-    assert one.shape.layers >= 4 and one.shape.heads % 2 == 0 and one.sequence % 16 == 0
+    assert one.job.shape.layers >= 4 and one.job.shape.heads % 2 == 0 and one.job.sequence % 16 == 0
     assert all(reason and "\n" not in reason for reason in one.reasons)
 
 
@@ -65,10 +65,10 @@ def test_what_is_said_is_done_and_has_no_reason(tmp_path: Path) -> None:
     asked = ("optimizer.lr=0.01", "optimizer.warmup_steps=7", "layout.replicate=2", "layout.micro_sequences=2")
     more = ("optimizer.schedule=wsd", "optimizer.clip=never", "optimizer.betas=[0.8, 0.9]", "train.precision=bf16")
     plan = planned(recipe(tmp_path, *STEPS, *TINY, *asked, *more), PLAYS, LAPTOP)
-    assert (plan.shape.layers, plan.shape.width, plan.shape.heads, plan.sequence) == (2, 32, 2, 16)
-    assert (plan.steps, plan.batch_sequences, plan.micro_sequences) == (100, 7, 2)
-    assert (plan.layout.replicate, plan.threads, plan.precision) == (2, 4, "bf16")
-    optimizer = plan.optimizer
+    assert (plan.job.shape.layers, plan.job.shape.width, plan.job.shape.heads, plan.job.sequence) == (2, 32, 2, 16)
+    assert (plan.job.steps, plan.job.batch_sequences, plan.placement.micro_sequences) == (100, 7, 2)
+    assert (plan.placement.layout.replicate, plan.placement.threads, plan.arithmetic.precision) == (2, 4, "bf16")
+    optimizer = plan.job.optimizer
     assert (optimizer.lr, optimizer.warmup_steps, optimizer.schedule, optimizer.clip) == (0.01, 7, "wsd", None)
     assert optimizer.betas == (0.8, 0.9)
     told = " ".join(plan.reasons)
@@ -79,9 +79,9 @@ def test_sgd_has_published_numbers_and_the_plan_counts_its_one_moment(tmp_path: 
     sgd = ("optimizer.kind=sgd", "optimizer.lr=0.1")
     config = recipe(tmp_path, *STEPS, *TINY, *sgd)
     one, two = planned(config, PLAYS, LAPTOP), planned(recipe(tmp_path, *STEPS, *TINY), PLAYS, LAPTOP)
-    optimizer = one.optimizer
+    optimizer = one.job.optimizer
     assert (optimizer.kind, optimizer.lr, optimizer.momentum, optimizer.weight_decay) == ("sgd", 0.1, 0.9, 1e-4)
-    assert (optimizer.moments, two.optimizer.moments) == (1, 2)
+    assert (optimizer.moments, two.job.optimizer.moments) == (1, 2)
     assert any(reason.startswith("SGD with momentum 0.9, weight decay 0.0001") for reason in one.reasons)
     assert not any("published rules" in reason for reason in one.reasons)
     none = planned(recipe(tmp_path, *STEPS, *TINY, *sgd, "optimizer.momentum=0"), PLAYS, LAPTOP)
@@ -94,36 +94,36 @@ def test_a_time_budget_becomes_as_many_steps_as_were_measured_to_fit(tmp_path: P
     fast, slow = (planned(config, PLAYS, LAPTOP, whole_s) for whole_s in (2.0, 8.0))
     for plan in (fast, slow):
         assert plan.step_s is not None
-        assert 0.9 * 600 < plan.steps * plan.step_s <= 600
-    assert fast.steps > 2 * slow.steps
-    assert replace(fast.shape) == slow.shape and fast.batch_sequences == slow.batch_sequences
+        assert 0.9 * 600 < plan.job.steps * plan.step_s <= 600
+    assert fast.job.steps > 2 * slow.job.steps
+    assert replace(fast.job.shape) == slow.job.shape and fast.job.batch_sequences == slow.job.batch_sequences
 
 
 def test_evaluations_that_were_asked_for_are_in_the_time_budget(tmp_path: Path) -> None:
     plan = planned(recipe(tmp_path, "train.budget=10 minutes", "report.evaluate=20 steps"), PLAYS, LAPTOP, 2.0)
-    assert plan.step_s is not None and plan.evaluate_every_steps == 20
+    assert plan.step_s is not None and plan.cadence.evaluate_every_steps == 20
     evaluation_s = plan.step_s * PLAYS.heldout_tokens / plan.batch_tokens / 3
-    evaluations = plan.steps / 20 + 1
+    evaluations = plan.job.steps / 20 + 1
     assert evaluations * evaluation_s > 60, "else this test shows nothing"
-    assert plan.steps * plan.step_s + evaluations * evaluation_s == pytest.approx(600, rel=0.02)
+    assert plan.job.steps * plan.step_s + evaluations * evaluation_s == pytest.approx(600, rel=0.02)
 
 
 @pytest.mark.parametrize("text", [PLAYS, STORIES])
 def test_a_budget_of_tokens_takes_the_model_that_they_are_enough_for(tmp_path: Path, text: CorpusFacts) -> None:
     plan = planned(recipe(tmp_path, "train.budget=200M tokens"), text, SERVER)
-    assert 12 < 200e6 / parameter_count(plan.shape) < 30
+    assert 12 < 200e6 / parameter_count(plan.job.shape) < 30
     assert any("(20 tokens a parameter)" in reason for reason in plan.reasons)
 
 
 @pytest.mark.parametrize(("budget", "steps"), [("100 steps", 100), ("11200 tokens", 100), ("1 tokens", 1)])
 def test_other_budgets_need_no_measurement(tmp_path: Path, budget: str, steps: int) -> None:
     plan = planned(recipe(tmp_path, f"train.budget={budget}", *TINY, "layout.replicate=1"), PLAYS, LAPTOP)
-    assert plan.steps == steps and plan.step_s is None
+    assert plan.job.steps == steps and plan.step_s is None
 
 
 def test_a_longer_budget_takes_a_larger_model(tmp_path: Path) -> None:
     sizes = [
-        planned(recipe(tmp_path, f"train.budget={budget}"), STORIES, LAPTOP).shape.width
+        planned(recipe(tmp_path, f"train.budget={budget}"), STORIES, LAPTOP).job.shape.width
         for budget in ("1 minute", "30 minutes", "20 hours")
     ]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
@@ -143,10 +143,12 @@ def test_a_step_that_reads_the_text_over_and_over_is_a_slip(tmp_path: Path) -> N
 def test_the_fastest_split_is_taken_and_said(tmp_path: Path) -> None:
     config = recipe(tmp_path, *STEPS, *TINY, "model.layers=1")
     outline = drafted(config, PLAYS, LAPTOP)
-    assert [(split.workers, split.threads) for split in outline.layouts] == [(1, 8), (2, 4)], "4 and 8: outdone"
+    assert [(split.workers, split.placement.threads) for split in outline.layouts] == [(1, 8), (2, 4)], (
+        "4 and 8: outdone"
+    )
     times = {1: 0.5, 2: 0.2}
     plan = settle(config, outline, [replace(s, step_s=times[s.workers]) for s in outline.layouts])
-    assert (plan.layout.replicate, plan.threads, plan.step_s) == (2, 4, 0.2)
+    assert (plan.placement.layout.replicate, plan.placement.threads, plan.step_s) == (2, 4, 0.2)
     assert any(reason.startswith("2 workers: fastest step of those timed") for reason in plan.reasons)
 
 
@@ -164,18 +166,25 @@ def test_another_split_changes_who_does_the_work_and_nothing_of_the_work(tmp_pat
     config = recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2")
     plan = planned(config, PLAYS, LAPTOP)
     four = WorkerLayout(
-        layout=Layout(replicate=4),
-        threads=2,
-        micro_sequences=1,
+        placement=Placement(layout=Layout(replicate=4), threads=2, micro_sequences=1),
         complexity=0,
         forecast=plan.forecast,
         reasons=(),
         step_s=0.5,
     )
     other = with_layout(plan, four)
-    assert (other.layout.replicate, other.threads, other.micro_sequences, other.step_s) == (4, 2, 1, 0.5)
+    assert (
+        other.placement.layout.replicate,
+        other.placement.threads,
+        other.placement.micro_sequences,
+        other.step_s,
+    ) == (4, 2, 1, 0.5)
     same = replace(
-        other, layout=plan.layout, threads=plan.threads, micro_sequences=plan.micro_sequences, step_s=plan.step_s
+        other,
+        layout=plan.placement.layout,
+        threads=plan.placement.threads,
+        micro_sequences=plan.placement.micro_sequences,
+        step_s=plan.step_s,
     )
     assert replace(same, forecast=plan.forecast) == plan
 
@@ -235,9 +244,13 @@ def test_a_begun_run_keeps_what_it_computes_on_another_machine_and_with_another_
     config = recipe(tmp_path, "train.budget=20 hours", "layout.pipeline=2")
     there = Resources(machine=SERVER, peak_flops=PEAK_FLOPS[SERVER])
     anew, on = (draft(config, PLAYS, there, recipe_hash="cafe", begun=one).plan for one in (None, begun))
-    assert anew.shape.layers != begun.shape.layers, "else this test shows nothing"
-    assert (on.shape, on.batch_sequences, on.precision) == (begun.shape, begun.batch_sequences, begun.precision)
-    assert sum(on.layout.stage_layers) == begun.shape.layers
+    assert anew.job.shape.layers != begun.job.shape.layers, "else this test shows nothing"
+    assert (on.job.shape, on.job.batch_sequences, on.arithmetic.precision) == (
+        begun.job.shape,
+        begun.job.batch_sequences,
+        begun.arithmetic.precision,
+    )
+    assert sum(on.placement.layout.stage_layers) == begun.job.shape.layers
 
 
 def test_a_simpler_split_is_taken_where_it_is_about_as_fast(tmp_path: Path) -> None:
@@ -252,7 +265,7 @@ def test_a_simpler_split_is_taken_where_it_is_about_as_fast(tmp_path: Path) -> N
 
 def test_the_planner_chooses_what_runs_on_gpus(tmp_path: Path) -> None:
     large = planned(recipe(tmp_path, *STEPS, "model.size=7B", "train.sequence=4096"), WEB, EIGHT_H100)
-    assert large.layout.shard > 1, "16 bytes a parameter do not fit one device"
+    assert large.placement.layout.shard > 1, "16 bytes a parameter do not fit one device"
     assert large.forecast is not None and large.forecast.bytes_per_device < 80 * 2**30
     assert any("within" in reason or "fastest" in reason for reason in large.reasons)
     unknown = replace(EIGHT_H100, name="Graphics of Tomorrow")
@@ -284,8 +297,10 @@ def test_what_cannot_work_is_refused_with_its_mend(
 
 def test_gpus_take_one_worker_each(tmp_path: Path) -> None:
     large = recipe(tmp_path, *STEPS, "model.size=350M", "train.batch_tokens=524288")
-    assert planned(large, STORIES, EIGHT_H100).layout.data_parallel_degree == 8
-    assert planned(recipe(tmp_path, *STEPS), STORIES, EIGHT_H100).layout.world_size == 1, "seven would only wait"
+    assert planned(large, STORIES, EIGHT_H100).placement.layout.data_parallel_degree == 8
+    assert planned(recipe(tmp_path, *STEPS), STORIES, EIGHT_H100).placement.layout.world_size == 1, (
+        "seven would only wait"
+    )
     sentence = refused(tmp_path, *STEPS, "layout.replicate=3", machine=EIGHT_H100, facts=STORIES)
     assert "needs 3 GPUs, and this machine has 8" in sentence and "run.devices" in sentence
     sentence = refused(tmp_path, *STEPS, "model.size=30B", machine=ONE_H100, facts=STORIES)
@@ -294,7 +309,7 @@ def test_gpus_take_one_worker_each(tmp_path: Path) -> None:
 
 def test_short_documents_are_masked_and_long_ones_joined(tmp_path: Path) -> None:
     def documents(facts, *overrides: str) -> str:
-        return planned(recipe(tmp_path, *STEPS, *TINY, *overrides), facts, LAPTOP).documents
+        return planned(recipe(tmp_path, *STEPS, *TINY, *overrides), facts, LAPTOP).job.documents
 
     assert documents(corpus(100_000, 2_000)) == "mask" and documents(corpus(100_000, 3)) == "join"
     assert documents(corpus(100_000, 3), "data.mask_documents=true") == "mask"
@@ -303,7 +318,7 @@ def test_short_documents_are_masked_and_long_ones_joined(tmp_path: Path) -> None
 
 def test_text_shorter_than_the_usual_sequence_gives_a_shorter_one(tmp_path: Path) -> None:
     plan = planned(recipe(tmp_path, *STEPS, "model.size=1M"), corpus(200, 1), LAPTOP)
-    assert plan.sequence == 192 == plan.shape.sequence
+    assert plan.job.sequence == 192 == plan.job.shape.sequence
 
 
 def test_a_budget_may_grow(tmp_path: Path) -> None:
@@ -311,9 +326,11 @@ def test_a_budget_may_grow(tmp_path: Path) -> None:
         return recipe(tmp_path, f"train.budget={budget}", *TINY, "layout.replicate=1")
 
     plan = planned(config("100 steps"), PLAYS, LAPTOP)
-    assert with_raised_budget(config("150 steps"), plan) == replace(plan, steps=150, budget=Amount(150, "steps"))
+    assert with_raised_budget(config("150 steps"), plan) == replace(
+        plan, job=replace(plan.job, steps=150, budget=Amount(150, "steps"))
+    )
     assert with_raised_budget(config("100 steps"), plan) == plan
-    assert with_raised_budget(config("22400 tokens"), plan).steps == 200
+    assert with_raised_budget(config("22400 tokens"), plan).job.steps == 200
     for smaller in ("99 steps", "1000 tokens"):
         with pytest.raises(PlaitError, match=r"train.budget = .* is less than the 100 steps .* may only grow"):
             with_raised_budget(config(smaller), plan)
@@ -330,7 +347,7 @@ def test_a_time_budget_grows_by_its_own_measure(tmp_path: Path) -> None:
     short = recipe(tmp_path, "train.budget=10 minutes", *TINY)
     plan = planned(short, PLAYS, LAPTOP)
     long = recipe(tmp_path, "train.budget=20 minutes", *TINY)
-    assert with_raised_budget(long, plan).steps == pytest.approx(2 * plan.steps, abs=1)
+    assert with_raised_budget(long, plan).job.steps == pytest.approx(2 * plan.job.steps, abs=1)
     with pytest.raises(PlaitError, match=r"= 10 min is less than the 20 min that this run has; .* may only grow"):
         with_raised_budget(short, with_raised_budget(long, plan))
 
@@ -342,9 +359,9 @@ def test_reports_and_checkpoints_follow_the_recipe_as_it_is_now(tmp_path: Path) 
         "report.evaluate=20 steps",
     )  # fmt: skip
     changed = with_new_intervals(new, plan)
-    assert (changed.checkpoint_every, changed.checkpoint_keep) == (Every(7, "steps"), 5)
-    assert (changed.report_every_steps, changed.evaluate_every_steps) == (3, 20)
-    assert with_new_intervals(recipe(tmp_path, *STEPS, *TINY), changed).checkpoint_every == Every(7, "steps")
+    assert (changed.cadence.checkpoint_every, changed.cadence.checkpoint_keep) == (Every(7, "steps"), 5)
+    assert (changed.cadence.report_every_steps, changed.cadence.evaluate_every_steps) == (3, 20)
+    assert with_new_intervals(recipe(tmp_path, *STEPS, *TINY), changed).cadence.checkpoint_every == Every(7, "steps")
 
 
 def test_shares_of_a_step_lie_end_to_end_and_differ_by_one_at_most() -> None:
@@ -377,7 +394,7 @@ def test_what_is_no_plan_is_refused_in_one_sentence(tmp_path: Path, text: str) -
 def test_named_stages_decide_how_many_a_worker_has(tmp_path: Path) -> None:
     asked = (*STEPS, "model.layers=4", "model.width=64", "model.heads=2", "layout.pipeline=2")
     plan = planned(recipe(tmp_path, *asked, "layout.stage_layers=[1, 1, 1, 1]"), PLAYS, LAPTOP)
-    assert plan.layout.virtual_stages == 2 and plan.layout.schedule == "interleaved"
+    assert plan.placement.layout.virtual_stages == 2 and plan.placement.layout.schedule == "interleaved"
     both = (*asked, "layout.stage_layers=[1, 3]", "layout.virtual_stages=2")
     assert "names 2 stages, and layout.virtual_stages = 2 on 2 pipeline workers are 4" in refused(tmp_path, *both)
 
@@ -399,10 +416,10 @@ def test_named_degrees_run_as_they_are_priced_and_as_plait_plan_answers(named: t
     config = recipe(tmp_path, *STEPS, *model, *named)
     plan = planned(config, WEB, EIGHT_H100)
     found = make_plan_report(config, on_paper(read_cluster("8xH100")), top=0).search
-    cut = found.stage_layers(found.chosen) if plan.layout.pipeline > 1 else ()
-    assert plan.layout == layout_of_candidate(found.candidates, found.chosen, cut)
-    if plan.layout.pipeline == 1:
-        assert plan.layout.shard_what == "parameters", "whole parameters and gradients of 13B do not fit"
+    cut = found.stage_layers(found.chosen) if plan.placement.layout.pipeline > 1 else ()
+    assert plan.placement.layout == layout_of_candidate(found.candidates, found.chosen, cut)
+    if plan.placement.layout.pipeline == 1:
+        assert plan.placement.layout.shard_what == "parameters", "whole parameters and gradients of 13B do not fit"
 
 
 @pytest.mark.parametrize(("lr", "warned"), [("auto", False), ("0.01", False), ("0.5", True), ("1e10", True)])

@@ -15,6 +15,7 @@ from plait.planner.rebalancing.batch_rebalance import StepObservation, why_rebal
 from plait.planner.rebalancing.stage_repartition import StageCosts, repartition, stage_costs_of
 from tests.commands.other_values import base_recipe
 from tests.planner.machines import LAPTOP, corpus, planned
+from tests.plans import changed
 
 LOOKUP, HEAD = 0.1, 0.5
 MICROS = 32
@@ -49,7 +50,11 @@ def steps_of(
 
 def plan_of(folder: Path, **layout: object) -> Plan:
     plan = planned(base_recipe(folder), corpus(1_500_000, 1), LAPTOP)
-    return replace(plan, layout=Layout(**layout), balance_every_steps=50)  # type: ignore[arg-type]
+    return replace(
+        plan,
+        placement=replace(plan.placement, layout=Layout(**layout)),
+        cadence=replace(plan.cadence, balance_every_steps=50),
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layers", [(3, 3), (11, 11), (6, 6, 5, 5)])
@@ -121,12 +126,14 @@ def test_the_reason_names_the_host_and_the_layers() -> None:
 def test_which_pipelines_can_be_cut_anew(tmp_path: Path) -> None:
     lone = plan_of(tmp_path, pipeline=2, stage_layers=(1, 1))
     hosts = (HostShare(name="old", workers=1, threads=1), HostShare(name="new", workers=1, threads=1))
-    found = stage_costs_of(replace(lone, hosts=hosts))
+    found = stage_costs_of(changed(lone, hosts=hosts))
     assert found is not None and found.names == ("host old", "host new") and found.ranks == ((0,), (1,))
-    assert found.head_cost_in_layers > 0 and found.micros == -(-lone.batch_sequences // lone.micro_sequences)
+    assert found.head_cost_in_layers > 0 and found.micros == -(
+        -lone.job.batch_sequences // lone.placement.micro_sequences
+    )
     assert why_rebalancing_cannot_help(lone) is None
     two_and_one = (replace(hosts[0], workers=2), hosts[1])
-    assert [replace(lone, hosts=two_and_one).workers_beside(rank) for rank in range(3)] == [2, 2, 1]
+    assert [changed(lone, hosts=two_and_one).workers_beside(rank) for rank in range(3)] == [2, 2, 1]
     assert lone.workers_beside(1) == 2
     wide = stage_costs_of(plan_of(tmp_path, pipeline=2, stage_layers=(1, 1), tensor=2))
     assert wide is not None and wide.ranks == ((0, 1), (2, 3)) and wide.names == ("ranks 0 and 1", "ranks 2 and 3")

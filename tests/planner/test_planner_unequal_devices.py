@@ -494,13 +494,17 @@ def planned(folder: Path, cluster: Cluster, *overrides: str) -> Plan:
 
 def test_the_plan_of_two_hosts_carries_their_shares_and_says_why(tmp_path: Path) -> None:
     plan = planned(tmp_path, probed(1.0, 0.4), "layout.replicate=2")
-    assert plan.shares == plan.sequences_per_replica == (12, 4) and plan.balance_every_steps == 50
+    assert plan.placement.shares == plan.sequences_per_replica == (12, 4) and plan.cadence.balance_every_steps == 50
     assert "b does 25% of each batch: it is 2.5 times slower than a" in plan.reasons
-    assert planned(tmp_path, probed(1.0, 1.0), "layout.replicate=2").shares == ()
+    assert planned(tmp_path, probed(1.0, 1.0), "layout.replicate=2").placement.shares == ()
     named = planned(tmp_path, probed(1.0, 1.0), "layout.replicate=2", "layout.shares=[13,3]", "balance.every=never")
-    assert named.sequences_per_replica == (13, 3) and named.balance_every_steps == 0
+    assert named.sequences_per_replica == (13, 3) and named.cadence.balance_every_steps == 0
     piped = planned(tmp_path, probed(1.0, 0.4), "layout.pipeline=2")
-    assert len(piped.layout.stage_layers) == 2 and piped.layout.stage_layers[0] > 4 and piped.shares == ()
+    assert (
+        len(piped.placement.layout.stage_layers) == 2
+        and piped.placement.layout.stage_layers[0] > 4
+        and piped.placement.shares == ()
+    )
     with pytest.raises(PlaitError, match="add up to 15"):
         planned(tmp_path, probed(1.0, 1.0), "layout.replicate=2", "layout.shares=[12,3]")
 
@@ -514,7 +518,7 @@ def test_one_device_alone_is_the_first_by_its_own_clock(tmp_path: Path) -> None:
 def test_equal_devices_of_one_host_are_never_balanced(tmp_path: Path) -> None:
     config = recipe(tmp_path, "train.budget=100 steps", "model.size=1M", "layout.replicate=2")
     outline = draft(config, PLAYS, Resources(machine=replace(HOST, cores=8), peak_flops=1e11), recipe_hash="cafe")
-    assert settle(config, outline, outline.layouts).balance_every_steps == 0
+    assert settle(config, outline, outline.layouts).cadence.balance_every_steps == 0
 
 
 def test_unlike_gpus_of_one_host_are_balanced_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -524,7 +528,7 @@ def test_unlike_gpus_of_one_host_are_balanced_while_the_run_goes_on(tmp_path: Pa
     )
     outline = draft(config, PLAYS, Resources(machine=machine, peak_flops=6e13), recipe_hash="cafe")
     plan = settle(config, outline, outline.layouts)
-    assert plan.balance_every_steps == 50
+    assert plan.cadence.balance_every_steps == 50
     assert any("beside NVIDIA GeForce RTX 3080 it has NVIDIA GeForce RTX 4090" in why for why in plan.reasons)
 
 

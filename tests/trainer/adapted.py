@@ -26,12 +26,14 @@ def make_adapted(folder: Path, *overrides: str, **planned: Any) -> tuple[RunConf
     `adapter=None` among the plan's fields trains all of it instead."""
     adapter = planned.pop("adapter", "all")
     config, plan = make_tiny(folder, *overrides, **planned)
-    model = random_model(AutoConfig.for_model(**config_of_shape(plan.shape, "float32")))
+    model = random_model(AutoConfig.for_model(**config_of_shape(plan.job.shape, "float32")))
     model.save_pretrained(folder / "base")
     base = read_base_model(folder / "base")
-    shape = base.shape_for(plan.sequence)
+    shape = base.shape_for(plan.job.sequence)
     if adapter is not None:
         shape = replace(shape, adapter=AdapterShape(rank=RANK, alpha=8.0, targets=linear_layers(shape)))
-    plan = replace(plan, shape=shape, base=str(folder / "base"), base_fingerprint=base_fingerprint(base))
+    plan = replace(
+        plan, job=replace(plan.job, shape=shape, base=str(folder / "base"), base_fingerprint=base_fingerprint(base))
+    )
     put(folder, config, plan)
     return config, plan, model

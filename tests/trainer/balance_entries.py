@@ -51,11 +51,11 @@ def follow(context: RankContext, argument: str) -> None:
     folder, runs = Path(json.loads(argument)["folder"]), json.loads(argument)["runs"]
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
-        mesh, world = make_mesh(plan.layout, plan.device), world_sums()
+        mesh, world = make_mesh(plan.placement.layout, plan.machines.device), world_sums()
         build = partial(assemble, config, sums=world, mesh=mesh)
         for number, run in enumerate(runs):
-            here = replace(plan, balance_every_steps=run["every"])
-            labour = Labour(here.sequence)
+            here = replace(plan, cadence=replace(plan.cadence, balance_every_steps=run["every"]))
+            labour = Labour(here.job.sequence)
             assembly, meter = attach_meter(build(here), labour)
             _burden(assembly, labour, run)
 

@@ -140,7 +140,7 @@ def stepped(assembly: Assembly, state: TrainState) -> TrainState:
 def assembled(context: RankContext, folder: Path, *, initialize: bool = True) -> Iterator[Assembly]:
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
     with process_group_for(context, plan):
-        mesh = make_mesh(plan.layout, plan.device)
+        mesh = make_mesh(plan.placement.layout, plan.machines.device)
         assembly = assemble(config, plan, sums=world_sums(), mesh=mesh, initialize=initialize)
         yield assembly
         assembly.loader.close()

@@ -34,6 +34,7 @@ from plait.trainer.checkpointing.persist import restore, save, verify_together
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward, make_loss
 from plait.trainer.worker import process_group_for
+from tests.plans import changed
 
 Asked = dict[str, Any]
 
@@ -101,8 +102,15 @@ def lose(context: RankContext, argument: str) -> None:
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
     with process_group_for(context, plan):
         for case in asked["cases"]:
-            here = replace(plan, layout=Layout(**case["layout"]), shares=tuple(case["shares"].get("0", ())))
-            assembly = assemble(config, here, sums=world_sums(), mesh=make_mesh(here.layout, here.device))
+            here = replace(
+                plan,
+                placement=replace(
+                    plan.placement, layout=Layout(**case["layout"]), shares=tuple(case["shares"].get("0", ()))
+                ),
+            )
+            assembly = assemble(
+                config, here, sums=world_sums(), mesh=make_mesh(here.placement.layout, here.machines.device)
+            )
             told.append(_lost(assembly, case["shares"], asked["steps"]))
     context.send("lost", cases=told)
 
@@ -185,14 +193,16 @@ def _agreed_end(saver: CheckpointSaver, assembly: Assembly) -> SaveEnd | None:
 def assembled(context: RankContext, folder: Path, cases: Sequence[Asked]) -> Iterator[list[Assembly]]:
     """An assembly for each case, on this rank's place in the mesh."""
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
-    plan = replace(plan, layout=replace(plan.layout, replicate=context.world_size))
+    plan = replace(
+        plan, placement=replace(plan.placement, layout=replace(plan.placement.layout, replicate=context.world_size))
+    )
     with process_group_for(context, plan):
-        mesh = make_mesh(plan.layout, plan.device)
+        mesh = make_mesh(plan.placement.layout, plan.machines.device)
         sums = world_sums()
         made = []
         for case in cases:
-            here = replace(plan, **{key: case[key] for key in ("documents", "micro_sequences") if key in case})
-            here = replace(here, shares=tuple(case.get("shares", ())))
+            here = changed(plan, **{key: case[key] for key in ("documents", "micro_sequences") if key in case})
+            here = changed(here, shares=tuple(case.get("shares", ())))
             made.append(assemble(config, here, sums=sums, mesh=mesh))
         yield made
         for assembly in made:
@@ -246,7 +256,9 @@ def meet_the_compiler(context: RankContext, argument: str) -> None:
     folder = Path(argument)
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
     with process_group_for(context, plan):
-        assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
+        assembly = assemble(
+            config, plan, sums=world_sums(), mesh=make_mesh(plan.placement.layout, plan.machines.device)
+        )
         assembly, _ = attach_meter(assembly, clock_of(assembly.device))
         with LiveTensorPeak(torch.device("cpu"), assembly.tensors()):  # as in a run's first step
             assembly.step(TrainState())

@@ -94,7 +94,11 @@ def test_recorded_shares_are_obeyed_bit_for_bit_also_where_none_is_ever_made(tmp
 def test_a_slow_stage_of_a_pipeline_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
     _, plan = make_tiny(tmp_path, layout=Layout(pipeline=2, stage_layers=(1, 1)))
     hosts = tuple(HostShare(name=name, workers=1, threads=1) for name in ("attic", "cellar"))
-    history = StepHistory(replace(plan, hosts=hosts, balance_every_steps=1000))
+    history = StepHistory(
+        replace(
+            plan, machines=replace(plan.machines, hosts=hosts), cadence=replace(plan.cadence, balance_every_steps=1000)
+        )
+    )
     told: list[str] = []
     for step in range(1, 161):
         noise = 1 + 0.01 * (step % 3)

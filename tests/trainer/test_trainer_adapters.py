@@ -76,14 +76,14 @@ def alone(config: RunConfig, plan: Plan) -> Assembly:
 def test_a_checkpoint_holds_the_adapter_alone_and_names_its_base(run_ranks, folder: Path, ready: Ready) -> None:
     _, plan, _ = ready
     checkpoint = saved(run_ranks, folder, 2, old=None, new="two", steps=3)
-    found, names = tensors(checkpoint), trained_weights(plan.shape)
+    found, names = tensors(checkpoint), trained_weights(plan.job.shape)
     assert found.keys() == {"tokens", "adam_step"} | {
         f"{kind}/{name}" for kind in ("model", "adam_m", "adam_v") for name in names
     }
-    assert sum(found[f"model/{name}"].numel() for name in names) == trained_parameter_count(plan.shape)
+    assert sum(found[f"model/{name}"].numel() for name in names) == trained_parameter_count(plan.job.shape)
     assert all(bool(found[f"model/{name}"].any()) for name in names)
     model = verify_checkpoint(checkpoint).model
-    assert model == json.loads(json.dumps(plan.shape.to_dict() | {"base": plan.base_fingerprint}))
+    assert model == json.loads(json.dumps(plan.job.shape.to_dict() | {"base": plan.job.base_fingerprint}))
 
 
 def test_one_worker_goes_on_with_what_two_saved(run_ranks, folder: Path, ready: Ready) -> None:
@@ -123,8 +123,8 @@ def test_another_base_is_refused(run_ranks, folder: Path, ready: Ready, tmp_path
         for weight in model.parameters():
             weight.div_(1.001)
     with pytest.raises(RunFailed, match="is not the one that this run was planned with; bring that one back"):
-        alone(config, replace(plan, base=str(tmp_path / "other")))
-    other = alone(config, replace(plan, base_fingerprint=""))
+        alone(config, replace(plan, job=replace(plan.job, base=str(tmp_path / "other"))))
+    other = alone(config, replace(plan, job=replace(plan.job, base_fingerprint="")))
     with pytest.raises(PlaitError, match="this checkpoint has base"):
         restore(other, checkpoint, verify_checkpoint(checkpoint), ONE_PROCESS)
     other.loader.close()
@@ -158,9 +158,9 @@ def test_a_model_begins_as_its_base_and_merged_computes_the_same(run_ranks, fold
 def test_fifty_steps_are_those_of_a_plain_loop(tmp_path: Path, method: str, documents: str) -> None:
     planned = {"adapter": None} if method == "full" else {}
     config, plan, model = make_adapted(tmp_path, documents=documents, steps=STEPS, **planned)
-    assert plan.optimizer.clip is not None
+    assert plan.job.optimizer.clip is not None
     ours, source = alone(config, plan), alone(config, plan)
-    theirs = PlainLoop(model, plan, read_base_model(Path(plan.base)), config.run.seed)
+    theirs = PlainLoop(model, plan, read_base_model(Path(plan.job.base)), config.run.seed)
     state, losses = TrainState(), list[float]()
     for step in range(STEPS):
         wanted = theirs.step(source.loader.micros(state.position), step)
@@ -178,17 +178,17 @@ class PlainLoop:
 
     def __init__(self, model: PreTrainedModel, plan: Plan, base: BaseModel, seed: int) -> None:
         self.model, self.plan = model.train(), plan
-        if plan.shape.adapter is not None:
+        if plan.job.shape.adapter is not None:
             for weight in model.parameters():
                 weight.requires_grad_(False)
-            for name in trained_weights(plan.shape):
+            for name in trained_weights(plan.job.shape):
                 if name.endswith("lora_a"):
                     self._adapt(name.removesuffix(".lora_a"), base, seed)
         named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         decays = [weight for name, weight in named if weight.ndim == 2 and "embed" not in name]
         others = [weight for name, weight in named if not (weight.ndim == 2 and "embed" not in name)]
         self.weights = [*decays, *others]
-        optimizer = plan.optimizer
+        optimizer = plan.job.optimizer
         groups = [
             {"params": decays, "weight_decay": optimizer.weight_decay},
             {"params": others, "weight_decay": 0.0},
@@ -199,13 +199,13 @@ class PlainLoop:
         path = base.places[f"{layer}.weight"].stored.name.removesuffix(".weight")
         parent, _, last = path.rpartition(".")
         inner = self.model.get_submodule(path)
-        assert isinstance(inner, nn.Linear) and self.plan.shape.adapter is not None
-        first = first_value(f"{layer}.lora_a", self.plan.shape, seed)
-        setattr(self.model.get_submodule(parent), last, PlainLora(inner, first, self.plan.shape.adapter.scale))
+        assert isinstance(inner, nn.Linear) and self.plan.job.shape.adapter is not None
+        first = first_value(f"{layer}.lora_a", self.plan.job.shape, seed)
+        setattr(self.model.get_submodule(parent), last, PlainLora(inner, first, self.plan.job.shape.adapter.scale))
 
     def step(self, micros: list[Micro], step: int) -> float:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.plan.optimizer, step, self.plan.steps)
+            group["lr"] = learning_rate(self.plan.job.optimizer, step, self.plan.job.steps)
         self.optimizer.zero_grad()
         tokens = sum(int((micro.targets != IGNORED_TARGET).sum()) for micro in micros)
         total = 0.0
@@ -217,7 +217,7 @@ class PlainLoop:
             loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED_TARGET, reduction="sum")
             (loss / tokens).backward()
             total += float(loss.detach())
-        nn.utils.clip_grad_norm_(self.weights, self.plan.optimizer.clip or 0.0)
+        nn.utils.clip_grad_norm_(self.weights, self.plan.job.optimizer.clip or 0.0)
         self.optimizer.step()
         return total / tokens
 
@@ -247,5 +247,5 @@ def seen_by(micro: Micro) -> Tensor:
 
 def test_only_the_adapter_asks_for_gradients(ready: Ready) -> None:
     _, plan, _ = ready
-    model = GPT(plan.shape)
-    assert all(weight.requires_grad == is_trained(name, plan.shape) for name, weight in model.named_parameters())
+    model = GPT(plan.job.shape)
+    assert all(weight.requires_grad == is_trained(name, plan.job.shape) for name, weight in model.named_parameters())

@@ -22,6 +22,7 @@ from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble, make_autocast, make_runners, weight_casts
 from plait.trainer.state import TrainState
 from plait.trainer.step import WeightCasts
+from tests.plans import changed
 from tests.trainer.rank_entries import steps_taken
 from tests.trainer.tiny import SEQUENCES, make_tiny, put
 
@@ -42,7 +43,7 @@ def run(folder: Path) -> tuple[RunConfig, Plan]:
 def alone(run: tuple[RunConfig, Plan], **changes: Any) -> Assembly:
     """The reference: one process that never heard of a mesh, all sequences in one micro-batch."""
     config, plan = run
-    plan = replace(plan, **{"micro_sequences": SEQUENCES, **changes})
+    plan = changed(plan, **{"micro_sequences": SEQUENCES, **changes})
     return assemble(config, plan, sums=ONE_PROCESS, stages=())
 
 
@@ -101,7 +102,7 @@ def test_a_step_is_gradient_descent_on_the_mean_over_all_tokens(run) -> None:
 
 def test_clipping_is_by_the_global_norm(run) -> None:
     _, plan = run
-    free, held = (alone(run, optimizer=replace(plan.optimizer, clip=clip)) for clip in (None, 0.25))
+    free, held = (alone(run, optimizer=replace(plan.job.optimizer, clip=clip)) for clip in (None, 0.25))
     before, after = steps_taken(free, 1), steps_taken(held, 1)
     gradients = [name for name in before if name.startswith("grad/")]
     assert float(before["norm-0"]) == float(after["norm-0"]) > 0.5
@@ -159,17 +160,17 @@ def test_weights_are_cast_once_a_step_and_gradients_keep_their_bits(run) -> None
             totals = runner(micros)
         grads = [unit.parameter.grad for unit in assembly.model.units]
         found[casts] = counted.shapes.count(weight), [totals, *(grad.clone() for grad in grads if grad is not None)]
-    assert len(micros) == 3 and found["each micro-batch"][0] == 3 * plan.shape.layers
-    assert found["each step"][0] == plan.shape.layers
+    assert len(micros) == 3 and found["each micro-batch"][0] == 3 * plan.job.shape.layers
+    assert found["each step"][0] == plan.job.shape.layers
     assert all(map(torch.equal, found["each micro-batch"][1], found["each step"][1]))
 
 
 def test_casts_are_kept_only_where_a_step_holds_them_anyway(run) -> None:
     _, plan = run
-    half = replace(plan, precision="bf16")
+    half = replace(plan, arithmetic=replace(plan.arithmetic, precision="bf16"))
     assert weight_casts(half) == "each step" and weight_casts(plan) == "each micro-batch"
     for layout in (Layout(recompute="full"), Layout(shard=2, shard_what="parameters")):
-        assert weight_casts(replace(half, layout=layout)) == "each micro-batch"
+        assert weight_casts(changed(half, layout=layout)) == "each micro-batch"
 
 
 @pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
@@ -178,7 +179,13 @@ def test_hosts_that_multiply_by_unlike_libraries_take_the_reference_s_step(run_r
     config, plan = run
     hosts = tuple(HostShare(name=name, workers=1, threads=1, machine=name) for name in ("here", "there"))
     unlike = {"matmul_backend": "onednn", "host_backends": {"there": "default"}}
-    mixed = replace(plan, precision="float32", layout=Layout(replicate=2), hosts=hosts, **unlike)
+    mixed = replace(
+        plan,
+        **unlike,
+        arithmetic=replace(plan.arithmetic, precision="float32"),
+        placement=replace(plan.placement, layout=Layout(replicate=2)),
+        machines=replace(plan.machines, hosts=hosts),
+    )
     own = folder / "mixed"
     own.mkdir()
     put(own, config, mixed)

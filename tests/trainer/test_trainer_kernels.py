@@ -27,5 +27,5 @@ def test_gpus_compute_deterministically_only_where_it_is_asked_for(tmp_path: Pat
     asked = planned(recipe(tmp_path, *size, "train.deterministic=true"), WEB, ONE_H100)
     for plan in (asked, usual):
         select_deterministic_kernels(plan)
-        assert torch.are_deterministic_algorithms_enabled() is plan.deterministic is (plan is asked)
-    assert planned(recipe(tmp_path, *size), WEB, replace(LAPTOP, memory_bytes=2**38)).deterministic
+        assert torch.are_deterministic_algorithms_enabled() is plan.arithmetic.deterministic is (plan is asked)
+    assert planned(recipe(tmp_path, *size), WEB, replace(LAPTOP, memory_bytes=2**38)).arithmetic.deterministic

@@ -16,6 +16,7 @@ from plait.trainer.assemble import assemble
 from plait.trainer.balance.actions import watch_every_steps
 from plait.trainer.balance.meter import Meter, MeteredGradients, StepTimes, attach_meter, clock_of, measures_waits
 from plait.trainer.state import TrainState
+from tests.plans import changed
 from tests.trainer.tiny import make_tiny
 
 
@@ -149,16 +150,25 @@ def test_a_real_step_is_measured_and_stays_the_same(tmp_path: Path) -> None:
 
 def test_compiled_layers_are_watched_only_where_shares_follow_what_is_found(tmp_path: Path) -> None:
     _, plan = make_tiny(tmp_path)
-    split = replace(plan, layout=Layout(shard=2), compile="blocks", balance_every_steps=0)
-    assert not measures_waits(split) and measures_waits(replace(split, compile="off"))
-    assert measures_waits(replace(split, balance_every_steps=50)) and measures_waits(
-        replace(split, layout=Layout(replicate=2))
+    split = replace(
+        plan,
+        placement=replace(plan.placement, layout=Layout(shard=2)),
+        arithmetic=replace(plan.arithmetic, compile="blocks"),
+        cadence=replace(plan.cadence, balance_every_steps=0),
+    )
+    assert not measures_waits(split) and measures_waits(changed(split, compile="off"))
+    assert measures_waits(changed(split, balance_every_steps=50)) and measures_waits(
+        changed(split, layout=Layout(replicate=2))
     )
 
 
 def test_several_workers_are_watched_often_enough_to_name_one_within_twenty_steps(tmp_path: Path) -> None:
     _, plan = make_tiny(tmp_path)
-    two = replace(plan, layout=Layout(replicate=2), balance_every_steps=0)
-    assert watch_every_steps(two) == 4 and watch_every_steps(replace(two, device="cuda")) == 6
-    assert watch_every_steps(replace(plan, layout=Layout())) == 0
-    assert watch_every_steps(replace(two, layout=Layout(shard=2), compile="blocks")) == 0
+    two = replace(
+        plan,
+        placement=replace(plan.placement, layout=Layout(replicate=2)),
+        cadence=replace(plan.cadence, balance_every_steps=0),
+    )
+    assert watch_every_steps(two) == 4 and watch_every_steps(changed(two, device="cuda")) == 6
+    assert watch_every_steps(replace(plan, placement=replace(plan.placement, layout=Layout()))) == 0
+    assert watch_every_steps(changed(two, layout=Layout(shard=2), compile="blocks")) == 0

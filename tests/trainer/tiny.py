@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from plait.planner.plan_file import write_plan
 from plait.planner.resolve.resolve import draft, settle
 from plait.recipe.load import load_recipe, recipe_text
 from plait.recipe.schema import RunConfig
+from tests.plans import changed
 
 SEQUENCES = 7
 MACHINE = Machine(
@@ -56,7 +56,7 @@ def make_tiny(folder: Path, *overrides: str, **planned: Any) -> tuple[RunConfig,
     config = load_recipe(folder / "tiny.toml", overrides)
     corpus = open_corpus(prepare_corpus(data_request(config), folder / "cache", lambda *_: None))
     outline = draft(config, corpus_facts(corpus), Resources(machine=MACHINE, peak_flops=1e11), recipe_hash="")
-    plan = replace(settle(config, outline, outline.layouts), threads=1, **planned)
+    plan = changed(settle(config, outline, outline.layouts), threads=1, **planned)
     put(folder, config, plan)
     return config, plan
 

@@ -40,15 +40,17 @@ def drill_at_work(
     if not reports:
         raise PlaitError(f'"{run.path}" has not done its first step; wait a moment')
     ranks, step_s = plan.workers_beside(0), median_speed(reports).step_s_median
-    saves = 1 if plan.checkpoint_every.value else 0
-    drilled = DrilledPlan(ranks=ranks, steps=plan.steps, save_every=saves, kinds=_DRAWN, steps_done=reports[-1].step)
+    saves = 1 if plan.cadence.checkpoint_every.value else 0
+    drilled = DrilledPlan(
+        ranks=ranks, steps=plan.job.steps, save_every=saves, kinds=_DRAWN, steps_done=reports[-1].step
+    )
     faults = faults_from_now(asked, drilled, asked.seed or 0, step_s)
     what = ", ".join(map(str, faults))
     if not may_disturb(f'"{run.path}" is at work (process {pid}); {what} would hit its own workers'):
         raise Interrupted("SIGINT", "nothing was done")
     screen.print(f"drill    {what} (seed {asked.seed})")
     places = {rank: RankPlace(log=run.path / "logs" / f"rank-{rank}.log", slot=rank) for rank in range(ranks)}
-    target = DrilledRun(folder=run.path, ranks=RunningRanks(pid, places), steps=plan.steps)
+    target = DrilledRun(folder=run.path, ranks=RunningRanks(pid, places), steps=plan.job.steps)
     with Injector(faults, target) as injector:
         while not injector.is_done and _lives(pid):
             time.sleep(_LOOK_S)

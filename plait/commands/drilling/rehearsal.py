@@ -62,7 +62,7 @@ class Rehearsal:
 
     def run(self, folder: RunFolder, plan: Plan) -> DrilledRun:
         """A run as the injector sees it, before it begins."""
-        workers = [share.workers for share in plan.hosts] or [plan.world_size]
+        workers = [share.workers for share in plan.machines.hosts] or [plan.world_size]
         first_rank = [0, *accumulate(workers)][:-1]
         name = folder.path.name
         folders = [folder.path, *(self._hosts.run_folder(host, name) for host in range(1, len(workers)))]
@@ -74,7 +74,7 @@ class Rehearsal:
         return DrilledRun(
             folder=folder.path,
             ranks=RunningRanks(os.getpid(), places),
-            steps=plan.steps,
+            steps=plan.job.steps,
             first_rank=first_rank,
             lose_host=self._hosts.lose,
         )
@@ -107,13 +107,13 @@ def drill_settings(recipe: RecipeSource, overrides: Sequence[str], asked: AskedF
 
 def drilled_plan(plan: Plan, alone: RunFolder, step_s: float) -> DrilledPlan:
     """What of the plan of a run that was left alone a drill must know."""
-    hosts = max(1, len(plan.hosts))
+    hosts = max(1, len(plan.machines.hosts))
     saved = [int(path.name.removeprefix("step-")) for path in published_checkpoints(alone.checkpoints)]
     return DrilledPlan(
         ranks=plan.world_size,
-        steps=plan.steps,
+        steps=plan.job.steps,
         hosts=hosts,
-        save_every=_save_every(plan.checkpoint_every, saved, step_s),
+        save_every=_save_every(plan.cadence.checkpoint_every, saved, step_s),
     )
 
 

@@ -131,7 +131,7 @@ def _fault_line(fault: Mapping[str, Any]) -> str:
 
 
 def _compared(alone: RunFolder, drilled: RunFolder) -> FinalEqual:
-    last = f"step-{alone.saved_plan().steps}"
+    last = f"step-{alone.saved_plan().job.steps}"
     one, other = (_manifest(folder.checkpoints / last) for folder in (alone, drilled))
     if one is not None and one == other:
         return "bits"

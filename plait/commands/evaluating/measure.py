@@ -101,15 +101,19 @@ def _request(
 ) -> EvaluationRequest:
     plan = found.run.plan if found.run else None
     is_text = isinstance(what, MeasuredText)
-    most = min(like.micro_limits or (like.micro_sequences,)) * like.sequence if like else MICRO_TOKENS
+    most = (
+        min(like.placement.micro_limits or (like.placement.micro_sequences,)) * like.job.sequence
+        if like
+        else MICRO_TOKENS
+    )
     return EvaluationRequest(
         model=found.stored.resolved(),
-        precision=plan.precision if plan else "float32",
-        matmul_backend=plan.matmul_backend if plan else "default",
+        precision=plan.arithmetic.precision if plan else "float32",
+        matmul_backend=plan.arithmetic.matmul_backend if plan else "default",
         corpus=str(what.folder.resolve()) if is_text else "",
         part=what.part if is_text else "heldout",
         micro_sequences=max(1, most // found.stored.shape.sequence) if is_text else 1,
-        documents=like.documents if like else "mask",
+        documents=like.job.documents if like else "mask",
         overlong=found.run.folder.saved_config().data.overlong if found.run else "refuse",
         eot=found.tokenizer.eot,
         gpus=devices_to_evaluate_on(found.run.devices if found.run else "auto", torch.cuda.device_count()),

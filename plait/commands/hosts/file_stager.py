@@ -149,19 +149,19 @@ class FileStager:
         """Write the path of the model to go on from into the plan as it reads from the working folder, which other
         hosts may have at another place."""
         plan = read_plan(folder / "plan.json")
-        base, top = (self._working.path / plan.base).resolve(), self._working.path.resolve()
+        base, top = (self._working.path / plan.job.base).resolve(), self._working.path.resolve()
         if not base.is_relative_to(top):
             raise PlaitError(
-                f"the hosts share {top}, and the model in {plan.base} lies outside of it; copy that folder into the "
-                "shared one, and name it so in model.from"
+                f"the hosts share {top}, and the model in {plan.job.base} lies outside of it; copy that folder into "
+                "the shared one, and name it so in model.from"
             )
-        if plan.base:
-            write_plan(replace(plan, base=str(base.relative_to(top))), folder / "plan.json")
+        if plan.job.base:
+            write_plan(replace(plan, job=replace(plan.job, base=str(base.relative_to(top)))), folder / "plan.json")
 
     def _files_to_stage(self, folder: Path, kind: StagedKind, resume: str | None) -> _StagedFiles:
         plan = read_plan(folder / "plan.json")
-        corpus = (self._working.path / plan.corpus).resolve()
-        base = self._working.path / plan.base if plan.base else None
+        corpus = (self._working.path / plan.job.corpus).resolve()
+        base = self._working.path / plan.job.base if plan.job.base else None
         if resume and base and not base.is_dir():  # the checkpoint has them, and nobody misses those of the base
             base = None
         checkpoint = folder / "checkpoints" / resume if resume else None
@@ -213,7 +213,9 @@ class FileStager:
             place = {"root": "folder", "path": f"checkpoints/{staged.checkpoint.name}"}
             _, sent = send_folder(member, staged.checkpoint, staged.checkpoint_entries, place)
             self._log_sent(sent, staged.checkpoint.name, member)
-        plan = replace(read_plan(folder / "plan.json"), corpus=corpus, base=base)
+        plan = replace(
+            read_plan(folder / "plan.json"), job=replace(read_plan(folder / "plan.json").job, corpus=corpus, base=base)
+        )
         small = {"recipe.toml": recipe.encode(), "plan.json": plan_text(plan).encode()}
         if (routing := folder / ROUTING).exists():  # of a proof: where one process sent a mixture's tokens
             small[ROUTING] = read_regular_file(routing)

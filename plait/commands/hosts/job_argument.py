@@ -88,7 +88,7 @@ class ReceivedFolders:
 
     def allow(self, plan: Plan) -> bool:
         """Whether the data and the model of a plan are among what was received."""
-        return Path(plan.corpus) in self._corpora and (not plan.base or Path(plan.base) in self._models)
+        return Path(plan.job.corpus) in self._corpora and (not plan.job.base or Path(plan.job.base) in self._models)
 
 
 def own_part(job: Job, ranks: int, threads: int) -> HostPart:

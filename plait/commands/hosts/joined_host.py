@@ -122,7 +122,7 @@ class JoinedHostFiles:
         host 0 share."""
         if folder == self._folder:
             plan = read_plan(folder / "plan.json")
-            shared = replace(plan, base="") if self._is_shared_base(plan) else plan
+            shared = replace(plan, job=replace(plan.job, base="")) if self._is_shared_base(plan) else plan
             return self._folders.allow(shared)
         tops = [(self._working_folder / top).resolve() for top in ("runs", ".plait")]
         is_shared = self._shares_leader_folder and any(folder.resolve().is_relative_to(top) for top in tops)
@@ -130,7 +130,7 @@ class JoinedHostFiles:
 
     def _is_shared_base(self, plan: Plan) -> bool:
         """Whether the model that a plan begins with, if any, lies in the folder that this host and host 0 share."""
-        base, own = (self._working_folder / plan.base).resolve(), self._working_folder.resolve()
+        base, own = (self._working_folder / plan.job.base).resolve(), self._working_folder.resolve()
         return self._shares_leader_folder and base.is_relative_to(own)
 
     def _recording_error(self, answer: Handler) -> Handler:

@@ -118,17 +118,23 @@ class LeaderWorkers:
     def with_hosts(self, plan: Plan) -> Plan:
         """The plan with each host's share in it, once the hosts stand in the order that it names and those that it
         leaves out are sent home."""
-        if order := plan.host_order or self._order_without_left_out(plan):
+        if order := plan.placement.host_order or self._order_without_left_out(plan):
             self._renumber_hosts(order)
             assert self.fixed_workers.workers == plan.world_size, order
-            plan = replace(plan, host_order=())
-        plan = replace(plan, left_out=self._left_out)
-        if hosts := refreshed_hosts(plan.hosts, self.host_shares):
-            return replace(plan, hosts=hosts)
+            plan = replace(plan, placement=replace(plan.placement, host_order=()))
+        plan = replace(plan, machines=replace(plan.machines, left_out=self._left_out))
+        if hosts := refreshed_hosts(plan.machines.hosts, self.host_shares):
+            return replace(plan, machines=replace(plan.machines, hosts=hosts))
         peaks = [site.peak_flops for site in self.surveys() if site.peak_flops is not None]
         peak = sum(peaks) if len(peaks) == len(self.host_shares) else None
-        peak = plan.peak_flops if plan.matmul_flops else peak  # the first is that of the run's own arithmetic
-        return replace(plan, hosts=self.host_shares, threads=self.fixed_workers.threads, peak_flops=peak)
+        peak = (
+            plan.machines.peak_flops if plan.arithmetic.matmul_flops else peak
+        )  # the first is that of the run's own arithmetic
+        return replace(
+            plan,
+            machines=replace(plan.machines, hosts=self.host_shares, peak_flops=peak),
+            placement=replace(plan.placement, threads=self.fixed_workers.threads),
+        )
 
     def run(self, job: Job, on_message: OnMessage) -> JobResult:
         """Run a job: a single rank on this host, or all workers on all hosts, each host in its own folder."""
@@ -142,7 +148,10 @@ class LeaderWorkers:
         folder = Path(asked.folder)
         if not training:  # made before anybody knew which host does what
             plan = self.with_hosts(read_plan(folder / "plan.json"))
-            write_plan(replace(plan, corpus=self.working_folder.relative(plan.corpus)), folder / "plan.json")
+            write_plan(
+                replace(plan, job=replace(plan.job, corpus=self.working_folder.relative(plan.job.corpus))),
+                folder / "plan.json",
+            )
         assert job.world_size == self.fixed_workers.workers, job
         self._file_stager = self._file_stager or FileStager(
             self._hosts.members, self._folder, self._log, self.working_folder
@@ -163,7 +172,7 @@ class LeaderWorkers:
 
     def _noting_saves(self, folder: Path, on_message: OnMessage) -> OnMessage:
         """Lets hosts that wait be taken in after each checkpoint; after each step, where only the end is saved."""
-        due = "saved" if read_plan(folder / "plan.json").checkpoint_every.value else "step"
+        due = "saved" if read_plan(folder / "plan.json").cadence.checkpoint_every.value else "step"
 
         def heard(message: Message) -> None:
             on_message(message)
@@ -192,10 +201,10 @@ class LeaderWorkers:
 
     def _order_without_left_out(self, plan: Plan) -> tuple[int, ...]:
         """The hosts that a begun run's plan uses, where those it leaves out have joined again; else nothing."""
-        everybody = (*plan.hosts, *plan.left_out)
-        if not plan.left_out or refreshed_hosts(everybody, self.host_shares) is None:
+        everybody = (*plan.machines.hosts, *plan.machines.left_out)
+        if not plan.machines.left_out or refreshed_hosts(everybody, self.host_shares) is None:
             return ()
-        return tuple(range(len(plan.hosts)))
+        return tuple(range(len(plan.machines.hosts)))
 
     @property
     def _left_out(self) -> tuple[HostShare, ...]:

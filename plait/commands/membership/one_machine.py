@@ -48,11 +48,11 @@ class OneMachine:
         """What this machine had when the plan was made, and has no more; empty where all is there."""
         if self.workers.fixed_workers is not None:  # torchrun's: nobody here could start others
             return ""
-        if plan.device == "cpu":
-            return _lost_text(plan.fingerprint["cores"], usable_cores(), "core")
+        if plan.machines.device == "cpu":
+            return _lost_text(plan.machines.fingerprint["cores"], usable_cores(), "core")
         if failure is None or failure.what in _NOT_OF_A_DEVICE:  # looking at GPUs takes seconds
             return ""
-        return _lost_text(plan.fingerprint["devices"], self._survey().devices, "GPU")
+        return _lost_text(plan.machines.fingerprint["devices"], self._survey().devices, "GPU")
 
 
 def _lost_text(before: int, now: int, what: str) -> str:

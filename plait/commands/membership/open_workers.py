@@ -36,6 +36,8 @@ def open_workers(
         return
     refuse_torchrun()
     prepared_corpus(run.config, run.working, run.screen)
-    previous = [(share.mark, share.name) for share in (*begun.hosts, *begun.left_out)] if begun else []
+    previous = (
+        [(share.mark, share.name) for share in (*begun.machines.hosts, *begun.machines.left_out)] if begun else []
+    )
     with run_hosts(hosts, run, plan_for, previous) as elastic:
         yield elastic

@@ -58,7 +58,7 @@ class RunPlans:
                 plan = resumed_plan(config, begun, corpus, survey, workers, fresh=fresh, log=screen.print, show=show)
             else:
                 plan = make_plan(config, corpus, survey("measured"), workers, fresh=fresh, say=screen.print, show=show)
-        for line in overlong_lines(corpus_facts(corpus), plan.sequence, config.data.overlong):
+        for line in overlong_lines(corpus_facts(corpus), plan.job.sequence, config.data.overlong):
             screen.print(line)
         return self._on_hosts(plan, workers)
 

@@ -47,16 +47,16 @@ def find_exported(folder: RunFolder, plan: Plan) -> ExportedRun:
     if found is None:
         raise PlaitError(f'"{folder.path}" has no checkpoint yet; train it for a while first')
     check_fits(found.manifest, plan)
-    base = None if plan.shape.adapter is None else base_of_plan(plan, folder.path)
+    base = None if plan.job.shape.adapter is None else base_of_plan(plan, folder.path)
     return ExportedRun(folder=folder, plan=plan, found=found, base=base)
 
 
 def merged_reader(source: ExportedRun) -> ReadPart:
     """A function that reads rectangles of the run's whole weights, an adapter's product added in float64."""
-    path, manifest, base, adapter = source.found.path, source.found.manifest, source.base, source.plan.shape.adapter
+    path, manifest, base, adapter = source.found.path, source.found.manifest, source.base, source.plan.job.shape.adapter
     if base is None or adapter is None:
         return lambda name, offset, extent: read_slice(path, manifest, f"model/{name}", offset, extent)
-    sizes, trained = weight_sizes(source.plan.shape), {part.tensor for part in manifest.parts}
+    sizes, trained = weight_sizes(source.plan.job.shape), {part.tensor for part in manifest.parts}
 
     def read(name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
         own = torch.empty(extent)

@@ -132,15 +132,15 @@ def _model_of_folder(folder: Path, sequence: int | None) -> FoundModel:
 
 def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | None) -> FoundModel:
     plan = folder.saved_plan()
-    corpus = open_corpus(working.path / plan.corpus)
-    if corpus.content_hash != plan.corpus_hash:
+    corpus = open_corpus(working.path / plan.job.corpus)
+    if corpus.content_hash != plan.job.corpus_hash:
         raise damaged(corpus.folder, "they are not those that this run was trained on")
     found = newest_good(folder.checkpoints)
     if found is None:
         raise PlaitError(f'"{folder.path}" {_why_no_checkpoint(folder)}')
     check_fits(found.manifest, plan)
     # Heads in the middle and prediction ahead are there to learn from.
-    shape = without_objectives(plan.shape)
+    shape = without_objectives(plan.job.shape)
     shape = shape if sequence is None else _for_sequence(shape, sequence)
     stored = StoredModel(kind="checkpoint", path=str(found.path), shape=shape)
     if shape.adapter is not None:

@@ -21,7 +21,7 @@ def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequ
     base = config.model.from_
     name = None if base is None else base if base.startswith("hub:") else Path(base).name
     origin = f"the weights of {name}" if name else f"weights drawn from seed {config.run.seed}"
-    shape = without_objectives(plan.shape)  # what an export has
+    shape = without_objectives(plan.job.shape)  # what an export has
     lines = [
         "---",
         "library_name: transformers",
@@ -32,9 +32,10 @@ def model_card(config: RunConfig, plan: Plan, manifest: Manifest, licences: Sequ
         f"A language model of {format_count(parameter_count(shape))} parameters, trained by plait {__version__} "
         f"from {origin}:",
         "",
-        f"- {manifest.step:,} steps of {plan.batch_sequences} × {plan.sequence} tokens, {format_count(tokens)} in all",
+        f"- {manifest.step:,} steps of {plan.job.batch_sequences} × {plan.job.sequence} tokens, "
+        f"{format_count(tokens)} in all",
         f"- text: {', '.join(_texts(config))}",
-        f"- {_optimizer_text(plan)}, precision {plan.precision}, layout {plan.layout}",
+        f"- {_optimizer_text(plan)}, precision {plan.arithmetic.precision}, layout {plan.placement.layout}",
         "",
     ]
     lines += [answers, ""] if answers else []
@@ -52,5 +53,5 @@ def _texts(config: RunConfig) -> list[str]:
 
 
 def _optimizer_text(plan: Plan) -> str:
-    name = {"adamw": "AdamW", "sgd": "SGD"}[plan.optimizer.kind]
-    return f"{name}, peak learning rate {plan.optimizer.lr:g}"
+    name = {"adamw": "AdamW", "sgd": "SGD"}[plan.job.optimizer.kind]
+    return f"{name}, peak learning rate {plan.job.optimizer.lr:g}"

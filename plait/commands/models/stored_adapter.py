@@ -38,22 +38,22 @@ def find_adapter(name: str, base: BaseModel, working: WorkingFolder) -> StoredAd
         return _of_peft(folder, base)
     run = find_run(name, working)
     plan, found = run.saved_plan(), newest_good(run.checkpoints)
-    if plan.shape.adapter is None:
+    if plan.job.shape.adapter is None:
         raise PlaitError(f'"{name}" trained all weights and has no adapter; name a run of finetune.method = "lora"')
     if found is None:
         raise PlaitError(f'"{run.path}" has no checkpoint yet; train it for a while first')
-    same_shape = replace(plan.shape, adapter=None, sequence=base.shape.sequence) == base.shape
-    if not same_shape or plan.base_fingerprint != base_fingerprint(base):
-        raise _of_another_base(name, base, f": {Path(plan.base).name}")
-    return StoredAdapter(kind="checkpoint", path=str(found.path), shape=plan.shape.adapter)
+    same_shape = replace(plan.job.shape, adapter=None, sequence=base.shape.sequence) == base.shape
+    if not same_shape or plan.job.base_fingerprint != base_fingerprint(base):
+        raise _of_another_base(name, base, f": {Path(plan.job.base).name}")
+    return StoredAdapter(kind="checkpoint", path=str(found.path), shape=plan.job.shape.adapter)
 
 
 def base_of_plan(plan: Plan, run: Path) -> BaseModel:
     """The model that a run's adapter was trained beside; raises PlaitError where it is gone, or is another one now."""
-    base = read_base_model(Path(plan.base))
-    if base_fingerprint(base) != plan.base_fingerprint:
+    base = read_base_model(Path(plan.job.base))
+    if base_fingerprint(base) != plan.job.base_fingerprint:
         raise PlaitError(
-            f"the model in {plan.base} is not the one that {run} trained its adapter on; bring that one back"
+            f"the model in {plan.job.base} is not the one that {run} trained its adapter on; bring that one back"
         )
     return base
 

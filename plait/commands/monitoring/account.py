@@ -113,16 +113,16 @@ def account_of(folder: RunFolder) -> RunAccount:
         run=str(folder.path),
         state=_state_of(folder),
         step=steps[-1] if steps else 0,
-        steps=plan.steps,
+        steps=plan.job.steps,
         starts=max(read_generation(folder.path), 1),
         wall_s=wall_s,
         useful_share=training_s / wall_s if wall_s else 0.0,
         seconds=spent | {"rest": wall_s - sum(spent.values())},
-        samples_lost=plan.batch_sequences * (max(steps, default=0) - len(set(steps))),
-        samples_repeated=plan.batch_sequences * (len(steps) - len(set(steps))),
+        samples_lost=plan.job.batch_sequences * (max(steps, default=0) - len(set(steps))),
+        samples_repeated=plan.job.batch_sequences * (len(steps) - len(set(steps))),
         skipped=tuple(one for one in skipped_ranges(incidents) if one.step <= max(steps, default=0)),
         lost_by_cause=lost_by_cause(incidents, back),
-        checked_checkpoints=tuple(_checked_cursors(folder, plan.batch_sequences, skipped_steps(incidents))),
+        checked_checkpoints=tuple(_checked_cursors(folder, plan.job.batch_sequences, skipped_steps(incidents))),
         incidents=incidents,
     )
 
@@ -133,7 +133,7 @@ def ledger_of(folder: RunFolder) -> Sequence[LedgerLine]:
     The order of data is a function of the seed, the text and the position (docs/guide-data.md), and each step takes as
     many positions as the plan's batch has sequences, after those that were skipped.
     """
-    batch = folder.saved_plan().batch_sequences
+    batch = folder.saved_plan().job.batch_sequences
     reports, _ = read_metrics(folder.metrics)
     skipped = skipped_steps(read_incidents(folder.incidents)[0])
     starts = read_starts(folder.starts)

@@ -18,8 +18,8 @@ from plait.units import counted, format_bytes
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Bytes of a checkpoint's numbers: the weights that learn, and their moments, in float32."""
-    sizes = weight_sizes(plan.shape)
-    return 4 * (1 + plan.optimizer.moments) * sum(prod(sizes[name]) for name in trained_weights(plan.shape))
+    sizes = weight_sizes(plan.job.shape)
+    return 4 * (1 + plan.job.optimizer.moments) * sum(prod(sizes[name]) for name in trained_weights(plan.job.shape))
 
 
 def free_bytes(folder: Path) -> float:
@@ -33,7 +33,7 @@ def free_bytes(folder: Path) -> float:
 def space_warning(folder: RunFolder, plan: Plan, free: Callable[[Path], float] = free_bytes) -> str:
     """A warning where the disk does not hold the checkpoints that stay, and one more that is written; else ""."""
     each, there = checkpoint_bytes(plan), len(published_checkpoints(folder.checkpoints))
-    most = plan.checkpoint_keep + 1
+    most = plan.cadence.checkpoint_keep + 1
     needed = each * max(1, most - there)
     if (left := free(folder.path)) >= needed:
         return ""

@@ -77,13 +77,17 @@ def change_text(before: Plan, renewed: Renewed) -> str:
 
 def in_place_of(before: Plan, after: Plan) -> str:
     """The new layout in words, beside the old one."""
-    old, new = layout_in_words(before.layout), layout_in_words(after.layout)
+    old, new = layout_in_words(before.placement.layout), layout_in_words(after.placement.layout)
     if old == new:
-        return f"{new}, as before" if before.shares == after.shares else f"{new}, as before, with other shares"
-    only_copies = _without_copies(before.layout) == _without_copies(after.layout) == [1, 1, 1, 1, 1]
-    count = after.layout.replicate
+        return (
+            f"{new}, as before"
+            if before.placement.shares == after.placement.shares
+            else f"{new}, as before, with other shares"
+        )
+    only_copies = _without_copies(before.placement.layout) == _without_copies(after.placement.layout) == [1, 1, 1, 1, 1]
+    count = after.placement.layout.replicate
     if only_copies:
-        return f"{count} {'copy' if count == 1 else 'copies'} in place of {before.layout.replicate}"
+        return f"{count} {'copy' if count == 1 else 'copies'} in place of {before.placement.layout.replicate}"
     return f"{new} in place of {old}"
 
 

@@ -61,7 +61,7 @@ def finish_run(
     receipt = _make_receipt(folder, plan, steps_done, monitor)
     write_receipt(receipt, folder.receipt)
     _print_end(folder, receipt, screen, details)
-    if missed := missed_budget_line(budget_of(config), receipt, plan.compile):
+    if missed := missed_budget_line(budget_of(config), receipt, plan.arithmetic.compile):
         screen.print(missed)
     if monitor is not None:
         _print_observation(monitor, screen, details, working)
@@ -90,7 +90,7 @@ def _about_equal(seconds: float, others: float) -> bool:
 
 def is_finished(folder: RunFolder) -> bool:
     """Whether the run did all the steps that its plan has now."""
-    return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.saved_plan().steps
+    return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.saved_plan().job.steps
 
 
 def print_finished(folder: RunFolder, screen: Screen, details: Details) -> Receipt:
@@ -121,19 +121,19 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
     speed = median_speed(_steps_of_this_plan(folder, steps, steps_done), (0, steps_done))
     evaluation = evaluations[-1] if evaluations else None
     so_far, forecast = folder.totals, plan.forecast
-    full, causal = (training_flops_per_token(plan.shape, plan.sequence, kind) for kind in ("full", "causal"))
+    full, causal = (training_flops_per_token(plan.job.shape, plan.job.sequence, kind) for kind in ("full", "causal"))
     device_hours = so_far.device_s / 3600
     known = (
-        find_device_by_driver_name(plan.fingerprint["name"])
-        if plan.device == "cuda" and not _has_several_host_kinds(plan)
+        find_device_by_driver_name(plan.machines.fingerprint["name"])
+        if plan.machines.device == "cuda" and not _has_several_host_kinds(plan)
         else None
     )
     predicted, came = (monitor.predicted, monitor.observed) if monitor else (None, None)
     return Receipt(
-        steps=plan.steps,
+        steps=plan.job.steps,
         tokens=steps[-1].tokens,
         world_size=plan.world_size,
-        layout=plan.layout.degrees,
+        layout=plan.placement.layout.degrees,
         train_loss=steps[-1].loss,
         eval_loss=evaluation.eval_loss if evaluation else None,
         eval_nats_per_byte=evaluation.eval_nats_per_byte if evaluation else None,
@@ -145,8 +145,8 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         timed_step_s=plan.step_s,
         untimed_step_s=_untimed_step_s(forecast),
         tokens_per_s=speed.tokens_per_s,
-        mfu=speed.tokens_per_s * full / plan.peak_flops if plan.peak_flops else None,
-        mfu_causal=speed.tokens_per_s * causal / plan.peak_flops if plan.peak_flops else None,
+        mfu=speed.tokens_per_s * full / plan.machines.peak_flops if plan.machines.peak_flops else None,
+        mfu_causal=speed.tokens_per_s * causal / plan.machines.peak_flops if plan.machines.peak_flops else None,
         peak_tensor_bytes=so_far.peak_tensor_bytes,
         predicted_peak_bytes_per_device=forecast.tensor_bytes if forecast else None,
         peak_rss_bytes=so_far.peak_rss_bytes,
@@ -155,19 +155,19 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         one_device_step_s=forecast.one_device_step_s if forecast else None,
         cost_usd=_total_or_none(device_hours, known.price_per_hour if known else None),
         energy_wh=_total_or_none(device_hours, known.watts if known else None),
-        versions=dict(plan.fingerprint["versions"]),
+        versions=dict(plan.machines.fingerprint["versions"]),
         device=_devices_text(plan),
         one_device_from=_SOURCE_OF_BASIS[predicted.basis] if predicted else None,
         predicted_items=predicted.items.measurable_items() if predicted else None,
         measured_items=came.items.measurable_items() if came and came.items else None,
-        predicted_rss_bytes=forecast.bytes_per_device if forecast and plan.device == "cpu" else None,
+        predicted_rss_bytes=forecast.bytes_per_device if forecast and plan.machines.device == "cpu" else None,
         taught_by_runs=predicted.calibration.runs if predicted else 0,
-        matmul_backend=plan.matmul_backend,
-        matmul_flops=plan.matmul_flops,
-        matmul_error=plan.matmul_error,
+        matmul_backend=plan.arithmetic.matmul_backend,
+        matmul_flops=plan.arithmetic.matmul_flops,
+        matmul_error=plan.arithmetic.matmul_error,
         incidents=tuple(incident.sentence for incident in incidents),
         samples_skipped=sum(one.last - one.first + 1 for one in skipped_ranges(incidents)),
-        copy_every_steps=(plan.steps + sum(one.steps_lost for one in incidents)) / so_far.copies
+        copy_every_steps=(plan.job.steps + sum(one.steps_lost for one in incidents)) / so_far.copies
         if so_far.copies
         else None,
         copy_share=so_far.copy_s / so_far.wall_s if so_far.copies and so_far.wall_s > 0 else None,
@@ -183,14 +183,14 @@ def _useful_share(steps: Sequence[StepReport], wall_s: float) -> float | None:
 
 def _has_several_host_kinds(plan: Plan) -> bool:
     """Whether the plan's hosts differ; a price is known for the first kind only."""
-    return len({host.machine for host in plan.hosts}) > 1
+    return len({host.machine for host in plan.machines.hosts}) > 1
 
 
 def _devices_text(plan: Plan) -> str:
     """The plan's devices in words: the number of one kind, or the names of the hosts if they differ."""
     if _has_several_host_kinds(plan):
-        return " + ".join(f"{host.name} ({counted(host.workers, 'worker')})" for host in plan.hosts)
-    return f"{plan.devices} × {plan.fingerprint['name']}"
+        return " + ".join(f"{host.name} ({counted(host.workers, 'worker')})" for host in plan.machines.hosts)
+    return f"{plan.devices} × {plan.machines.fingerprint['name']}"
 
 
 def _untimed_step_s(forecast: Forecast | None) -> float | None:
@@ -247,10 +247,10 @@ def _record_observation(monitor: ForecastMonitor, working: WorkingFolder) -> tup
 def _store_expert_load(folder: RunFolder, plan: Plan, screen: Screen, working: WorkingFolder) -> None:
     """Keep how unequal the loads of a mixture's experts were in the second half of the run, for later plans."""
     loads = [one.expert_load_max for one in read_metrics(folder.metrics)[0] if one.expert_load_max is not None]
-    if plan.shape.mixture is None or len(loads) < LEAST_STEPS_TO_LEARN:
+    if plan.job.shape.mixture is None or len(loads) < LEAST_STEPS_TO_LEARN:
         return
     try:
-        store_expert_load(plan.shape.mixture, median(loads[len(loads) // 2 :]), working)
+        store_expert_load(plan.job.shape.mixture, median(loads[len(loads) // 2 :]), working)
     except RunFailed as error:  # the run itself is finished and safe
         screen.print(f"the loads of this run's experts are not used for later plans: {error}")
 

@@ -142,9 +142,9 @@ def monitor_of(
         error=forecast.error,
         tensor_bytes=forecast.tensor_bytes,
     )
-    others = load_per_core if plan.device == "cpu" else _unknown_load
+    others = load_per_core if plan.machines.device == "cpu" else _unknown_load
     return ForecastMonitor(
-        predicted, steps_done, plan.report_every_steps, log=log, load_per_core=others, compare=compare
+        predicted, steps_done, plan.cadence.report_every_steps, log=log, load_per_core=others, compare=compare
     )
 
 

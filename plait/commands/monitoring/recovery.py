@@ -124,8 +124,8 @@ class Recovery:
             bad,
             self._incidents,
             resumed_from=state.step,
-            batch_sequences=self._plan.batch_sequences,
-            samples="endless" if self._plan.budget.epochs is None else "as many as epochs have",
+            batch_sequences=self._plan.job.batch_sequences,
+            samples="endless" if self._plan.job.budget.epochs is None else "as many as epochs have",
         )
         first, last = followed.skipped or (None, None)
         incident = replace(
@@ -151,7 +151,7 @@ class Recovery:
 
     def numbers(self) -> Mapping[str, Any]:
         """What the next start's workers are told about bad numbers; call it once metrics.jsonl is cut back."""
-        never = self._plan.steps if self._asked.mode == "never" else 0
+        never = self._plan.job.steps if self._asked.mode == "never" else 0
         return guard_argument(self._incidents, read_metrics(self._folder.metrics)[0], never)
 
     def _incident(self, session: Session, start: Start, state: NewestState) -> Incident:
@@ -222,18 +222,18 @@ def may_pass(facts: FailureFacts, *, did_steps: bool) -> bool:
 
 def recovery_text(incident: Incident, plan: Plan) -> str:
     """What went wrong, and from where the run goes on by itself."""
-    where = f"step-{incident.resumed_from} of {plan.steps}" if incident.resumed_from else "the beginning"
-    where = f"step {incident.resumed_from} of {plan.steps}, kept in memory" if incident.from_copies else where
+    where = f"step-{incident.resumed_from} of {plan.job.steps}" if incident.resumed_from else "the beginning"
+    where = f"step {incident.resumed_from} of {plan.job.steps}, kept in memory" if incident.from_copies else where
     lost = f"; {counted(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
     return f"failure  {incident.sentence}; going on from {where}{lost}"
 
 
 def device_of(plan: Plan, rank: int | None) -> str | None:
     """The device of a rank in words."""
-    if rank is None or plan.device != "cuda":
+    if rank is None or plan.machines.device != "cuda":
         return None if rank is None else "processor"
     before = 0
-    for share in plan.hosts:
+    for share in plan.machines.hosts:
         if rank < before + share.workers:
             break
         before += share.workers

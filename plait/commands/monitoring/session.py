@@ -136,7 +136,7 @@ def run_session(
         entry=TRAINING_ENTRY,
         argument=json.dumps({"folder": str(folder.path.resolve()), "parts": "here", **start.as_argument()}),
         world_size=plan.world_size,
-        threads=plan.threads,
+        threads=plan.placement.threads,
         log_dir=make_log_folder(folder.path),
         needs=modules_needed(plan),
     )

@@ -73,5 +73,7 @@ def require_newest_start(require_present: Callable[[], None], folder: RunFolder,
 def resumed_text(step: int, plan: Plan, where: Literal["checkpoint", "memory"] = "checkpoint") -> str:
     """From which checkpoint a run goes on, or from which step's copies in memory, and how long that takes."""
     left = time_left_text(plan, step)
-    kept = f"step {step} of {plan.steps}, kept in memory" if where == "memory" else f"step-{step} of {plan.steps}"
+    kept = (
+        f"step {step} of {plan.job.steps}, kept in memory" if where == "memory" else f"step-{step} of {plan.job.steps}"
+    )
     return f"resume   from {kept}{left and f', {left} more'}"

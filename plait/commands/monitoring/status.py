@@ -73,8 +73,8 @@ def _ledger_lines(folder: RunFolder, account: RunAccount) -> Iterator[str]:
     """A table: each step with the first and last position in the run's order of data, the tokens that counted, and the
     number of the start that took it. Samples that were skipped have lines of their own, before the step's."""
     plan = folder.saved_plan()
-    seed, each = folder.saved_config().run.seed, f"{plan.batch_sequences} sequences of {plan.sequence}"
-    yield f"# seed {seed}, text {plan.corpus_hash}, {each} a step"
+    seed, each = folder.saved_config().run.seed, f"{plan.job.batch_sequences} sequences of {plan.job.sequence}"
+    yield f"# seed {seed}, text {plan.job.corpus_hash}, {each} a step"
     yield "step\tfirst\tlast\ttokens\tstart"
     skipped = {one.step: one for one in account.skipped}
     for line in ledger_of(folder):

@@ -63,14 +63,14 @@ def run_training(
     """
     require_present()
     working = elastic.workers.working_folder
-    plan = replace(plan, corpus=working.relative(plan.corpus))
+    plan = replace(plan, job=replace(plan.job, corpus=working.relative(plan.job.corpus)))
     point = _first_point(folder, plan, screen)
-    keep_base_files(plan.base and str(working.path / plan.base), folder.base)
+    keep_base_files(plan.job.base and str(working.path / plan.job.base), folder.base)
     folder.save_config_and_plan(config, plan, is_replanned=is_replanned)
     recovery = Recovery(config.recover, folder, plan, require_present, may_shrink=elastic.may_shrink)
     while True:
         start = next_start(folder, plan, point, screen, recovery.numbers())
-        bar, failure = screen.steps(plan.steps, start.steps_done), None
+        bar, failure = screen.steps(plan.job.steps, start.steps_done), None
         compared = monitor_of(plan, start.steps_done, bar.note, "always" if "receipt" in details else "when off")
         require_ours = partial(require_newest_start, require_present, folder, start)
         first = recovery.first_step
@@ -84,7 +84,7 @@ def run_training(
             screen.print(recovery.after(error, session, start, state))
             failure = error.facts if isinstance(error, WorkersFailed | HostNotServed) else None
         else:
-            if result.stopped_by != "finished" or step >= plan.steps:
+            if result.stopped_by != "finished" or step >= plan.job.steps:
                 break
             state = newest_checkpoint(folder)
             if session.copies_lost:
@@ -103,7 +103,7 @@ def run_training(
             plan, state = renewed, newest_checkpoint(folder) if state.where == "memory" else state
             recovery.follow(plan)
         point = prepared_point(folder, state, start.lineage)
-    if step < plan.steps:
+    if step < plan.job.steps:
         return _stopped(result.stopped_by, step, start, plan, screen)
     receipt = finish_run(config, folder, plan, start.steps_done, screen, compared, details=details, working=working)
     return TrainingEnd(stopped_by="finished", receipt=receipt)
@@ -145,7 +145,10 @@ def _renewed_plan(
     renewed = elastic.renewed(plan, failure)
     if renewed is None:
         return None
-    new = replace(renewed.plan, corpus=elastic.workers.working_folder.relative(renewed.plan.corpus))
+    new = replace(
+        renewed.plan,
+        job=replace(renewed.plan.job, corpus=elastic.workers.working_folder.relative(renewed.plan.job.corpus)),
+    )
     folder.save_config_and_plan(config, new, is_replanned=True)
     screen.print(change_text(plan, replace(renewed, plan=new)))
     return new
@@ -154,6 +157,6 @@ def _renewed_plan(
 def stopped_text(saved_step: int, resumed_step: int, plan: Plan) -> str:
     """Where the run stands after a stop: at a checkpoint, an older one than this start's, or none yet."""
     if saved_step > resumed_step:
-        return f"stopped after step {saved_step} of {plan.steps}, saved; the same command goes on from there"
+        return f"stopped after step {saved_step} of {plan.job.steps}, saved; the same command goes on from there"
     where = f"goes on from step {saved_step}" if saved_step else "starts it again"
-    return f"stopped before a further step of {plan.steps} was done; the same command {where}"
+    return f"stopped before a further step of {plan.job.steps} was done; the same command {where}"

@@ -27,8 +27,8 @@ from plait.planner.derive.arithmetic import (
 )
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import FixedWorkers, Resources
-from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job
-from plait.planner.plan import Plan
+from plait.planner.derive.training_job import new_job
+from plait.planner.plan import Plan, TrainingJob
 from plait.planner.resolve.resolve import Draft, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.recipe.schema import RunConfig
@@ -56,9 +56,9 @@ def new_with_arithmetic(
     """The resources of a new run, with the library that suits its processors best; GPUs have none to choose."""
     if resources.machine.device != "cpu":
         return resources
-    job = new_job(config, corpus, resources, [])
-    found = _measured_products(_products_of(job), resources, workers, rates)
-    return _with_backends(config.train.matmul_backend, job, resources, found)
+    new = new_job(config, corpus, resources)
+    found = _measured_products(_products_of(new.job), resources, workers, rates)
+    return _with_backends(config.train.matmul_backend, new.arithmetic.precision, resources, found)
 
 
 def arithmetic_to_probe(
@@ -99,17 +99,17 @@ def begun_with_arithmetic(
     if resources.machine.device != "cpu":
         return resources
     named = config.train.matmul_backend
-    kept = plan.matmul_backend if named == "auto" and processors == "same" else named
-    job = job_of_plan(plan)
-    return _with_backends(kept, job, resources, _measured_products(_products_of(job), resources, workers, "kept"))
+    kept = plan.arithmetic.matmul_backend if named == "auto" and processors == "same" else named
+    found = _measured_products(_products_of(plan.job), resources, workers, "kept")
+    return _with_backends(kept, plan.arithmetic.precision, resources, found)
 
 
 def _with_backends(
-    named: BackendName, job: TrainingJob, resources: Resources, measured: Sequence[ProductRates]
+    named: BackendName, precision: Precision, resources: Resources, measured: Sequence[ProductRates]
 ) -> Resources:
     """The resources with the library chosen for each processor, and the price of bf16 where that is settled."""
-    found = choose_backends(named, job.precision, measured)
-    if job.precision == "bf16":
+    found = choose_backends(named, precision, measured)
+    if precision == "bf16":
         found = found.with_precision("bf16", bf16_price(found.bf16_gain))
     return resources.with_arithmetic(found)
 
@@ -172,14 +172,17 @@ def _precision(config: RunConfig, plan: Plan, found: ProcessorArithmetic, worker
 
 def _expected_s(plan: Plan) -> float:
     """About how long a run will take; as good as for ever where there is no forecast."""
-    if plan.budget.unit == "seconds":
-        return plan.budget.value
-    return plan.steps * plan.forecast.step_s if plan.forecast else LEAST_RUN_S
+    if plan.job.budget.unit == "seconds":
+        return plan.job.budget.value
+    return plan.job.steps * plan.forecast.step_s if plan.forecast else LEAST_RUN_S
 
 
 def _timed_gain(config: RunConfig, plan: Plan, workers: WorkerPool) -> float:
     """How many times as fast a step is in bf16: the median of rounds in which both are timed one after the other, so
     that another program's work spoils one round and not the answer."""
-    both = replace(plan, precision="float32"), replace(plan, precision="bf16")
+    both = (
+        replace(plan, arithmetic=replace(plan.arithmetic, precision="float32")),
+        replace(plan, arithmetic=replace(plan.arithmetic, precision="bf16")),
+    )
     rounds = [[time_plan(config, one, workers, least_s=ARITHMETIC_S) for one in both] for _ in range(ROUNDS)]
     return median(single / half for single, half in rounds)

@@ -35,34 +35,34 @@ def resumed_plan(
     requested or is necessary; only then is `survey` asked for peaks that are
     measured."""
     refuse_other_text(corpus, plan)
-    plan = replace(plan, corpus=str(corpus.folder))
-    before = plan.budget
+    plan = replace(plan, job=replace(plan.job, corpus=str(corpus.folder)))
+    before = plan.job.budget
     if budget_of(config) != before:
         plan = with_raised_budget(config, plan)
-        log(f"budget   {before} → {plan.budget}: {plan.steps} steps in all")
-    moved = survey("as known").machine.fingerprint() != plan.fingerprint
+        log(f"budget   {before} → {plan.job.budget}: {plan.job.steps} steps in all")
+    moved = survey("as known").machine.fingerprint() != plan.machines.fingerprint
     if moved or fresh or _has_other_workers(plan, workers):
         requested = "as asked" if fresh else "the hosts are not those it was made for"
         why = "this machine is not the one it was made for" if moved else requested
         plan = replan(config, plan, corpus, survey("measured"), workers, log, show)
-        log(f"plan     a new one for the remaining steps ({why}); {plan.steps} steps in all, as before")
-    return with_copies(config.recover, with_new_intervals(config, plan), max(1, len(plan.hosts)))[0]
+        log(f"plan     a new one for the remaining steps ({why}); {plan.job.steps} steps in all, as before")
+    return with_copies(config.recover, with_new_intervals(config, plan), max(1, len(plan.machines.hosts)))[0]
 
 
 def refuse_lowered_budget(config: RunConfig, plan: Plan) -> None:
     """Raise PlaitError where a begun run's budget would become smaller: known before text and machine are looked at."""
-    if budget_of(config) != plan.budget:
+    if budget_of(config) != plan.job.budget:
         with_raised_budget(config, plan)
 
 
 def refuse_impossible_layout(config: RunConfig, plan: Plan) -> None:
     """Raise PlaitError where a begun run's model and batch cannot be split as the recipe now names."""
-    constraints_of(config, plan.shape, plan.batch_sequences)
+    constraints_of(config, plan.job.shape, plan.job.batch_sequences)
 
 
 def refuse_other_text(corpus: Corpus, plan: Plan) -> None:
     """Raise PlaitError where the text, or its tokenizer, is not that of the run's plan; `data.files` may have moved."""
-    if corpus.content_hash != plan.corpus_hash:
+    if corpus.content_hash != plan.job.corpus_hash:
         raise PlaitError(
             "the text (or its tokenizer) is not what this run was begun with; bring it back, or choose another run.name"
         )
@@ -71,6 +71,6 @@ def refuse_other_text(corpus: Corpus, plan: Plan) -> None:
 def _has_other_workers(plan: Plan, workers: HostWorkers) -> bool:
     """Whether a plan was made for another number of workers, or for hosts of another kind or order."""
     if workers.fixed_workers is None:
-        return len(plan.hosts) > 1  # it was made for several, and here is one
-    hosts = workers.with_hosts(plan).hosts  # from now on without those that the plan leaves out
-    return workers.fixed_workers.workers != plan.world_size or not same_hosts(hosts, plan.hosts)
+        return len(plan.machines.hosts) > 1  # it was made for several, and here is one
+    hosts = workers.with_hosts(plan).machines.hosts  # from now on without those that the plan leaves out
+    return workers.fixed_workers.workers != plan.world_size or not same_hosts(hosts, plan.machines.hosts)

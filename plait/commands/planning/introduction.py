@@ -36,12 +36,12 @@ def run_start(plan: Plan, folder: Path, details: Details = ()) -> str:
     """Four lines: the model and the run's name, the devices and their work, how long it takes, where it is; one more
     where faster arithmetic than torch's default was chosen; then all reasons, or those alone that are warnings. The
     line about the run's text comes before, once that is prepared."""
-    shape = plan.shape
+    shape = plan.job.shape
     size = f"{format_count(parameter_count(shape))} parameters in {counted(shape.layers, 'layer')}"
     lines = [
         f"model    {folder.name}: {size}, width {shape.width}{_adapter_text(shape)}{mixture_text(shape)}"
         f"{objectives_text(shape)}",
-        f"devices  {_devices_text(plan)}: {layout_in_words(plan.layout)}, {_workers_text(plan)}",
+        f"devices  {_devices_text(plan)}: {layout_in_words(plan.placement.layout)}, {_workers_text(plan)}",
         f"time     {_time_text(plan)}",
         f"run      {folder}, {_saved_text(plan)}; --why gives the reasons",
     ]
@@ -92,29 +92,31 @@ def layout_in_words(layout: Layout) -> str:
 def time_left_text(plan: Plan, steps_done: int) -> str:
     """About how long the steps that are left take; empty where nobody knows a step's time."""
     step_s = plan.step_s or (plan.forecast.step_s if plan.forecast else None)
-    return f"about {format_duration((plan.steps - steps_done) * step_s)}" if step_s else ""
+    return f"about {format_duration((plan.job.steps - steps_done) * step_s)}" if step_s else ""
 
 
 def _devices_text(plan: Plan) -> str:
-    if len(plan.hosts) > 1:
-        without = f", without {', '.join(host.name for host in plan.left_out)}" if plan.left_out else ""
-        return " + ".join(host.name for host in plan.hosts) + without
-    found = plan.fingerprint
-    if plan.device == "cuda":
+    if len(plan.machines.hosts) > 1:
+        without = (
+            f", without {', '.join(host.name for host in plan.machines.left_out)}" if plan.machines.left_out else ""
+        )
+        return " + ".join(host.name for host in plan.machines.hosts) + without
+    found = plan.machines.fingerprint
+    if plan.machines.device == "cuda":
         return f"{plan.world_size} × {found['name']}"
     return f"{found['name']}, {counted(found['cores'], 'core')}"
 
 
 def _workers_text(plan: Plan) -> str:
     workers = counted(plan.world_size, "worker")
-    return workers if plan.device == "cuda" else f"{workers} × {counted(plan.threads, 'thread')}"
+    return workers if plan.machines.device == "cuda" else f"{workers} × {counted(plan.placement.threads, 'thread')}"
 
 
 def _arithmetic_text(plan: Plan) -> str:
     """The reason for faster arithmetic than a processor's default, in one short line; empty where that was kept."""
-    if plan.device != "cpu":
+    if plan.machines.device != "cpu":
         return ""
-    begins = "precision bf16 with" if plan.precision == "bf16" else "matrix products by oneDNN"
+    begins = "precision bf16 with" if plan.arithmetic.precision == "bf16" else "matrix products by oneDNN"
     found = next((reason for reason in plan.reasons if reason.startswith(begins)), "")
     short = found.partition("; ")[0].removeprefix("precision ")
     return short.replace(" on this processor", "").replace(", as timed here", "")
@@ -122,7 +124,7 @@ def _arithmetic_text(plan: Plan) -> str:
 
 def _time_text(plan: Plan) -> str:
     """How long the run will take, by which knowledge, and until when it trains."""
-    steps, budget = counted(plan.steps, "step"), plan.budget
+    steps, budget = counted(plan.job.steps, "step"), plan.job.budget
     batch = format_count(plan.batch_tokens)
     until = f"{budget} in {steps}" if budget.unit in ("tokens", "epochs") else f"{steps} of {batch} tokens"
     asked = f", budget {budget}" if budget.unit == "seconds" else ""
@@ -131,7 +133,7 @@ def _time_text(plan: Plan) -> str:
 
 
 def _saved_text(plan: Plan) -> str:
-    every = plan.checkpoint_every
+    every = plan.cadence.checkpoint_every
     return f"saved every {every}" if every.value else "saved at the end"
 
 
@@ -142,6 +144,10 @@ def _forecast_lines(plan: Plan) -> list[str]:
     step_s, error = format_duration(plan.forecast.step_s), plan.forecast.error
     memory = format_bytes(plan.forecast.bytes_per_device)
     calibration = calibration_text(plan.forecast.calibration, plan.forecast.items, plan.forecast.basis)
-    copies = f", and {format_bytes(plan.copy_bytes)} of its host's for copies of the state" if plan.copy_bytes else ""
+    copies = (
+        f", and {format_bytes(plan.cadence.copy_bytes)} of its host's for copies of the state"
+        if plan.cadence.copy_bytes
+        else ""
+    )
     first = f"forecast: {step_s} a step, give or take {error:.0%}, and {memory} a device{copies}"
     return [first, *([calibration] if calibration else [])]

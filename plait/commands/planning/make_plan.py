@@ -24,7 +24,7 @@ from plait.data.shards import Corpus
 from plait.errors import RunFailed
 from plait.planner.derive.resources import ProbeNeed, probe_digest
 from plait.planner.plan import Plan
-from plait.planner.plan_file import read_plan, write_plan
+from plait.planner.plan_file import PLAN_FORMAT, read_plan, write_plan
 from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.resolve import Draft, draft, settle, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose
@@ -69,14 +69,14 @@ def make_plan(
     if site.machine.device == "cpu":
         show(0, 0, "choosing the precision")
     best = draft_in_best_precision(config, outline, choose(measured), resources, workers, make_draft)
-    if best.plan.precision != outline.plan.precision:
+    if best.plan.arithmetic.precision != outline.plan.arithmetic.precision:
         measured = _timed_layouts(config, best, workers, show)
     return _store_plan(settle(config, best, measured), key, workers.working_folder)
 
 
 def _timed_layouts(config: RunConfig, outline: Draft, workers: WorkerPool, show: ShowProgress) -> list[WorkerLayout]:
     """A draft's layouts, with timed steps where a choice or a time budget depends on them."""
-    if len(outline.layouts) > 1 or outline.plan.budget.unit == "seconds":
+    if len(outline.layouts) > 1 or outline.plan.job.budget.unit == "seconds":
         return measure(config, outline.plan, workers, outline.layouts, show)
     return list(outline.layouts)
 
@@ -87,7 +87,9 @@ def kept_plan(config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: W
     path = _plan_path(plan_key(config, corpus.content_hash, site.machine, workers, site.others), working)
     if not path.exists():
         return None
-    return _with_new_calibration(replace(read_plan(path), corpus=str(corpus.folder)), working)
+    return _with_new_calibration(
+        replace(read_plan(path), job=replace(read_plan(path).job, corpus=str(corpus.folder))), working
+    )
 
 
 def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSurvey]:
@@ -100,12 +102,12 @@ def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, 
         return plan, site
     probe = site.probe
     plans_need = ProbeNeed(
-        shape=plan.shape,
-        batch_sequences=plan.batch_sequences,
-        precision=plan.precision,
-        matmul_backend=plan.matmul_backend,
-        host_backends=plan.host_backends,
-        compile=plan.compile,
+        shape=plan.job.shape,
+        batch_sequences=plan.job.batch_sequences,
+        precision=plan.arithmetic.precision,
+        matmul_backend=plan.arithmetic.matmul_backend,
+        host_backends=plan.arithmetic.host_backends,
+        compile=plan.arithmetic.compile,
     )
     probed = probe(plans_need)
     holds = plan.forecast is not None and plan.forecast.probe_digest == probe_digest(probed)
@@ -184,7 +186,7 @@ def replan(
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     moved = not _were_all_there(plan, site)
-    plan = replace(plan, hosts=(), left_out=())
+    plan = replace(plan, machines=replace(plan.machines, hosts=(), left_out=()))
     show(0, 0, TIMING_PRODUCTS)
     resources = begun_with_arithmetic(
         config, plan, resources_of(site, workers), workers, processors="other" if moved else "same"
@@ -203,30 +205,15 @@ def replan(
 
 def _were_all_there(plan: Plan, site: MachineSurvey) -> bool:
     """Whether a plan was made for all of these machines, and chose one library for them."""
-    known = {share.machine for share in (*plan.hosts, *plan.left_out)}
+    known = {share.machine for share in (*plan.machines.hosts, *plan.machines.left_out)}
     others = all(other.digest() in known for other in site.others)
-    return site.machine.fingerprint() == plan.fingerprint and others and not plan.host_backends
+    return site.machine.fingerprint() == plan.machines.fingerprint and others and not plan.arithmetic.host_backends
 
 
 def _on_machine(plan: Plan, here: Plan) -> Plan:
-    """A begun run's plan, with what depends on the machine, and the reports, taken from the plan `here`."""
-    return replace(
-        plan,
-        device=here.device,
-        gpus=here.gpus,
-        compile=here.compile,
-        layout=here.layout,
-        threads=here.threads,
-        balance_every_steps=here.balance_every_steps,
-        matmul_backend=here.matmul_backend,
-        host_backends=here.host_backends,
-        matmul_flops=here.matmul_flops,
-        matmul_error=here.matmul_error,
-        corpus=here.corpus,
-        peak_flops=here.peak_flops,
-        fingerprint=here.fingerprint,
-        recipe_hash=here.recipe_hash,
-    )
+    """A begun run's plan, with what depends on the machines taken from the plan `here`."""
+    cadence = replace(plan.cadence, balance_every_steps=here.cadence.balance_every_steps)
+    return replace(here, cadence=cadence, forecast=plan.forecast, step_s=plan.step_s, reasons=plan.reasons)
 
 
 _NOT_OF_THE_PLAN = ("run.name", "data.files", "recover.give_up_after")
@@ -239,6 +226,12 @@ def plan_key(
     and the machines."""
     named = flat_values(config).items()
     requested = {key: value for key, value in named if key not in _NOT_OF_THE_PLAN}
-    given = [requested, content_hash, machine.fingerprint(), workers.fixed_workers and workers.fixed_workers.workers]
+    given = [
+        PLAN_FORMAT,
+        requested,
+        content_hash,
+        machine.fingerprint(),
+        workers.fixed_workers and workers.fixed_workers.workers,
+    ]
     given += [other.fingerprint() for other in others]
     return sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]

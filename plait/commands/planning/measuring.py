@@ -105,22 +105,24 @@ def time_plan(config: RunConfig, plan: Plan, workers: WorkerPool, *, least_s: fl
     few = micro_batches_to_time(plan)
     if few is None:
         return _time_steps(config, plan, workers, least_s)
-    of_one = plan.layout.data_parallel_degree * plan.micro_sequences
+    of_one = plan.placement.layout.data_parallel_degree * plan.placement.micro_sequences
     more_s, less_s = (
-        _time_steps(config, replace(plan, batch_sequences=of_one * count), workers, least_s)
+        _time_steps(config, replace(plan, job=replace(plan.job, batch_sequences=of_one * count)), workers, least_s)
         for count in (few, few // 2)
     )
     each_s = max(0.0, more_s - less_s) / (few - few // 2)
-    return more_s + (plan.batch_sequences / of_one - few) * each_s
+    return more_s + (plan.job.batch_sequences / of_one - few) * each_s
 
 
 def micro_batches_to_time(plan: Plan) -> int | None:
     """How many micro-batches of each data-parallel rank's are timed; None where a whole step is."""
-    if plan.forecast is None or plan.forecast.step_s <= LONGEST_TIMED_STEP_S or plan.shares:
+    if plan.forecast is None or plan.forecast.step_s <= LONGEST_TIMED_STEP_S or plan.placement.shares:
         return None
-    there = plan.batch_sequences // (plan.layout.data_parallel_degree * plan.micro_sequences)
-    rounds = int(there * LONGEST_TIMED_STEP_S / plan.forecast.step_s) // (2 * plan.layout.pipeline)
-    few = 2 * plan.layout.pipeline * max(2, rounds)  # half of them, too, go through a pipeline in whole rounds
+    there = plan.job.batch_sequences // (plan.placement.layout.data_parallel_degree * plan.placement.micro_sequences)
+    rounds = int(there * LONGEST_TIMED_STEP_S / plan.forecast.step_s) // (2 * plan.placement.layout.pipeline)
+    few = (
+        2 * plan.placement.layout.pipeline * max(2, rounds)
+    )  # half of them, too, go through a pipeline in whole rounds
     return few if 4 * few <= there else None  # else it spares little, and the difference is amplified noise
 
 
@@ -132,7 +134,7 @@ def _time_steps(config: RunConfig, plan: Plan, workers: WorkerPool, least_s: flo
             entry=TIMING_ENTRY,
             argument=json.dumps({"folder": str(folder), "least_s": least_s}),
             world_size=plan.world_size,
-            threads=plan.threads,
+            threads=plan.placement.threads,
             log_dir=str(folder),
             needs=modules_needed(plan),
             at_stop="abandon",

@@ -59,7 +59,7 @@ def make_plan_report(
     plan = settle(config, drafted, [chosen])
     if copies := with_copies(config.recover, plan, found.cluster.n_nodes)[1]:
         notes.append(copies)
-    sections = report_sections(found, plan.budget, top=top)
+    sections = report_sections(found, plan.job.budget, top=top)
     return PlanReport(plan=plan, search=found, notes=tuple(notes), sections=sections, layouts=drafted.layouts)
 
 
@@ -67,7 +67,8 @@ def plan_report_text(report: PlanReport, columns: int = REPORT_COLUMNS) -> str:
     """The whole answer for people, in lines of so many columns at most."""
     w = report.search.workload
     lines = [
-        f"plan     {format_count(parameter_count(report.plan.shape))} parameters on {_machines_text(report.search)}",
+        f"plan     {format_count(parameter_count(report.plan.job.shape))} parameters on "
+        f"{_machines_text(report.search)}",
         f"batch    {counted(w.batch_sequences, 'sequence', ',')} of {w.sequence:,} tokens a step, {w.precision}",
         *(f"         · {note}" for note in report.notes),
     ]
@@ -109,7 +110,7 @@ def chapter_of(report: PlanReport) -> Chapter:
     """The answer as a chapter of the page with pictures."""
     return Chapter(
         found=report.search,
-        parameters=parameter_count(report.plan.shape),
+        parameters=parameter_count(report.plan.job.shape),
         machines=_machines_text(report.search),
         notes=report.notes,
         sections=report.sections,

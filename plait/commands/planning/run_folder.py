@@ -127,7 +127,9 @@ class RunFolder:
         files = {self.plan: plan_text(plan).encode(), self.recipe: recipe_text(config).encode()}
         if not (self.shares.exists() and other):  # one that was there before the run is to be obeyed
             check_lines(
-                self.shares, plan.sequences_per_replica, plan.layout.stage_layers if stage_costs_of(plan) else ()
+                self.shares,
+                plan.sequences_per_replica,
+                plan.placement.layout.stage_layers if stage_costs_of(plan) else (),
             )
             replace_files(files, failure=PlaitError)
             return
@@ -176,16 +178,19 @@ class RunFolder:
 
 
 def _is_same_plan(old: Plan, new: Plan) -> bool:
-    old, new = (
-        replace(one, hosts=without_marks(one.hosts), left_out=without_marks(one.left_out)) for one in (old, new)
-    )
-    return old == new
+    return _without_marks(old) == _without_marks(new)
+
+
+def _without_marks(plan: Plan) -> Plan:
+    hosts, left_out = without_marks(plan.machines.hosts), without_marks(plan.machines.left_out)
+    return replace(plan, machines=replace(plan.machines, hosts=hosts, left_out=left_out))
 
 
 def _splits_differently(old: Plan, new: Plan) -> bool:
-    return (old.layout, old.sequences_per_replica) != (new.layout, new.sequences_per_replica) or not same_hosts(
-        old.hosts, new.hosts
-    )
+    return (old.placement.layout, old.sequences_per_replica) != (
+        new.placement.layout,
+        new.sequences_per_replica,
+    ) or not same_hosts(old.machines.hosts, new.machines.hosts)
 
 
 def run_folder(name: str, working: WorkingFolder = CURRENT_FOLDER) -> RunFolder:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from plait.layout import Layout, layout_summary
 from plait.planner.explain.report import PlanSection
-from plait.planner.plan import Plan
+from plait.planner.plan import Placement, Plan
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.units import counted, format_duration
 
@@ -15,13 +15,13 @@ def training_section(kept: Plan | None, layouts: Sequence[WorkerLayout], forecas
     """The layout that a new run takes: that of the `kept` plan, the only one of `layouts`, or the one of them that
     timing will choose. `forecast` is the layout that the rest of the report is about."""
     if kept is not None:
-        lines = [f"a new run takes {_text(kept.layout, kept.threads)}, {_source(kept)}; --replan plans again"]
+        lines = [f"a new run takes {_text(kept.placement)}, {_source(kept)}; --replan plans again"]
     elif len(layouts) == 1:
-        lines = [f"a new run takes {_text(layouts[0].layout, layouts[0].threads)}"]
+        lines = [f"a new run takes {_text(layouts[0].placement)}"]
     else:
-        named = "; ".join(_text(one.layout, one.threads) for one in layouts)
+        named = "; ".join(_text(one.placement) for one in layouts)
         lines = [f"a new run times {len(layouts)} layouts on this machine, then chooses: {named}"]
-    if len(layouts) > 1 or (kept is not None and kept.layout != forecast):
+    if len(layouts) > 1 or (kept is not None and kept.placement.layout != forecast):
         lines.append("the rest of this report is the forecast; no step was timed for it")
     return PlanSection(title="train", lines=tuple(lines))
 
@@ -32,5 +32,6 @@ def _source(kept: Plan) -> str:
     return f"{format_duration(kept.step_s)} a step, as timed here when it was planned"
 
 
-def _text(layout: Layout, threads: int) -> str:
-    return f"{layout_summary(layout)} ({counted(layout.world_size, 'worker')} × {counted(threads, 'thread')})"
+def _text(placement: Placement) -> str:
+    workers, threads = counted(placement.layout.world_size, "worker"), counted(placement.threads, "thread")
+    return f"{layout_summary(placement.layout)} ({workers} × {threads})"

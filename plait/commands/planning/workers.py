@@ -60,11 +60,16 @@ def modules_needed(plan: Plan) -> tuple[str, ...]:
     """What a job of this plan needs beside the usual (Job.needs): more than a second of imports where torch's own parts
     meet its compiler, as split parameters, recomputed layers and the experts' products do without being compiled; a
     third of one in a pipeline, as autograd looks at the shape of a gradient that it is given."""
-    gathers = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
-    meets = gathers or plan.layout.recompute != "none" or plan.shape.mixture is not None or plan.compile != "off"
+    gathers = plan.placement.layout.shard > 1 and plan.placement.layout.shard_what == "parameters"
+    meets = (
+        gathers
+        or plan.placement.layout.recompute != "none"
+        or plan.job.shape.mixture is not None
+        or plan.arithmetic.compile != "off"
+    )
     if meets:
         return (COMPILER,)
-    return (SYMBOLIC_SHAPES,) if plan.layout.pipeline > 1 else ()
+    return (SYMBOLIC_SHAPES,) if plan.placement.layout.pipeline > 1 else ()
 
 
 _LEAVE_WITHIN_S, _LOOK_S = 10.0, 0.05
@@ -118,7 +123,11 @@ class ForkedWorkers:
         self.working_folder = working_folder
 
     def with_hosts(self, plan: Plan) -> Plan:
-        return replace(plan, hosts=(), host_order=(), left_out=())
+        return replace(
+            plan,
+            machines=replace(plan.machines, hosts=(), left_out=()),
+            placement=replace(plan.placement, host_order=()),
+        )
 
     def host_machines(self, peak: PeakNeed = "measured") -> tuple[()]:
         return ()
@@ -201,7 +210,7 @@ class TorchrunWorkers:
         return self._context.rank == 0
 
     def with_hosts(self, plan: Plan) -> Plan:
-        return replace(plan, hosts=())
+        return replace(plan, machines=replace(plan.machines, hosts=()))
 
     def host_machines(self, peak: PeakNeed = "measured") -> tuple[()]:
         return ()
@@ -305,7 +314,10 @@ def refuse_torchrun() -> None:
     """Raise PlaitError where torchrun started this process, which then has all its workers already."""
     if _launched_workers() is not None:
         dismiss_torchrun_ranks()
-        raise PlaitError("--hosts and torchrun both start workers; leave --hosts out, or start plait without torchrun")
+        raise PlaitError(
+            "--hosts starts workers, and a launcher has started this process as one; leave --hosts out, or run plait "
+            "without the launcher"
+        )
 
 
 def make_log_folder(folder: Path) -> str:

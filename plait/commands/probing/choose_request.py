@@ -35,8 +35,8 @@ def probe_request_for(
         return replace(usual, gpus=gpus, compile=compile)
     cluster = cluster_of_machine(survey.machine, survey.peak_flops if device == "cpu" else None)
     corpus, _ = corpus_facts_or_usual(config, working)
-    job = request_of(config, corpus, on_paper(cluster)).job
-    sequence = job.shape.sequence
+    request = request_of(config, corpus, on_paper(cluster))
+    job, sequence = request.job, request.job.sequence
     sequences = config.layout.micro_sequences
     if sequences == "auto":
         most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if device == "cpu" else job.batch_sequences
@@ -46,7 +46,7 @@ def probe_request_for(
         sequence=sequence,
         sequences=sequences,
         device=device,
-        precision="bf16" if job.precision == "bf16" else "float32",
+        precision="bf16" if request.arithmetic.precision == "bf16" else "float32",
         threads=probe_workers.threads,
     )
     return replace(requested, gpus=gpus, compile=compile_of(config, [survey.machine], []))

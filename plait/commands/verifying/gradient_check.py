@@ -43,14 +43,18 @@ def check_gradients(
     """
     with _temporary_folder(workers) as folder:
         _write_inputs(folder, config, plan)
-        if plan.device == "cpu" and workers.fixed_workers is None and plan.shape.mixture is None:
+        if plan.machines.device == "cpu" and workers.fixed_workers is None and plan.job.shape.mixture is None:
             _run_processes(folder, plan, workers, scope, "everybody")
         else:
             _run_processes(folder, plan, workers, scope, "reference")
             _run_processes(folder, plan, workers, scope, "layout")
         ranks = [folder / f"rank-{rank}.safetensors" for rank in range(plan.world_size)]
         return compare_runs(
-            folder / "reference.safetensors", ranks, plan.layout, lr=plan.optimizer.lr, tolerances=tolerances
+            folder / "reference.safetensors",
+            ranks,
+            plan.placement.layout,
+            lr=plan.job.optimizer.lr,
+            tolerances=tolerances,
         )
 
 
@@ -61,17 +65,18 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
     """
     if plan.world_size == 1:
         return
-    small = shrunk_plan(config, plan.shape, plan.layout, plan.shares)
-    if plan.device == "cuda":
-        small = replace(plan_for_device(small, "cuda", "float32"), gpus=plan.gpus)
+    small = shrunk_plan(config, plan.job.shape, plan.placement.layout, plan.placement.shares)
+    if plan.machines.device == "cuda":
+        small = plan_for_device(small, "cuda", "float32")
+        small = replace(small, machines=replace(small.machines, gpus=plan.machines.gpus))
     objective = [config.finetune.objective, config.finetune.beta] if config.finetune.objective == "dpo" else []
     what = [
         *objective,
-        asdict(small.layout),
+        asdict(small.placement.layout),
         small.sequences_per_replica,
-        asdict(small.shape),
-        plan.device,
-        dict(plan.fingerprint),
+        asdict(small.job.shape),
+        plan.machines.device,
+        dict(plan.machines.fingerprint),
     ]
     key = sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
     kept = workers.working_folder.cache / "verified" / f"{key}.json"
@@ -82,13 +87,13 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
         small,
         workers,
         scope="gradients",
-        tolerances=FLOAT32_TOLERANCES if plan.device == "cuda" else FLOAT64_TOLERANCES,
+        tolerances=FLOAT32_TOLERANCES if plan.machines.device == "cuda" else FLOAT64_TOLERANCES,
     )
     if not verdict.ok:
         raise PlaitError(
-            f"the layout {plan.layout} does not compute here what one process computes: {verdict.worst[0]} is off by "
-            f"{verdict.worst[0].error:.0e}; this is a bug in plait or in this machine, so please report it, and choose "
-            "another layout (--no-check trains all the same)"
+            f"the layout {plan.placement.layout} does not compute here what one process computes: {verdict.worst[0]} "
+            f"is off by {verdict.worst[0].error:.0e}; this is a bug in plait or in this machine, so please "
+            "report it, and choose another layout (--no-check trains all the same)"
         )
     make_private_folder(kept.parent)
     kept.write_text(verdict.to_json())
@@ -100,17 +105,19 @@ def summation_order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) ->
     """The largest error between two runs on one device that add samples in different orders: at once, one by one."""
     with _temporary_folder(workers) as parent:
         files = []
-        for micro in (plan.batch_sequences, 1):
+        for micro in (plan.job.batch_sequences, 1):
             folder = parent / str(micro)
             folder.mkdir()
-            _write_inputs(folder, config, replace(plan, micro_sequences=micro, micro_limits=()))
-            if files and plan.shape.mixture is not None:
+            _write_inputs(
+                folder, config, replace(plan, placement=replace(plan.placement, micro_sequences=micro, micro_limits=()))
+            )
+            if files and plan.job.shape.mixture is not None:
                 copyfile(files[0].parent / ROUTING, folder / ROUTING)
             _run_processes(folder, plan, workers, "gradients", "reference")
             files.append(folder / "reference.safetensors")
-        return compare_runs(files[0], files[1:], Layout(), lr=plan.optimizer.lr, tolerances=FLOAT32_TOLERANCES).largest(
-            "gradient", "sums"
-        )
+        return compare_runs(
+            files[0], files[1:], Layout(), lr=plan.job.optimizer.lr, tolerances=FLOAT32_TOLERANCES
+        ).largest("gradient", "sums")
 
 
 @contextmanager
@@ -128,9 +135,9 @@ def _write_inputs(folder: Path, config: RunConfig, plan: Plan) -> None:
     corpus.mkdir()
     layout = "whole" if config.data.format in ("chat", "prompt-completion") else "stream"
     layout = "pairs" if config.finetune.objective == "dpo" else layout
-    sizes = {"vocabulary": plan.shape.vocabulary, "sequence": plan.sequence}
+    sizes = {"vocabulary": plan.job.shape.vocabulary, "sequence": plan.job.sequence}
     write_synthetic(corpus, **sizes, seed=config.run.seed, layout=layout)
-    write_plan(replace(plan, corpus=str(corpus)), folder / "plan.json")
+    write_plan(replace(plan, job=replace(plan.job, corpus=str(corpus))), folder / "plan.json")
     (folder / "recipe.toml").write_text(recipe_text(config))
 
 
@@ -140,7 +147,7 @@ def _run_processes(folder: Path, plan: Plan, workers: WorkerPool, scope: CheckSc
         entry=CHECK_ENTRY,
         argument=json.dumps({"folder": str(folder), "extent": scope, "who": processes}),
         world_size=ranks,
-        threads=plan.threads,
+        threads=plan.placement.threads,
         log_dir=str(folder),
         needs=modules_needed(plan),
         at_stop="abandon",

@@ -25,22 +25,24 @@ def check_on_device(
 ) -> Verdict:
     """The worse of two verdicts: in float32 without shortcuts, and as the run itself computes."""
     machine = resources.machine
-    plan = replace(plan, gpus=machine.gpus)
+    plan = replace(plan, machines=replace(plan.machines, gpus=machine.gpus))
     single = plan_for_device(plan, machine.device, "float32")
-    text = f"{plan.layout}{shares_text(plan)} on {plan.world_size} × {machine.name}, in float32"
+    text = f"{plan.placement.layout}{shares_text(plan)} on {plan.world_size} × {machine.name}, in float32"
     screen.print(f"layout   {text}")
     strict = check_gradients(config, single, workers, scope="gradients", tolerances=FLOAT32_TOLERANCES)
     precision = precision_of(config, resources, [])
-    own = replace(
-        plan_for_device(plan, machine.device, precision),
+    own = plan_for_device(plan, machine.device, precision)
+    arithmetic = replace(
+        own.arithmetic,
         compile=compile_of(config, resources.machines, []),
         matmul_precision=matmul_precision_of(precision, resources, []),
         matmul_backend=matmul_backend_of(config, resources),
     )
+    own = replace(own, arithmetic=arithmetic)
     if not strict.ok or own == single:
         return strict
     noise = summation_order_noise(config, own, workers)
-    compiled = ", compiled" if own.compile == "blocks" else ""
+    compiled = ", compiled" if own.arithmetic.compile == "blocks" else ""
     screen.print(f"         float32 agrees to {strict.largest('gradient', 'sums'):.0e}")
     screen.print(
         f"         in {precision}{compiled} two runs on one device differ by {noise:.0e}; "
@@ -52,4 +54,4 @@ def check_on_device(
 
 def shares_text(plan: Plan) -> str:
     """How unequal shares are said behind a layout."""
-    return f" with shares of {' + '.join(map(str, plan.shares))} sequences" if plan.shares else ""
+    return f" with shares of {' + '.join(map(str, plan.placement.shares))} sequences" if plan.placement.shares else ""

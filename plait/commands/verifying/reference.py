@@ -58,17 +58,19 @@ def run_check_rank(context: RankContext, argument: str) -> None:
         return
     place: Any = replace(context, world_size=plan.world_size)  # a protocol's attributes are writable to a type checker
     with process_group_for(place, plan):
-        assembly = assemble(config, plan, sums=world_sums(), mesh=make_mesh(plan.layout, plan.device))
+        assembly = assemble(
+            config, plan, sums=world_sums(), mesh=make_mesh(plan.placement.layout, plan.machines.device)
+        )
         save_file(collect_tensors(assembly, extent, routing), folder / f"rank-{context.rank}.safetensors")
 
 
 def reference_tensors(config: RunConfig, plan: Plan, scope: ReferenceScope, routing: Path) -> dict[str, Tensor]:
     """What one plain process computes: no mesh, no process group, no stage. It leaves a mixture's routing in a file,
     or follows the one that it finds there."""
-    torch.set_num_threads(plan.threads)
-    if plan.device == "cuda":
+    torch.set_num_threads(plan.placement.threads)
+    if plan.machines.device == "cuda":
         use_gpu(plan.gpu_of(0))
-        select_matmul_precision(plan.execution.matmul_precision)
+        select_matmul_precision(plan.execution.arithmetic.matmul_precision)
     assembly = assemble(config, plan, stages=(), sums=ONE_PROCESS)
     assert isinstance(assembly.model.gradients, LocalGradients) and assembly.model.pipe is None
     found = collect_tensors(assembly, scope, routing)
@@ -84,7 +86,7 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) ->
     if assembly.pairs is not None:
         assembly.pairs.set_reference(compute_reference(assembly))
     weights = ParameterGroup(parameters=[unit.parameter for unit in assembly.model.units], weight_decay=0.0)
-    plain = replace(assembly, optimizer=FusedSGD([weights], lr=assembly.plan.optimizer.lr))
+    plain = replace(assembly, optimizer=FusedSGD([weights], lr=assembly.plan.job.optimizer.lr))
     try:
         state, scalars = plain.step(TrainState())
         found = {"sums/norm": scalars.norm.reshape(1), "sums/loss": scalars.totals, **dict(_gradients(assembly))}
@@ -101,7 +103,7 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) ->
             for _ in range(STEPS_PER_OPTIMIZER):
                 state, scalars = assembly.step(state)
                 counts.append(scalars.expert_counts)
-            found |= dict(_weights(assembly, _KINDS[assembly.plan.optimizer.kind]))
+            found |= dict(_weights(assembly, _KINDS[assembly.plan.job.optimizer.kind]))
             if (
                 assembly.pairs is not None
             ):  # before the first update margins may be zero but for rounding, and have no sign
@@ -110,7 +112,7 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) ->
             found["sums/evaluation"] = assembly.evaluate()
     finally:
         assembly.loader.close()
-    if assembly.plan.shape.mixture is not None:
+    if assembly.plan.job.shape.mixture is not None:
         found["counts/experts"] = torch.stack(counts).flatten()
         found |= {f"routing/layers.{layer}.{ROUTER}/0/copy": regret for layer, regret in record.regret.items()}
         if not routing.exists():

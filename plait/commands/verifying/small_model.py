@@ -15,11 +15,11 @@ from plait.model.parts.objectives import OBJECTIVE_KEYS, objectives_of_keys
 from plait.model.requested_size import shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import MODEL_SIZES, explicit_shape
-from plait.partition.execution import Precision
+from plait.partition.execution import Precision, RunArithmetic
 from plait.planner.derive import scaling_rules
 from plait.planner.derive.adapters import adapter_for
 from plait.planner.derive.hyperparameters import with_usual_numbers
-from plait.planner.plan import Plan
+from plait.planner.plan import Cadence, Machines, Placement, Plan, TrainingJob
 from plait.planner.resolve.named_layout import check_schedule, layout_of, named_degrees
 from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.schema import RunConfig
@@ -138,9 +138,9 @@ def _shrunk_windows(shape: ModelShape, layers: int) -> tuple[int, ...]:
 def plan_for_device(plan: Plan, device: Literal["cpu", "cuda"], precision: Precision) -> Plan:
     """A shrunk plan on a machine's own devices: with dims large enough for the kernels that large models use."""
     if device == "cpu":
-        return replace(plan, precision=precision)
-    old = plan.shape
-    sequence = 64 * plan.layout.context
+        return replace(plan, arithmetic=replace(plan.arithmetic, precision=precision))
+    old = plan.job.shape
+    sequence = 64 * plan.placement.layout.context
     shape = replace(
         old,
         width=8 * old.width,
@@ -152,7 +152,12 @@ def plan_for_device(plan: Plan, device: Literal["cpu", "cuda"], precision: Preci
         learned_positions=sequence + 3 if old.learned_positions else 0,
         sequence=sequence,
     )
-    return replace(plan, device=device, precision=precision, shape=shape, sequence=sequence)
+    return replace(
+        plan,
+        machines=replace(plan.machines, device=device),
+        arithmetic=replace(plan.arithmetic, precision=precision),
+        job=replace(plan.job, shape=shape, sequence=sequence),
+    )
 
 
 def _shrunk_heads(shape: ModelShape, tensor: int) -> tuple[int, int]:
@@ -182,36 +187,39 @@ def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tu
     # No multiple of the parts, and a part of it no multiple of a micro-batch: neither comes out equal.
     batch_sequences = parts * (2 * micros - 1) - parts // 2
     return Plan(
-        layout=small,
-        threads=1,
-        device="cpu",
-        precision="float64",
-        compile="off",
-        shape=tiny,
-        sequence=tiny.sequence,
-        batch_sequences=batch_sequences,
-        micro_sequences=2,
-        micro_limits=tuple(2 - part % 2 for part in range(parts)) if parts > 1 else (),
-        shares=shrunk_shares(shares, batch_sequences),
-        budget=Amount(2 * STEPS_PER_OPTIMIZER, "steps"),
-        steps=2 * STEPS_PER_OPTIMIZER,
-        optimizer=with_usual_numbers(
-            config.optimizer,
-            lr=CHECK_LR,
-            clip=None if config.optimizer.clip == "never" else CHECK_CLIP,
-            warmup_steps=2,
+        job=TrainingJob(
+            shape=tiny,
+            sequence=tiny.sequence,
+            batch_sequences=batch_sequences,
+            budget=Amount(2 * STEPS_PER_OPTIMIZER, "steps"),
+            steps=2 * STEPS_PER_OPTIMIZER,
+            optimizer=with_usual_numbers(
+                config.optimizer,
+                lr=CHECK_LR,
+                clip=None if config.optimizer.clip == "never" else CHECK_CLIP,
+                warmup_steps=2,
+            ),
+            corpus="",
+            corpus_hash="",
+            documents="mask",
         ),
-        corpus="",
-        corpus_hash="",
-        documents="mask",
-        checkpoint_every=Every(2 * STEPS_PER_OPTIMIZER, "steps"),
-        checkpoint_keep=1,
-        report_every_steps=1,
-        evaluate_every_steps=0,
-        step_s=None,
+        placement=Placement(
+            layout=small,
+            threads=1,
+            micro_sequences=2,
+            micro_limits=tuple(2 - part % 2 for part in range(parts)) if parts > 1 else (),
+            shares=shrunk_shares(shares, batch_sequences),
+        ),
+        arithmetic=RunArithmetic(precision="float64", compile="off"),
+        machines=Machines(device="cpu", peak_flops=None, fingerprint={}),
+        cadence=Cadence(
+            checkpoint_every=Every(2 * STEPS_PER_OPTIMIZER, "steps"),
+            checkpoint_keep=1,
+            report_every_steps=1,
+            evaluate_every_steps=0,
+        ),
         forecast=None,
-        peak_flops=None,
-        fingerprint={},
+        step_s=None,
         recipe_hash="",
         reasons=(),
     )

@@ -153,7 +153,9 @@ def _read(file: Path) -> str:
     try:
         return read_regular_text(file, SMALL_FILE_BYTES)
     except (OSError, ValueError) as error:
-        raise PlaitError(f"the chat template {file} cannot be read ({error}); bring the model's own") from None
+        raise PlaitError(
+            f"the chat template {file} cannot be read ({error}); download it again, or set data.chat_template"
+        ) from None
 
 
 def special_settings(special: Mapping[str, str]) -> dict[str, Any]:
@@ -172,12 +174,12 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tokenizer_settings(folder: Path) -> Mapping[str, Any]:
-    """tokenizer_config.json, with special tokens of special_tokens_map.json where it has none; empty where there are no
-    such files. Raises PlaitError for a file that is there and cannot be used: without it another template or another
-    end of text would be taken."""
+    """tokenizer_config.json with the special tokens of special_tokens_map.json, which win as in transformers; empty
+    where there are no such files. Raises PlaitError for a file that is there and cannot be used: without it another
+    template or another end of text would be taken."""
     names = ("tokenizer_config.json", "special_tokens_map.json")
     settings, older = (_checked_settings(folder / name) for name in names)
-    return settings | {key: value for key, value in older.items() if settings.get(key) is None}
+    return settings | {key: value for key, value in older.items() if value is not None}
 
 
 def _checked_settings(file: Path) -> dict[str, Any]:

@@ -95,7 +95,9 @@ class RenderProcess:
         answer = self._receive(child)
         if (refused := answer.get("refused")) is not None:
             self.close()
-            raise PlaitError(f"the chat template in {self._where} is not valid ({refused}); bring the model's own")
+            raise PlaitError(
+                f"the chat template in {self._where} is not valid ({refused}); set data.chat_template to another"
+            )
         return child
 
     def _receive(self, child: subprocess.Popen[bytes]) -> RenderReply:
@@ -106,7 +108,7 @@ class RenderProcess:
         code = child.wait()
         self.close()
         why = f"takes more than {SECONDS:g} s" if code == -signal.SIGPROF else f"ended its process (code {code})"
-        raise PlaitError(f"the chat template in {self._where} {why}; bring the model's own, or mend it")
+        raise PlaitError(f"the chat template in {self._where} {why}; set data.chat_template to another")
 
     def _sentence(self, refused: str, kind: str) -> str:
         return refused if kind == "ours" else f"the chat template in {self._where} refuses these messages ({refused})"

@@ -24,6 +24,7 @@ from plait.checked_json import typed_value
 from plait.launch.local.channel import LineReader, send_line
 from plait.launch.local.guard import adopt_orphans, die_with_parent, end_children, thread_count
 from plait.launch.local.rank import RankPlacement, live_as_rank
+from plait.launch.local.store_process import StoreOutput, live_as_store
 from plait.launch.values.entries import Entry, EntryTable
 from plait.launch.values.failure import describe_exception
 from plait.launch.values.job import RANKS_AT_MOST, Job
@@ -56,15 +57,19 @@ class _ForkServer:
         self._entries = entries
         self._requests = LineReader(control, sender="the supervisor", descriptors_at_most=RANKS_AT_MOST + 3)
         self._ranks: dict[int, int] = {}
+        self._store: StoreOutput | None = None
+        self._selector = selectors.DefaultSelector()
         self._child_ended, self._wakeup = _wake_on_child_end()
 
     def serve(self) -> None:
         """Carry out requests and report ended processes until the supervisor is gone; then kill all that is left."""
-        with selectors.DefaultSelector() as selector, contextlib.suppress(BrokenPipeError):
-            selector.register(self._control, selectors.EVENT_READ)
-            selector.register(self._child_ended, selectors.EVENT_READ)
+        with self._selector, contextlib.suppress(BrokenPipeError):
+            self._selector.register(self._control, selectors.EVENT_READ)
+            self._selector.register(self._child_ended, selectors.EVENT_READ)
             while not self._requests.ended:
-                selector.select()
+                self._selector.select()
+                if self._store is not None:
+                    self._store.read()
                 for request in self._requests.read():
                     self._handle_request(request)
                 self._reap()
@@ -89,9 +94,12 @@ class _ForkServer:
             for local_rank in range(job.ranks):
                 pid = self._fork(job, entry, local_rank, sockets, {**request, "board": board, "memory": memory})
                 self._ranks[pid] = job.first_rank + local_rank
+            if len(sockets) > job.ranks:
+                self._fork_store(sockets[-1], sockets[:-1])
         except Exception as error:
             end_children()
             self._ranks.clear()
+            self._end_store()
             send_line(self._control, {"raised": asdict(describe_exception(error, None))})
             send_line(self._control, {"over": True})
         else:
@@ -106,26 +114,43 @@ class _ForkServer:
     def _fork(
         self, job: Job, entry: Entry, local_rank: int, sockets: Sequence[socket.socket], request: Mapping[str, Any]
     ) -> int:
-        """`sockets` are a wire for each rank here, then, if others come over the network, what rank 0 listens on."""
-        server_pid, wire, listeners = os.getpid(), sockets[local_rank], sockets[job.ranks :]
-        kept, rendezvous = {wire}, request["rendezvous"]
-        if local_rank == 0 and listeners:
-            kept.update(listeners)
-            rendezvous = f"{rendezvous}?listen={listeners[0].fileno()}"
+        """`sockets`: a wire for each rank here, then, for a job over several hosts, what its store listens on."""
+        server_pid, wire = os.getpid(), sockets[local_rank]
         pid = os.fork()
         if pid == 0:
             place = RankPlacement(
                 entry=entry,
                 local_rank=local_rank,
-                rendezvous=rendezvous,
+                rendezvous=request["rendezvous"],
                 interface=request["interface"],
                 wire=wire,
                 server_pid=server_pid,
                 board=request["board"],
                 memory=request["memory"],
             )
-            live_as_rank(job, place, {self._control, self._child_ended, self._wakeup, *sockets} - kept)
+            live_as_rank(job, place, {*self._own_sockets(), *sockets} - {wire})
         return pid
+
+    def _fork_store(self, listener: socket.socket, wires: Sequence[socket.socket]) -> None:
+        """After the ranks, which then have no end of its pipe; the listener keeps those waiting that are quick."""
+        self._store, server_pid = StoreOutput(), os.getpid()
+        self._selector.register(self._store, selectors.EVENT_READ)
+        if os.fork() == 0:
+            live_as_store(listener, self._store.writing, server_pid, [*self._own_sockets(), *wires])
+
+    def _end_store(self) -> None:
+        """Report how many strangers came to the store; its process is gone."""
+        if self._store is None:
+            return
+        self._store.read()
+        if self._store.strangers:
+            send_line(self._control, {"strangers": self._store.strangers})
+        self._selector.unregister(self._store)
+        self._store.close()
+        self._store = None
+
+    def _own_sockets(self) -> tuple[socket.socket, ...]:
+        return self._control, self._child_ended, self._wakeup
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -137,6 +162,7 @@ class _ForkServer:
                 self._note_end(*ended)
         if not self._ranks:
             end_children()
+            self._end_store()
             send_line(self._control, {"over": True})
 
     def _note_end(self, pid: int, status: int) -> None:

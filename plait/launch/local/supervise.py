@@ -19,6 +19,7 @@ from plait.launch.values.failed_job import WorkersFailed
 from plait.launch.values.failure import RESUME_ADVICE, Failure, HostLost, RankDied, rank_raised_from
 from plait.launch.values.job import NOTE, STOPPING, JobEnd, Message, StoppedBy
 from plait.launch.values.phase import Phase, PhaseTimeouts
+from plait.units import counted
 
 _MORE_GRACE_S = 2.0
 """How long to wait again, for ranks that were asked to save, while bytes of it still move."""
@@ -131,6 +132,10 @@ class Supervision:
             self._record_death(RankDied(rank=event["died"], code=event["code"], at_s=event["at_s"]), site)
         elif "over" in event:
             self._close(site, event.get("reason"), "host lost" if event.get("lost") else "no answer")
+        elif "strangers" in event:
+            refused = counted(event["strangers"], "connection")
+            text = f"{refused} to the port where the workers meet came from no worker; see who reaches this network"
+            self._on_message(Message(rank=0, kind=NOTE, values={"text": text}))
         elif "stop" in event and self._stopped_by == "finished" and not self._lets_go(site, event):
             self._stop(event["stop"])  # as in _read_signals
 

@@ -111,8 +111,8 @@ class Message:
 class RankContext:
     """A rank's place among its peers, and its two wires: `send` to the supervisor, `stop_requested` from it.
 
-    `rendezvous` is for `parallel.mesh.open_store`: a file's path; for several hosts "tcp://HOST:PORT/NAME", with the
-    listening socket that rank 0 owns as "?listen=DESCRIPTOR"; "env://" under torchrun.
+    `rendezvous` is for `parallel.mesh.open_store`: a file's path; for several hosts "tcp://HOST:PORT/NAME";
+    "env://" under torchrun.
     """
 
     rank: int

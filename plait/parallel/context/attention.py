@@ -36,7 +36,7 @@ def context(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sh
     if mesh["context"].size() == 1:
         return sharded
     # Its collectives belong to no graph.
-    attend = outside_graphs(ContextAttend(mesh.get_group("context")), execution.compile)
+    attend = outside_graphs(ContextAttend(mesh.get_group("context")), execution.arithmetic.compile)
     sums = partial(_summed_over, mesh.get_group("context"))
     parts, index = mesh["context"].size(), mesh.get_local_rank("context")
     spans = RowSpans(of=2 * parts, own=(index, 2 * parts - 1 - index))

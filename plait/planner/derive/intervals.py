@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil
-from typing import Any, Literal
+from typing import Literal
 
 from plait.errors import PlaitError
 from plait.planner.derive.model_size import budget_of
@@ -19,23 +19,23 @@ CHECKPOINT_COST_SHARE = 0.02
 
 def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
     """A begun run's plan for a raised budget: more steps, all else as it was. Raises PlaitError for a lowered one."""
-    budget, old_budget = budget_of(config), plan.budget
+    budget, old_budget = budget_of(config), plan.job.budget
     if budget.unit == old_budget.unit == "seconds":
-        steps = max(plan.steps, round(plan.steps * budget.value / old_budget.value))
+        steps = max(plan.job.steps, round(plan.job.steps * budget.value / old_budget.value))
     elif budget.unit != old_budget.unit and (budget.unit == "epochs" or (budget.unit == "seconds" and not plan.step_s)):
         raise PlaitError(f"this run counts in {old_budget.unit}; raise train.budget in {old_budget.unit} too")
     else:
         budget = replace(budget, epoch_tokens=old_budget.epoch_tokens)
         steps = steps_in_budget(budget, plan.batch_tokens, step_s=plan.step_s)
-    if steps < plan.steps or (budget.unit == old_budget.unit and budget.value < old_budget.value):
+    if steps < plan.job.steps or (budget.unit == old_budget.unit and budget.value < old_budget.value):
         same_unit = budget.unit == old_budget.unit
         asked = _exact(budget) if same_unit else f"{_exact(budget)} ({counted(steps, 'step')})"
-        present = _exact(old_budget) if same_unit else counted(plan.steps, "step")
+        present = _exact(old_budget) if same_unit else counted(plan.job.steps, "step")
         raise PlaitError(
             f"train.budget = {asked} is less than the {present} that this run has; "
             "a begun run's budget may only grow (or take another run.name)"
         )
-    return replace(plan, budget=budget, steps=steps)
+    return replace(plan, job=replace(plan.job, budget=budget, steps=steps))
 
 
 def _exact(budget: Amount) -> str:
@@ -45,27 +45,23 @@ def _exact(budget: Amount) -> str:
 
 def with_new_intervals(config: RunConfig, plan: Plan) -> Plan:
     """A begun run's plan with the intervals for checkpoints, reports and balance that its recipe now has."""
-    every, evaluate = config.checkpoint.every, config.report.evaluate
-    return replace(
-        plan,
-        checkpoint_every=plan.checkpoint_every if every == "auto" else parse_every(every),
-        **own_fields(config),
+    old, report, checkpoint = plan.cadence, config.report, config.checkpoint
+    cadence = replace(
+        old,
+        checkpoint_every=old.checkpoint_every if checkpoint.every == "auto" else parse_every(checkpoint.every),
+        checkpoint_keep=checkpoint.keep,
+        checkpoint_keep_s=parse_every(checkpoint.keep_for).value,
         report_every_steps=(
-            plan.report_every_steps if config.report.every == "auto" else report_every_steps(config, plan.device)
+            old.report_every_steps if report.every == "auto" else report_every_steps(config, plan.machines.device)
         ),
         balance_every_steps=(
-            plan.balance_every_steps if config.balance.every == "auto" else balance_every_steps(config, "unequal")
+            old.balance_every_steps if config.balance.every == "auto" else balance_every_steps(config, "unequal")
         ),
-        evaluate_every_steps=plan.evaluate_every_steps
-        if evaluate == "auto"
-        else round(parse_step_interval(evaluate).value),
+        evaluate_every_steps=(
+            old.evaluate_every_steps if report.evaluate == "auto" else round(parse_step_interval(report.evaluate).value)
+        ),
     )
-
-
-def own_fields(config: RunConfig) -> dict[str, Any]:
-    """Fields of a plan that are the recipe's own: which checkpoints stay, and which questions are asked."""
-    kept, keep_s = config.checkpoint, parse_every(config.checkpoint.keep_for).value
-    return {"checkpoint_keep": kept.keep, "checkpoint_keep_s": keep_s, "choices": config.report.choices or ""}
+    return replace(plan, job=replace(plan.job, choices=report.choices or ""), cadence=cadence)
 
 
 def checkpoint_every(config: RunConfig, why: list[str]) -> Every:

@@ -1,14 +1,14 @@
-"""What a run computes, independent of the layout and the machines; it stays the same when a run continues."""
+"""From a recipe, a text and machines to the job: what a run computes, whatever its layout."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from plait.errors import PlaitError
-from plait.model.shape import ModelShape
-from plait.partition.execution import MatmulBackend, MatmulPrecision, Precision
+from plait.partition.execution import MatmulBackend, MatmulPrecision, Precision, RunArithmetic
 from plait.planner.derive.finetuning import finetuning_batch
-from plait.planner.derive.hyperparameters import momentum_of
+from plait.planner.derive.hyperparameters import documents_mode, optimizer_plan
+from plait.planner.derive.intervals import steps_in_budget
 from plait.planner.derive.model_size import (
     CorpusFacts,
     TrainingRate,
@@ -17,65 +17,98 @@ from plait.planner.derive.model_size import (
     derive_run_size,
 )
 from plait.planner.derive.resources import Resources
-from plait.planner.derive.scaling_rules import training_flops_of_weights
-from plait.planner.plan import WARNING, Plan, moments_of
+from plait.planner.plan import WARNING, Plan, TrainingJob
 from plait.planner.problem.expert_loads import assumed_load, balanced_by
 from plait.planner.problem.workload import Workload, workload_of
 from plait.recipe.finetune import FinetuneObjective
 from plait.recipe.schema import RunConfig
-from plait.units import Amount, counted
+from plait.units import counted
 
 READINGS_PER_STEP_AT_MOST = 100
 """How often a step may read the text: small examples are learnt from in the batches of large ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingJob:
-    """Model, batch, precision and budget of a run, independent of the layout and the machines."""
+class DerivedJob:
+    """What a recipe comes to on some machines: the job, the arithmetic it computes in, and the reasons for both."""
 
-    budget: Amount
-    shape: ModelShape
-    flops: float
-    """FLOPs of the whole run, about: for each token 6 for each weight that learns, 4 for a frozen one."""
-    batch_sequences: int
-    precision: Precision
-    matmul_precision: MatmulPrecision = "float32"
-    """In what float32 matrices are multiplied."""
-    matmul_backend: MatmulBackend = "default"
-    """The library by which processors multiply them."""
-    moments: int = 2
-    """Tensors of optimizer state for each weight."""
+    job: TrainingJob
+    """Its steps are 0 where the budget is a time."""
+    arithmetic: RunArithmetic
+    """Layers are not compiled yet: see compile_of."""
+    reasons: tuple[str, ...] = ()
+    training_reasons: tuple[str, ...] = ()
+    """For the optimizer and the documents; a plan names them after those for its layout."""
 
 
 def new_job(
-    config: RunConfig, corpus: CorpusFacts, resources: Resources, why: list[str], rate: TrainingRate | None = None
-) -> TrainingJob:
+    config: RunConfig, corpus: CorpusFacts, resources: Resources, rate: TrainingRate | None = None
+) -> DerivedJob:
     """What a recipe comes to on a machine, each choice with its reason; raises PlaitError for what cannot work.
 
     `rate` is how fast the machine trains such a job; None where no layout has been priced yet.
     """
-    if resources.peak_doubt:
-        why.append(f"{WARNING}{resources.peak_doubt}")
+    why = [f"{WARNING}{resources.peak_doubt}"] if resources.peak_doubt else []
     precision_reasons: list[str] = []
     precision = precision_of(config, resources, precision_reasons)
     rate = rate or assumed_rate(resources.machine, resources.peak_flops)
     scale = derive_run_size(config, corpus, rate, why)
-    method = config.finetune.method
+    sequence, method = scale.shape.sequence, config.finetune.method
     if method != "auto" and config.train.batch_tokens == "auto":
-        batch = finetuning_batch(method, config.finetune.objective, scale.shape.sequence, corpus, why)
+        batch = finetuning_batch(method, config.finetune.objective, sequence, corpus, why)
     else:
         batch = batch_sequences(config, scale, why)
         check_batch_against_text(config, corpus, why)
     why += [*precision_reasons, *(resources.arithmetic.reasons if resources.arithmetic else ())]
-    return TrainingJob(
-        budget=scale.budget,
-        shape=scale.shape,
-        flops=scale.flops,
-        batch_sequences=batch,
+    arithmetic = RunArithmetic(
         precision=precision,
+        compile="off",
+        gradient_transfer=config.train.gradient_transfer,
+        stage_transfer=config.train.stage_transfer,
+        deterministic=config.train.deterministic or resources.machine.device == "cpu",
         matmul_precision=matmul_precision_of(precision, resources, why),
         matmul_backend=matmul_backend_of(config, resources),
-        moments=moments_of(config.optimizer.kind, momentum_of(config.optimizer)),
+    )
+    training_why: list[str] = []
+    job = TrainingJob(
+        shape=scale.shape,
+        sequence=sequence,
+        batch_sequences=batch,
+        budget=scale.budget,
+        steps=steps_in_budget(scale.budget, batch * sequence, step_s=None),
+        optimizer=optimizer_plan(config, scale.flops, batch * sequence, training_why, corpus.base),
+        base=corpus.base.folder if corpus.base else "",
+        base_fingerprint=corpus.base.fingerprint if corpus.base else "",
+        corpus=corpus.folder,
+        corpus_hash=corpus.content_hash,
+        documents=documents_mode(config, corpus, sequence, training_why),
+        choices=config.report.choices or "",
+    )
+    return DerivedJob(
+        job=job,
+        arithmetic=_as_measured(arithmetic, resources),
+        reasons=tuple(why),
+        training_reasons=tuple(training_why),
+    )
+
+
+def job_of_plan(plan: Plan, corpus: CorpusFacts, resources: Resources) -> DerivedJob:
+    """What a run computes that was begun elsewhere, or with another budget, whatever would be chosen today: of its
+    arithmetic only what processors were measured for may change."""
+    arithmetic = replace(plan.arithmetic, host_backends={}, matmul_flops=None, matmul_error=None)
+    return DerivedJob(job=replace(plan.job, corpus=corpus.folder), arithmetic=_as_measured(arithmetic, resources))
+
+
+def _as_measured(arithmetic: RunArithmetic, resources: Resources) -> RunArithmetic:
+    """The arithmetic with the library that was found fastest for the processors, and its speed and error."""
+    if (measured := resources.arithmetic) is None:
+        return arithmetic
+    return replace(
+        arithmetic,
+        matmul_backend=measured.backend,
+        host_backends=measured.host_backends,
+        matmul_flops=measured.flops,
+        matmul_error=measured.error,
     )
 
 
@@ -91,20 +124,6 @@ def check_batch_against_text(config: RunConfig, corpus: CorpusFacts, why: list[s
             f"{often} {requested // there:,} times in each step; choose at most {there}, or give more text"
         )
     why.append(f"{WARNING}{often} {requested / there:.1f} times in each step")
-
-
-def job_of_plan(plan: Plan) -> TrainingJob:
-    """What a run computes that was begun elsewhere, or with another budget, whatever would be chosen today."""
-    return TrainingJob(
-        budget=plan.budget,
-        shape=plan.shape,
-        flops=float(training_flops_of_weights(plan.shape)) * plan.steps * plan.batch_tokens,
-        batch_sequences=plan.batch_sequences,
-        precision=plan.precision,
-        matmul_precision=plan.matmul_precision,
-        matmul_backend=plan.matmul_backend,
-        moments=plan.optimizer.moments,
-    )
 
 
 def precision_of(config: RunConfig, resources: Resources, why: list[str]) -> Precision:
@@ -158,12 +177,15 @@ def _lacking(resources: Resources, precision: str) -> str:
     return next((device.name for device in resources.known_devices if precision not in device.peak_flops), "")
 
 
-def workload_of_job(job: TrainingJob, resources: Resources, objective: FinetuneObjective = "sft") -> Workload:
+def workload_of_job(
+    job: TrainingJob, arithmetic: RunArithmetic, resources: Resources, objective: FinetuneObjective = "sft"
+) -> Workload:
     """The job as the cost model sees it, with its experts' loads as measured or assumed. What computes in float64 is
     priced as float32: nobody trains so for speed."""
-    precision = job.matmul_precision if job.precision in ("float32", "float64") else job.precision
-    sequence, batch = job.shape.sequence, job.batch_sequences
-    whole = workload_of(job.shape, sequence=sequence, batch_sequences=batch, precision=precision, moments=job.moments)
+    computes_in = arithmetic.precision
+    precision = arithmetic.matmul_precision if computes_in in ("float32", "float64") else computes_in
+    sequence, batch, moments = job.shape.sequence, job.batch_sequences, job.optimizer.moments
+    whole = workload_of(job.shape, sequence=sequence, batch_sequences=batch, precision=precision, moments=moments)
     if job.shape.mixture is None:
         return replace(whole, logit_passes=2) if objective == "dpo" and job.shape.adapter is None else whole
     if (measured := resources.load_expert_load(job.shape.mixture)) is not None:

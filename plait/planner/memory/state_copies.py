@@ -31,31 +31,34 @@ def with_copies(asked: RecoverSection, plan: Plan, hosts: int) -> tuple[Plan, st
     """The plan with copies of the state as the recipe asks for them, and the reason for what was chosen, if anything
     was; `hosts` have about as many workers each."""
     nbytes = copy_bytes(plan, hosts)
-    without = replace(plan, copy_every=NEVER, copy_bytes=0)
+    without = _with_copies_every(plan, NEVER, 0)
     if asked.mode == "never" or asked.state_every == "never":
         return without, ""
     if reason := why_none(plan, hosts, COPIES * nbytes):
         return without, reason
-    chosen = replace(plan, copy_bytes=COPIES * nbytes)
     if asked.state_every != "auto":
-        return replace(chosen, copy_every=Every(asked.state_every, "steps")), ""
+        return _with_copies_every(plan, Every(asked.state_every, "steps"), COPIES * nbytes), ""
     copy_s, step_s = nbytes / COPY_RATE, plan.step_s or (plan.forecast.step_s if plan.forecast else None)
     every = max(1, ceil(copy_s / (COPIES_SHARE * step_s))) if step_s else 1
     cost = f", {copy_s / (copy_s + every * step_s):.1%} of the time by forecast" if step_s else ""
-    return replace(chosen, copy_every=Every(every, "steps", COST_SHARE)), (
+    return _with_copies_every(plan, Every(every, "steps", COST_SHARE), COPIES * nbytes), (
         f"each worker's state is copied into memory that outlives it, every {counted(every, 'step', ',')} or as "
         f"measured ({COPIES} copies of {format_bytes(nbytes)} a worker; {format_duration(copy_s)} each{cost}): at most "
         "that many steps are lost when one dies (recover.state_every)"
     )
 
 
+def _with_copies_every(plan: Plan, every: Every, nbytes: int) -> Plan:
+    return replace(plan, cadence=replace(plan.cadence, copy_every=every, copy_bytes=nbytes))
+
+
 def copy_bytes(plan: Plan, hosts: int) -> int:
     """Bytes of one worker's part of a copy: weights that learn and their moments, in float32, spread over the workers
     of its host; a host holds all that its own workers need."""
-    layout = plan.layout
-    trained = trained_weights(plan.shape)
-    sizes = weight_sizes(plan.shape)
-    state = sum(prod(sizes[name]) for name in trained) * 4 * (1 + plan.optimizer.moments)
+    layout = plan.placement.layout
+    trained = trained_weights(plan.job.shape)
+    sizes = weight_sizes(plan.job.shape)
+    state = sum(prod(sizes[name]) for name in trained) * 4 * (1 + plan.job.optimizer.moments)
     parts = layout.pipeline * layout.tensor * layout.shard
     beside = max(1, layout.world_size // hosts)
     return ceil(state * min(1.0, beside / parts) / beside)
@@ -65,10 +68,10 @@ def why_none(plan: Plan, hosts: int, nbytes: int) -> str:
     """Why a worker's copies of so many bytes do not fit its host's memory; empty where they do, or nobody knows.
 
     GPUs' hosts are not known to a plan: there the workers look when the first copy is due."""
-    memory = plan.fingerprint.get("memory_bytes")
-    if plan.device != "cpu" or plan.forecast is None or not isinstance(memory, int | float):
+    memory = plan.machines.fingerprint.get("memory_bytes")
+    if plan.machines.device != "cpu" or plan.forecast is None or not isinstance(memory, int | float):
         return ""
-    beside = max(1, plan.layout.world_size // hosts)
+    beside = max(1, plan.placement.layout.world_size // hosts)
     left = memory - beside * plan.forecast.bytes_per_device
     if beside * nbytes <= left:
         return ""

@@ -95,12 +95,12 @@ def change_reason(
 
 def replica_names(plan: Plan) -> tuple[str, ...]:
     """Name of each data-parallel replica for people: its host, if the host runs only this replica, else its ranks."""
-    return host_names_of_ranks(plan, ranks_of_replicas(plan.layout))
+    return host_names_of_ranks(plan, ranks_of_replicas(plan.placement.layout))
 
 
 def host_names_of_ranks(plan: Plan, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:
     """Name of each group of ranks for people: its host, if the host runs only this group, else its ranks."""
-    hosts = [host.name for host in plan.hosts for _ in range(host.workers)]
+    hosts = [host.name for host in plan.machines.hosts for _ in range(host.workers)]
     homes = [{hosts[rank] for rank in some} if hosts else set[str]() for some in ranks]
     return tuple(
         f"host {next(iter(home))}" if len(home) == 1 and homes.count(home) == 1 else _ranks_in_words(some, home)
@@ -118,20 +118,21 @@ def ranks_of_replicas(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 def shard_groups_of(plan: Plan) -> ShardGroups:
     """The data-parallel ranks that communicate in every micro-batch, and their micro-batch limits."""
-    parts = plan.layout.data_parallel_degree
+    parts = plan.placement.layout.data_parallel_degree
     return ShardGroups(
-        size=len(plan.layout.replicas_in_lockstep(0)), limits=plan.micro_limits or (plan.micro_sequences,) * parts
+        size=len(plan.placement.layout.replicas_in_lockstep(0)),
+        limits=plan.placement.micro_limits or (plan.placement.micro_sequences,) * parts,
     )
 
 
 def why_rebalancing_cannot_help(plan: Plan) -> str | None:
     """Why no shares can balance a plan that asks for it, in one sentence; None where they can."""
-    if plan.balance_every_steps == 0 or plan.layout.data_parallel_degree > 1 or plan.world_size == 1:
+    if plan.cadence.balance_every_steps == 0 or plan.placement.layout.data_parallel_degree > 1 or plan.world_size == 1:
         return None
-    if plan.layout.pipeline > 1 and plan.layout.virtual_stages == 1:
+    if plan.placement.layout.pipeline > 1 and plan.placement.layout.virtual_stages == 1:
         return None  # layers move from stage to stage (stage_repartition.py)
-    text = f"all ranks work on the same sequences ({plan.layout}), so shares cannot make up for a slow one"
-    if plan.layout.pipeline > 1:
+    text = f"all ranks work on the same sequences ({plan.placement.layout}), so shares cannot make up for a slow one"
+    if plan.placement.layout.pipeline > 1:
         return f"{text}: stages would have to be cut anew, which plait train --replan does for the machines as they are"
     return f"{text}: a layout with replicate or shard could"
 

@@ -55,7 +55,7 @@ def stage_costs_of(plan: Plan) -> StageCosts | None:
 
     With several data-parallel replicas the batch shares are rebalanced instead; both at once would interfere.
     """
-    layout = plan.layout
+    layout = plan.placement.layout
     if layout.pipeline == 1 or layout.virtual_stages > 1 or layout.data_parallel_degree > 1:
         return None
     ranks: list[list[int]] = [[] for _ in range(layout.pipeline)]
@@ -65,14 +65,16 @@ def stage_costs_of(plan: Plan) -> StageCosts | None:
     head = forecast.head_cost_in_layers if forecast else None
     if head is None:  # no forecast, or one of an earlier version
         head = head_cost_in_layers(
-            workload_of(plan.shape, sequence=plan.sequence, batch_sequences=plan.batch_sequences)
+            workload_of(plan.job.shape, sequence=plan.job.sequence, batch_sequences=plan.job.batch_sequences)
         )
     return StageCosts(
         names=host_names_of_ranks(plan, ranks),
         ranks=tuple(map(tuple, ranks)),
         embedding_cost_in_layers=forecast.embedding_cost_in_layers if forecast else 0.0,
         head_cost_in_layers=head,
-        micros=len(micro_sizes(plan.sequences_per_replica, plan.micro_limits or (plan.micro_sequences,))[0]),
+        micros=len(
+            micro_sizes(plan.sequences_per_replica, plan.placement.micro_limits or (plan.placement.micro_sequences,))[0]
+        ),
     )
 
 

@@ -24,7 +24,7 @@ def with_named_workers(config: RunConfig, resources: Resources) -> Resources:
 
 
 def check_named_workers(resources: Resources, degrees: Layout | None) -> None:
-    """Raise PlaitError where the recipe's workers and threads contradict the machine, torchrun or the named degrees."""
+    """Raise PlaitError where the recipe's workers and threads contradict the machine, launcher or named degrees."""
     fixed, machine, requested = resources.fixed_workers, resources.machine, resources.requested
     if requested.is_open or not resources.is_here:
         return
@@ -32,8 +32,8 @@ def check_named_workers(resources: Resources, degrees: Layout | None) -> None:
         check_requested_workers(requested, machine)
         if fixed and requested.workers not in ("auto", fixed.workers):
             raise PlaitError(
-                f"torchrun started {counted(fixed.workers, 'worker')}, and run.workers = {requested.workers}; start "
-                f"torchrun with --nproc-per-node {requested.workers}, or leave run.workers out"
+                f"the launcher started {counted(fixed.workers, 'worker')}, and run.workers = {requested.workers}; "
+                f"start {requested.workers} (torchrun: --nproc-per-node), or leave run.workers out"
             )
         if degrees:
             _check_degrees(requested, degrees, machine.cores)

@@ -13,14 +13,15 @@ from typing import Literal
 from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.partition.execution import RunArithmetic
 from plait.planner.calibration.factors import ForecastBasis
 from plait.planner.derive.arithmetic import arithmetic_name
-from plait.planner.derive.compile_mode import Compile, compile_of
+from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.intervals import balance_every_steps
 from plait.planner.derive.model_size import CorpusFacts, TrainingRate
 from plait.planner.derive.resources import STAND_IN, ProbeNeed, Resources
-from plait.planner.derive.training_job import TrainingJob, job_of_plan, new_job, workload_of_job
-from plait.planner.plan import Plan
+from plait.planner.derive.training_job import job_of_plan, new_job, workload_of_job
+from plait.planner.plan import Plan, TrainingJob
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.resolve.named_layout import constraints_of
@@ -49,6 +50,7 @@ class Request:
     """A training job, the constraints on its layout, and the machines and software that may run it."""
 
     job: TrainingJob
+    arithmetic: RunArithmetic
     workload: Workload
     """The job as the cost model sees it."""
     constraints: Constraints
@@ -56,8 +58,6 @@ class Request:
     """The ways to use the machines, fewest workers first; several only on processors."""
     open_options: tuple[WorkerOption, ...]
     """The same if the recipe named no degrees."""
-    compile: Compile
-    """Whether layers are compiled."""
     profile: SoftwareProfile
     """plait's own software profile, with the factors that earlier runs on these machines taught."""
     basis: ForecastBasis
@@ -68,6 +68,8 @@ class Request:
     """Whether the planner knows what the devices can do; else they were laid out as STAND_IN."""
     notes: tuple[str, ...]
     """What was derived, each with its reason."""
+    training_notes: tuple[str, ...]
+    """Those on the optimizer and the documents."""
 
 
 def request_of(
@@ -81,41 +83,40 @@ def request_of(
 
     Of a run that is `begun` only the layout is open: the job is as its plan says. `rate` is as new_job takes it.
     """
-    notes: list[str] = []
     resources = with_named_workers(config, resources)
-    job = job_of_plan(begun) if begun else new_job(config, corpus, resources, notes, rate)
-    if resources.arithmetic:  # also of a begun run: its processors may be others now
-        job = replace(job, matmul_backend=resources.arithmetic.backend)
+    derived = job_of_plan(begun, corpus, resources) if begun else new_job(config, corpus, resources, rate)
+    job, notes = derived.job, list(derived.reasons)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
     check_named_workers(resources, constraints.degrees)
     notes += named_workers_lines(resources)
-    compiled = compile_of(config, resources.machines, notes)
+    arithmetic = replace(derived.arithmetic, compile=compile_of(config, resources.machines, notes))
     resources = resources.probed(
         ProbeNeed(
             shape=job.shape,
             batch_sequences=job.batch_sequences,
-            precision=job.precision,
-            matmul_backend=job.matmul_backend,
-            host_backends=resources.arithmetic.host_backends if resources.arithmetic else {},
-            compile=compiled,
+            precision=arithmetic.precision,
+            matmul_backend=arithmetic.matmul_backend,
+            host_backends=arithmetic.host_backends,
+            compile=arithmetic.compile,
         )
     )
-    workload = workload_of_job(job, resources, config.finetune.objective)
-    program = PLAIT_PROFILE.uncompiled if (resources.machine.device, compiled) == ("cuda", "off") else PLAIT_PROFILE
+    workload = workload_of_job(job, arithmetic, resources, config.finetune.objective)
+    uncompiled = (resources.machine.device, arithmetic.compile) == ("cuda", "off")
+    program = PLAIT_PROFILE.uncompiled if uncompiled else PLAIT_PROFILE
     basis: ForecastBasis = "clock" if resources.cluster and was_measured(workload, resources.cluster) else "formulas"
     # Steps with TF32 products, or by another library, say nothing about steps without.
-    precision = job.precision if job.matmul_precision == "float32" else job.matmul_precision
-    calibration = resources.load_calibration(arithmetic_name(precision, job.matmul_backend), basis)
+    name = arithmetic_name(arithmetic.product_precision, arithmetic.matmul_backend)
+    calibration = resources.load_calibration(name, basis)
     if not resources.has_known_devices:
         notes.append(f"{resources.machine.name} is not in plait's catalogue: laid out as an {STAND_IN} with its memory")
     counts = [_named_count(resources, constraints.degrees, notes)] if constraints.degrees else resources.worker_counts()
     return Request(
         job=job,
+        arithmetic=arithmetic,
         workload=workload,
         constraints=constraints,
         options=_options(resources, counts),
         open_options=_options(resources, resources.worker_counts()),
-        compile=compiled,
         profile=replace(
             program,
             calibration=calibration,
@@ -126,6 +127,7 @@ def request_of(
         shares_may_change=balance_every_steps(config, "unequal") > 0,
         has_forecast=resources.has_known_devices,
         notes=tuple(notes),
+        training_notes=derived.training_reasons,
     )
 
 
@@ -141,8 +143,8 @@ def _named_count(resources: Resources, named: Layout, notes: list[str]) -> int:
     machine, fixed, count = resources.machine, resources.fixed_workers, named.world_size
     if fixed and fixed.workers != count:
         raise PlaitError(
-            f"torchrun started {counted(fixed.workers, 'worker')} and the layout needs {count}; "
-            f"start torchrun with --nproc-per-node {count}"
+            f"the launcher started {counted(fixed.workers, 'worker')} and the layout needs {count}; "
+            f"start {count} (torchrun: --nproc-per-node)"
         )
     if not fixed and resources.is_here:
         check_devices(named, machine)

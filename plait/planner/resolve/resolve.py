@@ -12,11 +12,10 @@ from typing import Literal
 
 from plait.model.shape import parameter_count
 from plait.model.weights import training_flops_per_token
-from plait.planner.derive.hyperparameters import documents_mode, optimizer_plan, warmup_steps
+from plait.planner.derive.hyperparameters import warmup_steps
 from plait.planner.derive.intervals import (
     balance_every_steps,
     checkpoint_every,
-    own_fields,
     parse_step_interval,
     report_every_steps,
     steps_in_budget,
@@ -24,9 +23,8 @@ from plait.planner.derive.intervals import (
 from plait.planner.derive.micro_batch import usual_micro_sequences
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources
-from plait.planner.derive.training_job import TrainingJob
 from plait.planner.memory.state_copies import with_copies_reasoned
-from plait.planner.plan import Plan
+from plait.planner.plan import Cadence, Machines, Plan
 from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.named_workers import with_named_workers
 from plait.planner.resolve.request import Request, request_of
@@ -39,7 +37,7 @@ from plait.planner.resolve.worker_layouts import (
     worker_layouts,
 )
 from plait.recipe.schema import RunConfig
-from plait.units import Every, counted, format_count, format_duration, format_si
+from plait.units import Every, counted, format_count, format_duration, format_si, parse_every
 
 EVALUATION_SHARE = 0.06  # of a run's work, at most, goes into evaluating the held-out text along the way
 
@@ -70,75 +68,47 @@ def draft(
     if rate := None if begun else forecast_rate(request, resources, layouts):
         request = request_of(config, corpus, resources, rate=rate)
         layouts = worth_measuring(request)
+    machine, first = resources.machine, layouts[0]
     why = [*request.notes, *lines_without_effect(config, layouts)]
-    job, machine, first = request.job, resources.machine, layouts[0]
-    shape, batch = job.shape, job.batch_sequences
+    balance = _balance(config, resources, request, first, why)
+    why += request.training_notes
     plan = Plan(
-        layout=first.layout,
-        threads=first.threads,
-        device=machine.device,
-        precision=job.precision,
-        compile=request.compile,
-        shape=shape,
-        sequence=shape.sequence,
-        batch_sequences=batch,
-        micro_sequences=first.micro_sequences,
-        micro_limits=first.micro_limits,
-        shares=first.shares,
-        host_order=first.host_order,
-        balance_every_steps=_balance(config, resources, request, first, why),
-        gradient_transfer=config.train.gradient_transfer,
-        matmul_precision=job.matmul_precision,
-        budget=job.budget,
-        steps=steps_in_budget(job.budget, batch * shape.sequence, step_s=None),
-        optimizer=optimizer_plan(config, job.flops, batch * shape.sequence, why, corpus.base),
-        base=corpus.base.folder if corpus.base else "",
-        base_fingerprint=corpus.base.fingerprint if corpus.base else "",
-        corpus=corpus.folder,
-        corpus_hash=corpus.content_hash,
-        documents=documents_mode(config, corpus, shape.sequence, why),
-        **own_fields(config),
-        checkpoint_every=checkpoint_every(config, why),
-        report_every_steps=report_every_steps(config, machine.device),
-        evaluate_every_steps=0,
-        step_s=None,
+        job=request.job,
+        placement=first.placement,
+        arithmetic=request.arithmetic,
+        machines=Machines(
+            device=machine.device,
+            gpus=machine.gpus,
+            peak_flops=used_peak_flops(resources, first),
+            fingerprint=machine.fingerprint(),
+        ),
+        cadence=Cadence(
+            checkpoint_every=checkpoint_every(config, why),
+            checkpoint_keep=config.checkpoint.keep,
+            checkpoint_keep_s=parse_every(config.checkpoint.keep_for).value,
+            report_every_steps=report_every_steps(config, machine.device),
+            evaluate_every_steps=0,
+            balance_every_steps=balance,
+        ),
         forecast=first.forecast,
-        peak_flops=used_peak_flops(resources, first),
-        gpus=machine.gpus,
-        fingerprint=machine.fingerprint(),
+        step_s=None,
         recipe_hash=recipe_hash,
         reasons=tuple(why),
     )
     return Draft(
         request=request,
-        plan=_with_arithmetic(plan, config, job, resources),
+        plan=plan,
         layouts=layouts,
         evaluations="auto" if config.report.evaluate == "auto" else parse_step_interval(config.report.evaluate),
         heldout_tokens=corpus.heldout_tokens,
     )
 
 
-def _with_arithmetic(plan: Plan, config: RunConfig, job: TrainingJob, resources: Resources) -> Plan:
-    """The plan with its kinds of kernels and messages, the library of processors' products, and what was measured."""
-    chosen = replace(plan, matmul_backend=job.matmul_backend, stage_transfer=config.train.stage_transfer)
-    chosen = replace(chosen, deterministic=config.train.deterministic or plan.device == "cpu")
-    if (measured := resources.arithmetic) is None:
-        return chosen
-    return replace(
-        chosen, host_backends=measured.host_backends, matmul_flops=measured.flops, matmul_error=measured.error
-    )
-
-
 def with_layout(plan: Plan, split: WorkerLayout) -> Plan:
-    """The plan carried out in another way."""
+    """The same plan with another layout."""
     return replace(
         plan,
-        layout=split.layout,
-        threads=split.threads,
-        micro_sequences=split.micro_sequences,
-        micro_limits=split.micro_limits,
-        shares=split.shares,
-        host_order=split.host_order,
+        placement=split.placement,
         step_s=split.step_s,
         forecast=split.forecast and updated_forecast(split.forecast, split.forecast.calibration, split.step_s),
     )
@@ -151,20 +121,31 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) ->
     plan = with_layout(draft.plan, best)
     why = [*_choice_reasons(measured, best), *best.reasons, *plan.reasons, *_micro_batch_reasons(config, plan)]
     steps, evaluate_every = _steps_and_evaluations(draft, plan, why)
-    optimizer = replace(plan.optimizer, warmup_steps=warmup_steps(config, steps, why))
-    plan = replace(plan, steps=steps, evaluate_every_steps=evaluate_every, optimizer=optimizer, reasons=tuple(why))
+    optimizer = replace(plan.job.optimizer, warmup_steps=warmup_steps(config, steps, why))
+    plan = replace(
+        plan,
+        job=replace(plan.job, steps=steps, optimizer=optimizer),
+        cadence=replace(plan.cadence, evaluate_every_steps=evaluate_every),
+        reasons=tuple(why),
+    )
     return with_copies_reasoned(config.recover, plan, best.search.cluster.n_nodes if best.search else 1)
 
 
 def _micro_batch_reasons(config: RunConfig, plan: Plan) -> list[str]:
     """Why micro-batches are not larger; empty if the recipe names their size or a reason about it exists already."""
     part = max(plan.sequences_per_replica)
-    usual = usual_micro_sequences(plan.batch_sequences, plan.layout, plan.sequence)
-    more = plan.device == "cpu" and plan.micro_sequences > usual
-    if config.layout.micro_sequences != "auto" or plan.micro_limits or more or part <= plan.micro_sequences:
+    usual = usual_micro_sequences(plan.job.batch_sequences, plan.placement.layout, plan.job.sequence)
+    more = plan.machines.device == "cpu" and plan.placement.micro_sequences > usual
+    if (
+        config.layout.micro_sequences != "auto"
+        or plan.placement.micro_limits
+        or more
+        or part <= plan.placement.micro_sequences
+    ):
         return []
     return [
-        f"micro-batches of {plan.micro_sequences} of a worker's {counted(part, 'sequence')}: what its memory holds well"
+        f"micro-batches of {plan.placement.micro_sequences} of a worker's {counted(part, 'sequence')}: "
+        "what its memory holds well"
     ]
 
 
@@ -182,7 +163,7 @@ def _balance(config: RunConfig, resources: Resources, request: Request, split: W
     """Steps between changes of the shares while the run goes on, 0 for never."""
     here = resources.machine
     several_hosts = split.search is not None and split.search.cluster.n_nodes > 1
-    unlike = (several_hosts or split.shares or here.unlike) and split.layout.expert == 1
+    unlike = (several_hosts or split.placement.shares or here.unlike) and split.layout.expert == 1
     every = balance_every_steps(config, "unequal" if unlike else "alike")
     unequal = f"beside {here.name} it has {', '.join(here.unlike)}" if here.unlike else "they are not equal"
     reason = "machines of a run over several hosts may slow down" if several_hosts else unequal
@@ -202,7 +183,7 @@ def _choice_reasons(measured: Sequence[WorkerLayout], best: WorkerLayout) -> lis
     are_equal = len({split.workers for split in measured}) < len(measured)
     words = [_layout_words(split) if are_equal else f"{split.workers}" for split in measured]
     text = ", ".join(
-        f"{name} × {counted(split.threads, 'thread')} {format_duration(split.step_s or 0)}"
+        f"{name} × {counted(split.placement.threads, 'thread')} {format_duration(split.step_s or 0)}"
         for split, name in sorted(zip(measured, words, strict=True), key=lambda pair: pair[0].workers)
     )
     winner = _layout_words(best) if are_equal else counted(best.workers, "worker")
@@ -218,7 +199,7 @@ def _layout_words(split: WorkerLayout) -> str:
 
 def _steps_and_evaluations(draft: Draft, plan: Plan, why: list[str]) -> tuple[int, int]:
     """Steps, and steps between evaluations (0: only at the end)."""
-    budget = plan.budget
+    budget = plan.job.budget
     # An evaluation is a forward pass, a third of a step's work, over the held-out tokens.
     evaluation_steps = draft.heldout_tokens / (3 * plan.batch_tokens)
     step_s = plan.step_s or (plan.forecast.step_s if plan.forecast else None)
@@ -251,10 +232,10 @@ def _evaluating(rough: int, every: int, evaluation_steps: float) -> float:
 
 def plan_summary(plan: Plan) -> str:
     """One line on what will be trained, for people."""
-    shape = plan.shape
+    shape = plan.job.shape
     return (
         f"{format_count(parameter_count(shape))} parameters ({counted(shape.layers, 'layer')}, width "
         f"{shape.width}, {counted(shape.heads, 'head')}, vocabulary {shape.vocabulary}), "
-        f"{counted(plan.steps, 'step')} of {plan.batch_sequences} × {plan.sequence} "
-        f"tokens, {format_si(training_flops_per_token(shape, plan.sequence, 'full'), 'FLOP')} a token"
+        f"{counted(plan.job.steps, 'step')} of {plan.job.batch_sequences} × {plan.job.sequence} "
+        f"tokens, {format_si(training_flops_per_token(shape, plan.job.sequence, 'full'), 'FLOP')} a token"
     )

@@ -16,7 +16,7 @@ from plait.planner.derive.scaling_rules import training_flops_of_weights
 from plait.planner.explain.report import runners_up, short_reasons
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_shares_of
 from plait.planner.heterogeneous.host_permutations import node_alone
-from plait.planner.plan import Forecast
+from plait.planner.plan import Forecast, Placement
 from plait.planner.resolve.constrained_search import found_layout, searched_devices
 from plait.planner.resolve.request import Request, WorkerOption
 from plait.planner.search.constraints import Constraints
@@ -32,18 +32,7 @@ MEASURED_TOLERANCE = 0.05
 class WorkerLayout:
     """One layout of a training job over workers, what the planner predicts of it, and how long its step took."""
 
-    layout: Layout
-    threads: int
-    """Threads of each worker."""
-    micro_sequences: int
-    """Sequences of a micro-batch, at most."""
-    micro_limits: tuple[int, ...] = ()
-    """Sequences of a micro-batch of each data-parallel rank, where devices' memories differ too much for one number;
-    else empty."""
-    shares: tuple[int, ...] = ()
-    """Sequences per step of each data-parallel rank; empty where they are as equal as can be."""
-    host_order: tuple[int, ...] = ()
-    """For each place in the order of ranks the number of the host that takes it; empty: in the order given."""
+    placement: Placement
     complexity: int
     """Complexity, in the points of `plait plan --terms`."""
     forecast: Forecast | None
@@ -53,6 +42,10 @@ class WorkerLayout:
     """Seconds of a measured step; None where none was timed."""
     search: Search | None = field(default=None, compare=False, repr=False)
     """The search that it is from, with this layout as the chosen one; for explanations."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.placement.layout
 
     @property
     def workers(self) -> int:
@@ -167,12 +160,14 @@ def _worker_layout(request: Request, option: WorkerOption, whole: Search, index:
     found, index = one.search, one.index
     limits = found.micro_sequences(index)
     return WorkerLayout(
-        layout=one.layout,
-        threads=option.threads,
-        micro_sequences=max(limits),
-        micro_limits=limits if len(limits) > 1 else (),
-        shares=unequal_shares_of(found, index),
-        host_order=whole.hosts_in_rank_order,
+        placement=Placement(
+            layout=one.layout,
+            threads=option.threads,
+            micro_sequences=max(limits),
+            micro_limits=limits if len(limits) > 1 else (),
+            shares=unequal_shares_of(found, index),
+            host_order=whole.hosts_in_rank_order,
+        ),
         complexity=int(found.complexity[index]),
         forecast=_forecast(request, option, found, index) if request.has_forecast else None,
         reasons=(*memory_limit_lines(found, index), *one.notes),

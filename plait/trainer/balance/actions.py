@@ -57,10 +57,10 @@ class Rebalancer:
         """Without `move_layers` the stages keep their layers."""
         self._tell, self._move_layers = report, move_layers
         self._assembly, self._meter, self._world, self._file = assembly, meter, world, file
-        self._every = assembly.plan.balance_every_steps
+        self._every = assembly.plan.cadence.balance_every_steps
         self._sequences = assembly.plan.sequences_per_replica
         self._times_links = False
-        self._layers = assembly.plan.layout.stage_layers
+        self._layers = assembly.plan.placement.layout.stage_layers
         self._stages = stage_costs_of(assembly.plan) if move_layers else None
         self._lines = _recorded_changes(file, world, assembly.plan)
         self._history = StepHistory(assembly.plan) if is_watched(assembly.plan) and world.index == 0 else None
@@ -88,8 +88,8 @@ class Rebalancer:
         """
         plan = self._assembly.plan
         watched = is_watched(plan)
-        due = watched and self._every > 0 and state.step % self._every == 0 and state.step != plan.steps
-        if watched and not due and self._meter.steps < GATHERED_STEPS and state.step != plan.steps:
+        due = watched and self._every > 0 and state.step % self._every == 0 and state.step != plan.job.steps
+        if watched and not due and self._meter.steps < GATHERED_STEPS and state.step != plan.job.steps:
             return []
         own = self._meter.read()
         if self._world.index == 0 and measures_waits(plan):
@@ -160,20 +160,22 @@ def is_watched(plan: Plan) -> bool:
 
 def watch_every_steps(plan: Plan) -> int:
     """Largest number of steps between two looks at all ranks' step times; 0: never."""
-    return MAX_STEPS_BETWEEN_GATHERS[plan.device] if is_watched(plan) else 0
+    return MAX_STEPS_BETWEEN_GATHERS[plan.machines.device] if is_watched(plan) else 0
 
 
 def plan_at(plan: Plan, step: int, file: Path, world: Sums) -> Plan:
     """The plan with the layers that the stages had at a step, by what rank 0 finds recorded in `file`: a state that was
     copied there lies where they were. Every rank must call it."""
-    layout = plan.layout
+    layout = plan.placement.layout
     due = [layers for first, _, layers in _recorded_changes(file, world, plan) if first <= step and any(layers)]
-    return replace(plan, layout=replace(layout, stage_layers=due[-1])) if due else plan
+    return (
+        replace(plan, placement=replace(plan.placement, layout=replace(layout, stage_layers=due[-1]))) if due else plan
+    )
 
 
 def _recorded_changes(file: Path, world: Sums, plan: Plan) -> list[_Line]:
     """The changes that rank 0 finds recorded in `file`, on every rank; layers are 0 where none were recorded."""
-    sequences, stages = len(plan.sequences_per_replica), len(plan.layout.stage_layers)
+    sequences, stages = len(plan.sequences_per_replica), len(plan.placement.layout.stage_layers)
     lines = read_shares(file) if world.index == 0 else ()
     count = int(world(torch.tensor([len(lines)]))[0])
     table = torch.zeros(count, 1 + sequences + stages, dtype=torch.int64)

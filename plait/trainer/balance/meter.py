@@ -215,25 +215,30 @@ def measures_waits(plan: Plan) -> bool:
     Hooks break a compiled layer's graph: that is worth it where the ranks' shares depend on the times, not for reports
     alone.
     """
-    return plan.layout.shard == 1 or plan.compile == "off" or plan.balance_every_steps > 0
+    return plan.placement.layout.shard == 1 or plan.arithmetic.compile == "off" or plan.cadence.balance_every_steps > 0
 
 
 def attach_meter(assembly: Assembly, clock: StepClock, progress: ProgressReport = NO_REPORT) -> tuple[Assembly, Meter]:
     """This rank's assembly with a meter in it, and the meter; call it before the first step. The phases of a step go to
     `progress`."""
     plan, sharded = assembly.plan, assembly.model
-    lockstep = plan.layout.shard > 1 and plan.layout.shard_what == "parameters"
-    meter = Meter(clock, _FORWARDS[plan.layout.recompute] if lockstep else None, progress)
+    lockstep = plan.placement.layout.shard > 1 and plan.placement.layout.shard_what == "parameters"
+    meter = Meter(clock, _FORWARDS[plan.placement.layout.recompute] if lockstep else None, progress)
     if lockstep and measures_waits(plan):
-        _watch_forwards(sharded, meter, plan.compile)
-    elif plan.layout.shard > 1 and measures_waits(plan):
-        _watch_waits(sharded, meter, plan.compile)
+        _watch_forwards(sharded, meter, plan.arithmetic.compile)
+    elif plan.placement.layout.shard > 1 and measures_waits(plan):
+        _watch_waits(sharded, meter, plan.arithmetic.compile)
     if isinstance(sharded.pipe, StagePipe):
         sharded.pipe.wait = meter.wait
     sharded = replace(sharded, gradients=MeteredGradients(sharded.gradients, meter))
-    autocast, casts = make_autocast(plan.precision, assembly.device), weight_casts(plan)
+    autocast, casts = make_autocast(plan.arithmetic.precision, assembly.device), weight_casts(plan)
     run_micros, evaluate_micros = make_runners(
-        sharded, autocast, casts=casts, compile=plan.compile, auxiliary=assembly.auxiliary, pairs=assembly.pairs
+        sharded,
+        autocast,
+        casts=casts,
+        compile=plan.arithmetic.compile,
+        auxiliary=assembly.auxiliary,
+        pairs=assembly.pairs,
     )
     return replace(assembly, model=sharded, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
 

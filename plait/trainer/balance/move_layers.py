@@ -42,7 +42,12 @@ def move_layers(assembly: Assembly, build: BuildAssembly, stage_layers: tuple[in
     Until then the old and the new stage are both in memory. If the run has not begun, the weights are initialized
     instead.
     """
-    plan = replace(assembly.plan, layout=replace(assembly.plan.layout, stage_layers=stage_layers))
+    plan = replace(
+        assembly.plan,
+        placement=replace(
+            assembly.plan.placement, layout=replace(assembly.plan.placement.layout, stage_layers=stage_layers)
+        ),
+    )
     begun = bool(assembly.optimizer.state)
     new = build(plan, initialize=not begun)
     if begun:

@@ -28,9 +28,9 @@ class StepHistory:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._stages, self._layers = stage_costs_of(plan), plan.layout.stage_layers
-        self._names, self._ranks = replica_names(plan), ranks_of_replicas(plan.layout)
-        self._part_of = [plan.layout.data_parallel_rank(rank) for rank in range(plan.world_size)]
+        self._stages, self._layers = stage_costs_of(plan), plan.placement.layout.stage_layers
+        self._names, self._ranks = replica_names(plan), ranks_of_replicas(plan.placement.layout)
+        self._part_of = [plan.placement.layout.data_parallel_rank(rank) for rank in range(plan.world_size)]
         self._sequences = plan.sequences_per_replica
         self._steps: list[StepObservation] = []
         self._warm = False
@@ -60,7 +60,7 @@ class StepHistory:
                 continue
             self._steps.append(self._measured(rows))
             lines += self._watched(step, rows)
-        del self._steps[: -2 * max(self._plan.balance_every_steps, LEAST_STEPS_OBSERVED)]
+        del self._steps[: -2 * max(self._plan.cadence.balance_every_steps, LEAST_STEPS_OBSERVED)]
         return lines
 
     def layers_moved(self, layers: tuple[int, ...]) -> None:
@@ -100,14 +100,14 @@ class StepHistory:
 
 def _shares_in_words(plan: Plan) -> Shares:
     """How a slow rank could be relieved while the run goes on, as a key for the straggler's sentence."""
-    if plan.layout.data_parallel_degree > 1:
-        return "balanced" if plan.balance_every_steps else "fixed"
+    if plan.placement.layout.data_parallel_degree > 1:
+        return "balanced" if plan.cadence.balance_every_steps else "fixed"
     if stage_costs_of(plan) is not None:
-        return "recut" if plan.balance_every_steps else "uncut"
-    return "stages" if plan.layout.pipeline > 1 else "same"
+        return "recut" if plan.cadence.balance_every_steps else "uncut"
+    return "stages" if plan.placement.layout.pipeline > 1 else "same"
 
 
 def _hosts(plan: Plan) -> list[str]:
     """Name of the host of each rank."""
-    named = [host.name for host in plan.hosts for _ in range(host.workers)]
+    named = [host.name for host in plan.machines.hosts for _ in range(host.workers)]
     return named or ["this machine"] * plan.world_size

@@ -359,7 +359,7 @@ class CheckpointSaver:
     def _with_host(self, error: PlaitError) -> PlaitError:
         """The same error with the name of this rank's host, where the run has several."""
         plan = self._assembly.plan
-        if len(plan.hosts) < 2 or isinstance(error.__cause__, FileNotFoundError):
+        if len(plan.machines.hosts) < 2 or isinstance(error.__cause__, FileNotFoundError):
             return error
         return (NoRoom if isinstance(error, NoRoom) else RunFailed)(f"on {_host_of(plan, self._world.index)}: {error}")
 
@@ -425,7 +425,7 @@ def reports_of(tell: Callable[..., None], progress: ProgressReport, stop_request
 
 
 def _host_of(plan: Plan, rank: int) -> str:
-    names = [share.name for share in plan.hosts for _ in range(share.workers)]
+    names = [share.name for share in plan.machines.hosts for _ in range(share.workers)]
     return names[rank]
 
 

@@ -11,14 +11,14 @@ from plait.planner.plan import Plan
 
 def described_model(plan: Plan) -> dict[str, object]:
     """What a checkpoint says of its model: the shape and, where it holds an adapter alone, which model that is of."""
-    base = {"base": plan.base_fingerprint} if plan.base and plan.shape.adapter else {}
-    return {**plan.shape.to_dict(), **base}
+    base = {"base": plan.job.base_fingerprint} if plan.job.base and plan.job.shape.adapter else {}
+    return {**plan.job.shape.to_dict(), **base}
 
 
 def check_fits(manifest: Manifest, plan: Plan) -> None:
     """Raise PlaitError unless a checkpoint is of the plan's model and has each weight that learns in its whole size: to
     be asked before anybody takes memory for them."""
     check_model(manifest, described_model(plan))
-    sizes = weight_sizes(plan.shape)
-    kept = {name: (plan.shape.size_of("experts"),) for name in kept_values(plan.shape)}
-    check_weights(manifest, {**{name: sizes[name] for name in trained_weights(plan.shape)}, **kept})
+    sizes = weight_sizes(plan.job.shape)
+    kept = {name: (plan.job.shape.size_of("experts"),) for name in kept_values(plan.job.shape)}
+    check_weights(manifest, {**{name: sizes[name] for name in trained_weights(plan.job.shape)}, **kept})

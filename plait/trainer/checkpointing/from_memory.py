@@ -46,7 +46,7 @@ def restore_from_memory(assembly: Assembly, at: HostCopies, step: int, world: Su
     def read(key: str, box: Box) -> Tensor:
         return copies.read(key, box.offset, box.extent)
 
-    counts = assembly.plan.optimizer.kind == "adamw"
+    counts = assembly.plan.job.optimizer.kind == "adamw"
     load_state(assembly, read, copies.whole("adam_step")[0] if counts else None)
     assembly.model.gradients.publish()
     torch.set_rng_state(copies.whole(f"rng/rank-{world.index}"))

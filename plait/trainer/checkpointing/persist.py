@@ -81,7 +81,7 @@ def publish_parts(
     staging, final = places
     await_parts(staging, world_size, is_given_up=is_given_up, note_bytes=note_bytes)
     fence()
-    kinds = ("model", *moment_names(assembly.plan.optimizer))
+    kinds = ("model", *moment_names(assembly.plan.job.optimizer))
     publish(
         staging,
         final,
@@ -90,8 +90,8 @@ def publish_parts(
         model=described_model(assembly.plan),
         world_size=world_size,
         needs=[
-            *(f"{kind}/{name}" for kind in kinds for name in trained_weights(assembly.plan.shape)),
-            *(f"model/{name}" for name in kept_values(assembly.plan.shape)),
+            *(f"{kind}/{name}" for kind in kinds for name in trained_weights(assembly.plan.job.shape)),
+            *(f"model/{name}" for name in kept_values(assembly.plan.job.shape)),
         ],
     )
 
@@ -139,12 +139,12 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> 
     """Load a checkpoint written under any layout into this rank, and return the state of training at it; raises
     PlaitError where it is of another model or optimizer."""
     check_model(manifest, described_model(assembly.plan))
-    check_optimizer(manifest, moment_names(assembly.plan.optimizer))
+    check_optimizer(manifest, moment_names(assembly.plan.job.optimizer))
 
     def read(key: str, box: Box) -> Tensor:
         return read_slice(path, manifest, key, box.offset, box.extent)
 
-    counts = assembly.plan.optimizer.kind == "adamw"
+    counts = assembly.plan.job.optimizer.kind == "adamw"
     load_state(assembly, read, read_tensor(path, manifest, "adam_step")[0] if counts else None)
     assembly.model.gradients.publish()
     random = f"rng/rank-{world.index}"
@@ -163,7 +163,7 @@ def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: 
     """
     for held in (*_trained(assembly), *assembly.kept_biases()):
         held.tensor.copy_(read(f"model/{held.name}", held.box))
-    names = moment_names(assembly.plan.optimizer)
+    names = moment_names(assembly.plan.job.optimizer)
     for unit in assembly.model.units:
         moments = {key: torch.zeros_like(unit.parameter) for key in names.values()}
         for part in unit.parts:
@@ -176,7 +176,7 @@ def state_boxes(assembly: Assembly) -> Iterator[tuple[str, Box]]:
     """The keys and boxes that `load_state` reads, in order."""
     yield from ((f"model/{held.name}", held.box) for held in (*_trained(assembly), *assembly.kept_biases()))
     for unit in assembly.model.units:
-        kinds = moment_names(assembly.plan.optimizer)
+        kinds = moment_names(assembly.plan.job.optimizer)
         yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in kinds)
 
 
@@ -185,7 +185,7 @@ def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
     assembly.model.gradients.settle()
     for unit in assembly.model.units:
         if unit.owned:
-            state, names = assembly.optimizer.state[unit.parameter], moment_names(assembly.plan.optimizer)
+            state, names = assembly.optimizer.state[unit.parameter], moment_names(assembly.plan.job.optimizer)
             kinds = {"model": unit.parameter.detach(), **{kind: state[key] for kind, key in names.items()}}
             for kind, tensor in kinds.items():
                 for part in unit.parts:
@@ -203,7 +203,7 @@ def held_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
     for unit in assembly.model.units:
         state = assembly.optimizer.state[unit.parameter]
         for part in unit.parts:
-            for kind, key in moment_names(assembly.plan.optimizer).items():
+            for kind, key in moment_names(assembly.plan.job.optimizer).items():
                 yield f"{kind}/{part.name}", part.box, unit_part_view(state[key], part)
 
 

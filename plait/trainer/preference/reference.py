@@ -72,8 +72,8 @@ class KeptReference:
         with."""
         self.learns_pairs = objective == "dpo"
         if self.learns_pairs:
-            self._path = Path(plan.corpus) / f"reference-{reference_key(plan, overlong)}.safetensors"
-            self._pairs = all_pairs(open_corpus(Path(plan.corpus)))
+            self._path = Path(plan.job.corpus) / f"reference-{reference_key(plan, overlong)}.safetensors"
+            self._pairs = all_pairs(open_corpus(Path(plan.job.corpus)))
             self._find()
 
     def give(self, assembly: LearnsPairs, progress: ProgressReport = NO_REPORT, *, writes: bool = False) -> str:
@@ -111,9 +111,9 @@ class KeptReference:
 def reference_key(plan: Plan, overlong: Overlong) -> str:
     """A name for all that the reference depends on: weights, tokens (and with them the template), the longest pair and
     what becomes of longer ones, and the arithmetic."""
-    weights = [plan.base_fingerprint, plan.shape.vocabulary]
-    arithmetic = [plan.precision, plan.matmul_precision]
-    parts = [_FORMAT, weights, plan.corpus_hash, [plan.sequence, overlong], arithmetic]
+    weights = [plan.job.base_fingerprint, plan.job.shape.vocabulary]
+    arithmetic = [plan.arithmetic.precision, plan.arithmetic.matmul_precision]
+    parts = [_FORMAT, weights, plan.job.corpus_hash, [plan.job.sequence, overlong], arithmetic]
     return sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

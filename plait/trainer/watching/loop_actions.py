@@ -34,7 +34,7 @@ def loop_actions(
     """What the loop calls on one rank; `whole` collects the steps of the checkpoints that were saved whole."""
     plan, world = assembly.plan, assembly.sums
     first_step = FirstStep(assembly, world, context)
-    flops_per_token = training_flops_per_token(plan.shape, plan.sequence, "full")
+    flops_per_token = training_flops_per_token(plan.job.shape, plan.job.sequence, "full")
 
     def told(end: SaveEnd | None) -> SaveEnd | None:
         if end is not None and not end.failure:
@@ -72,9 +72,9 @@ def loop_actions(
         agree=agree,
         rebalance_if_due=balance.rebalance_if_due,
         stop_requested=context.stop_requested,
-        learning_rate=lambda step: learning_rate(plan.optimizer, step, plan.steps),
+        learning_rate=lambda step: learning_rate(plan.job.optimizer, step, plan.job.steps),
         data_wait_s=lambda: assembly.loader.wait_s,
-        mfu=lambda rate: rate * flops_per_token / plan.peak_flops if plan.peak_flops else None,
+        mfu=lambda rate: rate * flops_per_token / plan.machines.peak_flops if plan.machines.peak_flops else None,
     )
 
 

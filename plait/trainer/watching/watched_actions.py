@@ -82,7 +82,7 @@ def run_guarded(
     Of the worker's argument, `asked["folder"]` is the run's, `asked["skipped"]` are the steps that take the batch after
     their own, and `asked["guard"]` the fields of a NumberGuard.
     """
-    skipped, batch_sequences = frozenset(asked["skipped"]), assembly.plan.batch_sequences
+    skipped, batch_sequences = frozenset(asked["skipped"]), assembly.plan.job.batch_sequences
     actions = with_planted_faults(actions, assembly, Path(asked["folder"]), context.rank)
     step = actions.step
     passing = replace(actions, step=lambda state: step(past_skipped(state, skipped, batch_sequences)))
