@@ -552,7 +552,7 @@ def _reader_pod(record: Submitted) -> dict[str, Any]:
 _WAITING = {
     "ErrImagePull": "its image cannot be had: check the name, and that the cluster may pull it (imagePullSecrets)",
     "ImagePullBackOff": "its image cannot be had: check the name, and that the cluster may pull it (imagePullSecrets)",
-    "InvalidImageName": "that is no name of an image: mend --with image=",
+    "InvalidImageName": "that is no name of an image: correct --with image=",
     "CreateContainerConfigError": "something that it names is missing, most likely the secret: submit again",
     "CreateContainerError": "its container cannot be made: see kubectl describe pod",
 }

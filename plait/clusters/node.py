@@ -85,13 +85,15 @@ class NodePlace:
             missing = RANK_VARIABLE if self.rank is None else LEADER_VARIABLE
             raise PlaitError(f"{missing} is not set, so this node does not know its part; start it by plait submit")
         if self.rank is not None and not 0 <= self.rank < self.nodes:
-            raise PlaitError(f"node {self.rank} of {self.nodes}: the numbers go from 0 to {self.nodes - 1}; mend them")
+            raise PlaitError(
+                f"node {self.rank} of {self.nodes}: set {RANK_VARIABLE} to a number from 0 to {self.nodes - 1}"
+            )
 
 
 def work_on_node(target: Sequence[str], place: NodePlace, screen: Screen) -> StoppedBy:
     """Do this node's part of a job to its end: lead where its number is 0, else join; returns what ended it.
 
-    Raises PlaitError for what is to be mended, RunFailed where the run failed or node 0 never came.
+    Raises PlaitError for wrong input, RunFailed where the run failed or node 0 never came.
     """
     _heed_warning()
     require_promised_gpus(os.environ)
@@ -196,16 +198,16 @@ def _run(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> StoppedB
     """Run it; of a job that its scheduler started again an earlier start may not have ended yet, which is waited
     for."""
     is_again = int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
-    deadline, told = time.monotonic() + EARLIER_START_ENDS_S, False
+    deadline, announced = time.monotonic() + EARLIER_START_ENDS_S, False
     while True:
         try:
             return _run_once(target, hosts, screen)
         except FolderTaken as error:
             if not is_again or time.monotonic() > deadline:
                 raise
-            if not told:
+            if not announced:
                 screen.print(f"waits    {str(error).partition(';')[0]}: an earlier start of this job on a lost node")
-            told = True
+            announced = True
         time.sleep(_LOOK_EVERY_S)
 
 
@@ -218,8 +220,8 @@ def _run_once(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> Sto
 
 @contextmanager
 def _secret_file_while_leading(file: Path | None) -> Iterator[None]:
-    """The file is there from the first moment on, so that others need not begin with a wrong one, and gone at the end:
-    nodes that come later know by that that nobody waits for them."""
+    """The secret's file exists from the start, so that no node reads an older one, and is removed at the end, by which
+    late nodes know that the job is over."""
     if file is None:
         yield
         return
@@ -232,7 +234,7 @@ def _secret_file_while_leading(file: Path | None) -> Iterator[None]:
 
 
 def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, screen: Screen) -> StoppedBy:
-    """Join as soon as node 0 listens; "finished" where the run needs nobody any more."""
+    """Join as soon as node 0 listens; "finished" where the run is over already."""
     deadline, was_there = time.monotonic() + JOIN_AT_LATEST_S, False
     kept = read_secret(None) if place.secret_file is None else None
     program = Path(target[0]) if is_program(target) else None
@@ -254,10 +256,10 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
 
 
 def _without_leader(target: Sequence[str]) -> StoppedBy:
-    """What it means that node 0 is gone before this node could join."""
+    """Node 0 is gone before this node could join: "finished" if the run is, else RunFailed."""
     if _is_over(target):
         return "finished"
-    raise RunFailed("node 0 ended before this node could join it; see what it printed, mend that, and submit again")
+    raise RunFailed("node 0 ended before this node could join it; see what it printed, correct that, and submit again")
 
 
 def _is_over(target: Sequence[str]) -> bool:
@@ -325,7 +327,7 @@ def _is_address(name: str) -> bool:
 
 
 def _address_with_a_way_out(name: str) -> str:
-    """The only address beside loopback, else the one from which packets leave for elsewhere; none is sent."""
+    """The only address that is not loopback, else the one from which packets leave for elsewhere; none is sent."""
     outside = [text for text in local_addresses() if not ip_address(text).is_loopback]
     if len(outside) == 1:
         return outside[0]

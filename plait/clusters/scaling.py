@@ -1,4 +1,4 @@
-"""Why so many nodes: time, cost and efficiency of one job at 1, 2, 4, … nodes, by the planner's forecast."""
+"""How many nodes pay: time, cost and efficiency of one job at 1, 2, 4, … nodes, by the planner's forecast."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN_AFTER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesForecast:
-    """One job on so many nodes, as the planner forecasts it."""
+    """The planner's forecast of one job on a number of nodes."""
 
     nodes: int
     devices: int
@@ -72,7 +72,7 @@ class Scaling:
         return self.row(self.pays)
 
     def row(self, nodes: int) -> NodesForecast:
-        """The row of so many nodes."""
+        """The row of a number of nodes."""
         return next(row for row in self.rows if row.nodes == nodes)
 
     def efficiency(self, row: NodesForecast) -> float:
@@ -165,7 +165,7 @@ def _cells(scaling: Scaling, row: NodesForecast) -> tuple[str, ...]:
 
 
 def scaling_text(scaling: Scaling, chosen: int, hardware: str) -> str:
-    """The table, what it is about, and why so many nodes, for people."""
+    """The table with its heading, and the reason for the chosen number of nodes."""
     plan = scaling.plan
     about = f"{format_count(parameter_count(plan.job.shape))} parameters, {counted(plan.job.steps, 'step', ',')} of "
     lines = [f"forecast {about}{plan.batch_tokens:,} tokens; {hardware}"]

@@ -248,14 +248,14 @@ def _survives_lost_nodes(job: ClusterJob, options: Mapping[str, str]) -> bool:
 
 
 def _requeue_lines(job: ClusterJob) -> list[str]:
-    told = _secret_file(job, _THIS_START).removesuffix(SECRET_SUFFIX) + AGAIN_SUFFIX
+    again = _secret_file(job, _THIS_START).removesuffix(SECRET_SUFFIX) + AGAIN_SUFFIX
     last_word = [
         "# srun's code is the highest of all nodes; one that was lost earlier does not outweigh what node 0 says",
-        f'if [ -e "{told}" ]; then rm -f "{told}"; code={REQUEUE_EXIT}; fi',
+        f'if [ -e "{again}" ]; then rm -f "{again}"; code={REQUEUE_EXIT}; fi',
     ]
     return [
         *(last_word if job.nodes > 1 else []),
-        f"# {REQUEUE_EXIT}: all is saved and more is to do. Another try helps after no other end of a run.",
+        f"# {REQUEUE_EXIT}: all is saved and more is to do. After any other end another try would not help.",
         f'if [ $code = {REQUEUE_EXIT} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES_AT_MOST} ]; then',
         '  scontrol requeue "$SLURM_JOB_ID" && sleep 120  # Slurm ends this script meanwhile',
         "fi",

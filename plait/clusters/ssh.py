@@ -106,7 +106,7 @@ def check_command(place: SshPlace) -> str:
 
 
 def install_command(place: SshPlace, wheel: str) -> str:
-    """Makes the environment from the wheel and the lock file that were copied beside it; a second time it is there."""
+    """Makes the environment from the wheel and the lock file, unless it exists."""
     own = place.environment_folder
     return (
         f"set -e; [ -e {own}/ready ] && exit; python3 -m venv {own}; "
@@ -164,7 +164,7 @@ def end_agent_command(name: str, folder: str, rank: int) -> str:
 def ssh_script(job: ClusterJob, place: SshPlace, wheel: str, lock: str, inputs: tuple[str, ...]) -> str:
     """All that would be done, as a shell script; the secret goes from a variable of the shell into standard input.
     `wheel` and `inputs` are files here, `lock` is the text of the lock file."""
-    lines = ["#!/bin/bash", "# Made by plait submit, which does the same and says what to mend where a step fails."]
+    lines = ["#!/bin/bash", "# Made by plait submit, which does the same and says what to do where a step fails."]
     lines += [f"# {sentence}" for sentence in job.why]
     lines += ["set -eu", ""]
     for machine in place.machines:
@@ -273,7 +273,7 @@ def input_files(target: Sequence[str], config: RunConfig | None) -> InputFiles:
 
 
 def _other_inputs(target: Sequence[str], config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Files beside the texts by the recipe's key, but for those whose place over there was typed."""
+    """Other files that the recipe names, by its key, except those whose place on the machines was typed."""
     read = {
         "model.from": config.model.from_,
         "data.tokenizer": config.data.tokenizer,
@@ -295,7 +295,7 @@ def _other_inputs(target: Sequence[str], config: RunConfig) -> Iterator[tuple[st
 
 
 def on_machine(machine: str, command: str, *, stdin: str = "", within_s: float = 120.0) -> str:
-    """What a shell command answers on a machine; raises PlaitError with the mend."""
+    """The output of a shell command on a machine; raises PlaitError."""
     return tool_answer([*SSH_WORDS, machine, command], stdin=stdin, about=machine, within_s=within_s)
 
 

@@ -179,7 +179,7 @@ def _check_request(request: SubmitRequest, options: Mapping[str, str]) -> None:
     if request.kind and request.scheduler != "kubernetes":
         raise PlaitError(f"--kind is for --on kubernetes; leave it out for {request.scheduler}")
     if request.time and is_ssh:
-        raise PlaitError("nobody ends a run by ssh when a time is over; leave --time out, or set train.budget")
+        raise PlaitError("by ssh no scheduler ends a run at a time limit; leave --time out, or set train.budget")
 
 
 def _grace_s(request: SubmitRequest, options: Mapping[str, str], limit: int | None, screen: Screen) -> int:
