@@ -3,7 +3,7 @@ same training under torchrun.
 
 Each round kills one worker of a run of plait ("warm": the process that starts workers has torch loaded), the process
 that starts workers itself ("cold": another one has to load torch), and a worker below `torchrun --max-restarts`, which
-starts `plait train` anew. All are seen from outside in the same way: a new line in starts.jsonl, then a new step in
+starts `plait train` again. All are seen from outside in the same way: a new line in starts.jsonl, then a new step in
 metrics.jsonl. Run it on a quiet machine.
 """
 

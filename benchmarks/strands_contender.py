@@ -19,7 +19,8 @@ from plait.data.shards import Corpus, Shard
 from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.parallel.apply import STAGES, parallelize
-from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.sums import ONE_PROCESS
 from plait.partition.execution import RunArithmetic
 from plait.planner.plan import Cadence, Machines, OptimizerPlan, Placement, Plan, TrainingJob
 from plait.planner.search.validity import balanced_stages

@@ -31,7 +31,7 @@ PIP = (VENV_PYTHON, "-m", "pip", "--disable-pip-version-check")
 
 
 class SetupError(Exception):
-    """A sentence for the user: what is wrong and what mends it."""
+    """A sentence for the user: what is wrong and what fixes it."""
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ def _is_python_named() -> bool:
 
 
 def create_venv(reason: str) -> None:
-    """Make `.venv` anew; a torch that the Python outside has, and that is new enough and can use the GPUs, is kept."""
+    """Make `.venv` again; a torch that the Python outside has, and that is new enough and can use the GPUs, is kept."""
     python = getattr(sys, "_base_executable", None) or sys.executable  # not .venv's own, where that is activated
     check_python(sys.version_info[:3], python)
     if importlib.util.find_spec("ensurepip") is None:
@@ -124,10 +124,10 @@ def check_python(version: "tuple[int, ...]", path: str) -> None:
         return
     names = [f"python3.{minor}" for minor in range(19, OLDEST_PYTHON[1] - 1, -1)]
     newer = next((name for name in names if _answer([name, "--version"])), None)
-    mend = f"{newer} is here" if newer else "install one, then name it"
+    fix = f"{newer} is here" if newer else "install one, then name it"
     raise SetupError(
         "plait needs Python {}.{} or newer, and {} is Python {}.{}.{}; ".format(*OLDEST_PYTHON, path, *version)
-        + f"{mend}: make PYTHON={newer or 'python3.12'} train"
+        + f"{fix}: make PYTHON={newer or 'python3.12'} train"
     )
 
 

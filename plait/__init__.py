@@ -10,14 +10,12 @@ from plait.version import __version__ as __version__
 if TYPE_CHECKING:
     from plait.api import (
         join,
-        join_run,
         load_recipe,
         plan,
         prepare_data,
         probe,
         run,
         train,
-        train_recipe,
         verify,
     )
     from plait.api_models import chat, evaluate, export, sample
@@ -56,7 +54,6 @@ __all__ = [
     "evaluate",
     "export",
     "join",
-    "join_run",
     "load_recipe",
     "plan",
     "prepare_data",
@@ -69,7 +66,6 @@ __all__ = [
     "spread",
     "submit",
     "train",
-    "train_recipe",
     "verify",
 ]
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
-from warnings import warn
 
 from plait.arguments import check_arguments, texts_of
 from plait.commands.python_call import ProgressDisplay, as_command, screen_for
-from plait.errors import Interrupted, PlaitError, StopSignal
+from plait.errors import Interrupted, PlaitError
 from plait.working_folder import Place, named_folder
 
 if TYPE_CHECKING:
@@ -190,23 +189,3 @@ def run(
         ended_by = run_program(path, workers=workers, screen=screen_for(progress), working=working)
     if ended_by != "finished":
         raise Interrupted(ended_by)
-
-
-def train_recipe(recipe: str | Path, overrides: Sequence[str] = (), **options: Any) -> Literal["finished"] | StopSignal:
-    """The name of `train` before version 0.2: prints as the command does, and returns what ended the run."""
-    warn("plait.train_recipe is now plait.train, which returns the receipt", DeprecationWarning, stacklevel=2)
-    try:
-        train(recipe, overrides, progress="lines", **options)
-    except Interrupted as stopped:
-        return stopped.signal
-    return "finished"
-
-
-def join_run(at: str, *, secret_file: str | Path | None = None) -> Literal["finished"] | StopSignal:
-    """The name of `join` before version 0.2: prints as the command does, and returns what ended the run."""
-    warn("plait.join_run is now plait.join", DeprecationWarning, stacklevel=2)
-    try:
-        join(at, secret_file=secret_file, progress="lines")
-    except Interrupted as stopped:
-        return stopped.signal
-    return "finished"

@@ -14,7 +14,6 @@ import typer
 
 from plait.command_line.arguments import (
     Address,
-    BalanceRanks,
     HostCount,
     LayoutsToProve,
     MeasuredStep,
@@ -118,13 +117,12 @@ def _prove(recipe: Path, overrides: list[str], count: int, json_file: Path | Non
 def data(
     recipe: Recipe,
     overrides: Overrides = None,
-    balance: BalanceRanks = None,
     show: ShownSamples = None,
 ) -> None:
     """Turn a recipe's text into tokens on disk, once."""
     from plait.commands.data import prepare_text
 
-    prepare_text(recipe, overrides or [], balance_ranks=balance, show=show or 0, screen=_screen())
+    prepare_text(recipe, overrides or [], show=show or 0, screen=_screen())
 
 
 @app.command()
@@ -218,7 +216,7 @@ def _print_any_character() -> None:
 
 
 def main() -> None:
-    """The `plait` command: one sentence and an exit code for what the user can mend; a traceback only for our bugs."""
+    """The `plait` command: one sentence and an exit code for what the user can fix; a traceback only for our bugs."""
     os.umask(os.umask(0) | stat.S_IWOTH)  # what plait makes is never everybody's to change
     atexit.register(ignore_stop_signals)  # of two in a row, the second may come when this process has all but ended
     with interrupting_signals() as command_is_over:  # jobs have their own way with them

@@ -85,7 +85,7 @@ def disk_advice(error: OSError) -> str:
     """What to do about a file that could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space"
-    return "mend its rights" if error.errno in (errno.EACCES, errno.EPERM) else "mend its folder or disk"
+    return "check its permissions" if error.errno in (errno.EACCES, errno.EPERM) else "check the folder and the disk"
 
 
 def installing(package: str) -> str:

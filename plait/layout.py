@@ -33,7 +33,7 @@ class Layout:
     tensor: int = 1
     expert: int = 1
     """Ranks of `replicate`, `shard` and `context` that hold a mixture's experts together, each some of them; no axis of
-    its own: groups of so many neighbours, `context` innermost."""
+    its own: groups of this many neighbours, `context` innermost."""
     shard_what: ShardWhat = "optimizer"
     """What `shard` splits: optimizer state (ZeRO-1), or the parameters as well (FSDP)."""
     schedule: Schedule = "1f1b"

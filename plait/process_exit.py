@@ -1,4 +1,4 @@
-"""How the `plait` command ends: exit codes, and one sentence on stderr for all that the user can mend."""
+"""How the `plait` command ends: exit codes, and one sentence on stderr for all that the user can fix."""
 
 from __future__ import annotations
 

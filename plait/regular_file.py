@@ -121,7 +121,7 @@ class SpaceAhead:
         """The size in bytes from which more room is to be taken."""
 
     def require(self, nbytes: int) -> None:
-        """Call it before so many bytes are appended; a disk without room is no error here."""
+        """Call it before this many bytes are appended; a disk without room is no error here."""
         size = os.fstat(self._descriptor).st_size
         if size + nbytes <= self._enough_until:
             return

@@ -72,7 +72,7 @@ NEVER = Every(0, "steps")
 
 
 def part_of(epochs: float, whole: int) -> int:
-    """How many of so many things so many passes take, a part of one as a whole one; exact for decimal numbers."""
+    """How many of this many things this many passes take, a part of one as a whole one; exact for decimal numbers."""
     return max(1, ceil(Fraction(str(epochs)) * whole))
 
 
@@ -174,7 +174,7 @@ def more_or_less(difference: float, digits: int = 1) -> str:
 
 
 def plain_number(value: float, digits: int = 3) -> str:
-    """48_213 -> "48,200", 0.0000123 -> "0.0000123": so many significant digits, and never an exponent."""
+    """48_213 -> "48,200", 0.0000123 -> "0.0000123": this many significant digits, and never an exponent."""
     if value == 0 or not isfinite(value):
         return f"{value:g}"
     rounded = float(f"{value:.{digits}g}")

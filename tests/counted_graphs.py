@@ -1,4 +1,4 @@
-"""A stand-in for inductor, for tests of what is compiled anew."""
+"""A stand-in for inductor, for tests of what is recompiled."""
 
 from __future__ import annotations
 

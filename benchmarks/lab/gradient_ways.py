@@ -31,10 +31,11 @@ from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, parameter_count
 from plait.parallel import gradient_buckets
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
-from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_sums
 from plait.parallel.reduction import Transfer
 from plait.parallel.replicate import replicate
 from plait.parallel.sharded_model import LossOf, ShardedModel
+from plait.parallel.sums import ONE_PROCESS
 from plait.partition.execution import RunArithmetic
 from plait.planner.plan import Cadence, Machines, OptimizerPlan, Placement, Plan, TrainingJob
 from plait.trainer.optimizer.optim import make_optimizer

@@ -134,7 +134,7 @@ def _bytes_in(staging: Path) -> int:
 def _too_late(missing: Sequence[int], waited_s: float, folder: Path) -> str:
     return (
         f"could not save the checkpoint: nothing came of the part of {_ranks_text(missing)} from another host for "
-        f"{waited_s:.0f} s; {earlier_checkpoints(folder)}: mend the network between the hosts, or keep runs/ on a disk "
+        f"{waited_s:.0f} s; {earlier_checkpoints(folder)}: fix the network between the hosts, or keep runs/ on a disk "
         "that they share, and give the same command again"
     )
 

@@ -47,7 +47,7 @@ def clean_stop(staging: Path, own: Collection[str] = ()) -> Iterator[None]:
         why = f"{error.strerror}: {error.filename or staging}" if isinstance(error, OSError) else str(error)
         raise (NoRoom if full else RunFailed)(
             f"could not save the checkpoint ({why}); {earlier_checkpoints(staging.parent)}: "
-            f"{'free some space' if full else 'mend the cause'} and give the same command again"
+            f"{'free some space' if full else 'fix the cause'} and give the same command again"
         ) from error
 
 

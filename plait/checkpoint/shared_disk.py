@@ -1,6 +1,6 @@
 """Files that other hosts write, on a disk that they share: looked at so that nothing stale is believed.
 
-NFS keeps names, missing ones too, and sizes for up to a minute; what it looks up anew is what is opened
+NFS keeps names, missing ones too, and sizes for up to a minute; what it looks up again is what is opened
 (close-to-open, RFC 7530 section 10.3.1). So names are listed, sizes are asked of opened files, and a rename whose
 answer was lost, which the client then repeats in vain, is looked up.
 """

@@ -93,7 +93,8 @@ def verify_checkpoint(path: Path, share: HashShare = WHOLE_FILE) -> Manifest:
                 check_file(path / file, list(parts), pool, share)
     except OSError as error:
         raise PlaitError(
-            f"{error.filename or path} cannot be read ({error.strerror}); mend its rights or disk, or move {path} away"
+            f"{error.filename or path} cannot be read ({error.strerror}); check its permissions and the disk, or move "
+            f"{path} away"
         ) from error
     return manifest
 
@@ -228,6 +229,7 @@ def _delete(path: Path) -> None:
         rename_for_all(path, aside)
     except OSError as error:
         raise RunFailed(
-            f"could not delete the old checkpoint {path} ({error.strerror}); mend its rights and give the command again"
+            f"could not delete the old checkpoint {path} ({error.strerror}); check its permissions and give the "
+            "command again"
         ) from error
     shutil.rmtree(aside, ignore_errors=True)

@@ -86,7 +86,7 @@ def write_rank(
     file, name = part_files(rank)
     with clean_stop(staging, (file, name, partial_name(name)) if when_full == "clear own" else ()):
         header, parts, local = rank_layout(rank, tensors)
-        for made in (staging.parent, staging):  # not what is above: a run's folder that was moved is not made anew
+        for made in (staging.parent, staging):  # not what is above: a run's folder that was moved is not made again
             made.mkdir(exist_ok=True)
         if staging.is_symlink():
             raise RunFailed(f"{staging} is a link, and what it leads to would be overwritten; delete the link")

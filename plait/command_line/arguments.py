@@ -93,11 +93,8 @@ MeasuredStep = Annotated[
 LayoutsToProve = Annotated[
     int | None, typer.Option("--prove", help="Run this many of the best layouts here for a few steps each.", min=1)
 ]
-BalanceRanks = Annotated[
-    int | None, typer.Option("--balance", help="Also show how a step's documents divide among ranks.", min=2)
-]
 ShownSamples = Annotated[
-    int | None, typer.Option("--show", help="Also show so many samples, and what of them is learnt.", min=1, max=1000)
+    int | None, typer.Option("--show", help="Also show this many samples, and what of them is learnt.", min=1, max=1000)
 ]
 TopP = Annotated[
     float,

@@ -58,7 +58,7 @@ def drill_command(
         Places, typer.Option(metavar="HOST@STEP", help="Kill all of a host, which the drill makes on this machine.")
     ] = None,
     drawn: Annotated[
-        str, typer.Option("--random", metavar="N|TIME", help="So many more, or for 30min, drawn by the seed.")
+        str, typer.Option("--random", metavar="N|TIME", help="This many more, or for 30min, drawn by the seed.")
     ] = "0",
     seed: Annotated[int | None, typer.Option(help="The same seed draws the same failures.", min=0)] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,

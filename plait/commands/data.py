@@ -1,11 +1,10 @@
-"""`plait data`: a recipe's text as tokens on disk, and how well its documents divide among ranks."""
+"""`plait data`: a recipe's text as tokens on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait.commands.preparing.balance_table import balance_report, check_balance_request
 from plait.commands.preparing.corpus import heldout_lines, learnt_facts, prepared_corpus
 from plait.commands.preparing.shown_samples import packing_lines, shown_samples
 from plait.recipe.load import load_recipe
@@ -13,14 +12,10 @@ from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER
 
 
-def prepare_text(
-    recipe: Path, overrides: Sequence[str], *, balance_ranks: int | None, show: int = 0, screen: Screen
-) -> None:
-    """Prepare the text, or find it prepared, and print what there is; for `balance_ranks` ranks, also how a step's
-    documents divide among them, and so many samples with what of them is learnt. Raises PlaitError in one sentence."""
+def prepare_text(recipe: Path, overrides: Sequence[str], *, show: int = 0, screen: Screen) -> None:
+    """Prepare the text, or find it prepared, and print what there is; also `show` samples, with the tokens that are
+    trained on marked. Raises PlaitError."""
     config = load_recipe(recipe, overrides)
-    if balance_ranks:
-        check_balance_request(config, balance_ranks)
     corpus = prepared_corpus(config, CURRENT_FOLDER, screen)
     screen.print(str(learnt_facts(config, corpus)))
     for line in heldout_lines(corpus):
@@ -30,5 +25,3 @@ def prepare_text(
         screen.print(line)
     for pieces in shown_samples(corpus, show):
         screen.print_pieces(pieces)
-    if balance_ranks:
-        screen.print(balance_report(config, corpus, balance_ranks).table())

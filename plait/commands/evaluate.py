@@ -90,7 +90,7 @@ def texts_of_field(paths: Sequence[str], field: str | None, given_as: str = "--f
 
 
 def evaluation_of(step: int, loss_sum: float, tokens: int, nbytes: int) -> Evaluation:
-    """The result for a sum of losses in nats over so many tokens, which are so many bytes of text."""
+    """The result for a sum of losses in nats over this many tokens, which are this many bytes of text."""
     per_token, per_byte = loss_sum / tokens, loss_sum / nbytes
     named = {"nats_per_token": per_token, "nats_per_byte": per_byte, "tokens": tokens, "bytes": nbytes}
     return Evaluation(step=step, eval_loss=per_token, eval_nats_per_byte=per_byte, **named)

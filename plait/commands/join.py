@@ -32,7 +32,7 @@ def join(
     """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it; "finished",
     too, where the run does without this host. With a `program` this host's workers run that file, and nothing else.
 
-    Raises PlaitError, with what to mend on this host, when it may not join or cannot keep the run's files; RunFailed
+    Raises PlaitError, with what to fix on this host, when it may not join or cannot keep the run's files; RunFailed
     when the run failed or its leading host is lost.
     """
     address, port = _parse_address(at)

@@ -31,7 +31,7 @@ MetricsForm = Literal["auto", "list", "frame"]
 class Run:
     """A run by its name or its folder; `folder` holds runs/, and is the current one if left out.
 
-    Every property reads the run's files anew, also while it trains.
+    Every property reads the run's files again, also while it trains.
 
     Raises PlaitError where there is no such run, or a file of it is damaged.
     """

@@ -36,7 +36,7 @@ def train(
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> TrainingEnd:
-    """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during) with the mend.
+    """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during).
 
     A run that is finished prints its receipt. A first SIGINT, SIGTERM, SIGHUP or SIGUSR1 saves, and is the end's
     `stopped_by`. Over several hosts it first waits until the others have joined.

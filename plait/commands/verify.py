@@ -68,7 +68,7 @@ def verify(
 
 
 def verification_start(plan: Plan, cores: int) -> str:
-    """What is about to be compared, on a machine with so many cores."""
+    """What is about to be compared, on a machine with this many cores."""
     workers = plan.placement.layout.world_size
     turns = f" taking turns on {counted(cores, 'core')}" if workers > cores else ""
     doing = f"{counted(workers, 'gloo worker')}{turns} in float64, beside one plain process"

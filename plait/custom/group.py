@@ -20,7 +20,7 @@ from plait.errors import PlaitError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from plait.parallel.mesh import Sums
+    from plait.parallel.sums import Sums
 
 PEER_WAIT = timedelta(minutes=30)
 """How long a worker waits for another one: a person's own evaluation or saving may take its time."""
@@ -142,10 +142,10 @@ def check_same_devices(store: Store, started: StartedWorker, device: torch.devic
 
 def alone() -> Workers:
     """One process, without any group."""
-    from plait.custom.lone_sums import LONE_SUMS
+    from plait.parallel.sums import ONE_PROCESS
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return Workers(rank=0, size=1, local_rank=0, device=device, sums=LONE_SUMS)
+    return Workers(rank=0, size=1, local_rank=0, device=device, sums=ONE_PROCESS)
 
 
 def _workers_of_group(local_rank: int) -> Workers:

@@ -100,7 +100,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def checked_sums(result: Any) -> tuple[Tensor, Tensor]:
-    """What a person's loss returned, as a sum and a count; raises PlaitError with the mend where it is neither."""
+    """What a person's loss returned, as a sum and a count; raises PlaitError where it is neither."""
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise PlaitError(f"loss_sum returned {_described(result)}; {_SUM_ADVICE}")
     total, count = result

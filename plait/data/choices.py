@@ -81,7 +81,7 @@ def parse_questions(text: str, where: str) -> tuple[ChoiceQuestion, ...]:
             try:
                 found.append(_question(parse_json(line)))
             except ValueError as error:
-                raise PlaitError(f"{where}:{number}: {error}; mend that line") from None
+                raise PlaitError(f"{where}:{number}: {error}; correct that line") from None
     if not found:
         raise PlaitError(f'the choices "{where}" hold no question; write one JSON object a line')
     return tuple(found)

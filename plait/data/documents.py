@@ -17,7 +17,7 @@ BLOCK_BYTES = 1 << 18
 LONGEST_LINE_BYTES = 1 << 28
 """A longer line of JSONL is refused: it is read as a whole."""
 _ONE_OBJECT = "write one JSON object on each line"
-_NO_OBJECT = ", or mend the line: it is no JSON object"
+_NO_OBJECT = ", or correct the line: it is no JSON object"
 _SHOWN_NAMES = 12
 _SHOWN_CHARACTERS = 40
 
@@ -124,7 +124,9 @@ def _field_hint(field: str, record: dict[str, object]) -> str:
     texts = {name: value for name, value in record.items() if isinstance(value, str)}
     longest = sorted(texts, key=lambda name: -len(texts[name]))
     return (
-        f": {_names(list(record))}{_meant(field, list(record)) or _meant_text(longest)}" if record else ", or mend it"
+        f": {_names(list(record))}{_meant(field, list(record)) or _meant_text(longest)}"
+        if record
+        else ", or correct it"
     )
 
 
@@ -155,7 +157,7 @@ def text_document(place: str, text: object) -> Iterator[Document]:
     try:
         content = text.encode("utf-8")
     except UnicodeEncodeError:
-        raise PlaitError(f"{place}: the text holds half of a surrogate pair; mend or remove that record") from None
+        raise PlaitError(f"{place}: the text holds half of a surrogate pair; correct or remove that record") from None
     if content:
         yield Document(name=place, text_bytes=len(content), content=content)
 

@@ -57,7 +57,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         try:
             entries = sorted(inner.iterdir())
         except OSError as error:
-            raise PlaitError(f"the folder {inner} cannot be read ({error.strerror}); mend its rights") from None
+            raise PlaitError(f"the folder {inner} cannot be read ({error.strerror}); check its permissions") from None
         for path in entries:
             if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
                 waiting.append(path)

@@ -17,7 +17,7 @@ AT_START_BYTES = 1 << 28
 """What may be hashed before each start: about half a second's worth."""
 _BLOCK_BYTES = 1 << 22
 _RESTS = 9
-"""The background check rests for so many times the time that it worked: a tenth of one core."""
+"""The background check rests for this many times the time that it worked: a tenth of one core."""
 
 
 def verify_at_start(corpus: Corpus, limit_bytes: int = AT_START_BYTES) -> None:

@@ -131,7 +131,7 @@ def make_order(corpus: Corpus, seed: int, sequence: int) -> SampleOrder:
 
 
 def make_row_order(rows: Sequence[int], weights: tuple[float, ...], seed: int) -> SampleOrder:
-    """The order of streams that have so many ready rows each, without weights of all rows as one stream: its
+    """The order of streams that have this many ready rows each, without weights of all rows as one stream: its
     `windows` are the number of a stream and of a row in it."""
     counts = list(rows) if weights else [sum(rows)]
     streams = tuple(

@@ -172,7 +172,7 @@ def _mapped_starts(folder: Path, entry: ShardEntry) -> np.ndarray[Any, Any]:
 
 
 def _starts_header(documents: int) -> bytes:
-    """What `np.save` writes before so many 64-bit numbers."""
+    """What `np.save` writes before this many 64-bit numbers."""
     header = io.BytesIO()
     values = {"descr": "<i8", "fortran_order": False, "shape": (documents,)}
     np.lib.format.write_array_header_1_0(header, values)

@@ -87,9 +87,9 @@ def _config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise PlaitError(f"there is no {ADAPTER_CONFIG} in {folder}; name a folder that PEFT or plait wrote") from None
     except (OSError, ValueError) as error:
-        raise PlaitError(f"{file} is not usable ({error}); bring it anew") from None
+        raise PlaitError(f"{file} is not usable ({error}); download it again") from None
     if not isinstance(values, dict):
-        raise PlaitError(f"{file} is no table of keys and values; bring it anew")
+        raise PlaitError(f"{file} is no table of keys and values; download it again")
     check_adapter_values(file, values)
     return values
 
@@ -101,7 +101,7 @@ def _tensors(file: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name).float() for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise PlaitError(f"{file} is damaged ({error}); bring it anew from where it came") from None
+        raise PlaitError(f"{file} is damaged ({error}); download it again") from None
 
 
 def _modules_present(

@@ -72,9 +72,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"there is no {CONFIG} in {folder}; name the folder of a model, a .gguf file or a run"
         ) from None
     except (OSError, ValueError) as error:
-        raise PlaitError(f"{folder / CONFIG} is not usable ({error}); bring it anew") from None
+        raise PlaitError(f"{folder / CONFIG} is not usable ({error}); download it again") from None
     if not isinstance(values, dict):
-        raise PlaitError(f"{folder / CONFIG} is no table of keys and values; bring it anew")
+        raise PlaitError(f"{folder / CONFIG} is no table of keys and values; download it again")
     return values
 
 

@@ -182,7 +182,8 @@ def _windows(family: str, values: ConfigValues, layers: int) -> tuple[int, ...]:
     known = {"sliding_attention": window, "full_attention": 0}
     if not isinstance(kinds, list) or len(kinds) != layers or any(str(kind) not in known for kind in kinds):
         raise PlaitError(
-            f"layer_types in config.json is not a list of {layers} times full_attention or sliding_attention; mend it"
+            f"layer_types in config.json is not a list of {layers} times full_attention or "
+            "sliding_attention; correct it"
         )
     windows = tuple(known[str(kind)] for kind in kinds)
     return windows if any(windows) else ()

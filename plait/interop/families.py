@@ -277,7 +277,7 @@ def stored_name(family: Family, name: str) -> StoredName:
 
 
 def fused_name(family: Family, name: str, experts: int) -> StoredName:
-    """The same in files that hold all of so many experts' matrices as one tensor."""
+    """The same in files that hold all of this many experts' matrices as one tensor."""
     pattern, expert = pattern_of(name), expert_of(name)
     row = _numbered({**family.names, **family.fused}[pattern], name)
     if expert is None:

@@ -1,6 +1,6 @@
 """A .gguf file as a folder in Hugging Face's format: converted once, by transformers' reader, into float32.
 
-What that reader drops in silence is refused here: stretched rotary positions. What it gets wrong is mended: a
+What that reader drops in silence is refused here: stretched rotary positions. What it gets wrong is fixed: a
 pre-tokenizer that splits digits.
 """
 
@@ -52,7 +52,7 @@ def _checked_fields(gguf: Any, file: Path) -> dict[str, str]:
     try:
         reader = gguf.GGUFReader(file)
     except (ValueError, IndexError, OverflowError) as error:
-        raise PlaitError(f"{file} is no whole GGUF file ({error!s:.200}); bring it anew") from None
+        raise PlaitError(f"{file} is no whole GGUF file ({error!s:.200}); download it again") from None
     family = _text(reader, "general.architecture")
     if family not in MODEL_FAMILIES:
         raise PlaitError(

@@ -1,7 +1,7 @@
 """Where an adapter's weights lie in PEFT's files: a module of the model, and which rows of its outputs.
 
 GPT-2 holds queries, keys and values in one module, so that our three adapters are one of PEFT's: their A's one above
-the other, their B's along the diagonal, with a rank and an alpha that are so many times ours (`rank_pattern`).
+the other, their B's along the diagonal, with a rank and an alpha that are this many times ours (`rank_pattern`).
 """
 
 from __future__ import annotations

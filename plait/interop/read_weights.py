@@ -145,7 +145,7 @@ def _fill(file: int, stored: StoredTensor, into: memoryview, begin: int) -> None
     while done < len(into):
         read = os.preadv(file, [into[done:]], stored.begin + begin + done)
         if not read:
-            raise PlaitError(f"{stored.file} ends before {stored.name} does; was it changed? bring it anew")
+            raise PlaitError(f"{stored.file} ends before {stored.name} does; was it changed? download it again")
         done += read
 
 

@@ -45,7 +45,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         return {tensor.name: tensor for tensor in read_header(_only_file(folder))}
     except OSError as error:
         raise PlaitError(
-            f"{error.filename or folder} cannot be read ({error.strerror}); mend its rights or disk"
+            f"{error.filename or folder} cannot be read ({error.strerror}); check its permissions and the disk"
         ) from None
 
 
@@ -66,7 +66,7 @@ def same_numbers(one: StoredTensor, other: StoredTensor, at_once: int = COMPARED
                 left -= len(pieces[0])
     except OSError as error:
         raise PlaitError(
-            f"{error.filename or one.file} cannot be read ({error.strerror}); mend its rights or disk"
+            f"{error.filename or one.file} cannot be read ({error.strerror}); check its permissions and the disk"
         ) from None
     return True
 
@@ -119,12 +119,14 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     try:
         places = parse_json(read_regular_file(index)).get("weight_map")
     except (ValueError, AttributeError) as error:
-        raise PlaitError(f"{index} is damaged ({error}); bring it anew") from None
+        raise PlaitError(f"{index} is damaged ({error}); download it again") from None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise PlaitError(f"{index} has no weight_map from tensors to files; bring it anew")
+        raise PlaitError(f"{index} has no weight_map from tensors to files; download it again")
     for name in places.values():
         if name != Path(name).name or name in ("", ".", "..") or "\0" in name or not name.endswith(".safetensors"):
-            raise PlaitError(f"{index} names {name!r}, which is no safetensors file of its own folder; bring it anew")
+            raise PlaitError(
+                f"{index} names {name!r}, which is no safetensors file of its own folder; download it again"
+            )
     return places
 
 
@@ -168,4 +170,4 @@ def _counts(values: object) -> tuple[int, ...] | None:
 
 
 def _damaged(file: Path, why: str) -> PlaitError:
-    return PlaitError(f"{file} is damaged: {why}; bring it anew from where it came")
+    return PlaitError(f"{file} is damaged: {why}; download it again")

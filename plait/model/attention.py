@@ -32,7 +32,7 @@ class Documents:
     0, and `longest`, an upper bound of the lengths.
 
     Never changed, and yet not frozen: torch 2.11's compiler reads every field of a frozen dataclass that a layer is
-    given, and so compiled anew for each batch's lengths, also where no graph uses them.
+    given, and so recompiled for each batch's lengths, also where no graph uses them.
     """
 
     lengths: tuple[int, ...]
@@ -57,7 +57,7 @@ def cumulative_lengths(lengths: tuple[int, ...]) -> Tensor:
 
 
 def of_any_length(ends: Tensor) -> Tensor:
-    """The same tensor, for which a compiled layer does not compile anew at each number of documents."""
+    """The same tensor, for which a compiled layer does not recompile at each number of documents."""
     import torch._dynamo  # more than a second of imports; only GPUs need it, where layers are compiled
 
     torch._dynamo.mark_dynamic(ends, 0)

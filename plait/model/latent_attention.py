@@ -6,7 +6,7 @@ Note [latents are what is kept]: a cache holds a token's latent, normed, and its
 keys first and meet the latents themselves, as do results those of values: the same products in another order.
 
 Note [equal widths]: attention's kernels take keys and values of one width. Zeros behind the narrower change no score
-and no result; the factor that the kernel divides scores by is mended in the queries.
+and no result; the factor that the kernel divides scores by is corrected in the queries.
 
 Legend: b rows of the batch, t tokens of a row, n all tokens, m those of one rank, h heads, d numbers of a head, r of a
 latent.

@@ -147,7 +147,7 @@ def unchanged(values: Tensor) -> Tensor:
 
 
 KERNEL_ROW_BYTES = 16
-"""Rows that the grouped kernel takes begin at multiples of so many bytes."""
+"""Rows that the grouped kernel takes begin at multiples of this many bytes."""
 
 
 def grouped_product(rows_ri: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
@@ -286,8 +286,8 @@ def _placed(rows_rd: Tensor, order: ExpertOrder) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSpans:
-    """Where a rank's tokens lie in the rows: the numbers of its spans, of so many equal ones of each row, in the order
-    in which it holds them."""
+    """Where a rank's tokens lie in the rows: the numbers of its spans, of this many equal ones of each row, in the
+    order in which it holds them."""
 
     of: int = 1
     own: tuple[int, ...] = (0,)

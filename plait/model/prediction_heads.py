@@ -46,7 +46,7 @@ class MicroObjectives:
     losses: Mapping[str, HeadLoss]
     """By the names of ObjectivesShape.weights."""
     following_bt: tuple[Tensor, ...] = ()
-    """For each depth of prediction ahead the tokens so many further."""
+    """For each depth of prediction ahead the tokens this many further."""
     counted_n: tuple[Tensor, ...] = field(default=())
     """For each depth which tokens enter its loss, where a mixture of experts counts; else empty."""
 

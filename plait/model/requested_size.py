@@ -47,8 +47,8 @@ def named_size(size: str) -> str:
 
 
 def shape_for(parameters: int, *, vocabulary: int, sequence: int, **explicit: Any) -> ModelShape:
-    """The shape of about so many parameters, embeddings included: of the shapes NEAR that number the one whose ratio of
-    width to layers is the most usual (ASPECT_RATIOS). Raises PlaitError where no shape comes near.
+    """The shape of about this many parameters, embeddings included: of the shapes NEAR that number the one whose ratio
+    of width to layers is the most usual (ASPECT_RATIOS). Raises PlaitError where no shape comes near.
 
     Explicit fields are kept, and the others follow from them: with `layers` named, the width makes the size.
     """
@@ -110,6 +110,6 @@ def _usual_widths() -> list[int]:
 
 
 def _usual_aspect(parameters: float) -> float:
-    """Width divided by layers at so many parameters, between the ASPECT_RATIOS on a line in logarithms."""
+    """Width divided by layers at this many parameters, between the ASPECT_RATIOS on a line in logarithms."""
     sizes, ratios = np.log(list(ASPECT_RATIOS)), np.log(list(ASPECT_RATIOS.values()))
     return exp(np.interp(log(parameters), sizes, ratios))

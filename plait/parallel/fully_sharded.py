@@ -39,7 +39,7 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
     apart = _experts_mesh(execution)
     for chunk in sharded.chunks:
         whole = _whole_experts(chunk, execution)
-        # In a pipeline several micro-batches are under way, and each would gather the weights anew.
+        # In a pipeline several micro-batches are under way, and each would gather the weights again.
         again = execution.layout.pipeline == 1
         for layer in chunk.layers.values():
             for router in [module for module in layer.modules() if isinstance(module, Router)]:

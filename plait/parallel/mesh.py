@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
 import torch
@@ -19,49 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.cluster.gpus import TorchGpus, check_gpu_computes
 from plait.layout import AXES, Layout
 from plait.parallel.launcher_store import open_launcher_store
+from plait.parallel.sums import Sums
 
 PEER_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another one's part of a sum or a message."""
 _AXES_OF_COLLECTIVES = ("shard", "tensor", "context")
 """Sums of gradients have groups of their own, and stages send messages from rank to rank."""
-
-
-class Sums(Protocol):
-    """Sums over all ranks of a job, and this rank's place among them."""
-
-    index: int
-    size: int
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, in place. Every rank must call it; blocks."""
-        ...
-
-    def largest(self, values: Tensor) -> Tensor:
-        """The element-wise maximum over all ranks, in place. Every rank must call it; blocks."""
-        ...
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """Each rank's values, in rank order. Every rank must call it; blocks."""
-        ...
-
-
-class OneProcessSums:
-    """One process: every sum is already global."""
-
-    index = 0
-    size = 1
-
-    def __call__(self, values: Tensor) -> Tensor:
-        return values
-
-    def largest(self, values: Tensor) -> Tensor:
-        return values
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        return [values]
-
-
-ONE_PROCESS = OneProcessSums()
 
 
 class LocalGroup(dist.ProcessGroup):

@@ -76,7 +76,7 @@ def run_keeping(kept: tuple[Any, ...], layer: Layer, stream_nd: Tensor, rows: Ro
 
 
 def _checkpoint(layer: Layer, stream_nd: Tensor, rows: Rows, **contexts: Any) -> Tensor:
-    # `rows` is no argument: torch 2.11's compiler takes one apart, and compiles anew for each number of documents.
+    # `rows` is no argument: torch 2.11's compiler takes one apart, and recompiles for each number of documents.
     def run(stream_nd: Tensor) -> Tensor:
         return run_layer(layer, stream_nd, rows)
 

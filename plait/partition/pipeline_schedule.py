@@ -61,7 +61,7 @@ def _of_rank(schedule: Schedule, rank: int, ranks: int, virtual: int, micros: in
 
 
 def forwards_ahead(schedule: Schedule, ranks: int, virtual: int, first_round: int) -> list[int]:
-    """How many forwards each rank does before the one that its first backward follows, if there are so many.
+    """How many forwards each rank does before the one that its first backward follows, if there are that many.
 
     Through all its stages but the last with the first round, and for each hop to the last rank with as many
     micro-batches as keep it busy until a gradient can come back; in gpipe all of them.

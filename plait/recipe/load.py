@@ -210,8 +210,8 @@ def _parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def _toml_advice(error: ValueError) -> str:
-    """What to mend; of a value that TOML does not know, most often a text without quotes."""
-    return 'a text stands in quotes: files = "my.txt"' if "Invalid value" in str(error) else "mend that line"
+    """What to fix; of a value that TOML does not know, most often a text without quotes."""
+    return 'a text stands in quotes: files = "my.txt"' if "Invalid value" in str(error) else "correct that line"
 
 
 def _near_recipe(path: Path) -> str:

@@ -76,7 +76,7 @@ class ModelSection(RecipeSection):
     expert_capacity: Factor | Auto = "auto"
     """How much more than its even share of a sequence an expert takes, the rest of which is dropped; "auto": all."""
     auxiliary_heads: tuple[Layers, ...] | Auto = "auto"
-    """Heads with losses of their own after so many layers: [4, 8]; "auto" is none."""
+    """Heads with losses of their own after this many layers: [4, 8]; "auto" is none."""
     auxiliary_head_weight: LossWeight | tuple[LossWeight, ...] | Auto = "auto"
     """Of each such loss, or one for each; "auto" is 0.3."""
     predict_ahead: CountFromZero | Auto = "auto"
@@ -89,8 +89,8 @@ class ModelSection(RecipeSection):
         named = [key for key in type(self).model_fields if key != "from_" and getattr(self, key) != "auto"]
         if self.from_ is not None and named and named[0] in OBJECTIVE_KEYS:
             raise ValueError(
-                f"{named[0]} is of a model that begins anew, and the one in model.from has no weights for it; take "
-                f"{named[0]} out, or model.from"
+                f"{named[0]} is of a model that starts from nothing, and the one in model.from has no weights for it; "
+                f"take {named[0]} out, or model.from"
             )
         if self.from_ is not None and named:
             raise ValueError(f"{named[0]} comes from the model in model.from; take {named[0]} out, or model.from")

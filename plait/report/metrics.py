@@ -114,7 +114,7 @@ def read_metrics(path: Path) -> tuple[list[StepReport], list[EvalReport]]:
         report = _parse(line)
         if report is None:
             raise PlaitError(
-                f"{path}:{number} is not a line of metrics; give the run's command again, it mends the file"
+                f"{path}:{number} is not a line of metrics; give the run's command again, it repairs the file"
             )
         if isinstance(report, StepReport):
             steps.append(report)

@@ -12,7 +12,7 @@ up to 100 that are older than 14 steps, s the standard deviation of those (from 
 4. Four such steps in a row (a link: six) name it, so nine to twelve steps after its onset; four steps in a row below
    0.7 of the bar end it. In between what is usual stays as it was.
 5. since = the first step of the stretch that is most clearly above half the rise (the maximum of a clipped sum).
-After a change of shares, levels are taken anew with their rise kept, for seconds per sequence depend a little on them;
+After a change of shares, levels are taken again with their rise kept, for seconds per sequence depend a little on them;
 but a rise of which most has gone meanwhile has ended, and the level is the old one.
 """
 
@@ -220,7 +220,7 @@ class Watch:
         self._length.forget_recent()
 
     def _expect_other_messages(self) -> None:
-        """Take the messages' level anew: a device that changes its speed changes theirs, which accuses no link."""
+        """Take the messages' level again: a device that changes its speed changes theirs, which accuses no link."""
         if not self._link_case.is_reported:
             self._messages.change_expected("nothing")
 

@@ -107,7 +107,7 @@ _GAP = re.compile(r" {2,}")
 
 
 def wrapped(text: str, columns: int | None) -> str:
-    """The text with every line in so many columns at most; None leaves lines whole. Signs that a terminal would obey
+    """The text with every line in this many columns at most; None leaves lines whole. Signs that a terminal would obey
     are taken out: names and sentences may come from files that somebody else wrote.
 
     A line that goes on is indented to where its last column of text began. Words that are longer stay whole, so that

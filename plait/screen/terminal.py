@@ -81,7 +81,7 @@ class TerminalScreen:
         return show
 
     def _every(self, interval_s: float, *, at_once: bool) -> Callable[[], bool]:
-        """Answers True when so many seconds went by since it last did."""
+        """Answers True when this many seconds went by since it last did."""
         last_s = self._clock() - (interval_s if at_once else 0.0)
 
         def due() -> bool:

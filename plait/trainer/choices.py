@@ -21,7 +21,7 @@ from plait.data.choices import (
 from plait.data.loader import Micro, SampleSelection, make_micro
 from plait.data.preparation.tokens import corpus_tokenizer
 from plait.data.rows import IGNORED_TARGET
-from plait.parallel.mesh import Sums
+from plait.parallel.sums import Sums
 from plait.trainer.assemble import Assembly
 
 

@@ -14,8 +14,8 @@ from plait.data.loader import Micro
 from plait.model.attention import Documents
 from plait.model.gpt import GPT
 from plait.model.prediction_heads import MicroObjectives
-from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
+from plait.parallel.sums import Sums
 from plait.trainer.experts.loads import ExpertLoads, largest_load
 from plait.trainer.loss import IN_PLACE, sum_of_losses
 from plait.trainer.optimizer.fused import FusedOptimizer

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from plait.parallel.mesh import Sums, make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.sums import Sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
 from plait.trainer.assemble import Assembly, assemble

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from plait.errors import RunFailed
 from plait.model.matmul import select_matmul_library, select_matmul_precision
-from plait.parallel.mesh import PEER_TIMEOUT, Sums, make_mesh, open_store, use_gpu, world_sums
+from plait.parallel.mesh import PEER_TIMEOUT, make_mesh, open_store, use_gpu, world_sums
+from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe

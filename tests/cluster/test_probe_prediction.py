@@ -17,8 +17,8 @@ from plait.commands.probing.training_pieces import PROBED_OPTIMIZER, training_op
 from plait.data.loader import Micro
 from plait.model.gpt import GPT
 from plait.model.sizes import named_shape
-from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded
+from plait.parallel.sums import ONE_PROCESS
 from plait.trainer.assemble import make_runners
 from plait.trainer.first_weights import initialize_weights
 from plait.trainer.optimizer.optim import make_optimizer

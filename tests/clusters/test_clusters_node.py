@@ -109,7 +109,7 @@ def test_node_0_alone_says_that_a_saved_run_is_to_go_on(tmp_path: Path, rank: in
 
 
 def test_a_job_whose_starts_save_no_new_step_is_not_queued_again(tmp_path: Path) -> None:
-    """Three in a row; a new step begins the count anew, and so does another job."""
+    """Three in a row; a new step begins the count again, and so does another job."""
     working = WorkingFolder(tmp_path)
 
     def starts(job: str, steps: Sequence[int]) -> list[bool]:

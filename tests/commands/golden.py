@@ -1,4 +1,4 @@
-"""Texts for a terminal of 80 columns, kept word for word; UPDATE_GOLDEN=1 writes them anew for review."""
+"""Texts for a terminal of 80 columns, kept word for word; UPDATE_GOLDEN=1 writes them again for review."""
 
 from __future__ import annotations
 

@@ -178,9 +178,8 @@ def test_every_function_has_a_command_or_is_about_values() -> None:
     named_otherwise = {"evaluate": "eval", "prepare_data": "data"}
     about_values = {"load_recipe", "runs"}
     within_programs = {"spread", "broadcast", "all_reduce", "rank", "size", "convert_batch_norm"}
-    old = {"join_run", "train_recipe"}
     functions = {name for name in plait.__all__ if isinstance(getattr(plait, name), FunctionType)}
-    assert functions == with_command | named_otherwise.keys() | about_values | within_programs | old
+    assert functions == with_command | named_otherwise.keys() | about_values | within_programs
     # plait new writes a file for people, status is Run.account, and a drill is for people who watch it.
     by_hand = {"new", "status", "drill"}
     of_clusters = {"logs", "stop", "fetch", "node"}
@@ -286,11 +285,6 @@ def test_the_name_of_a_dict_is_that_of_its_first_text() -> None:
     assert plait.load_recipe(RECIPE).run.name == "play"
     assert plait.load_recipe({"data": {"files": ["hf:someone/Tiny Texts", "play.txt"]}}).run.name == "tiny-texts"
     assert plait.load_recipe({**RECIPE, "run": {"name": "own"}}, ["run.name=other"]).run.name == "other"
-
-
-def test_the_old_names_warn() -> None:
-    with pytest.warns(DeprecationWarning, match=r"now plait.train"):
-        assert plait.train_recipe("work/runs/play/recipe.toml", folder="work") == "finished"
 
 
 def test_every_public_name_is_there_and_in_the_guide() -> None:

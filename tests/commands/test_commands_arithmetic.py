@@ -79,7 +79,7 @@ def asked(folder: Path, *overrides: str, budget: str = "5 minutes") -> RunConfig
 
 
 def planned(config: RunConfig, corpus: Corpus, workers: Processor) -> Plan:
-    """The plan made anew, as by --replan."""
+    """The plan made again, as by --replan."""
     return make_plan(config, corpus, workers.site, workers, fresh=True, say=lambda _: None)
 
 

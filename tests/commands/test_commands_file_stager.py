@@ -274,7 +274,7 @@ def test_a_disk_that_takes_no_file_of_the_run_there_ends_before_it_begins(
 ) -> None:
     in_its_place = other.folder / HOME / name
     in_its_place.mkdir(parents=True)
-    with pytest.raises(PlaitError, match=r"could not write .*; mend its folder or disk") as told:
+    with pytest.raises(PlaitError, match=r"could not write .*; check the folder and the disk") as told:
         freight(other)[0].stage_job_files(HOME, "run")
     assert told.value.exit_code == 2
     assert other.depot.local_error is not None and other.depot.local_error.exit_code == 2

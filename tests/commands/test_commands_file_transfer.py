@@ -208,7 +208,9 @@ def test_a_shared_folder_in_which_this_host_cannot_work_is_told(
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
         monkeypatch.setattr(secrets, "token_hex", lambda size: "drawn")
         (tmp_path / f"{name}.drawn.seen").mkdir()
-        with pytest.raises(PlaitError, match=r"this host cannot write .*; mend its folder or disk, then join again"):
+        with pytest.raises(
+            PlaitError, match=r"this host cannot write .*; check the folder and the disk, then join again"
+        ):
             has_nonce(tmp_path, name, content)
 
         def refuse(*_: object, **__: object) -> str:

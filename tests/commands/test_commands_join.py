@@ -5,7 +5,7 @@ from __future__ import annotations
 from plait.commands.join import error_to_show
 from plait.errors import PlaitError, RunFailed
 
-OWN = PlaitError("this host cannot use /mnt/full (No space left on device); mend that, then join again")
+OWN = PlaitError("this host cannot use /mnt/full (No space left on device); fix that, then join again")
 
 
 def test_an_error_of_this_host_that_the_leader_passes_on_is_shown_as_its_own() -> None:

@@ -119,7 +119,7 @@ def test_a_plan_that_the_disk_does_not_take_is_refused_before_anything_begins(ma
         lambda: write_plan(plan, tmp_path / "none" / "plan.json"),
         lambda: inside_a_file.save_config_and_plan(config, plan),
     ):
-        with pytest.raises(PlaitError, match=r"could not write .*; mend its folder or disk") as told:
+        with pytest.raises(PlaitError, match=r"could not write .*; check the folder and the disk") as told:
             write()
         assert told.value.exit_code == 2
 
@@ -172,7 +172,9 @@ def test_a_run_in_a_closed_folder_is_not_said_to_be_missing(made) -> None:
     try:
         if user == 0:
             os.seteuid(65534)  # nobody: root may read everything
-        with pytest.raises(PlaitError, match=r"^closed/runs/x cannot be read \(Permission denied\); mend the rights"):
+        with pytest.raises(
+            PlaitError, match=r"^closed/runs/x cannot be read \(Permission denied\); check the permissions"
+        ):
             find_run("closed/runs/x")
     finally:
         os.seteuid(user)

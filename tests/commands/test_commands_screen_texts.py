@@ -1,4 +1,4 @@
-"""How commands begin and end on a terminal of 80 columns, word for word; UPDATE_GOLDEN=1 writes the texts anew."""
+"""How commands begin and end on a terminal of 80 columns, word for word; UPDATE_GOLDEN=1 writes the texts again."""
 
 from __future__ import annotations
 

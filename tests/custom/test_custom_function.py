@@ -1,4 +1,4 @@
-"""A function as a program of its own: what it needs is imported there, or refused with the mend."""
+"""A function as a program of its own: what it needs is imported there, or refused, with what to do about it."""
 
 from __future__ import annotations
 

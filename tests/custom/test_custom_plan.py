@@ -107,5 +107,5 @@ def test_an_optimizer_that_cannot_be_made_anew_is_said() -> None:
 
     program = planted_program("clean")
     odd = Odd(program.models[0].parameters(), secret=1)
-    with pytest.raises(PlaitError, match="Odd cannot be made anew"):
+    with pytest.raises(PlaitError, match="Odd cannot be made again"):
         plan_program(Program(models=program.models, optimizers=(odd,), losses=program.losses), alone(), whole_batch())

@@ -105,7 +105,7 @@ def test_pairs_of_parts_are_within_three_percent(parts: tuple[int, ...], typical
         pairs = pairs_of(seed, sum(parts), typical=typical)
         before.append(spread(pairs, contiguous(parts)))
         after.append(spread(pairs, balance_samples(pairs, parts)))
-    assert max(before) > WITHIN, "nothing to mend"
+    assert max(before) > WITHIN, "nothing to fix"
     assert max(after) <= WITHIN, f"{parts}: {max(after):.1%}, and {max(before):.0%} as they come"
 
 

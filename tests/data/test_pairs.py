@@ -66,7 +66,7 @@ def test_answers_within_the_prompt_are_only_read() -> None:
         ({"prompt": "a", "rejected": "b"}, 'here:1 has no column "chosen": a pair needs "prompt", "chosen" and'),
         ({"prompt": "a", "chosen": None, "rejected": "b"}, 'here:1: "chosen" is nothing; write both answers as texts'),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "here:1: the chosen and the rejected answer are equal"),
-        ({"prompt": "a", "chosen": "", "rejected": "b"}, "here:1: the chosen answer is empty; mend or remove"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "here:1: the chosen answer is empty; correct or remove"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "here:1: the rejected answer is empty"),
         ({"chosen": "b", "rejected": "c"}, 'here:1 has no column "prompt"'),
         ({"prompt": [ASKED], "chosen": "b", "rejected": "c"}, '"prompt" is of the type list and the answers are texts'),

@@ -197,5 +197,7 @@ def test_a_source_of_empty_texts_is_refused(request_: DataRequest, tmp_path: Pat
 
 def test_a_cache_that_cannot_be_written_is_told(request_: DataRequest, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
-    with pytest.raises(PlaitError, match=r"cache.*: Not a directory; free space or mend its rights, then run it again"):
+    with pytest.raises(
+        PlaitError, match=r"cache.*: Not a directory; free space or check its permissions, then run it again"
+    ):
         prepare_corpus(request_, tmp_path / "cache", Stages())

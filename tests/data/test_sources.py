@@ -103,7 +103,7 @@ BAD_FILES = [
     ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"a.jsonl:3 is not JSON \(.*\); write one JSON object on each line"),
     ("a.jsonl", b'{"text": "a"}\n{"text": 7}\n', r"a.jsonl:2: the text is int, not a string; choose a field"),
     ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', r"a.jsonl:2: the text is NoneType, not a string; choose a field"),
-    ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1: the text holds half of a surrogate pair; mend"),
+    ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1: the text holds half of a surrogate pair; correct"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a.jsonl:2 is not UTF-8 text at byte 24 of the file; convert"),
     ("a.parquet", b"PAR1 not really", r"a.parquet is not a readable Parquet file \(.*\); write it again"),
     ("a.csv", b"text\nx\n", r"a.csv is of no kind that plait reads; give it as .txt, .md, .jsonl or .parquet"),
@@ -198,7 +198,7 @@ def test_a_field_that_is_not_there_is_answered_with_those_that_are(tmp_path: Pat
     assert sentence({"id": 3, "texts": "x"}) == f'{name}: id, texts; did you mean field = "texts"?'
     assert sentence({"title": "x", "body": "xxx"}) == f'{name}: title, body; did you mean field = "body"?'
     assert sentence({"id": 3}) == f"{name}: id"
-    assert sentence({}) == f"{name}, or mend it"
+    assert sentence({}) == f"{name}, or correct it"
     assert sentence({"a\nb\x1b": 1}) == f"{name}: a\\nb\\x1b"
     assert sentence({f"f{n}": n for n in range(20)}).endswith("f10, f11 and 8 more")
 

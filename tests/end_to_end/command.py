@@ -53,7 +53,7 @@ every = "10 steps"
 evaluate = "30 steps"
 """
 """Seven sequences a step: no number of workers but one shares them evenly, and the last micro-batch is short. The
-library of products is named: runs of one recipe are compared to the bit, and "auto" measures it for each anew."""
+library of products is named: runs of one recipe are compared to the bit, and "auto" measures it for each again."""
 
 SUMMED = (
     "layout", "device", "precision", "compile", "shape", "sequence", "batch_sequences", "micro_sequences",

@@ -1,4 +1,4 @@
-"""Bad input: one sentence with the mend, exit code 2, no traceback, nothing begun and nothing damaged."""
+"""Bad input: one sentence that says what to do, exit code 2, no traceback, nothing begun and nothing damaged."""
 
 from __future__ import annotations
 

@@ -134,10 +134,11 @@ def test_a_finished_run_is_refused_other_text(place: Place, name: str) -> None:
 
 
 def test_from_python_it_is_the_same(name: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert plait.train_recipe("tiny.toml", [f"run.name={name}"]) == "finished"
+    receipt = plait.train("tiny.toml", [f"run.name={name}"], progress="lines")
+    assert receipt.steps == STEPS
     assert f"{STEPS} steps" in capfd.readouterr().out
     with pytest.raises(plait.PlaitError, match=r"optimizer.lr was"):
-        plait.train_recipe("tiny.toml", [f"run.name={name}", "optimizer.lr=3.0"])
+        plait.train("tiny.toml", [f"run.name={name}", "optimizer.lr=3.0"])
     assert plait.load_recipe("tiny.toml").run.name == "tiny"
 
 

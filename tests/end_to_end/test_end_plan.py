@@ -1,4 +1,4 @@
-"""Plans are made once and kept: what is measured anew, what may change of a begun run, and what may not."""
+"""Plans are made once and kept: what is measured again, what may change of a begun run, and what may not."""
 
 from __future__ import annotations
 

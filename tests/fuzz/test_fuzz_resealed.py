@@ -1,4 +1,4 @@
-"""Files of a run whose values were changed and whose hash was made anew, as somebody who hands a run on could: a
+"""Files of a run whose values were changed and whose hash was made again, as somebody who hands a run on could: a
 sentence or a plain answer, and never a wait, a traceback or a sign that a terminal obeys."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVAL = ("eval", "fuzzed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resealed:
-    """A file whose hash is made anew, and the command that believes it then."""
+    """A file whose hash is made again, and the command that believes it then."""
 
     pattern: str
     command: tuple[str, ...]

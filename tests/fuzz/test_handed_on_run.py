@@ -43,7 +43,7 @@ def unfinished(run_folder: Path) -> Path:
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a file's values, and make its hash anew."""
+    """Change a file's values, and make its hash again."""
     values = json.loads(path.read_bytes())
     change(values)
     path.write_bytes(resealed(json.dumps(values).encode(), path.name))

@@ -19,8 +19,9 @@ from plait.launch.values.job import RankContext
 from plait.parallel import pipeline_links
 from plait.parallel.apply import STAGES
 from plait.parallel.gradient_buckets import BUCKET_BYTES
-from plait.parallel.mesh import Sums, make_mesh, open_store, world_sums
+from plait.parallel.mesh import make_mesh, open_store, world_sums
 from plait.parallel.replicate import replicate
+from plait.parallel.sums import Sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak

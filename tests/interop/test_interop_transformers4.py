@@ -19,7 +19,7 @@ from plait.screen.screen import SilentScreen
 from tests.commands.test_commands_export import CHANGES, saved_run
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-transformers4"
-"""Kept: making it anew takes a minute."""
+"""Kept: making it again takes a minute."""
 WANTED = "transformers==4.57.6"
 SCRIPT = """
 import json, sys

@@ -47,7 +47,7 @@ def test_an_exception_is_told_with_its_place_and_traceback(tmp_path):
 def test_a_log_that_cannot_be_written_is_told(tmp_path):
     error = _fails(job("be_deaf", 2, log_dir=str(tmp_path / "nowhere")), Record())
     assert re.match(
-        r"rank \d cannot write .*/nowhere/rank-\d\.log \(No such file or directory\); mend its folder or disk, then ",
+        r"rank \d cannot write .*/nowhere/rank-\d\.log \(No such file or directory\); check the folder and the disk, ",
         str(error),
     )
 

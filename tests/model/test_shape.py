@@ -1,4 +1,4 @@
-"""The shape's counts are torch's counts, and wrong shapes are refused with a mend."""
+"""The shape's counts are torch's counts, and wrong shapes are refused with a fix."""
 
 from __future__ import annotations
 

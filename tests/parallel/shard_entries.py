@@ -21,8 +21,9 @@ from plait.checkpoint.store import verify_checkpoint
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.parallel.apply import STAGES, ParallelStage
-from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_sums
 from plait.parallel.replicate import replicate
+from plait.parallel.sums import ONE_PROCESS
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.layout import Layout
 from plait.model.shape import ModelShape
-from plait.parallel.mesh import ONE_PROCESS, make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_sums
 from plait.parallel.sharded_model import OptimizerUnit
+from plait.parallel.sums import ONE_PROCESS
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan

@@ -39,7 +39,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def refusal(tmp_path: Path, values: dict[str, Any], changes: dict[str, Any]) -> str:
-    """What is said of the plan with these values under dotted paths, and a hash made anew."""
+    """What is said of the plan with these values under dotted paths, and a hash made again."""
     edited = json.loads(json.dumps(values))
     del edited["sha256"]
     for path, value in changes.items():

@@ -170,14 +170,14 @@ def test_a_step_that_is_off_names_the_item_that_explains_most_of_it(measured: St
 
 def test_what_to_do_about_a_slow_step_goes_by_what_the_forecast_came_from() -> None:
     slow = came(2.5, StepItems(compute_s=2.34, messages_s=0.1, optimizer_s=0.06))
-    mends = {source: deviation_text(SAID, slow, 0.05, source) or "" for source in ("clock", "formulas", "steps")}
-    assert "probes the hosts anew" in mends["clock"]
-    assert "the formulas are off here" in mends["formulas"]
-    assert "--replan, which times steps anew" in mends["steps"]
+    fixes = {source: deviation_text(SAID, slow, 0.05, source) or "" for source in ("clock", "formulas", "steps")}
+    assert "probes the hosts again" in fixes["clock"]
+    assert "the formulas are off here" in fixes["formulas"]
+    assert "--replan, which times steps again" in fixes["steps"]
     fast = came(1.0, StepItems(compute_s=0.84, messages_s=0.1, optimizer_s=0.06))
     for source in ("clock", "formulas"):
         assert "the next plan here takes it into account" in (deviation_text(SAID, fast, 0.05, source) or "")
-    assert "--replan times them anew" in (deviation_text(SAID, fast, 0.05, "steps") or "")
+    assert "--replan times them again" in (deviation_text(SAID, fast, 0.05, "steps") or "")
 
 
 def test_whole_steps_name_the_data_where_it_explains_most() -> None:

@@ -1,4 +1,4 @@
-"""What plait says on machines that are not here, word for word; UPDATE_GOLDEN=1 writes the texts anew for review."""
+"""What plait says on machines that are not here, word for word; UPDATE_GOLDEN=1 writes the texts again for review."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What `plait plan` says of mixtures on large and small clusters, word for word (UPDATE_GOLDEN=1 writes the texts
-anew), and whether its answers follow from its numbers."""
+again), and whether its answers follow from its numbers."""
 
 from __future__ import annotations
 

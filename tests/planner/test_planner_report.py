@@ -1,4 +1,4 @@
-"""What `plait plan` says, word for word on ten clusters (UPDATE_GOLDEN=1 writes the texts anew), and if it is true."""
+"""What `plait plan` says, word for word on ten clusters (UPDATE_GOLDEN=1 writes the texts again), and if it is true."""
 
 from __future__ import annotations
 

@@ -243,8 +243,8 @@ def test_a_begun_run_keeps_what_it_computes_on_another_machine_and_with_another_
     begun = planned(recipe(tmp_path, "train.budget=4 minutes"), PLAYS, LAPTOP)
     config = recipe(tmp_path, "train.budget=20 hours", "layout.pipeline=2")
     there = Resources(machine=SERVER, peak_flops=PEAK_FLOPS[SERVER])
-    anew, on = (draft(config, PLAYS, there, recipe_hash="cafe", begun=one).plan for one in (None, begun))
-    assert anew.job.shape.layers != begun.job.shape.layers, "else this test shows nothing"
+    again, on = (draft(config, PLAYS, there, recipe_hash="cafe", begun=one).plan for one in (None, begun))
+    assert again.job.shape.layers != begun.job.shape.layers, "else this test shows nothing"
     assert (on.job.shape, on.job.batch_sequences, on.arithmetic.precision) == (
         begun.job.shape,
         begun.job.batch_sequences,

@@ -138,7 +138,7 @@ def test_which_pipelines_can_be_cut_anew(tmp_path: Path) -> None:
     wide = stage_costs_of(plan_of(tmp_path, pipeline=2, stage_layers=(1, 1), tensor=2))
     assert wide is not None and wide.ranks == ((0, 1), (2, 3)) and wide.names == ("ranks 0 and 1", "ranks 2 and 3")
     interleaved = plan_of(tmp_path, pipeline=2, stage_layers=(1, 1, 1, 1), schedule="interleaved")
-    assert stage_costs_of(interleaved) is None and "cut anew" in (why_rebalancing_cannot_help(interleaved) or "")
+    assert stage_costs_of(interleaved) is None and "cut again" in (why_rebalancing_cannot_help(interleaved) or "")
     assert stage_costs_of(plan_of(tmp_path, pipeline=2, stage_layers=(1, 1), replicate=2)) is None  # its shares follow
     assert stage_costs_of(plan_of(tmp_path, tensor=2)) is None
 

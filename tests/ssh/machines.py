@@ -81,10 +81,10 @@ class Machines:
         self._make_key(name, "host_key")
         self.start(name)
 
-    def known(self, *, anew: bool = False) -> None:
-        """Have the laptop know all host keys as they are now; `anew` forgets earlier ones, as ssh-keygen -R does."""
+    def known(self, *, again: bool = False) -> None:
+        """Have the laptop know all host keys as they are now; `again` forgets earlier ones, as ssh-keygen -R does."""
         lines = [f"{ADDRESSES[name]} {self._file(name, 'host_key.pub').read_text()}" for name in ADDRESSES]
-        mode = "w" if anew else "a"
+        mode = "w" if again else "a"
         with (self.folder / "known_hosts").open(mode) as file:
             file.writelines(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
@@ -107,7 +107,7 @@ class Machines:
                 _ip("-netns", space, *words)
             _ip("-netns", space, "link", "set", "lo", "up")
             self.start(name)
-        self.known(anew=True)
+        self.known(again=True)
         client = [f"Host {name}\n    HostName {address}" for name, address in ADDRESSES.items()]
         client.append(
             f"Host *\n    IdentityFile {self.folder}/client_key\n    UserKnownHostsFile {self.folder}/known_hosts"

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.launch.values.job import RankContext
-from plait.parallel.mesh import Sums, make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.sums import Sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble

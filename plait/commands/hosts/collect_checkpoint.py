@@ -28,7 +28,7 @@ from plait.launch.values.job import NOTE, Message
 
 _CONCURRENT_FETCHES = 8
 FULL_CHECKPOINTS = 2
-"""So many checkpoints in a row that a host has no room for, on its disk or in memory, and it is left out."""
+"""This many checkpoints in a row that a host has no room for, on its disk or in memory, and it is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

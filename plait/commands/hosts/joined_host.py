@@ -42,7 +42,7 @@ class JoinedHostFiles:
     """The files of one joined host, all below its working folder; close it when the run is over.
 
     Its handlers run one after another, and while a job runs those that change a file refuse to. An error that this
-    host's user must mend is kept in `local_error` and sent to the leader.
+    host's user must fix is kept in `local_error` and sent to the leader.
     """
 
     def __init__(self, working_folder: Path, log: Log) -> None:
@@ -142,7 +142,7 @@ class JoinedHostFiles:
                 raise
             except OSError as error:
                 self.local_error = PlaitError(
-                    f"this host cannot use {error.filename or self._working_folder} ({error.strerror}); mend that, "
+                    f"this host cannot use {error.filename or self._working_folder} ({error.strerror}); fix that, "
                     "then join again"
                 )
                 raise self.local_error from error

@@ -106,7 +106,7 @@ class SmallFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRequest:
-    """Give me at most so many bytes of a file of the current folder, or of a checkpoint that its ranks now write."""
+    """Give me at most this many bytes of a file of the current folder, or of a checkpoint that its ranks now write."""
 
     name: str
     offset: int

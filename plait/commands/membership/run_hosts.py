@@ -1,4 +1,4 @@
-"""The hosts of a run as they come and go: who is there is asked anew between any two starts of its workers."""
+"""The hosts of a run as they come and go: who is there is asked again between any two starts of its workers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RunHosts:
             while one := host_cut_off(self._own_listener(), self._hosts.members):
                 (member,) = [member for member in self._hosts.members if member is one]
                 why = "was cut off from other hosts"
-                self._send_home([member], f"this host {why}; mend the network between them, and join again")
+                self._send_home([member], f"this host {why}; fix the network between them, and join again")
                 yield Departure(name=member.name, why=why, by=None)
 
     def _without_room(self, failure: FailureFacts | None) -> Iterator[Departure]:

@@ -43,7 +43,7 @@ class RunOnHosts:
         return self.folder.path / ".secret"
 
     def why_full(self, others: int) -> str | None:
-        """Why a further host is of no use beside host 0 and so many others, where that is known of any host."""
+        """Why a further host is of no use beside host 0 and this many others, where that is known of any host."""
         named = named_degrees(self.config)
         if named is None or named.world_size > 1 + others:
             return None

@@ -57,7 +57,7 @@ def _treatment(bad: BadStep, earlier: Sequence[Incident], resumed_from: int, sam
         return "let pass"
     if times == 0:
         return "again"
-    # A run of so many epochs has no further samples to take instead.
+    # A run of this many epochs has no further samples to take instead.
     may_skip = samples == "endless" and len(skipped_steps(earlier)) < MOST_SKIPPED_STEPS
     return "skip" if times == 1 and may_skip else "let pass"
 

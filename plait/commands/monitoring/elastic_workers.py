@@ -51,7 +51,7 @@ class ElasticWorkers(Protocol):
         ...
 
     def renewed(self, plan: Plan, failure: FailureFacts | None) -> Renewed | None:
-        """Look at who is there, and plan anew where that is not who was there before; None where nothing changed. Call
+        """Look at who is there, and plan again where that is not who was there before; None where nothing changed. Call
         it while no ranks run. `failure` is what ended the start before; None where it was paused.
 
         Raises CannotGoOn where the machines that are left cannot carry the run.

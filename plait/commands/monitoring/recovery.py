@@ -191,7 +191,7 @@ class Recovery:
         raise GaveUp(
             f"gave up after {counted(self._without_progress, 'failure')} without a new checkpoint: the last was that "
             f"{incident.sentence}; {self._folder.incidents} lists all, with their stacks, and the logs beside it what "
-            "was printed; mend the cause, then give the same command again"
+            "was printed; fix the cause, then give the same command again"
         ) from error
 
     def _write(self, line: Incident | BackAtWork) -> None:

@@ -52,7 +52,7 @@ def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
             if not _is_same_file(path, lock):
                 raise RunFailed(
                     f'"{folder.path}" was moved or deleted while its run worked, which was therefore ended; move it '
-                    "back to go on from its newest checkpoint, or give the same command again to begin anew"
+                    "back to go on from its newest checkpoint, or give the same command again to start over"
                 )
 
         try:

@@ -56,7 +56,7 @@ def make_plan(
         if plan is not None:
             say("plan     as made before for this recipe on this machine (--replan makes a new one)")
             return plan
-        say("plan     made anew: a new probe of the hosts differs from the one that the stored plan was made with")
+        say("plan     made again: a new probe of the hosts differs from the one that the stored plan was made with")
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     facts = run_facts(config, corpus, workers.working_folder)
     make_draft = partial(draft, config, facts, recipe_hash=key)
@@ -82,7 +82,7 @@ def _timed_layouts(config: RunConfig, outline: Draft, workers: WorkerPool, show:
 
 
 def kept_plan(config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: WorkerPool) -> Plan | None:
-    """The plan that a run or `plait plan --prove` made before for this recipe, text and machine, calibrated anew."""
+    """The plan that a run or `plait plan --prove` made before for this recipe, text and machine, calibrated again."""
     working = workers.working_folder
     path = _plan_path(plan_key(config, corpus.content_hash, site.machine, workers, site.others), working)
     if not path.exists():
@@ -182,7 +182,7 @@ def replan(
 ) -> Plan:
     """A begun run's plan for the present machines: another layout, the same steps and the same mathematics.
 
-    On other machines the library of their processors' products is chosen anew, and `say` gets the reason.
+    On other machines the library of their processors' products is chosen again, and `say` gets the reason.
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     moved = not _were_all_there(plan, site)

@@ -64,7 +64,7 @@ def make_plan_report(
 
 
 def plan_report_text(report: PlanReport, columns: int = REPORT_COLUMNS) -> str:
-    """The whole answer for people, in lines of so many columns at most."""
+    """The whole answer for people, in lines of this many columns at most."""
     w = report.search.workload
     lines = [
         f"plan     {format_count(parameter_count(report.plan.job.shape))} parameters on "
@@ -79,7 +79,7 @@ def plan_report_text(report: PlanReport, columns: int = REPORT_COLUMNS) -> str:
 
 
 def comparison_table(reports: Sequence[PlanReport], columns: int = REPORT_COLUMNS) -> str:
-    """Several clusters in a table of so many columns of text at most; a long layout goes on in the lines below it."""
+    """Several clusters in a table of this many columns of text at most; a long layout goes on in the lines below it."""
     rows = [("cluster", "step", "tokens/s", "layout")]
     for one in reports:
         step_s = float(one.search.step_s[one.search.chosen])

@@ -26,7 +26,7 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 WORKER_KEYS = ("run.devices", "run.workers", "run.threads")
 NEW_PLAN_KEYS = ("layout.", "train.matmul_backend", *WORKER_KEYS)
-"""Recipe keys that may change how a begun run is carried out: it is planned anew."""
+"""Recipe keys that may change how a begun run is carried out: it is planned again."""
 CHANGEABLE_KEYS = ("train.budget", *NEW_PLAN_KEYS, "balance.", "checkpoint.", "recover.", "report.")
 """Recipe keys that may differ when a begun run continues; `data.files` may move, too, as long as the text is the
 same."""
@@ -231,7 +231,8 @@ def _is_file(path: Path) -> bool:
         return S_ISREG(path.stat().st_mode)  # Path.is_file of newer Pythons hides that it may not look
     except PermissionError as error:
         raise PlaitError(
-            f"{path.parent} cannot be read ({error.strerror}); mend the rights of that folder and of those above it"
+            f"{path.parent} cannot be read ({error.strerror}); check the permissions of that folder and "
+            "of those above it"
         ) from None
     except (OSError, ValueError):  # ValueError: no path at all
         return False

@@ -323,5 +323,5 @@ def refuse_torchrun() -> None:
 def make_log_folder(folder: Path) -> str:
     """Create the folder for what a run's ranks print and for their tracebacks; returns its path."""
     path = folder / "logs"
-    path.mkdir(exist_ok=True)  # not what is above: a run's folder that was moved is not made anew
+    path.mkdir(exist_ok=True)  # not what is above: a run's folder that was moved is not made again
     return str(path)

@@ -39,7 +39,7 @@ def packing_lines(config: RunConfig, corpus: Corpus) -> list[str]:
 
 
 def shown_samples(corpus: Corpus, count: int) -> Iterator[Sequence[TextPiece]]:
-    """So many training examples, or pairs of them, evenly chosen from all, each as pieces of text of which the
+    """This many training examples, or pairs of them, evenly chosen from all, each as pieces of text of which the
     learnt ones stand out."""
     if not count:
         return

@@ -45,7 +45,7 @@ def program_hash(path: Path) -> str:
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise PlaitError(
-            f"{path}{line} is no Python program ({error.args[0]}); mend it, or name another file"
+            f"{path}{line} is no Python program ({error.args[0]}); correct it, or name another file"
         ) from None
     return sha256(data).hexdigest()
 

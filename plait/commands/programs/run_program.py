@@ -92,7 +92,7 @@ class _ProgramGroup(Protocol):
         ...
 
     def run(self, argument: str, counts: Sequence[int], threads: Sequence[int], logs: str) -> JobResult:
-        """Run the program with so many workers a host, and threads a worker; blocks to the end."""
+        """Run the program with this many workers a host, and threads a worker; blocks to the end."""
         ...
 
 

@@ -23,8 +23,9 @@ from plait.commands.planning.workers import ROUTING
 from plait.commands.verifying.small_model import STEPS_PER_OPTIMIZER
 from plait.launch.values.job import RankContext
 from plait.model.matmul import select_matmul_precision
-from plait.parallel.mesh import ONE_PROCESS, make_mesh, use_gpu, world_sums
+from plait.parallel.mesh import make_mesh, use_gpu, world_sums
 from plait.parallel.sharded_model import LocalGradients
+from plait.parallel.sums import ONE_PROCESS
 from plait.planner.plan import OptimizerKind, Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe

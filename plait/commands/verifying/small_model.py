@@ -37,7 +37,7 @@ CHECK_CLIP = 0.25
 
 
 def requested_layout(config: RunConfig, base: ModelShape | None = None) -> tuple[ModelShape, Layout]:
-    """The model and the layout that a recipe names; raises PlaitError with the mend for what cannot be.
+    """The model and the layout that a recipe names; raises PlaitError for what cannot be.
 
     Without any named degree the layout has two data-parallel replicas. `base` is the shape of the model that the run
     goes on from.

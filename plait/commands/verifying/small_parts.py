@@ -71,7 +71,7 @@ def shrunk_latent(latent: LatentAttentionShape, head_width: int) -> LatentAttent
 
 
 def widened_latent(latent: LatentAttentionShape, times: int) -> LatentAttentionShape:
-    """All its widths so many times as large, for the kernels that large models use."""
+    """All its widths this many times as large, for the kernels that large models use."""
     return replace(
         latent,
         key_value_rank=times * latent.key_value_rank,

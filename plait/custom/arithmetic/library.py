@@ -77,7 +77,7 @@ class ProductLibrary:
 
     def resume(self, saved: Sequence[Sequence[str]]) -> None:
         """Go on with the libraries of a saved run, where as many workers are on the same machines: the bits depend on
-        them. Else what suits these machines is found out anew. Every worker must call it; blocks."""
+        them. Else what suits these machines is found out again. Every worker must call it; blocks."""
         if self._choice == "made":
             return
         own = saved[self._workers.rank] if len(saved) == self._workers.size else []

@@ -29,7 +29,7 @@ MOST_PIECE_FLOPS = 3e8
 """FLOPs of a piece of work that is measured, a few milliseconds: of a larger one a part, whose rate is about the
 same."""
 MOST_PIECES, ENOUGH = 10, 0.95
-"""The pieces with the most work are measured: so many at most, or those that make up so much of it."""
+"""The pieces with the most work are measured: this many at most, or those that make up so much of it."""
 
 Units = Mapping[Arithmetic, ArithmeticUnit]
 

@@ -25,7 +25,7 @@ _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedProduct:
-    """Matrices [rows, inner] times [inner, columns]; of a batch so many at once, 0 for a product by itself."""
+    """Matrices [rows, inner] times [inner, columns]; of a batch this many at once, 0 for a product by itself."""
 
     matrices: int
     rows: int

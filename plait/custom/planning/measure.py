@@ -130,7 +130,7 @@ def _optimizer_of(kind: type[Optimizer], parameters: list[Any], group: Mapping[s
         return make(parameters, **{name: value for name, value in group.items() if name in taken})
     except (TypeError, ValueError) as error:
         raise PlaitError(
-            f"{kind.__name__} cannot be made anew from the options in its groups ({error}), so no step is measured; "
+            f"{kind.__name__} cannot be made again from the options in its groups ({error}), so no step is measured; "
             "name a layout instead"
         ) from None
 

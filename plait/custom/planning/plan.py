@@ -19,7 +19,7 @@ from plait.units import format_bytes, format_duration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLayout:
-    """One layout of a program on so many workers, as measured; `refused` says in words why it cannot be."""
+    """One layout of a program on this many workers, as measured; `refused` says in words why it cannot be."""
 
     layout: CustomLayout
     workers: int

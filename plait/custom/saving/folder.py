@@ -33,7 +33,7 @@ def write_saved(folder: Path, step: int, state: Mapping[str, Any], files: Mappin
     """Write a program's state after `step` steps: JSON and files of named tensors; returns its folder.
 
     Either all of it is there afterwards or nothing new. An earlier step is removed once this one stands. Raises
-    RunFailed with the mend where the disk says no.
+    RunFailed where the disk says no.
     """
     staging, done = folder / f".step-{step}.staging", folder / f"step-{step}"
     with clean_stop(staging):

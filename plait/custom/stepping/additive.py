@@ -37,21 +37,21 @@ def check_additive(program: Program, index: int, batch: Any, cut: BatchCut | Non
     if sums is None or abs(sums[0][0] - sums[3][0]) > TOLERANCE * abs(sums[0][0]):
         return
     (whole, count), (first, count_first), (second, count_second), _ = sums
-    mended = "return the sum of the losses (reduction='sum') and their count"
+    fixed = "return the sum of the losses (reduction='sum') and their count"
     allowed = TOLERANCE * max(abs(whole), abs(first) + abs(second), 1e-12)
     if abs(whole - first - second) > allowed:
         if abs(2 * whole - first - second) <= 2 * allowed:
             raise PlaitError(
-                f"loss_sum returns a mean: the losses of two halves of a batch add up to twice that of all; {mended}"
+                f"loss_sum returns a mean: the losses of two halves of a batch add up to twice that of all; {fixed}"
             )
         if abs(whole * count - first * count_first - second * count_second) <= allowed * max(1.0, count):
             raise PlaitError(
-                f"loss_sum returns a mean: it is not the sum of the losses of two halves of a batch; {mended}"
+                f"loss_sum returns a mean: it is not the sum of the losses of two halves of a batch; {fixed}"
             )
         raise PlaitError(
             f"the losses of two halves of a batch add up to {first + second:.6g}, that of all is {whole:.6g}: examples "
             "depend on each other (a contrastive loss, a norm over the batch), so a batch cannot be shared; "
-            f"{mended} for examples by themselves"
+            f"{fixed} for examples by themselves"
         )
     if abs(count - count_first - count_second) > 1e-6 * max(count, 1.0):
         raise PlaitError(

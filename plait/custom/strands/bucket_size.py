@@ -46,7 +46,7 @@ def chosen_bucket_bytes(start_s: float, rate: float, total_bytes: int) -> int:
 
 
 def _seconds(workers: Workers, nbytes: int) -> float:
-    """The median time of a sum of so many bytes, of the worker for whom it is longest."""
+    """The median time of a sum of this many bytes, of the worker for whom it is longest."""
     values, times = torch.zeros(nbytes // 4, device=workers.device), []
     for number in range(1 + REPEATS):
         began = time.perf_counter()

@@ -170,7 +170,9 @@ def prompt_example(record: Record) -> PromptExample:
             )
         texts.append(encodable_text(record.place, text))
     if not texts[1]:
-        raise PlaitError(f"{record.place}: the completion is empty, so nothing is learnt; mend or remove that record")
+        raise PlaitError(
+            f"{record.place}: the completion is empty, so nothing is learnt; correct or remove that record"
+        )
     return PromptExample(place=record.place, prompt=texts[0], completion=texts[1])
 
 
@@ -218,7 +220,7 @@ def check_turns(place: str, messages: Sequence[ChatMessage]) -> None:
         if message.role == "assistant" and not message.content and "tool_calls" not in message.further:
             raise PlaitError(f"{place}, message {number}: the assistant says nothing; correct or remove that chat")
     if _first_answer(messages) == len(messages):
-        raise PlaitError(f"{place} has no answer of the assistant, so nothing is learnt; mend or remove it")
+        raise PlaitError(f"{place} has no answer of the assistant, so nothing is learnt; correct or remove it")
 
 
 def _first_answer(messages: Sequence[ChatMessage]) -> int:
@@ -230,7 +232,7 @@ def encodable_text(place: str, text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise PlaitError(f"{place}: the text holds half of a surrogate pair; mend or remove that record") from None
+        raise PlaitError(f"{place}: the text holds half of a surrogate pair; correct or remove that record") from None
     return text
 
 

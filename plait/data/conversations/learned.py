@@ -81,7 +81,7 @@ class LearnedFinder:
         text, spans, remarks = find(chat, messages)
         spans = [span for span in (self._until_end_of_turn(text, span) for span in spans) if span[1] > span[0]]
         if not spans:
-            raise PlaitError("the chat template marks no answer, so nothing is learnt; mend the template")
+            raise PlaitError("the chat template marks no answer, so nothing is learnt; correct the template")
         _refuse_lost_tools(text, messages, chat.tools)
         lost = dict.fromkeys(f"lost {kind}" for kind in _lost_texts(text, messages))
         return LearnedChat(text=text, learned=tuple(spans), remarks=(*remarks, *lost))

@@ -24,7 +24,7 @@ from plait.errors import PlaitError
 ANSWERS = ("chosen", "rejected")
 """The columns of the two answers, in the order in which they are kept."""
 _WANTED = '"prompt", "chosen" and "rejected"'
-_MEND = "mend or remove that pair"
+_MEND = "correct or remove that pair"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,8 @@ Writers = Mapping[HoldoutSplit, ShardWriter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptProgress:
-    """So many pieces of text, or examples, of so many bytes are in the shards; `tokenizer` is the hash of the one that
-    lies beside them."""
+    """This many pieces of text, or examples, of this many bytes are in the shards; `tokenizer` is the hash of the one
+    that lies beside them."""
 
     format: Literal[1] = 1
     tokenizer: str
@@ -45,7 +45,7 @@ _KEPT = TypeAdapter(KeptProgress)
 
 
 class ProgressKeeper:
-    """Keeps the progress of one making of a corpus in its folder, every so many bytes of text."""
+    """Keeps the progress of one making of a corpus in its folder, every this many bytes of text."""
 
     def __init__(self, folder: Path, every_bytes: int = KEEP_EVERY_BYTES) -> None:
         self._folder, self._every_bytes = folder, every_bytes
@@ -67,7 +67,7 @@ class ProgressKeeper:
 
     def begin(self, tokenizer: Tokenizer, writers: Writers) -> tuple[int, int]:
         """Set fresh writers to where they were before, and return the pieces and bytes that are written; zeros where
-        nothing usable was kept. What is damaged is made anew."""
+        nothing usable was kept. What is damaged is made again."""
         kept = self._kept if self._kept is not None and self._kept.tokenizer == tokenizer.hash else None
         try:
             for split, writer in writers.items():
@@ -87,7 +87,7 @@ class ProgressKeeper:
         return pieces, done_bytes
 
     def written(self, pieces: int, done_bytes: int, writers: Writers) -> None:
-        """Take note that so many are written; keeps that from time to time."""
+        """Take note that this many are written; keeps that from time to time."""
         if done_bytes - self._kept_bytes >= self._every_bytes:
             self._keep(pieces, done_bytes, writers)
 

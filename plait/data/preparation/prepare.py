@@ -98,7 +98,9 @@ def prepare_corpus(
                 _make(work, folder, stamps)
     except OSError as error:
         place = error.filename or home
-        raise PlaitError(f"{place}: {error.strerror}; free space or mend its rights, then run it again") from error
+        raise PlaitError(
+            f"{place}: {error.strerror}; free space or check its permissions, then run it again"
+        ) from error
     return folder
 
 

@@ -293,7 +293,7 @@ def _write(
     if len(parts) == 2 and np.array_equal(parts[0].ids, parts[1].ids):
         return PlaitError(
             f"{one.example.place}: the chosen and the rejected answer become the same tokens, so there is no "
-            "preference; mend or remove that pair"
+            "preference; correct or remove that pair"
         )
     for part in parts:
         left -= len(part.ids)

@@ -211,7 +211,7 @@ class ShardWriter:
 
 
 def _read_back(file: BinaryIO, nbytes: int, digest: Any) -> None:
-    """Hash the first so many bytes of a file that was opened to go on, and cut off what is behind them; raises
+    """Hash the first this many bytes of a file that was opened to go on, and cut off what is behind them; raises
     ValueError where there are fewer."""
     left = nbytes
     while left:

@@ -14,8 +14,8 @@ DocumentMode = Literal["mask", "join"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ahead:
-    """What tokens predict at one depth beyond the next, int64 [B, T] each: `tokens` are those so many further on (any,
-    where there is none), `targets` the ones after them, IGNORED_TARGET also if of another row or document."""
+    """What tokens predict at one depth beyond the next, int64 [B, T] each: `tokens` are those this many further on
+    (any, where there is none), `targets` the ones after them, IGNORED_TARGET also if of another row or document."""
 
     tokens: torch.Tensor
     targets: torch.Tensor

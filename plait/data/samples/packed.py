@@ -84,8 +84,8 @@ def pack_examples(
 def _fitting(
     shards: Sequence[Shard], number: int, sequence: int, overlong: Overlong, together: int
 ) -> tuple[IntArray, ...]:
-    """Shard, start, length, learnt targets and number of the examples of one shard that take part; so many of them are
-    one thing, of which nothing is cut if they are several."""
+    """Shard, start, length, learnt targets and number of the examples of one shard that take part; this many of them
+    are one thing, of which nothing is cut if they are several."""
     shard = shards[number]
     length, start = example_lengths(shard), np.asarray(shard.starts)
     whole = length.reshape(-1, together).sum(axis=1)

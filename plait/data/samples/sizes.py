@@ -96,7 +96,7 @@ class CorpusSizes:
 
 
 def overlong_sentence(number: int, longest: int, sequence: int, layout: SampleLayout = "whole") -> str:
-    """For examples that do not fit, with the mend."""
+    """What to do about examples that do not fit."""
     verb = "is" if number == 1 else "are"
     if layout == "pairs":
         return (

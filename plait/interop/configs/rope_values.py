@@ -40,7 +40,7 @@ def _table(values: ConfigValues, key: str) -> dict[str, Any]:
     """One of both tables, with the name that transformers 5 gives the type; empty where config.json has none."""
     table = {} if values.get(key) is None else values[key]
     if not isinstance(table, Mapping):
-        raise PlaitError(f"{key} in config.json is not a table of keys and values; mend it")
+        raise PlaitError(f"{key} in config.json is not a table of keys and values; correct it")
     if any(isinstance(value, Mapping) for value in table.values()):
         raise PlaitError("config.json has other rotary positions in each kind of layer, which plait does not compute")
     kept = {

@@ -109,8 +109,8 @@ class ForkServer:
         return JobResult(stopped_by=stopped_by, wall_s=time.monotonic() - began_s)
 
     def whole_steps(self, ranks: int, lineage: int) -> Sequence[int]:
-        """The steps of which this host's ranks of the jobs so far, so many, have left whole copies of their state here,
-        the newest first; see `in_memory/`. From any thread."""
+        """The steps of which this host's ranks of the jobs so far, this many, have left whole copies of their state
+        here, the newest first; see `in_memory/`. From any thread."""
         return self._memory.whole_steps(ranks, lineage) if self._memory is not None else ()
 
     def outbox(

@@ -49,7 +49,7 @@ class LeaderNotReached(PlaitError):
 
 
 def connect(address: str, port: int, secret: Secret, *, local_address: str | None = None) -> Wire:
-    """Connect to a run's host 0 and prove that we know its secret; raises PlaitError with what to mend here.
+    """Connect to a run's host 0 and prove that we know its secret; raises PlaitError with what to fix here.
 
     `local_address` is the one of this machine to come from, where the kernel's own choice would not do.
     """

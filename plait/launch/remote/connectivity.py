@@ -145,7 +145,7 @@ class _Attempt:
 
 
 def check_connectivity(first: ConnectivityListener, others: Sequence[Neighbour]) -> None:
-    """Raise PlaitError with the mend where one host of the run cannot reach another; `first` is this host's own.
+    """Raise PlaitError where one host of the run cannot reach another; `first` is this host's own.
 
     Up to `ALL_PAIRS_AT_MOST` hosts each tries all others; of more, each tries those 1, 2, 4, … after it and host 0:
     that finds a host that takes nothing, or that nothing leaves, though not each pair for which there is no way.
@@ -183,7 +183,7 @@ def _attempts(first: ConnectivityListener, others: Sequence[Neighbour]) -> Gener
 
 
 def neighbours_of(at: int, hosts: int) -> list[int]:
-    """The numbers of those that host `at` of so many tries to reach."""
+    """The numbers of those that host `at` of this many tries to reach."""
     if hosts <= ALL_PAIRS_AT_MOST:
         return [to for to in range(hosts) if to != at]
     powers = [1 << power for power in range(hosts.bit_length()) if 1 << power < hosts]

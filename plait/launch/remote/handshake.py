@@ -64,7 +64,7 @@ def greet_joiner(connection: socket.socket, secret: Secret, *, within_s: float =
 
 
 def greet_leader(connection: socket.socket, secret: Secret, *, address: str) -> Wire:
-    """The joiner's half; raises PlaitError with what can be mended here. `address` is host 0's, for sentences."""
+    """The joiner's half; raises PlaitError with what can be fixed here. `address` is host 0's, for sentences."""
     try:
         return _prove(connection, secret, address)
     except TimeoutError:
@@ -92,7 +92,7 @@ def _prove(connection: socket.socket, secret: Secret, address: str) -> Wire:
     connection.sendall(proof + _checksum(nonces, proof))
     verdict, theirs = _exactly(connection, 1, deadline), _exactly(connection, _PROOF_BYTES, deadline)
     if verdict == _WRONG_SECRET and theirs == _checksum(nonces, proof, verdict):
-        raise PlaitError(f"the secret is wrong for the run at {address}; copy it anew from the terminal of host 0")
+        raise PlaitError(f"the secret is wrong for the run at {address}; copy it again from the terminal of host 0")
     if verdict != _WELCOME:
         raise PlaitError(
             f"what came from {address} was altered on the way or is not from plait; check the address and the network"

@@ -35,7 +35,7 @@ class OutboxQuestion:
 
 
 def copied_steps(own: ForkServer, members: Sequence[Member], ranks: Sequence[int], lineage: int) -> Sequence[int]:
-    """The steps of which all ranks of all hosts, so many on each, have left whole copies of their state, of this
+    """The steps of which all ranks of all hosts, this many on each, have left whole copies of their state, of this
     lineage, on their hosts, the newest first; none where a host is lost. Between jobs; blocks."""
     here, *others = ranks
     kept = [set(own.whole_steps(here, lineage))] if here else []

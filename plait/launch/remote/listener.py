@@ -65,11 +65,10 @@ class FailedAttempts:
 class JoinListener:
     """Listens on one address of this machine until stopped; arrivals are taken with `next`.
 
-    Each connection gets a few seconds and a fixed number of bytes to prove itself, in a thread of its own. Only so many
-    as are `expected`, and some more, may be open before they have; with one more, the oldest is closed: honest ones are
-    quick, and they may all come at once. As many may have proven themselves and not yet said who they are, and as many
-    may wait for `next`; later ones are refused.
-    """
+    Each connection gets a few seconds and a fixed number of bytes to prove itself, in a thread of its own. Only as many
+    as are `expected`, and some more, may be open before they have; with one more, the oldest is closed: honest
+    ones are quick, and they may all come at once. As many may have proven themselves and not yet said who they are, and
+    as many may wait for `next`; later ones are refused."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class CopyStore(Protocol):
     number. What it holds outlives the rank, and is gone with the supervisor or agent."""
 
     def reserve(self, slot: int, nbytes: int) -> None:
-        """Take the memory for a copy of so many bytes of data; raises OSError where there is none."""
+        """Take the memory for a copy of this many bytes of data; raises OSError where there is none."""
         ...
 
     def begin(self, slot: int) -> None:
@@ -47,7 +47,7 @@ class CopyStore(Protocol):
         ...
 
     def release(self, slot: int, nbytes: int) -> None:
-        """Give so many bytes of a slot back: it holds nothing any more."""
+        """Give this many bytes of a slot back: it holds nothing any more."""
         ...
 
     def copies(self, local_rank: int) -> Sequence[KeptCopy]:

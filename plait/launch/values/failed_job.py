@@ -127,7 +127,7 @@ def _death_sentence(death: RankDied, where: str, log: str) -> str:
 # Each ends so that the advice to run again follows.
 _SIGNAL_HINTS = {
     "SIGKILL": ", often the kernel's out-of-memory killer; if so, try a smaller layout.micro_sequences, else",
-    "SIGBUS": ", often a full disk or /dev/shm, or a data file cut short while in use; mend that, then",
+    "SIGBUS": ", often a full disk or /dev/shm, or a data file cut short while in use; fix that, then",
 }
 
 

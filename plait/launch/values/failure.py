@@ -14,7 +14,7 @@ from plait.checked_json import SingleLine
 from plait.errors import PlaitError, ProgramFailed
 from plait.launch.values.progress import ProcessState
 
-RESUME_ADVICE = "run the same command again to go on from the newest checkpoint, or anew where there is none yet"
+RESUME_ADVICE = "run the same command again to go on from the newest checkpoint, or from the start if there is none yet"
 _TEXT_CHARACTERS = 2_000
 _TRACEBACK_CHARACTERS = 64_000
 _PACKAGE = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def describe_exception(error: BaseException, rank: int | None) -> RankRaised:
 
 def is_shown_traceback(failure: RankRaised) -> bool:
     """Whether a person needs the traceback: that of our bugs and of their own programs, not of what a sentence
-    mends."""
+    fixes."""
     return not failure.plait_classes or class_name(ProgramFailed) in failure.plait_classes
 
 

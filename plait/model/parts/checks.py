@@ -1,4 +1,4 @@
-"""Checks of a shape's numbers that belong together; each raises PlaitError with the mend."""
+"""Checks of a shape's numbers that belong together; each raises PlaitError."""
 
 from __future__ import annotations
 

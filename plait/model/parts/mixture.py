@@ -159,7 +159,7 @@ def mixture_weights(mixture: MixtureShape, matrices: Sequence[str]) -> list[str]
 
 
 def check_mixture_in(mixture: MixtureShape, layers: int, biased: Collection[str], adapter: object) -> None:
-    """Refuse a mixture in a model that cannot have it: of so many layers, whose `biased` parts have biases."""
+    """Refuse a mixture in a model that cannot have it: of this many layers, whose `biased` parts have biases."""
     if not any(mixture.holds(layer) for layer in range(layers)):
         raise PlaitError(
             f"model.dense_layers = {mixture.dense_layers} and model.expert_every = {mixture.every} leave none of "

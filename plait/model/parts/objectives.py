@@ -19,7 +19,7 @@ MOST_AHEAD = 1000
 class ObjectivesShape:
     """Losses beside that of the next token from the last layer; each is a mean over its own tokens, times its weight.
 
-    A head in the middle predicts the next token from the stream after so many layers: a norm of its own, then the
+    A head in the middle predicts the next token from the stream after this many layers: a norm of its own, then the
     model's own output matrix (LayerSkip: Elhoushi et al. 2024, 2404.16710). Prediction ahead is DeepSeek-V3's: depth k
     takes the stream of depth k - 1 (of depth 0: of the last layer) and the embedding of the token k further, each
     normed, joined by a projection, through one more layer, a norm and the model's own output matrix, and predicts the

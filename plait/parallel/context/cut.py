@@ -25,7 +25,7 @@ class WindowBand:
     window: int
 
     def keys_of(self, query: int, keys: int) -> range:
-        """The numbers of the keys that a query sees, of so many."""
+        """The numbers of the keys that a query sees, of this many."""
         return range(max(0, query + self.shift - self.window + 1), min(keys, query + self.shift + 1))
 
 
@@ -92,9 +92,8 @@ def cut_attention(
 ) -> ContextCut:
     """The attention that context rank `index` of `parts` computes.
 
-    `lengths` are those of the documents in the whole rows; None: each row is one. With a `window` a query sees so many
-    tokens at most, itself included.
-    """
+    `lengths` are those of the documents in the whole rows; None: each row is one. With a `window` a query sees this
+    many tokens at most, itself included."""
     chunk, rest = divmod(sequence, 2 * parts)
     assert rest == 0, f"{2 * parts} chunks do not divide a row of {sequence} tokens"
     borders = _borders(lengths, rows, sequence)

@@ -47,7 +47,7 @@ def refuse_pairs(config: RunConfig, shape: ModelShape) -> None:
 
 
 def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int, why: list[str]) -> AdapterShape:
-    """The adapters of a LoRA run for a model that has none yet, to learn from so many tokens, or pairs of answers,
+    """The adapters of a LoRA run for a model that has none yet, to learn from this many tokens, or pairs of answers,
     which tell about a bit each; raises PlaitError for targets that match nothing and for a rank above a weight's
     size."""
     targets = linear_layers(shape) if requested.targets == "auto" else named_targets(requested.targets, shape)

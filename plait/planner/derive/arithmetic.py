@@ -12,11 +12,11 @@ from plait.errors import PlaitError
 from plait.partition.execution import MatmulBackend, Precision
 
 MAX_ERROR_RATIO = 4.0
-"""oneDNN counts as exact as the default library up to so many times its error: both then round to float32."""
+"""oneDNN counts as exact as the default library up to this many times its error: both then round to float32."""
 LEAST_BACKEND_GAIN = 1.05
-"""Products must be so many times as fast by oneDNN; less is within what measuring them twice differs by."""
+"""Products must be this many times as fast by oneDNN; less is within what measuring them twice differs by."""
 LEAST_STEP_GAIN = 1.25
-"""A whole step must be so many times as fast in bf16 to give up float32's digits."""
+"""A whole step must be this many times as fast in bf16 to give up float32's digits."""
 BackendName = Literal["auto"] | MatmulBackend
 
 
@@ -149,7 +149,7 @@ def bf16_refusal(gain: float) -> str:
 
 
 def choose_precision(step_gain: float) -> tuple[Precision, str]:
-    """The precision for a whole step that is so many times as fast in bf16, with the reason."""
+    """The precision for a whole step that is this many times as fast in bf16, with the reason."""
     if step_gain < LEAST_STEP_GAIN:
         return "float32", f"precision float32: a step in bf16 is {speed_text(step_gain)} one in float32, as timed here"
     return "bf16", (

@@ -43,12 +43,12 @@ def finetuning_warmup_steps(steps: int, objective: FinetuneObjective = "sft") ->
 
 
 def examples_batch_tokens(method: FinetuneMethod, tokens_per_example: float) -> float:
-    """Tokens of a step: so many examples, or pairs, of this length, packed."""
+    """Tokens of a step: this many examples, or pairs, of this length, packed."""
     return EXAMPLES_PER_STEP[method] * tokens_per_example
 
 
 def rank_for_tokens(tokens: float, weights_per_rank: int, largest: int) -> int:
-    """The power of two from 16 to 256 whose adapters can store what so many tokens tell; at most `largest`, rounded
+    """The power of two from 16 to 256 whose adapters can store what this many tokens tell; at most `largest`, rounded
     down to a power of two."""
     needed = ceil(tokens * BITS_PER_TOKEN / BITS_PER_WEIGHT / weights_per_rank)
     rank = min(max(LEAST_RANK, 1 << max(0, needed - 1).bit_length()), LARGEST_RANK)

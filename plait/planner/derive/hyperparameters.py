@@ -31,8 +31,8 @@ SGD_WEIGHT_DECAY = 1e-4
 def optimizer_plan(
     config: RunConfig, flops: float, batch_tokens: int, why: list[str], base: BaseFacts | None = None
 ) -> OptimizerPlan:
-    """The optimizer's numbers for a run of so many training FLOPs, its warm-up still open; `base` is the model that it
-    goes on from."""
+    """The optimizer's numbers for a run of this many training FLOPs, its warm-up still open; `base` is the model that
+    it goes on from."""
     requested, method = config.optimizer, config.finetune.method
     lr = requested.lr
     if method != "auto":

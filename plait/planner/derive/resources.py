@@ -25,7 +25,7 @@ STAND_IN = "A100"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedWorkers:
-    """Workers that somebody else started, each with so many threads."""
+    """Workers that somebody else started, each with this many threads."""
 
     workers: int
     threads: int
@@ -110,7 +110,7 @@ class Resources:
         return self.has_known_devices and (self.cluster is not None or has_gpus)
 
     def as_cluster(self, workers: int) -> Cluster:
-        """The machines as a cluster of so many devices."""
+        """The machines as a cluster of this many devices."""
         if self.cluster:
             return self.cluster
         machine = self.machine if self.has_known_devices else replace(self.machine, name=STAND_IN)
@@ -128,7 +128,7 @@ class Resources:
         return replace(self, arithmetic=arithmetic, peak_flops=peak)
 
     def threads(self, workers: int) -> int:
-        """Threads of each of so many workers."""
+        """Threads of each of this many workers."""
         if self.fixed_workers and self.requested.threads == "auto":
             return self.fixed_workers.threads
         return self.requested.threads_of_each(self.machine, workers)

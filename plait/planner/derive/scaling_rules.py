@@ -39,7 +39,7 @@ def training_flops_of_weights(shape: ModelShape) -> int:
 
 
 def parameters_for_tokens(tokens: float) -> float:
-    """Parameters that learn most from so many tokens of training, whatever it costs."""
+    """Parameters that learn most from this many tokens of training, whatever it costs."""
     return tokens / TOKENS_PER_PARAMETER
 
 
@@ -53,13 +53,14 @@ def usual_batch_tokens(flops: float) -> float:
 
 
 def short_run_batch_tokens(tokens: float) -> float:
-    """The largest batch of a run over so many tokens that leaves it its least number of steps; 1,024 tokens or more."""
+    """The largest batch of a run over this many tokens that leaves it its least number of steps; 1,024 tokens or
+    more."""
     return max(1024.0, tokens / LEAST_STEPS_OF_A_RUN)
 
 
 def divisible_batch(sequences: float) -> int:
-    """A batch of about so many sequences that many numbers of devices divide: the nearest multiple of the largest power
-    of two in its half (1,024 for 912, 768 for 800), whatever the devices are; below four the nearest number."""
+    """A batch of about this many sequences that many numbers of devices divide: the nearest multiple of the largest
+    power of two in its half (1,024 for 912, 768 for 800), whatever the devices are; below four the nearest number."""
     unit = 2 ** max(0, floor(log2(max(sequences, 1))) - 1)
     return max(1, floor(sequences / unit + 0.5) * unit)
 

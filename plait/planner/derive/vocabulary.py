@@ -13,7 +13,7 @@ from plait.units import counted
 
 
 def fitting_vocabulary(requested: int | Literal["auto"], entries: int) -> int:
-    """Of a new model, for a tokenizer of so many entries; raises PlaitError where fewer are requested."""
+    """Of a new model, for a tokenizer of this many entries; raises PlaitError where fewer are requested."""
     if requested == "auto":
         return ceil(entries / 64) * 64
     if requested < entries:

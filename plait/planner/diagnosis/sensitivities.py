@@ -22,7 +22,8 @@ class Sensitivity:
     usual: float
     """Factor by which such a figure is often off: our judgement, which only ranks the explanations."""
     altered: Callable[[CostInputs, float], CostInputs]
-    """The cost inputs with which this figure costs so many times the time (below 1: less), as far as physics allows."""
+    """The cost inputs with which this figure costs this many times the time (below 1: less), as far as physics
+    allows."""
     needs: Callable[[CostInputs, CostInputs], str]
     """How the figure would have to differ, in words, from the forecast's layout and the one that explains the
     measurement."""

@@ -20,7 +20,7 @@ from plait.planner.step_time.device_time import was_measured
 from plait.units import as_long_text, counted, format_bytes, format_duration, plain_number
 
 FEW_NODES = 8
-"""Up to so many nodes it is worth a word whether one of them alone would be as fast."""
+"""Up to this many nodes it is worth a word whether one of them alone would be as fast."""
 
 
 def layout_changes(found: Search) -> list[str]:
@@ -129,14 +129,14 @@ def _condition(found: Search, flip: TippingPoint) -> tuple[str, str]:
 
 
 def link_rate_text(network: Link, factor: float = 1.0) -> str:
-    """The bandwidth of a network, or so many times as much, and whose it is: "8.07 Gbit/s a machine"."""
+    """The bandwidth of a network, or this many times as much, and whose it is: "8.07 Gbit/s a machine"."""
     wires = 2 * network.axes if network.shape == "torus" else 1
     whose = "a machine" if network.shape == "shared" else "a device"
     return f"{plain_number(network.bytes_per_s * wires * factor * 8 / 1e9)} Gbit/s {whose}"
 
 
 def inside_rate_text(island: Island, factor: float = 1.0) -> str:
-    """The bandwidth of one device of a node to the others, or so many times as much: "540 GB/s"."""
+    """The bandwidth of one device of a node to the others, or this many times as much: "540 GB/s"."""
     return f"{plain_number(device_bytes_per_s(island.inside, island.per_node) / 1e9 * factor)} GB/s"
 
 

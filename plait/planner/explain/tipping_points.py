@@ -146,12 +146,12 @@ def _closed_form_step_s(found: Search, rows: Counts, cluster: Cluster) -> Reals:
 
 
 def with_faster_network(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with so many times the bandwidth between its machines."""
+    """The cluster with this many times the bandwidth between its machines."""
     return replace(cluster, between=_faster(cluster.between, factor))
 
 
 def with_faster_nodes(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with so many times the bandwidth between the devices of a node."""
+    """The cluster with this many times the bandwidth between the devices of a node."""
     islands = tuple(replace(island, inside=_faster(island.inside, factor)) for island in cluster.islands)
     return replace(cluster, islands=islands)
 

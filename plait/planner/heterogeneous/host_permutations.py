@@ -44,7 +44,7 @@ def crosses_hosts_needlessly(cluster: Cluster, candidates: Candidates) -> NDArra
 
 
 def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
-    """A cluster of so many devices of an island's first node, with what a probe measured on that host."""
+    """A cluster of this many devices of an island's first node, with what a probe measured on that host."""
     island = replace(cluster.islands[place], per_node=devices, nodes=1)
     one, measured = replace(cluster, islands=(island,)), cluster.measured
     hosts = _hosts(cluster, cluster.islands)

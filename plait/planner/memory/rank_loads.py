@@ -75,7 +75,7 @@ def grouped_loads(workload: Workload, candidates: Candidates) -> list[tuple[Coun
 def rank_loads(
     schedule: Schedule, virtual: int, micros: int, stage_layers: tuple[float, ...], places: HeadPlaces
 ) -> RankLoads:
-    """The loads of every rank of a pipeline with so many layers on each stage and `virtual` stages on each rank."""
+    """The loads of every rank of a pipeline with this many layers on each stage and `virtual` stages on each rank."""
     layers = np.array(stage_layers, dtype=np.float64).reshape(virtual, -1).T
     ranks, held = len(layers), _kept_and_split(schedule, micros, layers)
     rank = np.repeat(np.arange(ranks), [len(moments) for moments in held])

@@ -65,7 +65,7 @@ def copy_bytes(plan: Plan, hosts: int) -> int:
 
 
 def why_none(plan: Plan, hosts: int, nbytes: int) -> str:
-    """Why a worker's copies of so many bytes do not fit its host's memory; empty where they do, or nobody knows.
+    """Why a worker's copies of this many bytes do not fit its host's memory; empty where they do, or nobody knows.
 
     GPUs' hosts are not known to a plan: there the workers look when the first copy is due."""
     memory = plan.machines.fingerprint.get("memory_bytes")

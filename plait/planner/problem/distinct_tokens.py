@@ -9,7 +9,7 @@ import numpy as np
 
 
 def expected_distinct_tokens(tokens: Any, vocabulary: int) -> Any:
-    """Expected number of distinct tokens among so many, if their frequencies follow Zipf's law.
+    """Expected number of distinct tokens among this many, if their frequencies follow Zipf's law.
 
     For 256, 512 and 1,024 tokens of Shakespeare, vocabulary 2,048: 144, 245 and 405; counted: 148, 251 and 399.
     """

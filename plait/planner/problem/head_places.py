@@ -50,7 +50,7 @@ class HeadPlaces:
 
 
 def head_places(workload: Workload, stage_layers: Sequence[int], ranks: int) -> HeadPlaces:
-    """The places of a workload's heads in a pipeline of so many ranks."""
+    """The places of a workload's heads in a pipeline of this many ranks."""
     by_stage, stages = heads_of_stages(workload, stage_layers), len(stage_layers)
     heads = tuple(sum(by_stage[rank::ranks]) for rank in range(ranks))
     ahead = workload.predict_ahead > 0
@@ -75,7 +75,7 @@ def balanced_with_heads(costs: tuple[int, float, float], stages: int, heads_afte
     each[np.array(heads_after, dtype=np.int64) - 1] += head
     each[-1] += end
     until = np.concatenate([[0.0], each.cumsum()])
-    # best[n]: the cheapest most expensive stage of the first so many, which hold n layers; one stage more at a time.
+    # best[n]: the cheapest most expensive stage of the first this many, which hold n layers; one stage more at a time.
     best, cuts = np.where(np.arange(layers + 1) > 0, until, np.inf), []
     for _ in range(stages - 1):
         most = np.maximum(best[None, :], until[:, None] - until[None, :])

@@ -162,11 +162,11 @@ class SoftwareProfile:
         return 2 if self.gradient_transfer == "bf16" else self.gradient_bytes
 
     def stage_message_bytes(self, multiplied: int) -> int:
-        """Bytes of one number between stages, where products multiply numbers of so many."""
+        """Bytes of one number between stages, where products multiply numbers of this many."""
         return {"float32": 4, "bf16": 2}.get(self.stage_transfer, multiplied)
 
     def state_bytes_with(self, moments: int) -> int:
-        """Bytes of optimizer state per parameter with so many float32 moments, AdamW having two."""
+        """Bytes of optimizer state per parameter with this many float32 moments, AdamW having two."""
         return self.state_bytes - 4 * (2 - moments)
 
     def update_bytes_with(self, moments: int) -> float:

@@ -73,7 +73,7 @@ def fullest_rank_parameters(
     w: Workload, c: Candidates, layer: tuple[Reals, Reals], table_parameters: int
 ) -> tuple[Reals, Reals]:
     """Weights on the rank of a pipeline that holds most of them before sharding, (common, experts'), of layers and
-    tables that have so many each."""
+    tables that have this many each."""
     common, experts = layer
     held = rank_layers(w, c)
     table = table_parameters / c.tensor

@@ -76,7 +76,7 @@ class Workload:
     adapter_targets: tuple[AdapterTarget, ...] = ()
     """The linear layers of each layer that have one."""
     heads_after: tuple[int, ...] = ()
-    """Heads in the middle, each after so many layers, with the model's own output matrix."""
+    """Heads in the middle, each after this many layers, with the model's own output matrix."""
     predict_ahead: int = 0
     """Depths of prediction ahead behind the last layer: a projection, a layer and the output matrix each."""
     logit_passes: int = 1

@@ -133,7 +133,9 @@ def why_rebalancing_cannot_help(plan: Plan) -> str | None:
         return None  # layers move from stage to stage (stage_repartition.py)
     text = f"all ranks work on the same sequences ({plan.placement.layout}), so shares cannot make up for a slow one"
     if plan.placement.layout.pipeline > 1:
-        return f"{text}: stages would have to be cut anew, which plait train --replan does for the machines as they are"
+        return (
+            f"{text}: stages would have to be cut again, which plait train --replan does for the machines as they are"
+        )
     return f"{text}: a layout with replicate or shard could"
 
 

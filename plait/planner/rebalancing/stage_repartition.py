@@ -1,4 +1,4 @@
-"""When to cut a pipeline's stages anew while a run goes on: from measured steps to new layers for them, or to none.
+"""When to cut a pipeline's stages again while a run goes on: from measured steps to new layers for them, or to none.
 
 Where all ranks work on the same sequences no shares can follow their speeds, but layers can move from stage to stage. A
 stage computes for as long as its layers take, and the last one for the head and the loss, too. A new cut needs the same
@@ -51,7 +51,7 @@ class StageCosts:
 
 
 def stage_costs_of(plan: Plan) -> StageCosts | None:
-    """The stages that can be cut anew: one on each rank, of a pipeline that works on whole batches; else None.
+    """The stages that can be cut again: one on each rank, of a pipeline that works on whole batches; else None.
 
     With several data-parallel replicas the batch shares are rebalanced instead; both at once would interfere.
     """

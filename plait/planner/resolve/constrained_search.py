@@ -46,7 +46,7 @@ class FoundLayout:
 def constrained_search(
     workload: Workload, cluster: Cluster, profile: SoftwareProfile, constraints: Constraints
 ) -> Search:
-    """Search within constraints, on the hosts in their best order; raises PlaitError with the mend where nothing fits.
+    """Search within constraints, on the hosts in their best order; raises PlaitError where nothing fits.
 
     With named degrees the search uses no recomputation, and `shard` splits only the optimizer's state, unless nothing
     fits that way: a named layout then means the same on every machine that can run it.
@@ -71,7 +71,7 @@ def constrained_search(
 def searched_devices(request: Request, option: WorkerOption) -> Search:
     """The search over an option's devices, or over some of them where the others would not make a step shorter.
 
-    Raises PlaitError with the mend where no layout of all devices fits.
+    Raises PlaitError where no layout of all devices fits.
     """
     workload, profile, constraints = request.workload, request.profile, request.constraints
     whole = constrained_search(workload, option.cluster, profile, constraints)

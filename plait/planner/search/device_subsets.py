@@ -19,7 +19,7 @@ from plait.planner.search.search import search
 from plait.planner.step_time.device_rates import device_rates
 
 MOST_NODES_COUNTED = 4
-"""Up to so many nodes every number of them is tried, beyond powers of two and whole islands."""
+"""Up to this many nodes every number of them is tried, beyond powers of two and whole islands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def search_subsets(
             continue
         try:
             found = search(workload, subset.cluster, profile=profile, constraints=constraints)
-        except PlaitError:  # it is too small for this model, or no layout of so many devices carries the batch
+        except PlaitError:  # it is too small for this model, or no layout of this many devices carries the batch
             continue
         yield subset, with_best_host_order(found)
 

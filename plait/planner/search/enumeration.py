@@ -53,7 +53,7 @@ class EnumeratedLayouts:
 def enumerate_layouts(
     workload: Workload, devices: int, constraints: Constraints, profile: SoftwareProfile = PLAIT_PROFILE
 ) -> EnumeratedLayouts:
-    """All layouts of so many devices; raises PlaitError where the constraints leave none.
+    """All layouts of this many devices; raises PlaitError where the constraints leave none.
 
     gpipe is among them unasked only where messages travel "ahead": with all micro-batches under way, no rank waits for
     a slow cable.

@@ -95,7 +95,7 @@ def layout_sentences(row: CandidateRow, layers: int) -> list[str]:
 
 
 def _shard_sentence(shard: int, what: str, cuts: int) -> str:
-    """What `shard` does where the other axes cut the model into so many parts, of which a device has one."""
+    """What `shard` does where the other axes cut the model into this many parts, of which a device has one."""
     model = "the model" if cuts == 1 else f"their part (1/{cuts}) of the model"
     if what == SHARDED_STATES[3]:
         return (

@@ -90,7 +90,7 @@ def search(
 
 
 def _check_constraints(workload: Workload, constraints: Constraints) -> None:
-    """Raise PlaitError, with the mend, where named stages or shares do not go with the named degrees and the batch."""
+    """Raise PlaitError where named stages or shares do not go with the named degrees and the batch."""
     degrees = constraints.degrees or Layout()
     if constraints.stage_layers and degrees.pipeline == 1:
         raise PlaitError(STAGES_WITHOUT_PIPELINE)

@@ -1,4 +1,4 @@
-"""Whether a layout can carry a model and a batch on a machine, or one sentence with the mend."""
+"""Whether a layout can carry a model and a batch on a machine, or one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def balanced_stages(shape: ModelShape, stages: int) -> tuple[int, ...]:
 
 
 def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequences: int) -> None:
-    """Raise PlaitError, with the mend, where a layout cannot carry this model and batch exactly."""
+    """Raise PlaitError where a layout cannot carry this model and batch exactly."""
     if reason := conflict_sentence(layout):
         raise PlaitError(reason)
     _check_tensor(layout.tensor, shape)
@@ -62,7 +62,7 @@ def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequ
 
 
 def check_shares(shares: tuple[int, ...], layout: Layout, batch_sequences: int) -> None:
-    """Raise PlaitError, with the mend, where named shares do not divide a step's sequences among the data-parallel
+    """Raise PlaitError where named shares do not divide a step's sequences among the data-parallel
     ranks. Empty shares are equal ones, which `check_layout` has checked."""
     if not shares:
         return

@@ -93,7 +93,7 @@ def exchanges(c: Candidates) -> Reals:
 
 
 def nodes_met(w: Workload, nodes: Any) -> Reals:
-    """Expected number of nodes, of so many over which the experts are spread evenly, that a token has experts on; see
+    """Expected number of nodes, of this many over which the experts are spread evenly, that a token has experts on; see
     Note [once a node]."""
     some, place = np.unique(np.asarray(nodes, dtype=np.float64), return_inverse=True)
     return np.array([_nodes_met(w, float(number)) for number in some])[place].reshape(np.shape(nodes))
@@ -122,8 +122,8 @@ def _nodes_met(w: Workload, nodes: float) -> float:
 
 
 def _torus_share(axes: int, ranks: Reals) -> Reals:
-    """What an all-to-all of so many ranks reaches of the rate of a ring that uses all wires; see Note [all-to-all on a
-    torus]."""
+    """What an all-to-all of this many ranks reaches of the rate of a ring that uses all wires; see Note [all-to-all on
+    a torus]."""
     if not axes:
         return np.ones_like(ranks)
     side = np.maximum(ranks ** (1 / axes), 2.0)

@@ -51,7 +51,7 @@ def attention_s(
     head_width: Any,
     direction: Direction,
 ) -> Reals:
-    """Seconds of one layer's attention over so many sequences, or documents, of a length."""
+    """Seconds of one layer's attention over this many sequences, or documents, of a length."""
     work = _ATTENTION_WORK[direction]
     known = [((n.sizes[1], n.sizes[4]), n.seconds / (n.sizes[0] * n.sizes[2])) for n in device.times_of(work)]
     each = _interpolated_s(work, known, (length, head_width), lambda s: s[0] ** 2 * s[1])
@@ -59,7 +59,7 @@ def attention_s(
 
 
 def stream_s(device: MeasuredDevice, tokens: Any, width: Any, ffn: Any, direction: Direction) -> Reals:
-    """Seconds of all that one layer does beside products and attention, for a micro-batch of so many tokens.
+    """Seconds of all that one layer does beside products and attention, for a micro-batch of this many tokens.
 
     A layer reads and writes some 12 numbers a unit of width and 4 a unit of its feedforward, forward as backward.
     """
@@ -98,12 +98,12 @@ def embedding_s(device: MeasuredDevice, tokens: Any, width: Any, vocabulary: Any
 
 
 def accumulate_s(device: MeasuredDevice, numel: Any) -> Reals:
-    """Seconds of adding so many gradients to those of an earlier micro-batch."""
+    """Seconds of adding this many gradients to those of an earlier micro-batch."""
     return _interpolated_work_s(device, "accumulate", (numel,), lambda s: s[0])
 
 
 def update_s(device: MeasuredDevice, numel: Any) -> Reals:
-    """Seconds of the optimizer's update of so many parameters, the gradient's norm included."""
+    """Seconds of the optimizer's update of this many parameters, the gradient's norm included."""
     known = [(one.sizes[:1], one.seconds) for one in device.times_of("update")]
     return _interpolated_s("update", known, (numel,), lambda s: s[0])
 
@@ -116,7 +116,7 @@ def measured_launch_s(device: MeasuredDevice) -> float:
 def measured_collective_s(
     measured: Measurements, kind: CommOperation, size_bytes: Any, ranks: Any, scope: LinkScope
 ) -> Reals:
-    """Seconds of one operation on a buffer of so many bytes over so many ranks; 0 for a single rank.
+    """Seconds of one operation on a buffer of this many bytes over this many ranks; 0 for a single rank.
 
     Time is interpolated over sizes, beyond them at the last rate. Other numbers of ranks than the measured ones take
     those of the nearest, times what a ring sends: 2 (n - 1) / n of the buffer for a sum, (n - 1) / n otherwise, and
@@ -134,7 +134,7 @@ def measured_collective_s(
 
 
 def measured_message_cpu_s(measured: Measurements, size_bytes: Any, scope: LinkScope) -> Reals:
-    """Processor seconds that a rank spends on sending or receiving a message of so many bytes."""
+    """Processor seconds that a rank spends on sending or receiving a message of this many bytes."""
     points = _nearest_measured_link(measured, "send", scope, 2).points
     sizes = np.asarray(size_bytes, dtype=np.float64)
     # The first and shortest message also wakes threads up: none costs more than a longer one.

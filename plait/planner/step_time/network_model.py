@@ -44,8 +44,8 @@ class Network:
     """Axes of the torus inside a node, or slice; 0 where a switch or a shared wire joins its devices."""
 
     def spans_islands(self, group_size: Any, stride: Any) -> NDArray[np.bool_]:
-        """Whether a group of so many ranks that are `stride` apart has some on two islands: such groups fill blocks of
-        group_size × stride ranks in a row."""
+        """Whether a group of this many ranks that are `stride` apart has some on two islands: such groups fill blocks
+        of group_size × stride ranks in a row."""
         block = np.asarray(group_size, dtype=np.float64) * np.asarray(stride, dtype=np.float64)
         found = np.zeros(block.shape, dtype=bool)
         for start in self.island_starts:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from plait.parallel.collectives import message_from_before_s
-from plait.parallel.mesh import Sums
+from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.planner.rebalancing.stage_repartition import stage_costs_of
 from plait.report.shares_file import SharesLine, append_shares, read_shares

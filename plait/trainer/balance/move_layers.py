@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.cluster.topology import free_memory_bytes
-from plait.parallel.mesh import Sums
+from plait.parallel.sums import Sums
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.report.memory import peak_rss_bytes

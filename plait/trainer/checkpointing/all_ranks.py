@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from plait.errors import PlaitError, RunFailed
-from plait.parallel.mesh import Sums
+from plait.parallel.sums import Sums
 
 _SENTENCE_BYTES = 2_000
 

@@ -24,7 +24,7 @@ from plait.errors import PlaitError, RunFailed
 from plait.launch.values.copies import CopyStore
 from plait.launch.values.job import NOTE
 from plait.launch.values.progress import NO_REPORT, ProgressReport
-from plait.parallel.mesh import Sums
+from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.all_ranks import run_on_all_ranks

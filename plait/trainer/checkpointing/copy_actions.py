@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from plait.cluster.topology import free_memory_bytes
 from plait.launch.values.copies import CopyStore, KeptCopy
-from plait.parallel.mesh import Sums
+from plait.parallel.sums import Sums
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.from_memory import restore_from_memory
 from plait.trainer.checkpointing.in_memory import HostCopies, MemoryCopies

@@ -16,7 +16,7 @@ from plait.checkpoint.manifest import StoredPart, parse_parts
 from plait.checkpoint.transfer import slice_of_parts
 from plait.errors import PlaitError, RunFailed
 from plait.launch.values.copies import KeptCopy
-from plait.parallel.mesh import Sums
+from plait.parallel.sums import Sums
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.all_ranks import run_on_all_ranks

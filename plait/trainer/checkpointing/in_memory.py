@@ -16,7 +16,7 @@ from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import ITEM_BYTES, StoredPart, parts_text
 from plait.checkpoint.transfer import DTYPES, TensorSlice, rank_layout, stored_part, whole_slice
 from plait.launch.values.copies import SLOTS, CopyStore, KeptCopy
-from plait.parallel.mesh import Sums
+from plait.parallel.sums import Sums
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.all_ranks import agree_on_any
 from plait.trainer.checkpointing.host_cover import PartPlace, kept_beside

@@ -19,8 +19,8 @@ from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whol
 from plait.errors import RunFailed
 from plait.model.gpt import GPT
 from plait.model.weights import kept_values, trained_weights
-from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
+from plait.parallel.sums import Sums
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.all_ranks import run_on_all_ranks

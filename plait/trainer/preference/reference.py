@@ -26,8 +26,8 @@ from plait.data.shards import Corpus, open_corpus
 from plait.errors import RunFailed
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.model.names import ADAPTER_B
-from plait.parallel.mesh import Sums
 from plait.parallel.sharded_model import ShardedModel
+from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file

@@ -11,7 +11,7 @@ import torch
 
 from plait.launch.values.copies import CopyStore
 from plait.launch.values.progress import ProgressReport
-from plait.parallel.mesh import Sums
+from plait.parallel.sums import Sums
 from plait.report.memory import LiveTensorPeak, peak_rss_bytes
 from plait.report.sinks import Sink
 from plait.trainer.assemble import Assembly
