@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     )
     from plait.api_models import chat, evaluate, export, sample
     from plait.cluster.cluster import Cluster
+    from plait.clusters.submit import SubmittedJob, submit
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.runs import Run, runs
-    from plait.commands.submitting.job import SubmittedJob, submit
     from plait.custom.collectives import all_reduce, broadcast, rank, size
     from plait.custom.cutting import BatchCut
     from plait.custom.exact_norm.batch_norm import convert_batch_norm
@@ -77,7 +77,7 @@ _HOMES = {
     "PlaitError": "plait.errors",
     "ProgramFailed": "plait.errors",
     "SpreadRun": "plait.custom.run",
-    "SubmittedJob": "plait.commands.submitting.job",
+    "SubmittedJob": "plait.clusters.submit",
     "all_reduce": "plait.custom.collectives",
     "broadcast": "plait.custom.collectives",
     "rank": "plait.custom.collectives",
@@ -89,7 +89,7 @@ _HOMES = {
     "Run": "plait.commands.runs",
     "RunFailed": "plait.errors",
     "Verdict": "plait.proof",
-    "submit": "plait.commands.submitting.job",
+    "submit": "plait.clusters.submit",
     "chat": "plait.api_models",
     "evaluate": "plait.api_models",
     "export": "plait.api_models",

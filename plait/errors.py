@@ -10,6 +10,8 @@ from typing import Literal
 StopSignal = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
 """The signals that stop a command: Ctrl-C, what schedulers and `kill` send, the end of a terminal, and a scheduler's
 warning that its time is soon over."""
+REQUEUE_EXIT = 75
+"""The exit code that asks a scheduler to start the run again: all is saved, and more is to do."""
 
 
 class PlaitError(Exception):

@@ -11,8 +11,7 @@ from typing import Any, Literal, NoReturn
 
 import typer
 
-from plait.deploy.cluster_job import REQUEUE_EXIT
-from plait.errors import Interrupted, PlaitError, StopSignal, file_error_sentence
+from plait.errors import REQUEUE_EXIT, Interrupted, PlaitError, StopSignal, file_error_sentence
 from plait.launch.local.output import OptionalOutput
 from plait.screen.screen import wrapped
 

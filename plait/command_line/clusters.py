@@ -40,8 +40,8 @@ def submit_command(
     out: Annotated[Path | None, typer.Option("--out", help="Only write them into this folder.")] = None,
 ) -> None:
     """Run on as many of a cluster's nodes as pay. Slurm, Kubernetes or ssh starts it."""
-    from plait.commands.submitting.options import parse_kind, parse_machines, parse_scheduler
-    from plait.commands.submitting.submit import SubmitRequest, submit_or_show
+    from plait.clusters.request import SubmitRequest, parse_kind, parse_machines, parse_scheduler
+    from plait.clusters.submit import submit_or_show
 
     request = SubmitRequest(
         target=tuple(target),
@@ -70,7 +70,7 @@ def node_command(
     secret_file: Annotated[Path | None, typer.Option("--secret-file", help="A file that all nodes see.")] = None,
 ) -> None:
     """Do one node's part of a job. Schedulers start it, by what plait submit wrote."""
-    from plait.commands.submitting.node import NodePlace, tell_scheduler, work_on_node
+    from plait.clusters.node import NodePlace, tell_scheduler, work_on_node
 
     place = NodePlace(nodes=nodes, rank=rank, leader=leader, port=port, secret_file=secret_file)
     code = exit_code_of(work_on_node(target, place, screen_on(sys.stdout)))
@@ -80,7 +80,7 @@ def node_command(
 
 def logs_command(name: JobName) -> None:
     """Print what a submitted job has printed so far on its first node."""
-    from plait.commands.submitting.submitted import job_log_lines
+    from plait.clusters.submitted import job_log_lines
 
     output = OptionalOutput(sys.stdout)
     for line in job_log_lines(name):
@@ -89,13 +89,13 @@ def logs_command(name: JobName) -> None:
 
 def stop_command(name: JobName) -> None:
     """End a submitted job. What it learnt is saved, and plait submit goes on with it."""
-    from plait.commands.submitting.submitted import end_job
+    from plait.clusters.submitted import end_job
 
     OptionalOutput(sys.stdout).write(f"{end_job(name)}\n")
 
 
 def fetch_command(name: JobName) -> None:
     """Bring a submitted job's run here, and show its receipt."""
-    from plait.commands.submitting.submitted import fetch_job
+    from plait.clusters.submitted import fetch_job
 
     fetch_job(name, screen_on(sys.stdout))

@@ -36,8 +36,8 @@ def status_command(
     ledger: Annotated[bool, typer.Option("--ledger", help="The samples that each step took.")] = False,
 ) -> None:
     """Say where a run stands and what went wrong. Also what its time went to."""
+    from plait.clusters.submitted import job_state_line
     from plait.commands.monitoring.status import status
-    from plait.commands.submitting.submitted import job_state_line
 
     output = OptionalOutput(sys.stdout)
     if not as_json and not ledger and (line := job_state_line(run)):

@@ -24,9 +24,9 @@ FLOORS = {
     "partition": 2,
     "recipe": 3, "cluster": 3, "data": 3, "checkpoint": 3, "report": 3,
     "planner": 4, "screen": 4, "parallel": 4, "launch": 4, "proof": 4, "interop": 4,
-    "trainer": 5, "custom": 5, "deploy": 5,
-    "commands": 6, "process_exit": 6,
-    "api": 7, "api_models": 7, "command_line": 7, "cli": 8, "__main__": 9,
+    "trainer": 5, "custom": 5,
+    "commands": 6, "process_exit": 6, "clusters": 7,
+    "api": 8, "api_models": 8, "command_line": 8, "cli": 9, "__main__": 10,
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
@@ -37,7 +37,7 @@ INNER_FLOORS = {
                  "programs": 3, "membership": 4,
                  "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
                  "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4, "answering": 5,
-                 "evaluating": 3, "drilling": 6, "submitting": 6},
+                 "evaluating": 3, "drilling": 6},
     "custom": {"process": 0, "seeds": 0, "cutting": 0, "group": 1, "program": 1,
                "exchange": 2, "collectives": 2, "data": 2, "arithmetic": 3, "likeness": 3, "strands": 3,
                "exact_norm": 3, "layouts": 4, "stepping": 4, "saving": 4, "verifying": 5, "planning": 6, "run": 7,
@@ -65,7 +65,7 @@ INNER_FLOORS = {
                 "checkpointing": 4, "loop": 5, "balance": 5, "auxiliary": 2, "preference": 2, "actions": 6,
                 "observers": 6, "worker": 7, "time_steps": 8},
 }  # fmt: skip
-SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "commands.", "api", "cli")
+SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "commands.", "clusters.", "api", "cli")
 WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.planner.resolve.resolve", "plait.recipe.load", "plait.model.shape",
                  "plait.model.sizes", "plait.model.names", "plait.model.weights",
                  "plait.cluster.topology", "plait.data.preparation.prepare",

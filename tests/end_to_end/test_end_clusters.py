@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from plait.deploy.pod import INPUT_FOLDER, WORK_FOLDER
+from plait.clusters.kubernetes import INPUT_FOLDER, WORK_FOLDER
 from plait.launch.remote.secret import new_secret
-from tests.deploy.strict import documents, pod_specs
+from tests.clusters.strict import documents, pod_specs
 from tests.end_to_end.command import Place, ended
 
 EVEN = ("layout.shares=[4, 3]", 'balance.every="never"')

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.submitting.over_ssh.files import environment_files
+from plait.clusters.ssh import environment_files
 from tests.end_to_end.command import RECIPE, Ended, Place, ended, wait_until
 from tests.ssh.machines import ADDRESSES, SSHD, Machines
 

@@ -1,0 +1,695 @@
+"""Kubernetes: the machines by kubectl, a job's manifests, and its pods' states, output and files.
+
+Manifests are plain dicts: a JobSet, a TrainJob or a Job, and what each of them needs. None holds a secret.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plait.checked_json import parse_object
+from plait.cluster.catalog import find_device_by_driver_name
+from plait.cluster.cluster import Cluster
+from plait.clusters.job import (
+    GPUS_VARIABLE,
+    LEADER_VARIABLE,
+    PORT_VARIABLE,
+    RANK_VARIABLE,
+    USUAL_PORT,
+    ClusterJob,
+    ClusterSystem,
+    Outgoing,
+    Submitted,
+    keep_record,
+    node_arguments,
+)
+from plait.clusters.machines import SERVER, NodeKind, cluster_of_node_kinds
+from plait.clusters.request import JobKind, Option, SubmitRequest
+from plait.clusters.tools import DESCRIBE, archive_command, tool_answer, unpack_answer
+from plait.commands.programs.program_file import program_bytes
+from plait.errors import PlaitError
+from plait.launch.remote.secret import new_secret
+from plait.recipe.schema import RunConfig
+from plait.screen.screen import Screen
+from plait.working_folder import WorkingFolder
+
+_QUANTITY = r"\d+(\.\d+)?([kMGTPE]|[KMGTPE]i)?"
+_OBJECT_NAME = r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_HOST = r"[A-Za-z0-9][A-Za-z0-9.-]*(:\d+)?"
+_IMAGE = rf"({_HOST}/)?[a-z0-9]+([._-]+[a-z0-9]+|/[a-z0-9]+)*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]+)?"
+_OPTIONS: Mapping[str, Option] = {
+    "image": Option("the container image (needed)", _IMAGE, "registry.example/plait:1"),
+    "namespace": Option("the namespace", r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "research"),
+    "queue": Option("Kueue's LocalQueue", _OBJECT_NAME, "research"),
+    "volume": Option("a claim that exists; one is made if left out", _OBJECT_NAME, "my-claim"),
+    "storage": Option("the size of the claim that is made, such as 100Gi", _QUANTITY, "100Gi"),
+    "storage_class": Option("its class", _OBJECT_NAME, "standard"),
+    "cpu": Option("cores of each pod", r"\d+(\.\d{1,3})?|\d+m", "16"),
+    "memory": Option("memory of each pod, such as 64Gi", _QUANTITY, "64Gi"),
+    "rdma": Option(
+        "a resource of the RDMA device plugin, such as rdma/hca_shared_devices_a: each pod asks for one",
+        rf"{_OBJECT_NAME}/[A-Za-z0-9]([\w.-]{{0,61}}[A-Za-z0-9])?",
+        "rdma/hca_shared_devices_a",
+    ),
+    "network": Option("host, where RDMA has no device plugin: pods use their machines' network", "host", "host"),
+    "grace": Option("how long a pod gets to save before it is removed, such as 5 minutes", ".*"),
+}
+
+
+# The machines.
+
+
+def _cluster(request: SubmitRequest, options: Mapping[str, str]) -> Cluster:
+    """The nodes that take pods."""
+    said = tool_answer(["kubectl", "get", "nodes", "--output", "json"], about="the nodes of Kubernetes", within_s=30)
+    try:
+        nodes = kubernetes_nodes(parse_object(said.encode()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise PlaitError(f"the nodes of Kubernetes: kubectl's answer is not understood ({error}); {DESCRIBE}") from None
+    return cluster_of_node_kinds(nodes, "Kubernetes")
+
+
+def kubernetes_nodes(answer: Mapping[str, Any]) -> list[NodeKind]:
+    """The nodes of a NodeList that may be used: those with GPUs, or where no node has any, all."""
+    found = [_node_kind(item) for item in _items(answer) if _takes_pods(item.get("spec", {}))]
+    return [kind for kind in found if kind.device != SERVER] or found
+
+
+def _takes_pods(spec: Mapping[str, Any]) -> bool:
+    taints = spec.get("taints") or []
+    effects = [taint.get("effect") for taint in taints if "nvidia.com/gpu" not in taint.get("key", "")]
+    return not spec.get("unschedulable") and "NoSchedule" not in effects
+
+
+def _node_kind(item: Mapping[str, Any]) -> NodeKind:
+    labels, room = item["metadata"].get("labels", {}), item["status"].get("allocatable", {})
+    cpu = str(room.get("cpu", "1"))
+    cores = max(1, int(cpu.removesuffix("m")) // 1000 if cpu.endswith("m") else int(cpu))
+    gpus = int(room.get(GPU_RESOURCE, "0"))
+    if not gpus:
+        return NodeKind(device=SERVER, per_node=1, cores=cores)
+    product = labels.get("nvidia.com/gpu.product", "")
+    device = find_device_by_driver_name(product)
+    if device is None:
+        name = item["metadata"].get("name", "a node")
+        raise PlaitError(f'the catalogue does not know the GPUs of {name} ("{product}"); {DESCRIBE}')
+    return NodeKind(device=device.name, per_node=gpus, cores=cores)
+
+
+# The manifests.
+
+USER_ID = 10001
+"""Of the image that install/Containerfile makes, and of every pod."""
+WORK_FOLDER = "/work"
+"""Where the volume with text, runs and prepared data lies, and where the command works."""
+INPUT_FOLDER = "/etc/plait"
+GPU_RESOURCE = "nvidia.com/gpu"
+RESTARTS_AT_MOST = 20
+NOT_AGAIN = (2, 93)
+"""Exit codes after which another try would end in the same way: bad input, and no progress."""
+_CONTAINER, _READER, _BLOCK = "node", "reader", "node"
+_READER_S = 3600
+"""A pod that only waits while files are copied ends by itself after this time."""
+_SECRET_KEY = "secret"
+_INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesObject:
+    """One object for the cluster, and its comments for a reader."""
+
+    value: Mapping[str, Any]
+    comments: tuple[str, ...] = ()
+
+
+def manifests(
+    job: ClusterJob, options: Mapping[str, str], kind: JobKind, files: Mapping[str, str]
+) -> list[KubernetesObject]:
+    """All objects of a job in the order in which they are made; the last one starts it. `files` are the recipe or the
+    program by name."""
+    several, queue = job.nodes > 1, options.get("queue")
+
+    def one(api: str, of_kind: str, name: str, body: Mapping[str, Any], *comments: str) -> KubernetesObject:
+        starts = of_kind in ("JobSet", "TrainJob", "Job")  # waits in the queue, if there is one, and is let in whole
+        labels = {**_labels(job), **({"kueue.x-k8s.io/queue-name": queue} if starts and queue else {})}
+        about = {"name": name, **_if("namespace", options.get("namespace")), "labels": labels}
+        value = {"apiVersion": api, "kind": of_kind, "metadata": about, **body}
+        return KubernetesObject(value=value, comments=comments)
+
+    def starting(api: str, of_kind: str, spec: Mapping[str, Any]) -> KubernetesObject:
+        body = {"spec": {**({"suspend": True} if queue else {}), **spec}}
+        return one(api, of_kind, job.name, body, *_start_comments(job, options))
+
+    data = {_config_map_key(name): text for name, text in files.items()}
+    objects = [one("v1", "ConfigMap", f"{job.name}-input", {"data": data}, "The recipe or the program.")]
+    if "volume" not in options:
+        claim = {
+            "accessModes": ["ReadWriteMany" if several else "ReadWriteOnce"],
+            **_if("storageClassName", options.get("storage_class")),
+            "resources": {"requests": {"storage": options.get("storage", "100Gi")}},
+        }
+        about = "Text, prepared data, runs and checkpoints; all pods see it at /work."
+        objects.append(one("v1", "PersistentVolumeClaim", _claim_name(job, options), {"spec": claim}, about))
+    if several:
+        own = {"podSelector": {"matchLabels": _labels(job)}}
+        names = [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]
+        policy = {
+            **own,
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [own]}],
+            "egress": [{"to": [own]}, {"ports": names}],
+        }
+        about = "Only this run's pods talk to each other; apart from that they may ask for names (DNS)."
+        objects.append(one("networking.k8s.io/v1", "NetworkPolicy", job.name, {"spec": policy}, about))
+    pod = _pod_template(job, options, files, kind)
+    match kind:
+        case "jobset":
+            objects.append(starting("jobset.x-k8s.io/v1alpha2", "JobSet", _job_set(job, _indexed_job(job, pod, 0))))
+        case "trainjob":
+            trainer_api = "trainer.kubeflow.org/v1alpha1"
+            inner = _indexed_job(job, pod, 0)
+            del inner["completions"], inner["parallelism"]  # the TrainJob sets them
+            job_set = _job_set(job, inner, {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
+            runtime = {"mlPolicy": {"numNodes": job.nodes}, "template": {"spec": job_set}}
+            about = "How pods of this run are made; plait starts the workers in them itself."
+            objects.append(one(trainer_api, "TrainingRuntime", job.name, {"spec": runtime}, about))
+            [container] = pod["spec"]["containers"]
+            trainer = {key: container[key] for key in ("image", "command", "env")}
+            trainer |= {"numNodes": job.nodes, "resourcesPerNode": container["resources"]}
+            refers = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
+            objects.append(starting(trainer_api, "TrainJob", {"runtimeRef": refers, "trainer": trainer}))
+        case "job":
+            if several:
+                service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(job)}
+                about = "Names for the pods, without an address of its own (headless)."
+                objects.append(one("v1", "Service", job.name, {"spec": service}, about))
+                pod["spec"]["subdomain"] = job.name
+            objects.append(starting("batch/v1", "Job", _indexed_job(job, pod, RESTARTS_AT_MOST * job.nodes)))
+    return objects
+
+
+def manifests_text(job: ClusterJob, options: Mapping[str, str], kind: JobKind, files: Mapping[str, str]) -> str:
+    """The manifests as one file for `kubectl apply -f`."""
+    lines = ["Made by plait submit.", *job.why]
+    if job.nodes > 1:
+        where = f" --namespace {options['namespace']}" if "namespace" in options else ""
+        lines += [
+            "the secret is no part of these manifests; make it once, before them:",
+            "    tr -dc 0-9A-HJKMNP-TV-Z </dev/urandom | head -c 28 |",
+            f"      kubectl create secret generic {job.name}-join{where} --from-file={_SECRET_KEY}=/dev/stdin",
+        ]
+    parts = [(lines, ""), *((one.comments, yaml_text(one.value)) for one in manifests(job, options, kind, files))]
+    return "---\n".join("".join(f"# {comment}\n" for comment in comments) + text for comments, text in parts)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as blocks, and no anchors for values that occur twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def yaml_text(value: Mapping[str, Any]) -> str:
+    """One YAML document, its keys in the order given."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _if(key: str, value: str | None) -> dict[str, str]:
+    return {key: value} if value else {}
+
+
+def _labels(job: ClusterJob) -> dict[str, str]:
+    """By which the pods of this run are found, and nobody else's."""
+    return {"app.kubernetes.io/name": "plait", "app.kubernetes.io/instance": job.name}
+
+
+def _config_map_key(name: str) -> str:
+    """A file's name as a ConfigMap takes it: letters, digits, "-", "_" and "." alone."""
+    return re.sub(r"[^-._a-zA-Z0-9]", "-", name)
+
+
+def _claim_name(job: ClusterJob, options: Mapping[str, str]) -> str:
+    return options.get("volume", f"{job.name}-work")
+
+
+def _job_set(job: ClusterJob, inner: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """One set of pods, all made again when one is lost, but not after an end that another try would repeat."""
+
+    def rule(name: str, action: str, reason: str, *patterns: str) -> dict[str, Any]:
+        matching = {"onJobFailureMessagePatterns": list(patterns)} if patterns else {}
+        return {"name": name, "action": action, "onJobFailureReasons": [reason], **matching}
+
+    codes = [f".*exit code {code}.*" for code in NOT_AGAIN]
+    rules = [
+        rule("timeIsOver", "FailJobSet", "DeadlineExceeded"),
+        rule("notAgain", "FailJobSet", "PodFailurePolicy", *codes),
+        rule("nodeTakenAway", "RestartJobSetAndIgnoreMaxRestarts", "PodFailurePolicy", ".*DisruptionTarget.*"),
+    ]
+    template = {**({"metadata": {"labels": labels}} if labels else {}), "spec": inner}
+    return {
+        "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": RESTARTS_AT_MOST, "restartStrategy": "BlockingRecreate", "rules": rules},
+        "replicatedJobs": [{"name": _BLOCK, "replicas": 1, "template": template}],
+    }
+
+
+def _indexed_job(job: ClusterJob, pod: Mapping[str, Any], backoff: int) -> dict[str, Any]:
+    """The spec of a Job with a pod for each node, numbered from 0 on."""
+    codes = {"containerName": _CONTAINER, "operator": "In", "values": list(NOT_AGAIN)}
+    lost = [{"type": "DisruptionTarget", "status": "True"}]
+    rules = [
+        {"action": "FailJob", "onExitCodes": codes},
+        {"action": "Ignore" if backoff else "FailJob", "onPodConditions": lost},
+    ]
+    return {
+        "completionMode": "Indexed",
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "backoffLimit": backoff,
+        "podReplacementPolicy": "Failed",
+        **({} if job.time_s is None else {"activeDeadlineSeconds": job.time_s}),
+        "podFailurePolicy": {"rules": rules},
+        "template": pod,
+    }
+
+
+def _pod_template(
+    job: ClusterJob, options: Mapping[str, str], files: Mapping[str, str], kind: JobKind
+) -> dict[str, Any]:
+    """The pod of each node: non-root, with a root file system that nobody writes."""
+    first_pod = f"{job.name}-0" if kind == "job" else f"{job.name}-{_BLOCK}-0-0"
+    rdma = {options["rdma"]: 1} if "rdma" in options else {}
+    gpus = job.groups[0].gpus
+    cpu, memory = options.get("cpu", str(6 * gpus or 4)), options.get("memory", f"{48 * gpus or 16}Gi")
+    devices = {**({GPU_RESOURCE: gpus} if gpus else {}), **rdma}
+    container = {
+        "name": _CONTAINER,
+        "image": options["image"],
+        "command": container_command(job),
+        "workingDir": WORK_FOLDER,
+        "env": _variables(job, f"{first_pod}.{job.name}"),
+        # The same requests and limits, so that no pod is ended for what others took; cores may be had beyond them.
+        "resources": {"requests": {"cpu": cpu, "memory": memory, **devices}, "limits": {"memory": memory, **devices}},
+        # RDMA keeps memory in place, which needs a capability of its own.
+        "securityContext": _container_security({"add": ["IPC_LOCK"]} if rdma else {}),
+        "volumeMounts": [
+            {"name": "work", "mountPath": WORK_FOLDER},
+            {"name": "input", "mountPath": INPUT_FOLDER, "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    # Where a file's name is not its key, the file gets its name back in the pod.
+    items = [{"key": _config_map_key(name), "path": name} for name in files]
+    renamed = {"items": items} if any(item["key"] != item["path"] for item in items) else {}
+    spec = {
+        **_pod_basics(job.grace_s),
+        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if "network" in options else {}),
+        **(_places(job) if job.nodes > 1 else {}),
+        # Machines with GPUs often keep pods away that ask for none, by a taint that has the resource's name.
+        **({"tolerations": [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}]} if gpus else {}),
+        "containers": [container],
+        "volumes": [
+            {"name": "work", "persistentVolumeClaim": {"claimName": _claim_name(job, options)}},
+            {"name": "input", "configMap": {"name": f"{job.name}-input", **renamed}},
+            {"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
+        ],
+    }
+    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+
+
+def _pod_basics(grace_s: int) -> dict[str, Any]:
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace_s,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+
+
+def _container_security(capabilities: Mapping[str, Any]) -> dict[str, Any]:
+    dropped = {"drop": ["ALL"], **capabilities}
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": dropped}
+
+
+def _places(job: ClusterJob) -> dict[str, Any]:
+    """One pod a machine, so that no two share its cores and links; all of them near each other."""
+    selector = {"labelSelector": {"matchLabels": _labels(job)}}
+    spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule", **selector}
+    zone = {**selector, "topologyKey": "topology.kubernetes.io/zone"}
+    affinity = (
+        {"requiredDuringSchedulingIgnoredDuringExecution": [zone]}
+        if job.near
+        else {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": zone}]}
+    )
+    return {"topologySpreadConstraints": [spread], "affinity": {"podAffinity": affinity}}
+
+
+def container_command(job: ClusterJob) -> list[str]:
+    """The command of each pod. Kubernetes would replace "$(NAME)" by a variable, and reads "$$" as "$"."""
+    return ["python3", *node_arguments(job, [word.replace("$", "$$") for word in job.target])]
+
+
+def _variables(job: ClusterJob, leader: str) -> list[dict[str, Any]]:
+    """Which node this is, who leads, and the secret, which is no part of the manifest."""
+    variables: list[dict[str, Any]] = [{"name": "HOME", "value": "/tmp"}, {"name": "PYTHONUNBUFFERED", "value": "1"}]
+    if gpus := job.groups[0].gpus:
+        variables.append({"name": GPUS_VARIABLE, "value": str(gpus)})
+    if job.nodes == 1:
+        return variables
+    index = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
+    secret = {"secretKeyRef": {"name": f"{job.name}-join", "key": _SECRET_KEY}}
+    return [
+        {"name": RANK_VARIABLE, "valueFrom": index},
+        {"name": LEADER_VARIABLE, "value": leader},
+        {"name": PORT_VARIABLE, "value": str(USUAL_PORT)},
+        {"name": "PLAIT_SECRET", "valueFrom": secret},
+        *variables,
+    ]
+
+
+def _start_comments(job: ClusterJob, options: Mapping[str, str]) -> Iterator[str]:
+    zone = job.near or "all pods in one zone, if it has room: each step sends gradients between them"
+    yield f"One pod a machine, with all devices of a tensor group; {zone}."
+    if queue := options.get("queue"):
+        yield f"Kueue lets all pods of it in at once, or none (queue {queue})."
+    if "network" in options:
+        yield (
+            "Pods use their machines' network, as asked (RDMA without a device plugin): a NetworkPolicy does not hold "
+            "there, so the machines' own network must be private."
+        )
+
+
+# A job that is sent, and its files.
+
+_CONFIG_MAP_AT_MOST = 200_000
+"""Bytes. Kubernetes takes a mebibyte, but `kubectl apply` notes all of it in an annotation, which holds 262,144."""
+_READER_AT_LATEST_S = 180.0
+
+
+def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str], config: RunConfig | None) -> Outgoing:
+    """The manifests; the recipe or the program travels in them."""
+    if "rdma" in options and "network" in options:
+        raise PlaitError("--with rdma gives each pod a device of its own, and needs no host network; leave network out")
+    file, kind = Path(job.target[0]), request.kind or "jobset"
+    text = program_bytes(file).decode("utf-8", "replace")
+    if len(text.encode()) > _CONFIG_MAP_AT_MOST:
+        raise PlaitError(f"{file} is too large to travel in a ConfigMap; put it into the image or the volume")
+    inside = replace(job, target=(f"{INPUT_FOLDER}/{file.name}", *job.target[1:]))
+    sent = manifests_text(inside, options, kind, {file.name: text})
+    record = Submitted(
+        name=job.run,
+        label=job.name,
+        scheduler="kubernetes",
+        job=kind,
+        namespace=options.get("namespace", ""),
+        image=options["image"],
+        volume=_claim_name(job, options),
+    )
+
+    def send(screen: Screen, working: WorkingFolder) -> None:
+        # Asked before anything is sent: a cluster without that kind of object has no trace of the run then.
+        if _is_there(record):
+            delete = " ".join(["kubectl delete", kind, job.name, *_namespace(record)])
+            raise PlaitError(
+                f"{job.run} is in the cluster already; end it first: plait stop {job.run}, or where it was submitted "
+                f"from another folder {delete}"
+            )
+        if job.nodes > 1:  # a fresh secret, by standard input; one that an earlier start left is replaced
+            name = f"{record.label}-join"
+            _kubectl(record, "delete", "secret", name, "--ignore-not-found", about="the secret")
+            create = ("create", "secret", "generic", name, f"--from-file={_SECRET_KEY}=/dev/stdin")
+            _kubectl(record, *create, stdin=new_secret().text, about="the secret")
+        _kubectl(record, "apply", "--filename", "-", stdin=sent)
+        keep_record(record, working)
+        screen.print(f"sent     {job.name}: a {kind} in Kubernetes")
+        screen.print(
+            f"         plait status {job.run}, plait logs {job.run}, plait stop {job.run}, plait fetch {job.run}"
+        )
+
+    return Outgoing(file=f"{job.name}.yaml", text=sent, run=job.run, send=send)
+
+
+def _kubectl(record: Submitted, *words: str, about: str = "", stdin: str = "", within_s: float = 120.0) -> str:
+    command = ["kubectl", *words, *_namespace(record)]
+    return tool_answer(command, about=about or f"the job {record.name}", stdin=stdin, within_s=within_s)
+
+
+def _namespace(record: Submitted) -> list[str]:
+    return ["--namespace", record.namespace] if record.namespace else []
+
+
+def _selector(record: Submitted) -> str:
+    return f"app.kubernetes.io/instance={record.label},app.kubernetes.io/name=plait"
+
+
+def _is_there(record: Submitted) -> bool:
+    return bool(_kubectl(record, "get", record.job, record.label, "--ignore-not-found", "--output", "name").strip())
+
+
+def _objects(record: Submitted, kind: str, *which: str) -> list[Mapping[str, Any]]:
+    """Objects of a kind; none where the cluster does not know that kind, or does not tell."""
+    try:
+        said = _kubectl(record, "get", kind, *which, "--output", "json", about=f"the {kind} of {record.name}")
+    except PlaitError:
+        if kind == "pods":
+            raise
+        return []
+    try:
+        return _items(parse_object(said.encode())) if said.strip() else []
+    except ValueError as error:
+        raise PlaitError(f"the {kind} of {record.name}: kubectl answers what is no JSON ({error}); update it") from None
+
+
+def _items(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    items = answer.get("items")
+    return [item for item in items if isinstance(item, Mapping)] if isinstance(items, list) else []
+
+
+def _log_lines(record: Submitted, working: WorkingFolder) -> Iterator[str]:
+    first = f"{_selector(record)},{_INDEX}=0"
+    about = f"the output of {record.name}"
+    yield from _kubectl(record, "logs", "--selector", first, "--tail", "-1", about=about).splitlines()
+
+
+def _end(record: Submitted) -> None:
+    """Delete what starts pods; they save first. Volume and recipe stay."""
+    _kubectl(record, "delete", record.job, record.label, "--wait=false")
+
+
+def _copy(record: Submitted, folder: Path, working: WorkingFolder, screen: Screen) -> None:
+    """Copy the run's folder from node 0's pod while it runs, else by a pod that only reads the volume."""
+
+    def unpack(pod: str, container: str) -> None:
+        archive = archive_command(WORK_FOLDER, folder)
+        command = ["kubectl", "exec", *_namespace(record), pod, "--container", container, "--", *archive]
+        unpack_answer(command, working.path, f"the pod {pod} does not give {folder}")
+
+    pod = running_pod(_objects(record, "pods", "--selector", _selector(record)))
+    if pod is not None:
+        unpack(pod, _CONTAINER)
+        return
+    if not record.volume:
+        raise PlaitError(f"no pod of {record.name} runs, and its volume is not known; any pod can mount it at /work")
+    screen.print(f"reads    the volume {record.volume}, by a pod that is made for it, since none of the run's own runs")
+    reader = _reader_pod(record)
+    name = reader["metadata"]["name"]
+    about = f"the pod {name}, which is to read the volume {record.volume}"
+    _kubectl(record, "apply", "--filename", "-", stdin=yaml_text(reader), about=about)
+    try:
+        ready = ("wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={_READER_AT_LATEST_S:.0f}s")
+        _kubectl(record, *ready, about=about, within_s=_READER_AT_LATEST_S + 30)
+        unpack(name, _READER)
+    finally:
+        _kubectl(record, "delete", "pod", name, "--ignore-not-found", "--wait=false", about=about)
+
+
+def _reader_pod(record: Submitted) -> dict[str, Any]:
+    """A pod that only waits, so that files of a run's volume can be copied once none of the run's own pods runs."""
+    labels = {"app.kubernetes.io/name": "plait-fetch", "app.kubernetes.io/instance": record.label}
+    container = {
+        "name": _READER,
+        "image": record.image,
+        "command": ["sleep", str(_READER_S)],
+        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        "securityContext": _container_security({}),
+        "volumeMounts": [{"name": "work", "mountPath": WORK_FOLDER, "readOnly": True}],
+    }
+    spec = {
+        **_pod_basics(1),
+        "activeDeadlineSeconds": _READER_S,
+        "containers": [container],
+        "volumes": [{"name": "work", "persistentVolumeClaim": {"claimName": record.volume}}],
+    }
+    about = {"name": f"{record.label}-fetch", **_if("namespace", record.namespace), "labels": labels}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
+
+
+# The states of pods, as sentences: why one waits, why one ended, why there are none, and what helps.
+
+_WAITING = {
+    "ErrImagePull": "its image cannot be had: check the name, and that the cluster may pull it (imagePullSecrets)",
+    "ImagePullBackOff": "its image cannot be had: check the name, and that the cluster may pull it (imagePullSecrets)",
+    "InvalidImageName": "that is no name of an image: correct --with image=",
+    "CreateContainerConfigError": "something that it names is missing, most likely the secret: submit again",
+    "CreateContainerError": "its container cannot be made: see kubectl describe pod",
+}
+_ENDED = {
+    "OOMKilled": "it had too little memory: submit again with more, --with memory=",
+    "ContainerCannotRun": "its image has no python3 with plait: build it from install/Containerfile",
+    "StartError": "its image has no python3 with plait: build it from install/Containerfile",
+}
+_CODES = {
+    2: "its input is wrong: plait logs says what",
+    75: "all is saved, and it goes on",
+    93: "it came no further than before: plait logs says why",
+    143: "it was told to end, and saved",
+    137: "it was killed, most likely for its memory: submit again with more, --with memory=",
+}
+
+
+def _state(record: Submitted) -> str:
+    if lines := pod_lines(_objects(record, "pods", "--selector", _selector(record))):
+        return "; ".join(lines)
+    if not _is_there(record):
+        return "it is not in the cluster any more; plait fetch has its run"
+    why = _queue_sentence(_objects(record, "workloads"), record.label) or _warning_sentence(
+        _objects(record, "events", "--field-selector", "type=Warning"), record.label
+    )
+    return f"no pods: {why or 'it waits in the queue, or is about to start'}"
+
+
+def pod_lines(pods: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each pod, by its number; alike ones in one line."""
+    found: dict[str, list[str]] = {}
+    for item in sorted(pods, key=_order):
+        found.setdefault(_sentence(item), []).append(_order(item)[1] or str(item["metadata"].get("name", "?")))
+    return [f"node {_numbers(names)} {sentence}" for sentence, names in found.items()]
+
+
+def running_pod(pods: Sequence[Mapping[str, Any]]) -> str | None:
+    """The name of node 0's pod while its container runs."""
+    for item in pods:
+        if _order(item)[1] in ("0", "") and item.get("status", {}).get("phase") == "Running":
+            return str(item["metadata"]["name"])
+    return None
+
+
+def _queue_sentence(workloads: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Why Kueue has not let a job in, by its Workload, which the job owns; empty where there is none, or it is in."""
+    for item in workloads:
+        owners = item.get("metadata", {}).get("ownerReferences") or []
+        conditions = {one.get("type"): one for one in _conditions(item.get("status", {}))}
+        is_in = conditions.get("Admitted", {}).get("status") == "True"
+        if not is_in and any(owner.get("name") == name for owner in owners):
+            said = _one_line(conditions.get("QuotaReserved", {}).get("message", ""))
+            return f"it waits in Kueue's queue ({said or 'it does not say why'}): kubectl describe localqueue shows it"
+    return ""
+
+
+def _warning_sentence(events: Sequence[Mapping[str, Any]], name: str) -> str:
+    """The newest warning about a job or what it made, such as a quota that keeps pods away; empty where there is
+    none."""
+    about = [one for one in events if _is_about(str(one.get("involvedObject", {}).get("name", "")), name)]
+    newest = max(about, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""), default=None)
+    if newest is None:
+        return ""
+    said = _one_line(newest.get("message", ""))
+    mend = "ask for less, or end other jobs of the namespace" if "exceeded quota" in said else "see kubectl get events"
+    return f"it waits ({said}): {mend}"
+
+
+def _is_about(other: str, name: str) -> bool:
+    return other == name or other.startswith(f"{name}-")
+
+
+def _order(item: Mapping[str, Any]) -> tuple[int, str]:
+    about = item.get("metadata", {})
+    index = {**about.get("labels", {}), **about.get("annotations", {})}.get(_INDEX, "")
+    return (int(index) if str(index).isdecimal() else 0), str(index)
+
+
+def _sentence(item: Mapping[str, Any]) -> str:
+    status = item.get("status", {})
+    phase = str(status.get("phase", "Unknown"))
+    if status.get("reason") == "Evicted":
+        return f"was evicted ({_one_line(status.get('message', ''))}); it starts again by itself and goes on"
+    disruption = next((one for one in _conditions(status) if one.get("type") == "DisruptionTarget"), None)
+    if disruption is not None and phase == "Failed":
+        why = _one_line(disruption.get("message", "")) or str(disruption.get("reason", ""))
+        return f"was taken away ({why}); it starts again by itself and goes on"
+    return next(_container_sentences(status), None) or _phase_sentence(phase, status)
+
+
+def _container_sentences(status: Mapping[str, Any]) -> Iterator[str]:
+    for container in status.get("containerStatuses") or []:
+        state = container.get("state", {})
+        waiting, ended = state.get("waiting", {}), state.get("terminated", {})
+        reason = waiting.get("reason", "")
+        if reason in _WAITING:
+            said = _one_line(waiting.get("message", ""))
+            yield f"waits, {_WAITING[reason]} ({said or reason})"
+        elif ended and ended.get("exitCode"):
+            code, why = int(ended["exitCode"]), str(ended.get("reason", ""))
+            yield f"ended with exit code {code}: {_ENDED.get(why) or _CODES.get(code, 'plait logs says why')}"
+
+
+def _phase_sentence(phase: str, status: Mapping[str, Any]) -> str:
+    if phase == "Pending":
+        for one in _conditions(status):
+            if one.get("type") == "PodScheduled" and one.get("status") == "False":
+                said = _one_line(one.get("message", ""))
+                if "SchedulingGated" in str(one.get("reason")):
+                    return "waits in the queue (Kueue has not let it in)"
+                return f"waits for a machine ({said or one.get('reason')})"
+        return "is about to start"
+    words = {"Running": "runs", "Succeeded": "is finished", "Failed": "failed: plait logs says why"}
+    return words.get(phase, f"is {phase}: see kubectl get pods")
+
+
+def _conditions(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(status.get("conditions") or [])
+
+
+def _one_line(text: str) -> str:
+    return " ".join(str(text).split()).rstrip(".")[:200]
+
+
+def _numbers(names: Sequence[str]) -> str:
+    """["0", "1", "2", "5"] -> "0-2, 5"."""
+    if not all(name.isdecimal() for name in names):
+        return ", ".join(names)
+    parts: list[list[int]] = []
+    for number in sorted(map(int, names)):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+KUBERNETES = ClusterSystem(
+    options=_OPTIONS, cluster=_cluster, prepare=_prepare, state=_state, log_lines=_log_lines, end=_end, copy=_copy
+)

@@ -1,0 +1,72 @@
+"""What became of a submitted job, by one name whatever scheduler has it: its state, output, end and files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from plait.clusters.job import ClusterSystem, find_record, record_if_any
+from plait.clusters.kubernetes import KUBERNETES
+from plait.clusters.request import Scheduler
+from plait.clusters.slurm import SLURM
+from plait.clusters.ssh import SSH
+from plait.commands.monitoring.finish import is_finished, print_finished
+from plait.commands.planning.run_folder import run_folder
+from plait.errors import PlaitError
+from plait.private_folder import make_private_folder
+from plait.report.atomic import replace_file
+from plait.screen.screen import Screen
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
+
+SYSTEMS: Mapping[Scheduler, ClusterSystem] = {"slurm": SLURM, "kubernetes": KUBERNETES, "ssh": SSH}
+FETCHED_MARK = "fetched.json"
+"""In a run's folder: that it is a copy, which may be replaced."""
+
+
+def job_state_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str | None:
+    """Where a submitted job stands by its scheduler's account; None where no job of that name was submitted."""
+    record = record_if_any(name, working)
+    return (
+        None if record is None else f"job      {name} on {record.scheduler}: {SYSTEMS[record.scheduler].state(record)}"
+    )
+
+
+def job_log_lines(name: str, working: WorkingFolder = CURRENT_FOLDER) -> Iterator[str]:
+    """What its first node printed so far; raises PlaitError where no such job was submitted."""
+    record = find_record(name, working)
+    return SYSTEMS[record.scheduler].log_lines(record, working)
+
+
+def end_job(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str:
+    """End a job, and say how it goes on."""
+    record = find_record(name, working)
+    SYSTEMS[record.scheduler].end(record)
+    return f"stopped  {name}; the same plait submit goes on with it"
+
+
+def fetch_job(name: str, screen: Screen, working: WorkingFolder = CURRENT_FOLDER) -> None:
+    """Copy a job's run into runs/ here, unless it is here already, and print its receipt or where it stands."""
+    record = find_record(name, working)
+    folder, system = run_folder(name, working), SYSTEMS[record.scheduler]
+    if system.copy is not None:
+        mark = folder.path / FETCHED_MARK
+        if folder.path.exists() and not mark.exists():
+            raise PlaitError(
+                f"{folder.path} here is a run of its own, which would be overwritten; move it elsewhere first"
+            )
+        make_private_folder(folder.path)
+        # Before the copy: one that broke off is known as a copy, too.
+        replace_file(mark, f"{json.dumps({'from': record.scheduler, 'machines': record.machines})}\n".encode())
+        try:
+            system.copy(record, folder.path.relative_to(working.path), working, screen)
+        except BaseException:
+            if list(folder.path.iterdir()) == [mark]:
+                mark.unlink()
+                folder.path.rmdir()
+            raise
+    if not folder.has_begun:
+        raise PlaitError(f"{name} has not begun to train: {system.state(record)}; see plait logs {name}")
+    if is_finished(folder):
+        print_finished(folder, screen, ())
+    else:
+        screen.print(f"fetched  {folder.path}; it is not finished: plait status {name}")
