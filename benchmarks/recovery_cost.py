@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.machine import describe
 from benchmarks.pairing import save
 from benchmarks.recovery_cost_rank import FOLDER, Counted
+from plait import workers
 from plait.commands.monitoring import session
-from plait.commands.planning import workers
 from plait.commands.train import train
 from plait.launch.local.hang_monitor import HangMonitor
 from plait.screen.screen import SilentScreen

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         verify,
     )
     from plait.api_models import chat, evaluate, export, sample
-    from plait.cluster.cluster import Cluster
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.runs import Run, runs
     from plait.commands.submitting.job import SubmittedJob, submit
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from plait.custom.run import SpreadRun
     from plait.custom.spread import spread
     from plait.errors import Interrupted, PlaitError, ProgramFailed, RunFailed
+    from plait.machines.cluster import Cluster
     from plait.proof import Verdict
     from plait.report.receipt import Receipt
 
@@ -75,7 +75,7 @@ __all__ = [
 
 _HOMES = {
     "BatchCut": "plait.custom.cutting",
-    "Cluster": "plait.cluster.cluster",
+    "Cluster": "plait.machines.cluster",
     "CustomPlan": "plait.custom.planning.plan",
     "Interrupted": "plait.errors",
     "PlaitError": "plait.errors",

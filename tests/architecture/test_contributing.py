@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ANSWERS = re.findall(r"^\| (.+\?) \| (\S+) \|$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
 WITH_README = (
-    "checkpoint", "cluster", "commands", "commands/submitting", "data", "deploy", "launch", "parallel", "partition",
+    "checkpoint", "machines", "commands", "commands/submitting", "data", "deploy", "launch", "parallel", "partition",
     "planner", "planner/calibration",
     "planner/heterogeneous", "planner/memory", "planner/resolve", "planner/search", "planner/step_time",
     "recipe", "report", "trainer",

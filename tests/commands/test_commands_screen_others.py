@@ -11,25 +11,24 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli import app
-from plait.cluster.cluster import read_cluster
-from plait.cluster.measured import Measurements
-from plait.cluster.probe.request import model_probe_request, typical_probe_request
 from plait.commands.hosts.invitation import invitation_text
 from plait.commands.join import joining_text
 from plait.commands.planning.plan_report import comparison_table, make_plan_report, plan_report_text
 from plait.commands.planning.training_choice import training_section
-from plait.commands.probe import probe_start
-from plait.commands.probing.ending import unsteady_text
-from plait.commands.probing.measurements import ProbeWorkers
+from plait.commands.probe import probe_start, unsteady_text
 from plait.commands.prove import trial_text, winner_text
 from plait.commands.sample import SampledText
 from plait.commands.verify import verification_start
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
+from plait.machines.measured import Measurements
 from plait.model.sizes import explicit_shape
 from plait.planner.derive.resources import Resources, on_paper
-from tests.cluster.probed import device, link, measured, point, timed
+from plait.probing.measurements import ProbeWorkers
+from plait.probing.request import model_probe_request, typical_probe_request
 from tests.commands.golden import assert_golden
 from tests.planner.machines import EIGHT_H100, LAPTOP, PEAK_FLOPS, PLAYS, planned, recipe
+from tests.probing.probed import device, link, measured, point, timed
 
 SHAPE = explicit_shape(layers=4, width=128, vocabulary=4096, sequence=256)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plait.cluster.cluster import read_cluster
 from plait.commands.submitting.machines import (
     NodeKind,
     cluster_of_node_kinds,
@@ -41,6 +40,7 @@ from plait.deploy.cluster_job import cluster_job_name
 from plait.deploy.slurm_script import slurm_time
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
 from plait.planner.plan import Plan
 from plait.screen.terminal import TerminalScreen
 from plait.working_folder import WorkingFolder

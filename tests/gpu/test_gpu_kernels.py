@@ -13,10 +13,6 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from plait.cluster.probe.arithmetic import arithmetic_runs
-from plait.cluster.probe.request import model_probe_request
-from plait.cluster.probe.timing import SingleRank, TimingSetup, WallClock, time_in_rounds
-from plait.commands.probing.training_pieces import gpu_clock, training_operations_for
 from plait.layout import Layout, Recompute
 from plait.model.attention import Documents, attend
 from plait.model.gpt import GPT, Layer
@@ -27,6 +23,9 @@ from plait.model.sizes import explicit_shape
 from plait.parallel.context.kernels import kernel_for, merge_results
 from plait.parallel.recompute import layer_runner
 from plait.partition.execution import Execution
+from plait.probing.arithmetic import arithmetic_runs, gpu_clock, training_operations_for
+from plait.probing.request import model_probe_request
+from plait.probing.timing import SingleRank, TimingSetup, WallClock, time_in_rounds
 from plait.trainer.loss import sum_of_losses
 
 SHAPE = ModelShape(layers=2, width=64, heads=4, kv_heads=2, head_width=16, ffn=128, vocabulary=96, sequence=64)

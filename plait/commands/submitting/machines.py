@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.checked_json import parse_object
-from plait.cluster.catalog import find_device, find_device_by_driver_name
-from plait.cluster.cluster import FASTEST, Cluster, read_cluster
 from plait.commands.submitting.tools import require_tool, tool_answer
 from plait.errors import PlaitError
+from plait.machines.catalog import find_device, find_device_by_driver_name
+from plait.machines.cluster import FASTEST, Cluster, read_cluster
 
 DESCRIBE = "describe the machines instead, for example --cluster 4x(8xH100)"
 SERVER = "server processor"

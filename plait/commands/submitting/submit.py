@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from plait.arguments import texts_of
-from plait.cluster.cluster import Cluster, Island, read_cluster
 from plait.commands.planning.output_files import write_output_file
 from plait.commands.programs.program_file import program_hash
 from plait.commands.submitting.machines import kubernetes_cluster, slurm_cluster, slurm_limit_s
@@ -28,6 +27,7 @@ from plait.commands.submitting.senders import Outgoing, kubernetes_job, slurm_jo
 from plait.deploy.cluster_job import SAVE_GRACE_S, ClusterJob, NodeGroup, cluster_job_name
 from plait.deploy.manifests import JobKind
 from plait.errors import PlaitError
+from plait.machines.cluster import Cluster, Island, read_cluster
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen

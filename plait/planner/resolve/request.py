@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import Cluster
 from plait.planner.calibration.factors import ForecastBasis
 from plait.planner.derive.arithmetic import arithmetic_name
 from plait.planner.derive.compile_mode import Compile, compile_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from plait.cluster.topology import free_memory_bytes
 from plait.launch.values.copies import CopyStore, KeptCopy
+from plait.machines.machine import free_memory_bytes
 from plait.parallel.mesh import Sums
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.from_memory import restore_from_memory

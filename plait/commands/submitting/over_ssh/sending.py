@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.cluster.catalog import find_device_by_driver_name
-from plait.cluster.cluster import Cluster
 from plait.commands.submitting.machines import SERVER, NodeKind, cluster_of_node_kinds
 from plait.commands.submitting.over_ssh.files import EnvironmentFiles
 from plait.commands.submitting.over_ssh.transfer import SSH_WORDS, bring_folder, on_machine, send_files
@@ -29,6 +27,8 @@ from plait.deploy.ssh_commands import (
 )
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.secret import new_secret
+from plait.machines.catalog import find_device_by_driver_name
+from plait.machines.cluster import Cluster
 from plait.screen.screen import Screen
 from plait.units import counted
 from plait.working_folder import WorkingFolder
