@@ -14,9 +14,8 @@ from plait.launch.values.job import Job
 from plait.machines.measured import ProductRates
 from plait.model.shape import ModelShape
 from plait.planner.derive.arithmetic import ProcessorArithmetic, bf16_refusal, choose_backends, choose_precision
-from plait.probing.measuring import ask_rank_0
 from plait.probing.request import ProbedModel
-from plait.workers import ENTRIES, PRODUCTS_ENTRY, ForkedWorkers
+from plait.workers import ENTRIES, PRODUCTS_ENTRY, ForkedWorkers, ask_rank_0
 
 
 def shape_of(workload: Workload) -> ModelShape:

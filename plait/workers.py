@@ -24,6 +24,7 @@ from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
 from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import Plan
+from plait.screen.screen import ShowProgress, ignore_progress
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 TRAINING_ENTRY, TIMING_ENTRY, CHECK_ENTRY = "train", "time_steps", "check_gradients"
@@ -67,6 +68,8 @@ def modules_needed(plan: Plan) -> tuple[str, ...]:
     return (SYMBOLIC_SHAPES,) if plan.layout.pipeline > 1 else ()
 
 
+PROGRESS = "progress"
+"""Kind of the message by which rank 0 of a job reports its progress, with the arguments of a ShowProgress."""
 _LEAVE_WITHIN_S, _LOOK_S = 10.0, 0.05
 OnMessage = Callable[[Message], None]
 
@@ -261,6 +264,24 @@ class TorchrunWorkers:
 
 def _is_timeout(error: Exception) -> bool:
     return "timeout" in str(error).lower()
+
+
+def ask_rank_0(workers: WorkerPool, job: Job, kind: str, show: ShowProgress = ignore_progress) -> dict[str, Any]:
+    """Run a job whose rank 0 sends one message of this kind, and return its values; raises Interrupted where a
+    signal came. `show` gets the job's progress where rank 0 tells it."""
+    answers: list[Message] = []
+
+    def collect(message: Message) -> None:
+        if message.kind == PROGRESS:
+            show(*(message.values[key] for key in ("done", "total", "stage")))
+        if message.kind == kind:
+            answers.append(message)
+
+    result = workers.run(job, collect)
+    result.require_finished()
+    if not answers:
+        raise PlaitError(f"a worker ended without an answer ({job.entry}); this is a bug in plait, please report it")
+    return dict(answers[0].values)
 
 
 @cache

@@ -27,7 +27,7 @@ from plait.planner.explain.report_json import plan_json
 from plait.planner.page.page import page_html, plotly_script
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.search.complexity import complexity_table
-from plait.probing.measuring import resources_of, resources_on_paper, survey_machine
+from plait.probing.survey import resources_of, resources_on_paper, survey_machine
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen, ShowProgress, ignore_progress

@@ -21,25 +21,31 @@ from plait.machines.machine import Machine
 from plait.machines.measured import Measurements
 from plait.machines.requested_workers import ANY_WORKERS, RequestedWorkers, check_requested_workers
 from plait.planner.derive.compile_mode import compile_of
-from plait.planner.derive.resources import ProbeNeed, on_paper
+from plait.planner.derive.resources import FixedWorkers, ProbeNeed, on_paper
+from plait.planner.derive.training_job import TrainingJob
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.resolve.request import request_of
 from plait.probing.check import MachineCheck, check_faults, check_text, verdict_line
-from plait.probing.measurements import ProbeFreshness, ProbeWorkers, measure_or_load
-from plait.probing.measuring import MachineSurvey, ask_rank_0, resources_of, survey_machine
+from plait.probing.measurements import ProbeFreshness, StoredProbe
 from plait.probing.processor_arithmetic import TIMING_PRODUCTS, arithmetic_to_probe, new_with_arithmetic
 from plait.probing.request import (
-    MAX_CPU_MICROBATCH_TOKENS,
     ProbeRequest,
-    model_probe_request,
+    recipe_probe_request,
     typical_probe_request,
 )
-from plait.probing.survey import probe_cluster
+from plait.probing.survey import MachineSurvey, probe_cluster, resources_of, survey_machine
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 from plait.units import counted, format_duration
-from plait.workers import MACHINE_CHECK_ENTRY, WorkerPool, refuse_torchrun, serve_under_torchrun, worker_pool
+from plait.workers import (
+    MACHINE_CHECK_ENTRY,
+    WorkerPool,
+    ask_rank_0,
+    refuse_torchrun,
+    serve_under_torchrun,
+    worker_pool,
+)
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
@@ -73,13 +79,14 @@ def probe(
             requested, site = with_fastest_library(requested, config, site, pool)
         screen.print(probe_start(site.machine, requested, extent))
         with screen.progress() as show:
-            measured = measure_or_load(pool, [site.machine], requested, extent, fresh=fresh, show=show)
+            stored = StoredProbe(machines=[site.machine], request=requested, workers=extent, working=working)
+            measured = stored.load_or_measure(pool, fresh, show)
     cluster = measured_cluster(measured, site, extent)
     end_probe(cluster, out, screen, "plait probe --again")
     return cluster
 
 
-def probe_start(machine: Machine, request: ProbeRequest, probe_workers: ProbeWorkers) -> str:
+def probe_start(machine: Machine, request: ProbeRequest, probe_workers: FixedWorkers) -> str:
     """What is about to be measured, for how many workers, and about how long that takes."""
     shapes = "the recipe's model" if len({one.shape for one in request.models}) == 1 else "models of usual sizes"
     device = f"GPU {', '.join(map(str, machine.gpus))} of {machine.name}" if machine.gpus else machine.name
@@ -100,11 +107,11 @@ def choose_probe_workers(
     threads: int | None,
     pool: WorkerPool,
     named: RequestedWorkers = ANY_WORKERS,
-) -> ProbeWorkers:
+) -> FixedWorkers:
     """The requested number of workers, else the recipe's (`named`), else one per GPU or processor core; raises
     PlaitError for too many."""
     if pool.fixed_workers is not None:
-        return ProbeWorkers(workers=pool.fixed_workers.workers, threads=pool.fixed_workers.threads)
+        return pool.fixed_workers
     check_requested_workers(named, machine)
     workers = workers or (None if named.workers == "auto" else named.workers)
     threads = threads or (None if named.threads == "auto" else named.threads)
@@ -118,10 +125,10 @@ def choose_probe_workers(
             f"{counted(machine.cores, 'core')}, and would only measure how they take turns; choose fewer "
             "--workers or --threads"
         )
-    return ProbeWorkers(workers=count, threads=threads or max(1, machine.cores // count))
+    return FixedWorkers(workers=count, threads=threads or max(1, machine.cores // count))
 
 
-def measured_cluster(measured: Measurements, survey: MachineSurvey, probe_workers: ProbeWorkers) -> Cluster:
+def measured_cluster(measured: Measurements, survey: MachineSurvey, probe_workers: FixedWorkers) -> Cluster:
     """This machine as a cluster, with what was measured on it."""
     machine = survey.machine
     if machine.device == "cpu":
@@ -135,7 +142,7 @@ def measured_cluster(measured: Measurements, survey: MachineSurvey, probe_worker
 
 
 def probe_request_for(
-    config: RunConfig | None, survey: MachineSurvey, probe_workers: ProbeWorkers, working: WorkingFolder
+    config: RunConfig | None, survey: MachineSurvey, probe_workers: FixedWorkers, working: WorkingFolder
 ) -> ProbeRequest:
     """What a recipe's model needs measured, or usual models without one."""
     device, gpus = survey.machine.device, survey.machine.gpus
@@ -146,21 +153,18 @@ def probe_request_for(
         return replace(usual, gpus=gpus, compile=compile)
     cluster = cluster_of_machine(survey.machine, survey.peak_flops if device == "cpu" else None)
     corpus, _ = corpus_facts_or_usual(config, working)
-    job = request_of(config, corpus, on_paper(cluster)).job
-    sequence = job.shape.sequence
+    need = _probe_need(config, request_of(config, corpus, on_paper(cluster)).job, [survey.machine])
     sequences = config.layout.micro_sequences
-    if sequences == "auto":
-        most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if device == "cpu" else job.batch_sequences
-        sequences = min(most, job.batch_sequences)
-    requested = model_probe_request(
-        job.shape,
-        sequence=sequence,
-        sequences=sequences,
-        device=device,
-        precision="bf16" if job.precision == "bf16" else "float32",
-        threads=probe_workers.threads,
+    return recipe_probe_request(need, survey.machine, probe_workers.threads, sequences=sequences)
+
+
+def _probe_need(config: RunConfig, job: TrainingJob, machines: Sequence[Machine]) -> ProbeNeed:
+    return ProbeNeed(
+        shape=job.shape,
+        batch_sequences=job.batch_sequences,
+        precision=job.precision,
+        compile=compile_of(config, machines, []),
     )
-    return replace(requested, gpus=gpus, compile=compile_of(config, [survey.machine], []))
 
 
 def with_fastest_library(
@@ -218,12 +222,7 @@ def probe_hosts(
             show(0, 0, TIMING_PRODUCTS)
             resources = replace(seen, fixed_workers=workers.fixed_workers)
             arithmetic = new_with_arithmetic(config, corpus, resources, workers, rates="again").arithmetic
-        need = ProbeNeed(
-            shape=job.shape,
-            batch_sequences=job.batch_sequences,
-            precision=job.precision,
-            compile=compile_of(config, [machine for machine, _, _ in found], []),
-        )
+        need = _probe_need(config, job, [machine for machine, _, _ in found])
         if arithmetic:
             need = replace(need, matmul_backend=arithmetic.backend, host_backends=arithmetic.host_backends)
         with screen.progress() as show:

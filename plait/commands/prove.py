@@ -14,7 +14,7 @@ from plait.errors import RunFailed
 from plait.layout import Layout, layout_summary
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout
-from plait.probing.measuring import survey_machine
+from plait.probing.survey import survey_machine
 from plait.recipe.load import load_recipe
 from plait.screen.screen import Screen
 from plait.units import counted, format_duration, more_or_less

@@ -18,7 +18,7 @@ from plait.machines.machine import usable_cores
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.search.validity import check_devices
-from plait.probing.measuring import resources_of, survey_machine
+from plait.probing.survey import resources_of, survey_machine
 from plait.proof import BF16_TRANSFER_TOLERANCES, Verdict
 from plait.recipe.load import RecipeSource, load_recipe
 from plait.recipe.schema import RunConfig

@@ -17,6 +17,8 @@ from plait.errors import PlaitError
 from plait.units import format_bytes, format_si, plain_number
 
 MEASUREMENTS_FORMAT = 1
+SHORTEST_S, LONGEST_S = 1e-12, 1e6
+"""Nothing that a probe times takes less or longer: ratios stay far from what a float can hold."""
 NOISY_SPREAD = 0.25
 """Spread above which the measured times are reported as noisy."""
 
@@ -66,7 +68,7 @@ class WorkTiming:
             raise PlaitError(
                 f"{self.work} has sizes {list(WORK_SIZES[self.work])}, not {list(self.sizes)}; probe again"
             )
-        _must_be(f"seconds of {self.work}", self.seconds, above=0)
+        _must_be_seconds(f"seconds of {self.work}", self.seconds)
         _must_be(f"spread of {self.work}", self.spread)
 
 
@@ -116,8 +118,8 @@ class MessageTiming:
     """Processor seconds that the rank spent on it, including those of threads that wait."""
 
     def __post_init__(self) -> None:
-        for what in ("bytes", "seconds"):
-            _must_be(what, getattr(self, what), above=0)
+        _must_be("bytes", self.bytes, above=0)
+        _must_be_seconds("seconds", self.seconds)
         for what in ("spread", "cpu_s"):
             _must_be(what, getattr(self, what))
 
@@ -134,9 +136,7 @@ class MeasuredLink:
     points: tuple[MessageTiming, ...]
 
     def __post_init__(self) -> None:
-        sizes = [point.bytes for point in self.points]
-        if not sizes or sizes != sorted(set(sizes)):
-            raise PlaitError(f"{self.kind} between {' and '.join(self.hosts)} needs sizes that grow; probe again")
+        check_growing(f"{self.kind} between {' and '.join(self.hosts)}", self.points)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +151,10 @@ class MeasuredOverlap:
     both_s: float
 
     def __post_init__(self) -> None:
-        for what in ("ranks", "bytes", "compute_s", "communicate_s", "both_s"):
+        for what in ("ranks", "bytes"):
             _must_be(what, getattr(self, what), above=0)
+        for what in ("compute_s", "communicate_s", "both_s"):
+            _must_be_seconds(what, getattr(self, what))
 
     @property
     def hidden_share(self) -> float:
@@ -225,6 +227,18 @@ def measurements_from_values(values: Any, where: str) -> Measurements:
         return typed_value(Measurements, {key: value for key, value in values.items() if key != "format"})
     except ValueError as error:
         raise PlaitError(f"{where}: {error}; probe again with plait probe --again") from None
+
+
+def check_growing(what: str, points: Sequence[MessageTiming]) -> None:
+    """Raise PlaitError unless messages of growing sizes were timed."""
+    sizes = [point.bytes for point in points]
+    if not sizes or sizes != sorted(set(sizes)):
+        raise PlaitError(f"{what} needs message sizes that grow; probe again")
+
+
+def _must_be_seconds(what: str, seconds: float) -> None:
+    if not SHORTEST_S < seconds < LONGEST_S:
+        raise PlaitError(f"{what} = {seconds:g} was never measured; probe again with plait probe --again")
 
 
 def _must_be(what: str, value: float, *, above: float | None = None) -> None:

@@ -1,37 +1,30 @@
 """What a device computes in a probe: a layer as the model runs it, the layer's parts one by one, the head, the update.
 
-Legend: n tokens, d width, v vocabulary; b rows, t tokens of a row, h heads.
+Legend: n tokens, d width, v vocabulary; b rows, t tokens of a row, h heads. A head's elements are d, too.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.machines.measured import CommOperation, WorkKind, WorkTiming
+from plait.machines.measured import WorkKind, WorkTiming
 from plait.model.attention import Documents, Rows, attend
 from plait.model.gpt import GPT, Embedding, Layer, row_positions
 from plait.model.rotary import Rotary
 from plait.model.shape import ModelPart, whole_model
 from plait.model.weights import kernel_width, rotary_width
-from plait.parallel.collectives import all_gather, reduce_scatter, spread_own, swap_parts
 from plait.parallel.compile import compile_layer
-from plait.parallel.mesh import GroupSums
 from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import OptimizerPlan
-from plait.probing.links import BlockingOperation
 from plait.probing.request import ProbedModel, ProbeRequest, layer_products
-from plait.probing.timing import EventClock, TimingSummary, summarize_readings
+from plait.probing.timing import TimingSummary, summarize_readings
 from plait.trainer.assemble import make_autocast
 from plait.trainer.loss import sum_of_losses
 from plait.trainer.optimizer.optim import clip_factor, make_optimizer, owned_squares, update
@@ -46,37 +39,38 @@ MAX_TOUCHED_BYTES = 2**30
 """Most memory that is touched in advance. The arithmetic of layers that take more lasts so long that pages hardly
 show."""
 LEAST_REMAINDER_SHARE = 0.02
+LAYERS_UPDATED = 2
+PROBED_OPTIMIZER = OptimizerPlan(
+    lr=1e-4, warmup_steps=0, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, schedule="constant"
+)
+ATTENTION_TOKENS: Mapping[str, int] = {"cpu": 2048, "cuda": 16384}
+"""Number of tokens in the attention that is timed besides that of the probed models."""
+COPY_BYTES = (2**18, 2**26)
+"""A size that fits into a core's own cache, and one that does not."""
+
+TOUCHED_BYTES = 2**24
+"""Size of a block of touched memory; the allocator might borrow a larger one from the system each time."""
+
+ProbedPiece = Literal["layer", "layer_backward"]
+PieceKey = tuple[WorkKind | ProbedPiece, tuple[int, ...]]
+PieceRuns = dict[PieceKey, Callable[[], object]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingOperations:
-    """Functions of training that a probe times but that are in packages above this one."""
-
-    autocast: Callable[[], AbstractContextManager[object]]
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Hidden states [n, d], head [v, d] and targets [n] to the summed loss."""
-    make_update: Callable[[ProbedModel, torch.device], tuple[Callable[[], object], int, int]]
-    """Makes a probed model's optimizer: a function that runs one update, and the numbers of elements and of tensors
-    that it updates."""
-    prepare_layer: Callable[[nn.Module], None]
-    """Compiles a layer in place, where the run's are."""
-
-
-def arithmetic_runs(request: ProbeRequest, device: torch.device, training: TrainingOperations) -> PieceRuns:
+def arithmetic_runs(request: ProbeRequest, device: torch.device) -> PieceRuns:
     """All work that the request names, as functions that are ready to be timed."""
     dtype = torch.bfloat16 if request.precision == "bf16" else torch.float32
     runs: PieceRuns = {}
     if request.compile == "blocks":
         _let_backward_be_repeated()
     for model in request.models:
-        runs |= _layer_runs(model, device, dtype, training)
-        runs |= _head_runs(model, device, training)
+        runs |= _layer_runs(model, request, device, dtype)
+        runs |= _head_runs(model, request, device)
     for sizes in request.products:
         runs |= product_runs(sizes, device, dtype)
     for length, heads, head_width in request.attentions:
         sequences = max(1, ATTENTION_TOKENS[device.type] // length)
         runs |= attention_runs((sequences, length, heads, heads, head_width), device, dtype)
-    runs |= memory_runs(device, dtype) | _update_runs(request, device, training)
+    runs |= memory_runs(device, dtype) | _update_runs(request, device)
     if device.type == "cpu":
         wanted = (KEPT_LAYER_OUTPUTS["cpu"] + MORE_LAYERS) * sum(map(_layer_bytes, request.models))
         touch_memory(min(wanted, MAX_TOUCHED_BYTES))
@@ -145,12 +139,12 @@ def _layer_bytes(model: ProbedModel) -> int:
     return 4 * model.tokens * (12 * model.shape.width + 4 * model.shape.ffn)
 
 
-def _layer_runs(
-    model: ProbedModel, device: torch.device, dtype: torch.dtype, training: TrainingOperations
-) -> PieceRuns:
+def _layer_runs(model: ProbedModel, request: ProbeRequest, device: torch.device, dtype: torch.dtype) -> PieceRuns:
+    autocast = make_autocast(request.precision, device)
     shape, sizes = model.shape, _layer_sizes(model)
     layer = _small_weights(Layer(shape, 0).to(device))
-    training.prepare_layer(layer)
+    if request.compile == "blocks":
+        compile_layer(layer)
     rotary = Rotary(sequence=model.sequence, head_width=rotary_width(shape), theta=shape.rope_theta, scaling=shape.rope)
     positions = row_positions(torch.empty(model.sequences, model.sequence, device=device))
     rows = Rows(
@@ -166,7 +160,7 @@ def _layer_runs(
     kept: deque[Tensor] = deque(maxlen=KEPT_LAYER_OUTPUTS[device.type])
 
     def forward() -> None:
-        with training.autocast():
+        with autocast():
             kept.append(layer(x_nd, rows))
 
     def backward() -> None:
@@ -190,9 +184,9 @@ def _let_backward_be_repeated() -> None:
     functorch.donated_buffer = False
 
 
-def _head_runs(model: ProbedModel, device: torch.device, training: TrainingOperations) -> PieceRuns:
+def _head_runs(model: ProbedModel, request: ProbeRequest, device: torch.device) -> PieceRuns:
     """The head with its loss, and the embedding; each runs forward and backward."""
-    shape = model.shape
+    shape, autocast = model.shape, make_autocast(request.precision, device)
     pieces = MAX_HEAD_FLOPS[device.type] / (6 * shape.width * shape.vocabulary * HEAD_TOKENS)
     tokens = min(model.tokens, max(1, int(pieces)) * HEAD_TOKENS)
     hidden_nd = random_tensor((tokens, shape.width), device, torch.float32).requires_grad_()
@@ -204,8 +198,8 @@ def _head_runs(model: ProbedModel, device: torch.device, training: TrainingOpera
     places = torch.arange(model.tokens, device=device).remainder(shape.sequence)[None]
 
     def head() -> None:
-        with training.autocast():
-            loss = training.loss(hidden_nd, head_vd, targets_n)
+        with autocast():
+            loss = sum_of_losses(hidden_nd, head_vd, targets_n)
         torch.autograd.grad(loss, [hidden_nd, head_vd])
 
     def embedding() -> None:
@@ -217,66 +211,14 @@ def _head_runs(model: ProbedModel, device: torch.device, training: TrainingOpera
     }
 
 
-def _update_runs(request: ProbeRequest, device: torch.device, training: TrainingOperations) -> PieceRuns:
+def _update_runs(request: ProbeRequest, device: torch.device) -> PieceRuns:
     # One model per width: the time of an update depends only on its numbers of elements and of tensors.
     models = {model.shape.width: model for model in request.models}
     runs: PieceRuns = {}
     for model in models.values():
-        run, numbers, tensors = training.make_update(model, device)
+        run, numbers, tensors = _optimizer_update(model, device)
         runs["update", (numbers, tensors)] = run
     return runs
-
-
-def _small_weights(module: nn.Module) -> nn.Module:
-    """Give a module weights of the size that models begin with: speed may depend on values that overflow or vanish."""
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
-            parameter.data = random_tensor(tuple(parameter.shape), parameter.device, parameter.dtype, scale=0.02)
-    return module
-
-
-# Pieces of training's own code that a probe times: loss, optimizer update, and messages between ranks.
-
-
-COLLECTIVE_PROBE_TAG = 910_000
-"""Tag of the probe's point-to-point messages; training's tags count from 0 and are never in flight at the same time."""
-LAYERS_UPDATED = 2
-PROBED_OPTIMIZER = OptimizerPlan(
-    lr=1e-4, warmup_steps=0, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, schedule="constant"
-)
-
-
-class GroupBarrier:
-    """Keeps the ranks of a process group in step."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._sums = GroupSums(group)
-
-    def barrier(self) -> None:
-        self._sums(torch.zeros(1))
-
-    def largest(self, value: float) -> float:
-        return self._sums.largest(torch.tensor([value], dtype=torch.float64)).item()
-
-
-def gpu_clock(timeout_s: float) -> EventClock:
-    """The clock of this rank's GPU, which waits for so many seconds at most."""
-    return EventClock(make_event=partial(torch.cuda.Event, enable_timing=True), timeout_s=timeout_s)
-
-
-def training_operations_for(request: ProbeRequest) -> TrainingOperations:
-    """Training's own pieces in the request's precision."""
-    device = torch.device(request.device)
-    return TrainingOperations(
-        autocast=make_autocast(request.precision, device),
-        loss=sum_of_losses,
-        make_update=_optimizer_update,
-        prepare_layer=compile_layer if request.compile == "blocks" else _leave_as_it_is,
-    )
-
-
-def _leave_as_it_is(layer: nn.Module) -> None:
-    """Do nothing: the layer runs operation by operation."""
 
 
 def _optimizer_update(probed_model: ProbedModel, device: torch.device) -> tuple[Callable[[], object], int, int]:
@@ -294,79 +236,12 @@ def _optimizer_update(probed_model: ProbedModel, device: torch.device) -> tuple[
     return run, sum(unit.parameter.numel() for unit in units), len(units)
 
 
-def _all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum a bucket of gradients as training does it where every rank keeps the whole bucket."""
-    begin_all_reduce(buffer, group).wait()
-
-
-def begin_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin the sum of a bucket of gradients."""
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    assert work is not None
-    return work
-
-
-def _all_gather(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    all_gather(buffer, _own_part(buffer, group).clone(), group=group)
-
-
-def _reduce_scatter(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    reduce_scatter(torch.empty_like(_own_part(buffer, group)), buffer, group=group)
-
-
-def _all_to_all(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    dist.all_to_all_single(torch.empty_like(buffer), buffer, group=group)
-
-
-def _swap_parts(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    """A split bucket's sum: the parts change places, and each rank adds up its own."""
-    own = _own_part(buffer, group)
-    received = buffer.new_empty(dist.get_world_size(group) - 1, len(own))
-    for work in swap_parts(buffer, received, group, COLLECTIVE_PROBE_TAG):
-        work.wait()
-    for other in received:
-        own += other
-
-
-def _spread_own(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    for work in spread_own(buffer, group, COLLECTIVE_PROBE_TAG):
-        work.wait()
-
-
-def _own_part(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return buffer.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
-
-
-LIBRARY_COLLECTIVES: Mapping[CommOperation, BlockingOperation] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-}
-CPU_COLLECTIVES: Mapping[CommOperation, BlockingOperation] = {"swap_parts": _swap_parts, "spread_own": _spread_own}
-
-
-def collective_operations(device: torch.device) -> Mapping[CommOperation, BlockingOperation]:
-    """The operations that training uses on a kind of device; GPUs take the library's for all."""
-    return {**LIBRARY_COLLECTIVES, **CPU_COLLECTIVES} if device.type == "cpu" else LIBRARY_COLLECTIVES
-
-
-# The pieces that a device computes one by one in a probe: products, attention, passes through memory.
-#
-# Legend: b rows, t tokens of a row, h heads, d elements of a head.
-
-
-ATTENTION_TOKENS: Mapping[str, int] = {"cpu": 2048, "cuda": 16384}
-"""Number of tokens in the attention that is timed besides that of the probed models."""
-COPY_BYTES = (2**18, 2**26)
-"""A size that fits into a core's own cache, and one that does not."""
-
-TOUCHED_BYTES = 2**24
-"""Size of a block of touched memory; the allocator might borrow a larger one from the system each time."""
-
-ProbedPiece = Literal["layer", "layer_backward"]
-PieceKey = tuple[WorkKind | ProbedPiece, tuple[int, ...]]
-PieceRuns = dict[PieceKey, Callable[[], object]]
+def _small_weights(module: nn.Module) -> nn.Module:
+    """Give a module weights of the size that models begin with: speed may depend on values that overflow or vanish."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.data = random_tensor(tuple(parameter.shape), parameter.device, parameter.dtype, scale=0.02)
+    return module
 
 
 def device_failure(device: torch.device) -> str | None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.machines.measured import CommOperation, LinkScope, MeasuredOverlap, MessageTiming
+from plait.parallel.collectives import all_gather, reduce_scatter, spread_own, swap_parts
 from plait.probing.timing import (
     SilentDevice,
     TimingSetup,
@@ -37,6 +38,17 @@ BlockingOperation = Callable[[Tensor, dist.ProcessGroup], object]
 
 WaitForMessage = Callable[[dist.Work | None], None]
 """Until a message has arrived, or until the device's queue waits for it."""
+COLLECTIVE_PROBE_TAG = 910_000
+"""Tag of the messages of `swap_parts` and `spread_own`."""
+PROBED_BUCKET_BYTES = 8 * 2**20
+"""Largest bucket, as in gradient reduction."""
+SIDE_S = 0.06
+"""Seconds of either side of the overlap: long compared with starting and waiting."""
+MOST_BUCKETS = 16
+PRODUCT_WIDTH = 512
+
+StartAllReduce = Callable[[Tensor], dist.Work]
+"""Starts the all-reduce of one bucket over the group."""
 
 
 class DeadLink(Exception):
@@ -170,18 +182,61 @@ def _wait(work: dist.Work | None, timeout_s: float) -> None:
         raise DeadLink(str(error)) from error
 
 
-# Measures how much of an all-reduce is hidden behind arithmetic on this backend.
+def _all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum a bucket of gradients as training does it where every rank keeps the whole bucket."""
+    begin_all_reduce(buffer, group).wait()
 
 
-PROBED_BUCKET_BYTES = 8 * 2**20
-"""Largest bucket, as in gradient reduction."""
-SIDE_S = 0.06
-"""Seconds of either side of the overlap: long compared with starting and waiting."""
-MOST_BUCKETS = 16
-PRODUCT_WIDTH = 512
+def begin_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin the sum of a bucket of gradients."""
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    assert work is not None
+    return work
 
-StartAllReduce = Callable[[Tensor], dist.Work]
-"""Starts the all-reduce of one bucket over the group."""
+
+def _all_gather(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    all_gather(buffer, _own_part(buffer, group).clone(), group=group)
+
+
+def _reduce_scatter(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    reduce_scatter(torch.empty_like(_own_part(buffer, group)), buffer, group=group)
+
+
+def _all_to_all(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_to_all_single(torch.empty_like(buffer), buffer, group=group)
+
+
+def _swap_parts(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    """A split bucket's sum: the parts change places, and each rank adds up its own."""
+    own = _own_part(buffer, group)
+    received = buffer.new_empty(dist.get_world_size(group) - 1, len(own))
+    for work in swap_parts(buffer, received, group, COLLECTIVE_PROBE_TAG):
+        work.wait()
+    for other in received:
+        own += other
+
+
+def _spread_own(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    for work in spread_own(buffer, group, COLLECTIVE_PROBE_TAG):
+        work.wait()
+
+
+def _own_part(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return buffer.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
+
+
+LIBRARY_COLLECTIVES: Mapping[CommOperation, BlockingOperation] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+CPU_COLLECTIVES: Mapping[CommOperation, BlockingOperation] = {"swap_parts": _swap_parts, "spread_own": _spread_own}
+
+
+def collective_operations(device: torch.device) -> Mapping[CommOperation, BlockingOperation]:
+    """The operations that training uses on a kind of device; GPUs take the library's for all."""
+    return {**LIBRARY_COLLECTIVES, **CPU_COLLECTIVES} if device.type == "cpu" else LIBRARY_COLLECTIVES
 
 
 def time_overlap(

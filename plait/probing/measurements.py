@@ -1,4 +1,5 @@
-"""Measurements of devices and links: made now, or loaded from an earlier probe."""
+"""Measurements of devices and links: made now, or loaded from an earlier probe after a short check that they still
+hold; and equal hosts' readings pooled."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ from plait.machines.measured import (
     measurements_from_json,
     measurements_json,
 )
+from plait.planner.derive.resources import FixedWorkers
 from plait.private_folder import make_private_folder
 from plait.probing.answer import (
     ProbeResult,
@@ -37,113 +39,118 @@ from plait.probing.answer import (
     relative_speeds,
     require_all_work,
 )
-from plait.probing.measuring import ask_rank_0
 from plait.probing.request import ProbeRequest, layer_products
 from plait.regular_file import read_regular_file
 from plait.screen.screen import ShowProgress, ignore_progress
-from plait.workers import PROBE_ENTRY, SYMBOLIC_SHAPES, WorkerPool
+from plait.workers import PROBE_ENTRY, SYMBOLIC_SHAPES, WorkerPool, ask_rank_0
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 RECHECK_AFTER_S = 900.0
 """Measurements that were made or confirmed within this time are used without another check."""
 
+RECHECK_MESSAGE_BYTES = 2**20
+LARGEST_DRIFT = 1.3
+"""A figure that is larger or smaller than before by more than this factor has changed: another cable, another load."""
+
+ReadingByName = Mapping[object, float]
+EQUAL_HOSTS_TOLERANCE, EQUAL_HOSTS_TIME_SHARE = 0.15, 0.75
+"""Hosts are equal if the times of work that makes up this share (second) of all time deviate by at most this tolerance
+(first), as a difference of logarithms, from one common factor."""
+POOLING_ROUNDS = 8
+"""Rounds of fitting factors and common times in turn; it converges in two or three."""
+
+RealArray = NDArray[np.float64]
+_Piece = tuple[WorkKind, tuple[int, ...]]
 ProbeFreshness = Literal["kept", "again"]
+"""Whether the stored measurements of an earlier probe are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeWorkers:
-    """How many workers are probed, with how many threads each."""
+class StoredProbe:
+    """A probe of some machines, whose measurements are stored for the next run on the same machines and software."""
 
-    workers: int
-    threads: int
+    machines: Sequence[Machine]
+    request: ProbeRequest
+    workers: FixedWorkers
+    working: WorkingFolder = CURRENT_FOLDER
 
+    def load(self) -> Measurements | None:
+        """The stored measurements; None where there are none, or none that can be used."""
+        path = self._path
+        try:
+            return measurements_from_json(read_regular_file(path), str(path)) if path.exists() else None
+        except (PlaitError, OSError, ValueError):
+            return None  # another version's, or incomplete: measure again and overwrite it
 
-def measure_or_load(
-    pool: WorkerPool,
-    machines: Sequence[Machine],
-    request: ProbeRequest,
-    probe_workers: ProbeWorkers,
-    *,
-    fresh: ProbeFreshness,
-    show: ShowProgress = ignore_progress,
-) -> Measurements:
-    """Load the measurements of these hosts with this software for the same request, or make them now; `show` gets how
-    far that is."""
-    working = pool.working_folder
-    if fresh == "kept" and (known := load_measurements(machines, request, probe_workers, working)):
-        return known
-    key = _measurements_key(machines, request, probe_workers)
-    job = Job(
-        entry=PROBE_ENTRY,
-        argument=request.to_json(),
-        world_size=probe_workers.workers,
-        threads=probe_workers.threads,
-        needs=(SYMBOLIC_SHAPES,),
-        at_stop="abandon",
-    )
-    result = parse_result(ask_rank_0(pool, job, "probed", show))
-    measured, kept = measurements_from(result, request, key), _measurements_path(key, working)
-    make_private_folder(kept.parent)
-    kept.write_text(measurements_json(measured), encoding="utf-8")
-    return measured
+    def measure(self, pool: WorkerPool, show: ShowProgress = ignore_progress) -> Measurements:
+        """Measure and store; `show` gets the progress. Raises RunFailed with the name of a dead device or link,
+        Interrupted where a signal came."""
+        measured = measurements_from(self._run(pool, self.request, show), self.request, self._key)
+        make_private_folder(self._path.parent)
+        self._path.write_text(measurements_json(measured), encoding="utf-8")
+        return measured
 
+    def load_or_measure(
+        self, pool: WorkerPool, fresh: ProbeFreshness, show: ShowProgress = ignore_progress
+    ) -> Measurements:
+        """The stored measurements where they may be used and are there, else new ones."""
+        return (self.load() if fresh == "kept" else None) or self.measure(pool, show)
 
-def load_measurements(
-    machines: Sequence[Machine],
-    request: ProbeRequest,
-    probe_workers: ProbeWorkers,
-    working: WorkingFolder = CURRENT_FOLDER,
-) -> Measurements | None:
-    """What was measured before on machines and software like these; None where there is nothing, or nothing usable."""
-    kept = _measurements_path(_measurements_key(machines, request, probe_workers), working)
-    try:
-        return measurements_from_json(read_regular_file(kept), str(kept)) if kept.exists() else None
-    except (PlaitError, OSError, ValueError):
-        return None  # another version's, or incomplete: measure again and overwrite it
+    def was_checked_recently(self, addresses: Sequence[str]) -> bool:
+        """Whether the stored measurements were confirmed between these addresses within RECHECK_AFTER_S."""
+        seen = self._path.with_suffix(".seen")
+        if not seen.exists() or not 0 <= time.time() - seen.stat().st_mtime < RECHECK_AFTER_S:
+            return False
+        try:
+            return read_regular_file(seen) == json.dumps(addresses).encode()
+        except (OSError, ValueError):  # a pipe, say: not what plait left there
+            return False
 
+    def mark_checked(self, addresses: Sequence[str]) -> None:
+        """Record that the stored measurements were made or confirmed just now."""
+        self._path.with_suffix(".seen").write_text(json.dumps(addresses), encoding="utf-8")
 
-def was_checked_recently(
-    machines: Sequence[Machine],
-    request: ProbeRequest,
-    probe_workers: ProbeWorkers,
-    addresses: Sequence[str],
-    working: WorkingFolder = CURRENT_FOLDER,
-) -> bool:
-    """Whether the stored measurements were confirmed between these addresses so recently that they need no check."""
-    seen = _checked_path(machines, request, probe_workers, working)
-    if not seen.exists() or not 0 <= time.time() - seen.stat().st_mtime < RECHECK_AFTER_S:
-        return False
-    try:
-        return read_regular_file(seen) == json.dumps(addresses).encode()
-    except (OSError, ValueError):  # a pipe, say: not what plait left there
-        return False
+    def still_holds(self, pool: WorkerPool, known: Measurements) -> bool:
+        """Time one message over each link and one layer on each host, and compare them with the known measurements;
+        takes some seconds on all hosts. Raises as `measure` does."""
+        model = self.request.models[0]
+        short = replace(
+            self.request,
+            models=(model,),
+            products=layer_products(model),
+            attentions=(),
+            messages=(RECHECK_MESSAGE_BYTES,),
+            seconds=0.0,
+        )
+        result = self._run(pool, short)
+        if [host.name for host in result.hosts] != [device.host for device in known.devices]:
+            return False  # the hosts have another order, or are others
+        firsts = [result.ranks[host.ranks[0]].timed for host in result.hosts]
+        layers = zip([device.timed for device in known.devices], firsts, strict=False)
+        return are_close(_send_rates(known.links), _send_rates(pair_links(result.hosts, result.pairs))) and all(
+            are_close(*_common_product_seconds(*pair)) for pair in layers
+        )
 
+    def _run(self, pool: WorkerPool, request: ProbeRequest, show: ShowProgress = ignore_progress) -> ProbeResult:
+        job = Job(
+            entry=PROBE_ENTRY,
+            argument=request.to_json(),
+            world_size=self.workers.workers,
+            threads=self.workers.threads,
+            needs=(SYMBOLIC_SHAPES,),
+            at_stop="abandon",
+        )
+        return parse_result(ask_rank_0(pool, job, "probed", show))
 
-def mark_checked(
-    machines: Sequence[Machine],
-    request: ProbeRequest,
-    probe_workers: ProbeWorkers,
-    addresses: Sequence[str],
-    working: WorkingFolder = CURRENT_FOLDER,
-) -> None:
-    """Record that the stored measurements were made or confirmed just now."""
-    _checked_path(machines, request, probe_workers, working).write_text(json.dumps(addresses), encoding="utf-8")
+    @property
+    def _key(self) -> str:
+        machines = [machine.fingerprint() for machine in self.machines]
+        what = [machines, self.request.to_json(), self.workers.workers, self.workers.threads]
+        return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
-
-def _checked_path(
-    machines: Sequence[Machine], request: ProbeRequest, probe_workers: ProbeWorkers, working: WorkingFolder
-) -> Path:
-    return _measurements_path(_measurements_key(machines, request, probe_workers), working).with_suffix(".seen")
-
-
-def send_links_of(result: ProbeResult) -> tuple[MeasuredLink, ...]:
-    """The point-to-point links in a probe's result."""
-    return pair_links(result.hosts, result.pairs)
-
-
-def timed_work_by_host(result: ProbeResult) -> list[tuple[WorkTiming, ...]]:
-    """The timed pieces of arithmetic of each host's first rank."""
-    return [result.ranks[host.ranks[0]].timed for host in result.hosts]
+    @property
+    def _path(self) -> Path:
+        return self.working.cache / "probes" / f"{self._key}.json"
 
 
 def measurements_from(result: ProbeResult, request: ProbeRequest, key: str) -> Measurements:
@@ -169,67 +176,9 @@ def measurements_from(result: ProbeResult, request: ProbeRequest, key: str) -> M
         workers=len(timed),
         fingerprint=key,
         devices=tuple(devices),
-        links=(*send_links_of(result), *result.links),
+        links=(*pair_links(result.hosts, result.pairs), *result.links),
         overlaps=result.overlaps,
         complaints=find_slow_parts(result.hosts, relative_speeds(timed), result.pairs),
-    )
-
-
-def _measurements_key(machines: Sequence[Machine], request: ProbeRequest, probe_workers: ProbeWorkers) -> str:
-    what = [
-        [machine.fingerprint() for machine in machines],
-        request.to_json(),
-        probe_workers.workers,
-        probe_workers.threads,
-    ]
-    return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _measurements_path(key: str, working: WorkingFolder) -> Path:
-    return working.cache / "probes" / f"{key}.json"
-
-
-# Whether an earlier probe of several hosts still holds: a short measurement before its figures are used again.
-
-
-RECHECK_MESSAGE_BYTES = 2**20
-LARGEST_DRIFT = 1.3
-"""A figure that is larger or smaller than before by more than this factor has changed: another cable, another load."""
-
-ReadingByName = Mapping[object, float]
-
-
-def measurements_still_hold(
-    pool: WorkerPool, known: Measurements, request: ProbeRequest, probe_workers: ProbeWorkers
-) -> bool:
-    """Time one message over each link and one layer on each host, and compare them with the known measurements; takes
-    some seconds on all hosts.
-
-    Raises RunFailed with the name of a dead device or link, Interrupted where a signal came.
-    """
-    model = request.models[0]
-    short = replace(
-        request,
-        models=(model,),
-        products=layer_products(model),
-        attentions=(),
-        messages=(RECHECK_MESSAGE_BYTES,),
-        seconds=0.0,
-    )
-    job = Job(
-        entry=PROBE_ENTRY,
-        argument=short.to_json(),
-        world_size=probe_workers.workers,
-        threads=probe_workers.threads,
-        needs=(SYMBOLIC_SHAPES,),
-        at_stop="abandon",
-    )
-    result = parse_result(ask_rank_0(pool, job, "probed"))
-    if [host.name for host in result.hosts] != [device.host for device in known.devices]:
-        return False  # the hosts have another order, or are others
-    layers = zip([device.timed for device in known.devices], timed_work_by_host(result), strict=False)
-    return are_close(_send_rates(known.links), _send_rates(send_links_of(result))) and all(
-        are_close(*_common_product_seconds(*pair)) for pair in layers
     )
 
 
@@ -241,7 +190,7 @@ def are_close(before: ReadingByName, now: ReadingByName) -> bool:
 
 
 def _send_rates(links: Sequence[MeasuredLink]) -> ReadingByName:
-    """Bytes per second over each link, of a message of LOOK_BYTES or of the longest below it."""
+    """Bytes per second over each link, of a message of RECHECK_MESSAGE_BYTES or of the longest below it."""
     found: dict[object, float] = {}
     for link in links:
         if link.kind == "send":
@@ -257,20 +206,6 @@ def _common_product_seconds(
     old, new = ({(one.work, one.sizes): one.seconds for one in some} for some in (before, now))
     both = [key for key in new if key in old and key[0].startswith("product")]
     return {"products": sum(old[key] for key in both)}, {"products": sum(new[key] for key in both)}
-
-
-# Removes disturbances of single readings from the times of equal hosts: such hosts differ by one factor in all they
-# do.
-
-
-EQUAL_HOSTS_TOLERANCE, EQUAL_HOSTS_TIME_SHARE = 0.15, 0.75
-"""Hosts are equal if the times of work that makes up this share (second) of all time deviate by at most this tolerance
-(first), as a difference of logarithms, from one common factor."""
-POOLING_ROUNDS = 8
-"""Rounds of fitting factors and common times in turn; it converges in two or three."""
-
-RealArray = NDArray[np.float64]
-_Piece = tuple[WorkKind, tuple[int, ...]]
 
 
 def pool_measurements(measured: Measurements) -> Measurements:

@@ -28,10 +28,10 @@ from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import Draft, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.probing.kept_rates import keep_rates, kept_rates, rates_path
-from plait.probing.measuring import ARITHMETIC_S, ask_rank_0, time_plan
 from plait.probing.request import ProbedModel
+from plait.probing.steps import ARITHMETIC_S, time_plan
 from plait.recipe.schema import RunConfig
-from plait.workers import PRODUCTS_ENTRY, WorkerPool
+from plait.workers import PRODUCTS_ENTRY, WorkerPool, ask_rank_0
 from plait.working_folder import WorkingFolder
 
 LEAST_RUN_S = 60.0

@@ -22,7 +22,7 @@ from plait.model.matmul import default_library_name, has_onednn, matmul_library
 from plait.model.shape import ModelShape
 from plait.parallel.mesh import open_store
 from plait.probing.request import ProbedModel, layer_products
-from plait.probing.timing import ProcessorClock, SingleRank, TimingSetup, WallClock, time_in_rounds
+from plait.probing.timing import SingleRank, TimingSetup, processor_clock, time_in_rounds
 
 MOST_FLOPS = 1e9
 """FLOPs of the largest product that is measured, a few milliseconds: of larger ones as many rows as these are, but
@@ -225,7 +225,9 @@ def run_products_rank(context: RankContext, argument: str) -> None:
     torch.set_flush_denormal(True)  # as training does
     torch.manual_seed(0)
     model = _model_of(parse_object(argument))
-    rates = measure_product_rates(model, arithmetic_units(), _bench(context), seconds=MEASURED_S)
+    clock = processor_clock(core_share(context.local_world_size))
+    bench = TimingSetup(device=torch.device("cpu"), clock=clock, lockstep=SingleRank())
+    rates = measure_product_rates(model, arithmetic_units(), bench, seconds=MEASURED_S)
     own = ProductRates(
         machine=detect_cpu_machine().digest(),
         workers=max(context.local_world_size, usable_cores() // context.threads),
@@ -249,13 +251,6 @@ def _reported(sent: bytes) -> dict[str, Any]:
         return parse_object(sent)
     except ValueError:
         return {}
-
-
-def _bench(context: RankContext) -> TimingSetup:
-    """Processor time where a worker has one thread: what other programs take does not count."""
-    alone = context.threads == 1
-    clock = ProcessorClock(share=core_share(context.local_world_size)) if alone else WallClock(synchronize=lambda: None)
-    return TimingSetup(device=torch.device("cpu"), clock=clock, lockstep=SingleRank())
 
 
 def _model_of(values: Mapping[str, Any]) -> ProbedModel:

@@ -25,8 +25,7 @@ from plait.machines.measured import LinkScope, MeasuredLink, MeasuredOverlap, Wo
 from plait.model.matmul import select_matmul_library
 from plait.parallel.mesh import make_groups, open_store, use_gpu
 from plait.probing.answer import (
-    DeadPair,
-    DeviceCheck,
+    Failure,
     GroupReport,
     PairReport,
     PairTiming,
@@ -40,29 +39,35 @@ from plait.probing.answer import (
     read_report,
 )
 from plait.probing.arithmetic import (
-    GroupBarrier,
     arithmetic_runs,
-    begin_all_reduce,
-    collective_operations,
     device_failure,
-    gpu_clock,
     select_comparison_runs,
     timed_pieces,
-    training_operations_for,
 )
-from plait.probing.links import DeadLink, schedule_pairs, time_collectives, time_overlap, time_pair
-from plait.probing.measuring import PROGRESS
+from plait.probing.links import (
+    DeadLink,
+    begin_all_reduce,
+    collective_operations,
+    schedule_pairs,
+    time_collectives,
+    time_overlap,
+    time_pair,
+)
 from plait.probing.request import ProbeRequest
 from plait.probing.timing import (
     Clock,
+    GroupBarrier,
     Lockstep,
     ProcessorClock,
     SingleRank,
     TimingSetup,
     WallClock,
+    gpu_clock,
+    processor_clock,
     tell_nobody,
     time_in_rounds,
 )
+from plait.workers import PROGRESS
 
 TIMING_ALONE_S = 1.0
 
@@ -105,8 +110,10 @@ def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
     """Time this rank's device while all ranks work and, on the first rank of a host, while it works alone."""
     bench = place.bench
     require_working_devices(place)
-    runs = arithmetic_runs(request, bench.device, training_operations_for(request))
-    bench = replace(with_processor_clock(bench, len(place.host.ranks)), tell=partial(place.tell, "arithmetic"))
+    runs = arithmetic_runs(request, bench.device)
+    if bench.device.type == "cpu":
+        bench = replace(bench, clock=processor_clock(core_share(len(place.host.ranks))))
+    bench = replace(bench, tell=partial(place.tell, "arithmetic"))
     began = time.perf_counter(), time.process_time()
     together = timed_pieces(time_in_rounds(runs, bench, seconds=request.seconds), request.models)
     wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
@@ -187,7 +194,7 @@ def join_probe(context: RankContext, device_kind: MachineDevice, gpus: Sequence[
     ranks = exchange_rank_places(store, context, within_s=RENDEZVOUS_TIMEOUT_S)
     hosts = group_ranks_by_host(ranks)
     backend = "gloo"
-    clock: Clock = WallClock(synchronize=_no_wait)
+    clock: Clock = WallClock()
     if device_kind == "cuda":
         use_gpu(gpus[context.local_rank] if gpus else context.local_rank)
         backend, clock = "cpu:gloo,cuda:nccl", gpu_clock(COLLECTIVE_TIMEOUT.total_seconds())
@@ -223,11 +230,11 @@ def time_pairs(place: ProbeRank, message_bytes: Sequence[int]) -> list[PairTimin
     found: list[PairReport] = []
     if place.rank == 0:
         found = [place.wait_for(f"pair/{pair.first}/{pair.second}", PairReport, pair.first) for pair in schedule]
-        dead = [place for place, report in enumerate(found) if report.points is None]
-        place.publish("dead", {"pair": dead[0] if dead else None})
-    pair = place.wait_for("dead", DeadPair, 0).pair
-    if pair is not None:
-        raise RunFailed(dead_link_sentence(place.hosts, schedule[pair].first, schedule[pair].second))
+        dead = [pair for pair, report in zip(schedule, found, strict=True) if report.points is None]
+        sentences = [dead_link_sentence(place.hosts, pair.first, pair.second) for pair in dead]
+        place.publish("dead", {"failure": sentences[0] if sentences else None})
+    if sentence := place.wait_for("dead", Failure, 0).failure:
+        raise RunFailed(sentence)
     return [
         PairTiming(first=pair.first, second=pair.second, points=report.points or ())
         for pair, report in zip(schedule, found, strict=False)
@@ -252,12 +259,8 @@ def require_working_devices(place: ProbeRank) -> None:
     it."""
     place.publish(f"check/{place.rank}", {"failure": device_failure(place.bench.device)})
     for other in range(sum(len(host.ranks) for host in place.hosts)):
-        if reason := place.wait_for(f"check/{other}", DeviceCheck, other).failure:
+        if reason := place.wait_for(f"check/{other}", Failure, other).failure:
             raise RunFailed(dead_device_sentence(place.hosts, other, reason))
-
-
-def _no_wait() -> None:
-    """Return at once: on a processor the work is done when its call returns."""
 
 
 _LONGEST_HOST_NAME = 255
@@ -354,13 +357,6 @@ def teller_of(context: RankContext, clock: Callable[[], float] = time.monotonic)
 BUSY_S = 0.4
 NOTICED = 0.05
 """A smaller share of the time is lost to other programs on any machine."""
-
-
-def with_processor_clock(bench: TimingSetup, ranks: int) -> TimingSetup:
-    """Count processor time where a worker has one thread on a processor; threads also wait for each other."""
-    if bench.device.type != "cpu" or torch.get_num_threads() > 1:
-        return bench
-    return replace(bench, clock=ProcessorClock(share=core_share(ranks)))
 
 
 def share_beside_other_hosts(

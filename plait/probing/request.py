@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 from plait.checked_json import parse_json, typed_value
 from plait.errors import PlaitError
+from plait.machines.machine import Machine
 from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
 from plait.model.weights import attention_matrices, training_flops_per_token
 from plait.partition.execution import Compile, MatmulBackend
+from plait.planner.derive.resources import ProbeNeed
 
 TYPICAL: Mapping[str, tuple[tuple[str, int, int], ...]] = {
     # Size, tokens of a sequence, sequences at a time. On a processor core these take some 2 s a round.
@@ -124,6 +126,32 @@ def model_probe_request(
     counts = sorted({1, max(1, largest // 4), largest})
     models = [ProbedModel(shape=shape, sequence=sequence, sequences=some) for some in counts]
     return _request(device, precision, threads, models)
+
+
+def recipe_probe_request(
+    need: ProbeNeed, machine: Machine, threads: int, *, sequences: int | Literal["auto"] = "auto"
+) -> ProbeRequest:
+    """The request for what the planner needs to know of a recipe's model, on machines of which `machine` is the first;
+    "auto" sequences are those of a micro-batch that such a device would get."""
+    sequence = need.shape.sequence
+    if sequences == "auto":
+        most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if machine.device == "cpu" else need.batch_sequences
+        sequences = min(most, need.batch_sequences)
+    requested = model_probe_request(
+        need.shape,
+        sequence=sequence,
+        sequences=sequences,
+        device=machine.device,
+        precision="bf16" if need.precision == "bf16" else "float32",
+        threads=threads,
+    )
+    return replace(
+        requested,
+        matmul_backend=need.matmul_backend,
+        host_backends=need.host_backends,
+        gpus=machine.gpus,
+        compile=need.compile,
+    )
 
 
 def layer_products(model: ProbedModel) -> tuple[tuple[int, int, int], ...]:

@@ -4,35 +4,80 @@ between them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from plait.launch.values.job import Job
 from plait.machines.cluster import Cluster, cluster_of_hosts
-from plait.machines.machine import Machine
+from plait.machines.machine import Machine, usable_cores
 from plait.machines.measured import LEAST_UNDISTURBED_SHARE, Measurements
-from plait.machines.requested_workers import PeakNeed
-from plait.planner.derive.resources import FixedWorkers, Probe, ProbeNeed
+from plait.machines.requested_workers import ANY_WORKERS, PeakNeed, RequestedWorkers, SurveyRequest
+from plait.planner.derive.resources import FixedWorkers, Probe, ProbeNeed, Resources, on_paper
 from plait.planner.heterogeneous.host_permutations import cluster_of_nodes
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.step_time.measured_network import slowest_measured_link
+from plait.probing.calibration_store import calibration_key, load_calibration, read_expert_load
 from plait.probing.measurements import (
     ProbeFreshness,
-    ProbeWorkers,
-    load_measurements,
-    mark_checked,
-    measure_or_load,
-    measurements_still_hold,
+    StoredProbe,
     pool_measurements,
-    was_checked_recently,
 )
-from plait.probing.measuring import MachineSurvey, survey_machine
-from plait.probing.request import MAX_CPU_MICROBATCH_TOKENS, ProbeRequest, model_probe_request
+from plait.probing.request import recipe_probe_request
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
 from plait.units import format_si
-from plait.workers import HostWorkers
+from plait.workers import MEASURE_ENTRY, HostWorkers, WorkerPool, ask_rank_0
+from plait.working_folder import WorkingFolder
 
 HostMachine = tuple[Machine, float | None, int]
 """A host's machine, the rate of its processor (None if unknown), and its number of workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSurvey:
+    """The machine that a run finds, and the arithmetic peak that MFU is a share of."""
+
+    machine: Machine
+    peak_flops: float | None
+    peak_doubt: str = ""
+    """What makes the peak doubtful, in a sentence; empty where nothing does."""
+    others: tuple[Machine, ...] = ()
+    """The machines of the run's other hosts."""
+    probe: Probe | None = None
+    """Measures all hosts and the links between them."""
+
+
+def survey_machine(
+    workers: WorkerPool, requested: RequestedWorkers = ANY_WORKERS, peak: PeakNeed = "measured"
+) -> MachineSurvey:
+    """Describe this machine with the requested devices and measure its arithmetic peak, in a worker that uses all
+    cores."""
+    argument = SurveyRequest(requested=requested, peak=peak).to_json()
+    job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=1, threads=usable_cores(), at_stop="abandon")
+    found = ask_rank_0(workers, job, "machine")
+    machine = Machine.from_fingerprint(found["fingerprint"])
+    return MachineSurvey(machine=machine, peak_flops=found["peak_flops"], peak_doubt=found["peak_doubt"])
+
+
+def resources_of(site: MachineSurvey, workers: WorkerPool) -> Resources:
+    """The surveyed machines and their workers as the planner's Resources."""
+    machines, working = (site.machine, *site.others), workers.working_folder
+    return Resources(
+        machine=site.machine,
+        peak_flops=site.peak_flops,
+        others=site.others,
+        peak_doubt=site.peak_doubt,
+        fixed_workers=workers.fixed_workers,
+        probe=site.probe,
+        load_calibration=lambda precision, basis: load_calibration(
+            calibration_key(machines, precision, basis), working
+        ),
+        load_expert_load=lambda mixture: read_expert_load(mixture, working),
+    )
+
+
+def resources_on_paper(cluster: Cluster, working: WorkingFolder) -> Resources:
+    """A cluster that need not be there; of what runs here measured, what holds on any machine."""
+    return on_paper(cluster, load_expert_load=lambda mixture: read_expert_load(mixture, working))
 
 
 def survey_machines(
@@ -59,19 +104,18 @@ def survey_machines(
         machine=machines[0],
         peak_flops=sum(rates) if len(rates) == len(hosts) else None,
         others=machines[1:],
-        probe=_make_probe(workers, (hosts, before), log, fresh, show) if len(hosts) > 1 else None,
+        probe=_make_probe(workers, hosts, before, log, fresh, show) if len(hosts) > 1 else None,
     )
 
 
 def _make_probe(
     workers: HostWorkers,
-    hosts_and_before: tuple[Sequence[HostMachine], Sequence[HostMachine]],
+    hosts: Sequence[HostMachine],
+    before: Sequence[HostMachine],
     log: Callable[[str], None],
     fresh: ProbeFreshness,
     show: ShowProgress,
 ) -> Probe:
-    hosts, before = hosts_and_before
-
     def look(need: ProbeNeed) -> Cluster:
         cluster = _cluster_of_some(workers, hosts, before, need) if before and fresh == "kept" else None
         if cluster is not None:
@@ -107,9 +151,8 @@ def _cluster_of_some(
     rates = {place: rate for place, (_, rate, _) in zip(places, hosts, strict=True)}
     before = [(machine, rates.get(at, rate), count) for at, (machine, rate, count) in enumerate(before)]
     machines = [machine for machine, _, _ in before]
-    threads = _fixed(workers).threads
-    extent = ProbeWorkers(workers=sum(count for _, _, count in before), threads=threads)
-    known = load_measurements(machines, _request(machines, threads, need), extent, workers.working_folder)
+    extent = FixedWorkers(workers=sum(count for _, _, count in before), threads=_fixed(workers).threads)
+    known = _stored_probe(workers, machines, extent, need).load()
     if known is None:
         return None
     measured = pool_measurements(known)
@@ -148,18 +191,15 @@ def probe_cluster(
 def _probe_or_load(
     workers: HostWorkers, machines: list[Machine], need: ProbeNeed, fresh: ProbeFreshness, show: ShowProgress
 ) -> Measurements:
-    given = _fixed(workers)
-    requested = _request(machines, given.threads, need)
-    extent, addresses = ProbeWorkers(workers=given.workers, threads=given.threads), workers.addresses()
-    working = workers.working_folder
-    known = load_measurements(machines, requested, extent, working) if fresh == "kept" else None
-    if known is not None and was_checked_recently(machines, requested, extent, addresses, working):
+    stored, addresses = _stored_probe(workers, machines, _fixed(workers), need), workers.addresses()
+    known = stored.load() if fresh == "kept" else None
+    if known is not None and stored.was_checked_recently(addresses):
         return known
     if known is not None:
         show(0, 0, "comparing the hosts with an earlier probe")
-    if known is None or not measurements_still_hold(workers, known, requested, extent):
-        known = measure_or_load(workers, machines, requested, extent, fresh="again", show=show)
-    mark_checked(machines, requested, extent, addresses, working)
+    if known is None or not stored.still_holds(workers, known):
+        known = stored.measure(workers, show)
+    stored.mark_checked(addresses)
     return known
 
 
@@ -169,21 +209,8 @@ def _fixed(workers: HostWorkers) -> FixedWorkers:
     return given
 
 
-def _request(machines: Sequence[Machine], threads: int, need: ProbeNeed) -> ProbeRequest:
-    device, sequence = machines[0].device, need.shape.sequence
-    most = max(1, MAX_CPU_MICROBATCH_TOKENS // sequence) if device == "cpu" else need.batch_sequences
-    requested = model_probe_request(
-        need.shape,
-        sequence=sequence,
-        sequences=min(most, need.batch_sequences),
-        device=device,
-        precision="bf16" if need.precision == "bf16" else "float32",
-        threads=threads,
-    )
-    return replace(
-        requested,
-        matmul_backend=need.matmul_backend,
-        host_backends=need.host_backends,
-        compile=need.compile,
-        gpus=machines[0].gpus,
-    )
+def _stored_probe(
+    workers: HostWorkers, machines: Sequence[Machine], extent: FixedWorkers, need: ProbeNeed
+) -> StoredProbe:
+    request = recipe_probe_request(need, machines[0], extent.threads)
+    return StoredProbe(machines=machines, request=request, workers=extent, working=workers.working_folder)

@@ -6,9 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import torch
+import torch.distributed as dist
+
 from plait.errors import RunFailed
+from plait.parallel.mesh import GroupSums
 from plait.units import format_duration
 
 RunKey = TypeVar("RunKey", bound=Hashable)
@@ -49,6 +54,19 @@ class SingleRank:
         return value
 
 
+class GroupBarrier:
+    """Keeps the ranks of a process group in step."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._sums = GroupSums(group)
+
+    def barrier(self) -> None:
+        self._sums(torch.zeros(1))
+
+    def largest(self, value: float) -> float:
+        return self._sums.largest(torch.tensor([value], dtype=torch.float64)).item()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingSummary:
     """Summary of several readings: median seconds per run (of two, the lower), the distance between the quartiles as
@@ -67,18 +85,14 @@ class Clock(Protocol):
     def time(self, run: Callable[[], object], times: int) -> tuple[float, float]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WallClock:
-    """The wall clock; `synchronize` blocks until the device has finished all work that was submitted to it."""
-
-    synchronize: Callable[[], None]
+    """The wall clock of a processor, whose work is done when its call returns."""
 
     def time(self, run: Callable[[], object], times: int) -> tuple[float, float]:
         """Wall and processor seconds of one run, the mean over `times` runs in a row."""
         began, cpu = time.perf_counter(), time.process_time()
         for _ in range(times):
             run()
-        self.synchronize()
         return (time.perf_counter() - began) / times, (time.process_time() - cpu) / times
 
 
@@ -138,12 +152,16 @@ class EventClock:
             time.sleep(EVENT_POLL_S)
 
 
+def gpu_clock(timeout_s: float) -> EventClock:
+    """The clock of this rank's GPU, which waits `timeout_s` at most."""
+    return EventClock(make_event=partial(torch.cuda.Event, enable_timing=True), timeout_s=timeout_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingSetup:
     """How a rank is timed: device, clock, lockstep, and who is told how far it is."""
 
-    device: Any
-    """A torch.device."""
+    device: torch.device
     clock: Clock
     lockstep: Lockstep
     tell: Callable[[float], None] = tell_nobody
@@ -165,6 +183,12 @@ class ProcessorClock:
             run()
         cpu_s = (time.process_time() - began) / times
         return cpu_s / self.share, cpu_s
+
+
+def processor_clock(share: float) -> Clock:
+    """The clock of a rank that computes on a processor: processor time where it has one thread, which other programs do
+    not lengthen; else wall time, as threads wait for each other. `share` is that of a core which a limit leaves it."""
+    return ProcessorClock(share=share) if torch.get_num_threads() == 1 else WallClock()
 
 
 def time_in_rounds(

@@ -12,7 +12,7 @@ ANSWERS = re.findall(r"^\| (.+\?) \| (\S+) \|$", (ROOT / "CONTRIBUTING.md").read
 WITH_README = (
     "checkpoint", "machines", "commands", "commands/submitting", "data", "deploy", "launch", "parallel", "partition",
     "planner", "planner/calibration",
-    "planner/heterogeneous", "planner/memory", "planner/resolve", "planner/search", "planner/step_time",
+    "probing", "planner/heterogeneous", "planner/memory", "planner/resolve", "planner/search", "planner/step_time",
     "recipe", "report", "trainer",
 )  # fmt: skip
 

@@ -64,7 +64,7 @@ INNER_FLOORS = {
                 "checkpointing": 4, "loop": 5, "balance": 5, "auxiliary": 2, "preference": 2, "watching": 6,
                 "worker": 7, "time_steps": 8},
 }  # fmt: skip
-SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "probing.measuring", "probing.processor_arithmetic",
+SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "probing.steps", "probing.processor_arithmetic",
                   "probing.survey", "commands.", "api", "cli")  # fmt: skip
 WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.planner.resolve.resolve", "plait.recipe.load", "plait.model.shape",
                  "plait.model.sizes", "plait.model.names", "plait.model.weights",

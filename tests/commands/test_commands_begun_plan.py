@@ -15,7 +15,7 @@ from plait.data.shards import Corpus
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
 from plait.planner.plan import Plan
-from plait.probing.measuring import MachineSurvey
+from plait.probing.survey import MachineSurvey
 from plait.workers import HostWorkers
 from tests.planner.machines import LAPTOP, PLAYS, planned, recipe
 

@@ -16,7 +16,7 @@ from plait.model.parts.mixture import MixtureShape
 from plait.planner.problem.workload import Workload
 from plait.planner.resolve.request import request_of
 from plait.probing.calibration_store import read_expert_load, store_expert_load
-from plait.probing.measuring import resources_on_paper
+from plait.probing.survey import resources_on_paper
 from plait.report.metrics import StepReport
 from plait.screen.terminal import TerminalScreen
 from plait.working_folder import WorkingFolder

@@ -22,8 +22,7 @@ from plait.planner.derive.resources import FixedWorkers, Resources, on_paper
 from plait.planner.plan import Plan
 from plait.planner.resolve.request import request_of
 from plait.planner.resolve.resolve import draft, settle
-from plait.probing.measuring import resources_of, survey_machine
-from plait.probing.survey import survey_machines
+from plait.probing.survey import resources_of, survey_machine, survey_machines
 from plait.working_folder import CURRENT_FOLDER
 from tests.planner.hosts import probed
 from tests.planner.machines import EIGHT_H100, LAPTOP, ONE_H100, PEAK_FLOPS, SERVER, recipe

@@ -15,11 +15,11 @@ from plait.launch.values.job import RankContext
 from plait.parallel.mesh import open_store
 from plait.probing import rank
 from plait.probing.answer import ProbedHost
-from plait.probing.arithmetic import GroupBarrier, arithmetic_runs, training_operations_for
+from plait.probing.arithmetic import arithmetic_runs
 from plait.probing.links import DeadLink, time_pair
 from plait.probing.rank import share_beside_other_hosts
 from plait.probing.request import ProbeRequest
-from plait.probing.timing import SingleRank, TimingSetup, WallClock
+from plait.probing.timing import GroupBarrier, SingleRank, TimingSetup, WallClock
 
 
 def silent_peer(context: RankContext, argument: str) -> None:
@@ -29,7 +29,7 @@ def silent_peer(context: RankContext, argument: str) -> None:
     if context.rank == 1:
         store.get("told")
         return
-    bench = TimingSetup(device=torch.device("cpu"), clock=WallClock(synchronize=lambda: None), lockstep=SingleRank())
+    bench = TimingSetup(device=torch.device("cpu"), clock=WallClock(), lockstep=SingleRank())
     try:
         time_pair((0, 1), (1024,), rank=0, bench=bench, timeout_s=0.5)
     except DeadLink:
@@ -40,7 +40,7 @@ def silent_peer(context: RankContext, argument: str) -> None:
 def count_pages(context: RankContext, argument: str) -> None:
     """Run all that a request names in rounds, and tell how many pages the system had to find for its layers."""
     request, device = ProbeRequest.from_json(argument), torch.device("cpu")
-    runs = arithmetic_runs(request, device, training_operations_for(request))
+    runs = arithmetic_runs(request, device)
     found = {"layer": 0, "layer_backward": 0}
     for _ in range(3):
         for (work, _sizes), run in runs.items():
@@ -65,7 +65,7 @@ def share_of_a_core(context: RankContext, argument: str) -> None:
     assert dist.group.WORLD is not None
     hosts = tuple(ProbedHost(name=f"host {place}", ranks=(place,)) for place in range(context.world_size))
     factor = torch.ones(64, 64)
-    together, clock = GroupBarrier(dist.group.WORLD), WallClock(synchronize=lambda: None)
+    together, clock = GroupBarrier(dist.group.WORLD), WallClock()
     share = share_beside_other_hosts(hosts, context.rank, together, clock, lambda: factor @ factor)
     context.send("share", share=share)
     dist.destroy_process_group()

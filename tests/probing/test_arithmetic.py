@@ -17,10 +17,10 @@ from plait.errors import PlaitError
 from plait.launch.values.job import Job, JobResult, Message
 from plait.machines.machine import Machine
 from plait.machines.measured import Arithmetic
+from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import HostShare, Plan
 from plait.planner.plan_file import read_plan
-from plait.probing.measurements import ProbeWorkers
-from plait.probing.measuring import MachineSurvey
+from plait.probing.survey import MachineSurvey
 from plait.recipe.schema import RunConfig
 from plait.workers import PRODUCTS_ENTRY, TIMING_ENTRY, OnMessage
 from plait.working_folder import CURRENT_FOLDER
@@ -129,7 +129,7 @@ def test_a_probe_times_the_library_that_a_run_would_take(
     tmp_path: Path, corpus: Corpus, gain: float, library: str
 ) -> None:
     workers, config = Processor(LAPTOP, {"onednn": gain}), asked(tmp_path)
-    extent = ProbeWorkers(workers=2, threads=1)
+    extent = FixedWorkers(workers=2, threads=1)
     for recipe_or_none in (config, None):
         plain = probe_request_for(recipe_or_none, workers.site, extent, CURRENT_FOLDER)
         requested, survey = with_fastest_library(plain, recipe_or_none, workers.site, workers)

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from plait.model.attention import Attend, Documents, cumulative_lengths, of_any_length
 from plait.model.gpt import Layer
 from plait.model.sizes import explicit_shape
-from plait.parallel.compile import compile_layer
 from plait.probing import arithmetic
-from plait.probing.arithmetic import training_operations_for
 from plait.probing.request import ProbeRequest, model_probe_request
 from tests.counted_graphs import CountedGraphs
 
@@ -63,7 +61,8 @@ def test_a_layer_is_compiled_before_it_is_timed_and_its_backward_can_be_repeated
         layer.attention.attend = attend  # on a processor plait's own asks for the library, outside of a graph
         layer.compile(dynamic=False, fullgraph=True, backend=graphs)
 
-    runs = arithmetic.arithmetic_runs(request, CPU, replace(training_operations_for(request), prepare_layer=prepare))
+    monkeypatch.setattr(arithmetic, "compile_layer", prepare)
+    runs = arithmetic.arithmetic_runs(request, CPU)
     before = graphs.count
     assert before == len(request.models)
     for (work, _), run in runs.items():
@@ -73,8 +72,11 @@ def test_a_layer_is_compiled_before_it_is_timed_and_its_backward_can_be_repeated
     assert graphs.count == before
 
 
-def test_the_request_says_whether_layers_are_compiled() -> None:
-    compiled = replace(REQUEST, compile="blocks")
+def test_the_request_says_whether_layers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, prepared = replace(REQUEST, compile="blocks"), list[nn.Module]()
     assert ProbeRequest.from_json(compiled.to_json()) == compiled != REQUEST
-    assert training_operations_for(compiled).prepare_layer is compile_layer
-    assert training_operations_for(REQUEST).prepare_layer is not compile_layer
+    monkeypatch.setattr(arithmetic, "compile_layer", prepared.append)
+    arithmetic.arithmetic_runs(REQUEST, CPU)
+    assert not prepared
+    arithmetic.arithmetic_runs(compiled, CPU)
+    assert len(prepared) == len(compiled.models)

@@ -12,8 +12,7 @@ import pytest
 from plait.errors import PlaitError, RunFailed
 from plait.machines.measured import measurements_from_json, measurements_json, measurements_table
 from plait.probing.answer import (
-    DeadPair,
-    DeviceCheck,
+    Failure,
     GroupReport,
     PairReport,
     PairTiming,
@@ -41,8 +40,8 @@ RESULT = ProbeResult(
     overlaps=measured().overlaps,
 )
 REPORTS = (
-    DeviceCheck(failure="it adds up to 5"), PairReport(points=POINTS), PairReport(points=None), RANK,
-    GroupReport(links=RESULT.links, overlaps=RESULT.overlaps), DeadPair(pair=1),
+    Failure(failure="it adds up to 5"), Failure(failure=None), PairReport(points=POINTS), PairReport(points=None), RANK,
+    GroupReport(links=RESULT.links, overlaps=RESULT.overlaps),
 )  # fmt: skip
 
 
@@ -86,7 +85,7 @@ def test_a_damaged_report_between_ranks_is_refused_with_a_sentence(honest: Any) 
 )
 def test_bytes_that_are_no_report_are_refused_with_a_sentence(data: bytes) -> None:
     with pytest.raises(RunFailed, match=r"^worker 2 on b reported what no probe measures \(") as caught:
-        read_report(DeviceCheck, data, "worker 2 on b")
+        read_report(Failure, data, "worker 2 on b")
     assert str(caught.value).isprintable()
 
 

@@ -15,7 +15,7 @@ from plait.model.gpt import GPT
 from plait.model.sizes import named_shape
 from plait.parallel.mesh import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded
-from plait.probing.arithmetic import PROBED_OPTIMIZER, arithmetic_runs, timed_pieces, training_operations_for
+from plait.probing.arithmetic import PROBED_OPTIMIZER, arithmetic_runs, timed_pieces
 from plait.probing.request import model_probe_request
 from plait.probing.timing import ProcessorClock, SingleRank, TimingSetup, time_in_rounds
 from plait.trainer.assemble import make_runners
@@ -47,7 +47,7 @@ def test_a_steps_parts_add_up_to_the_step(one_thread: None, size: str, sequences
     request = model_probe_request(shape, device="cpu", precision="float32", threads=1, **asked)
     device = torch.device("cpu")
     bench = TimingSetup(device=device, clock=ProcessorClock(share=1.0), lockstep=SingleRank())
-    figures = time_in_rounds(arithmetic_runs(request, device, training_operations_for(request)), bench, seconds=6)
+    figures = time_in_rounds(arithmetic_runs(request, device), bench, seconds=6)
     measured = MeasuredDevice(
         host="here",
         name="a processor",

@@ -23,21 +23,17 @@ from plait.machines.machine import detect_cpu_machine
 from plait.machines.measured import WORK_SIZES, measurements_from_json, measurements_json, measurements_table
 from plait.machines.requested_workers import RequestedWorkers
 from plait.model.sizes import explicit_shape
+from plait.planner.derive.resources import FixedWorkers
 from plait.probing.answer import parse_result
 from plait.probing.arithmetic import device_failure
 from plait.probing.measurements import (
-    ProbeWorkers,
-    mark_checked,
-    measure_or_load,
+    StoredProbe,
     measurements_from,
-    measurements_still_hold,
-    timed_work_by_host,
-    was_checked_recently,
 )
-from plait.probing.measuring import PROGRESS, MachineSurvey
 from plait.probing.rank import teller_of
 from plait.probing.request import ProbeRequest, layer_products, model_probe_request, typical_probe_request
-from plait.workers import ENTRIES, PROBE_ENTRY, SYMBOLIC_SHAPES
+from plait.probing.survey import MachineSurvey
+from plait.workers import ENTRIES, PROBE_ENTRY, PROGRESS, SYMBOLIC_SHAPES
 from plait.working_folder import CURRENT_FOLDER
 from tests.entry_tables import entries_of
 
@@ -61,6 +57,12 @@ TABLE = EntryTable(
     optional=ENTRIES.optional,
     preload=("plait.probing.rank",),
 )
+
+
+def stored_probe() -> StoredProbe:
+    """The small probe of two workers of this machine."""
+    workers = FixedWorkers(workers=2, threads=1)
+    return StoredProbe(machines=[detect_cpu_machine()], request=small_request(), workers=workers)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +117,7 @@ def test_what_a_person_sees_of_it(told: dict[str, Any], tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     shown: list[tuple[int, int, str]] = []
     hands = Remembered(told, progress=[{"done": 15, "total": 100, "stage": "timing"}])
-    here = ([detect_cpu_machine()], small_request(), ProbeWorkers(workers=2, threads=1))
-    measure_or_load(hands, *here, fresh="again", show=lambda *told: shown.append(told))
+    stored_probe().measure(hands, lambda *told: shown.append(told))
     assert shown == [(15, 100, "timing")]
 
 
@@ -220,15 +221,15 @@ def test_what_was_measured_is_kept_until_something_changes(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    hands, machine, extent = Remembered(told), detect_cpu_machine(), ProbeWorkers(workers=2, threads=1)
-    first = measure_or_load(hands, [machine], small_request(), extent, fresh="kept")
-    assert measure_or_load(hands, [machine], small_request(), extent, fresh="kept") == first and hands.jobs == 1
-    measure_or_load(hands, [machine], small_request(), ProbeWorkers(workers=2, threads=2), fresh="kept")
-    measure_or_load(hands, [machine], typical_probe_request("cpu", 1), extent, fresh="kept")
-    measure_or_load(hands, [machine], small_request(), extent, fresh="again")
+    hands, same = Remembered(told), stored_probe()
+    first = same.load_or_measure(hands, "kept")
+    assert same.load_or_measure(hands, "kept") == first and hands.jobs == 1
+    replace(same, workers=FixedWorkers(workers=2, threads=2)).load_or_measure(hands, "kept")
+    replace(same, request=typical_probe_request("cpu", 1)).load_or_measure(hands, "kept")
+    same.load_or_measure(hands, "again")
     assert hands.jobs == 4
     (tmp_path / ".plait" / "probes" / f"{first.fingerprint}.json").write_text("{")
-    measure_or_load(hands, [machine], small_request(), extent, fresh="kept")
+    same.load_or_measure(hands, "kept")
     assert hands.jobs == 5
 
 
@@ -236,41 +237,40 @@ def test_what_was_found_to_hold_a_moment_ago_is_believed_without_a_look(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    here = ([detect_cpu_machine()], small_request(), ProbeWorkers(workers=2, threads=1))
+    stored = stored_probe()
     cable, wireless = ("10.0.0.1", "10.0.0.2"), ("192.168.0.1", "192.168.0.2")
-    assert not was_checked_recently(*here, cable)
-    first = measure_or_load(Remembered(told), *here, fresh="again")
-    assert not was_checked_recently(*here, cable)
-    mark_checked(*here, cable)
-    assert was_checked_recently(*here, cable) and not was_checked_recently(*here, wireless)
+    assert not stored.was_checked_recently(cable)
+    first = stored.measure(Remembered(told))
+    assert not stored.was_checked_recently(cable)
+    stored.mark_checked(cable)
+    assert stored.was_checked_recently(cable) and not stored.was_checked_recently(wireless)
     an_hour_ago = time.time() - 3600
     os.utime(tmp_path / ".plait" / "probes" / f"{first.fingerprint}.seen", (an_hour_ago, an_hour_ago))
-    assert not was_checked_recently(*here, cable)
+    assert not stored.was_checked_recently(cable)
 
 
 def test_old_figures_hold_while_a_short_look_finds_about_the_same(told: dict[str, Any]) -> None:
-    whole, extent = measurements_from(parse_result(told), small_request(), "key"), ProbeWorkers(workers=2, threads=1)
-    (timed,) = timed_work_by_host(parse_result(told))
-    known = replace(whole, devices=(replace(whole.devices[0], timed=timed),))
-    assert measurements_still_hold(Remembered(told), known, small_request(), extent)
+    result, stored = parse_result(told), stored_probe()
+    whole = measurements_from(result, small_request(), "key")
+    known = replace(whole, devices=(replace(whole.devices[0], timed=result.ranks[0].timed),))
+    assert stored.still_holds(Remembered(told), known)
     slower_road = {**told, "pairs": [slowed(pair, "points") for pair in told["pairs"]]}
     slower_host = {**told, "ranks": [slowed(rank, "timed") for rank in told["ranks"]]}
     for changed in (slower_road, slower_host):
-        assert not measurements_still_hold(Remembered(changed), known, small_request(), extent)
+        assert not stored.still_holds(Remembered(changed), known)
     others = replace(known, devices=(replace(known.devices[0], host="another"),))
-    assert not measurements_still_hold(Remembered(told), others, small_request(), extent)
+    assert not stored.still_holds(Remembered(told), others)
 
 
 def test_a_signal_in_the_midst_of_a_probe_ends_the_command_and_keeps_nothing(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked, extent = small_request(), ProbeWorkers(workers=2, threads=1)
     stopped = Remembered(told, stopped_by="SIGINT")
     with pytest.raises(Interrupted, match="SIGINT"):
-        measure_or_load(stopped, [detect_cpu_machine()], asked, extent, fresh="kept")
+        stored_probe().load_or_measure(stopped, "kept")
     with pytest.raises(Interrupted, match="SIGINT"):
-        measurements_still_hold(stopped, measurements_from(parse_result(told), asked, "key"), asked, extent)
+        stored_probe().still_holds(stopped, measurements_from(parse_result(told), small_request(), "key"))
     assert not (tmp_path / ".plait").exists()
 
 
@@ -282,7 +282,7 @@ def test_workers_follow_the_cores_and_too_many_are_refused() -> None:
     machine, hands = detect_cpu_machine(), Remembered({})
     usual = choose_probe_workers(machine, None, None, hands)
     assert usual.workers * usual.threads == machine.cores and usual.threads == 1
-    assert choose_probe_workers(machine, 1, None, hands) == ProbeWorkers(workers=1, threads=machine.cores)
+    assert choose_probe_workers(machine, 1, None, hands) == FixedWorkers(workers=1, threads=machine.cores)
     with pytest.raises(PlaitError, match="choose fewer --workers or --threads"):
         choose_probe_workers(machine, machine.cores + 1, None, hands)
 
@@ -290,12 +290,12 @@ def test_workers_follow_the_cores_and_too_many_are_refused() -> None:
 def test_a_probe_keeps_to_the_recipes_devices_and_workers() -> None:
     machine, hands = replace(detect_cpu_machine(), cores=8), Remembered({})
     named = RequestedWorkers(workers=2, threads=3)
-    assert choose_probe_workers(machine, None, None, hands, named) == ProbeWorkers(workers=2, threads=3)
-    assert choose_probe_workers(machine, 4, 1, hands, named) == ProbeWorkers(workers=4, threads=1), "options count more"
+    assert choose_probe_workers(machine, None, None, hands, named) == FixedWorkers(workers=2, threads=3)
+    assert choose_probe_workers(machine, 4, 1, hands, named) == FixedWorkers(workers=4, threads=1), "options count more"
     with pytest.raises(PlaitError, match=r"run.workers = 9 are more than this machine has, 8 cores"):
         choose_probe_workers(machine, None, None, hands, RequestedWorkers(workers=9))
     some = replace(machine, device="cuda", name="NVIDIA H100 80GB HBM3", devices=2, gpus=(0, 2))
-    site, extent = MachineSurvey(machine=some, peak_flops=None), ProbeWorkers(workers=2, threads=4)
+    site, extent = MachineSurvey(machine=some, peak_flops=None), FixedWorkers(workers=2, threads=4)
     request = probe_request_for(None, site, extent, CURRENT_FOLDER)
     assert request.gpus == (0, 2) and ProbeRequest.from_json(request.to_json()) == request
 

@@ -12,8 +12,8 @@ from plait.model.parts.mixture import MixtureShape
 from plait.model.parts.objectives import ObjectivesShape
 from plait.model.shape import ModelShape, linear_layers
 from plait.model.sizes import explicit_shape
-from plait.probing.arithmetic import arithmetic_runs, training_operations_for
-from plait.probing.request import model_probe_request
+from plait.probing.arithmetic import arithmetic_runs, attention_sizes
+from plait.probing.request import layer_products, model_probe_request
 
 PLAIN = explicit_shape(layers=2, width=64, heads=4, ffn=96, vocabulary=128, sequence=16)
 SHAPES = {
@@ -32,10 +32,19 @@ SHAPES = {
 def test_every_piece_runs(named: str) -> None:
     shape: ModelShape = SHAPES[named]
     request = model_probe_request(shape, sequence=16, sequences=2, device="cpu", precision="float32", threads=1)
-    runs = arithmetic_runs(
-        replace(request, products=request.products[:3]), torch.device("cpu"), training_operations_for(request)
-    )
+    runs = arithmetic_runs(replace(request, products=request.products[:3]), torch.device("cpu"))
     assert {"layer", "layer_backward", "head", "embedding", "update"} <= {kind for kind, _ in runs}
     for kind, sizes in runs:
         if kind not in ("copy", "accumulate"):
             runs[kind, sizes]()
+
+
+def test_latent_attention_is_probed_as_its_products_and_its_kernel() -> None:
+    shape = SHAPES["latent attention"]
+    request = model_probe_request(shape, sequence=16, sequences=2, device="cpu", precision="float32", threads=1)
+    model = request.models[-1]
+    # The stream to both latents, these to queries, and to keys and values; then out of attention, and the feed-forward.
+    sizes = [(64, 12), (12, 96), (64, 16), (8, 128), (64, 64), (64, 96), (64, 96), (96, 64)]
+    assert layer_products(model) == tuple((32, *two) for two in sizes)
+    assert attention_sizes(model) == (2, 16, 4, 4, 24)
+    assert {(32, *two) for two in sizes} <= set(request.products)

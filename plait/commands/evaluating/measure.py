@@ -23,8 +23,8 @@ from plait.machines.machine import free_memory_bytes, usable_cores
 from plait.model.shape import ModelShape, parameter_count
 from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import Plan
-from plait.probing.measuring import PROGRESS
 from plait.screen.screen import ShowProgress
+from plait.workers import PROGRESS
 from plait.working_folder import WorkingFolder
 
 EVALUATION_ENTRIES = EntryTable(

@@ -29,7 +29,7 @@ from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import HostShare, Plan, refreshed_hosts
 from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.resolve.named_workers import named_workers
-from plait.probing.measuring import MachineSurvey
+from plait.probing.survey import MachineSurvey
 from plait.recipe.schema import RunConfig
 from plait.workers import (
     MACHINE_CHECK_ENTRY,

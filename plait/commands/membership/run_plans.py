@@ -20,8 +20,7 @@ from plait.commands.verifying.gradient_check import check_new_layout
 from plait.machines.requested_workers import PeakNeed
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_layout import refuse_unfit_names
-from plait.probing.measuring import MachineSurvey
-from plait.probing.survey import HostMachine, survey_machines
+from plait.probing.survey import HostMachine, MachineSurvey, survey_machines
 from plait.workers import HostWorkers
 
 CheckMode = Literal["new layouts", "never"]

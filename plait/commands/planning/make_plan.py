@@ -21,13 +21,14 @@ from plait.planner.resolve.resolve import Draft, draft, settle, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose
 from plait.private_folder import make_private_folder
 from plait.probing.calibration_store import load_calibration
-from plait.probing.measuring import MachineSurvey, measure, resources_of
 from plait.probing.processor_arithmetic import (
     TIMING_PRODUCTS,
     begun_with_arithmetic,
     draft_in_best_precision,
     new_with_arithmetic,
 )
+from plait.probing.steps import measure
+from plait.probing.survey import MachineSurvey, resources_of
 from plait.recipe.load import flat_values
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress

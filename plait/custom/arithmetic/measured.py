@@ -22,7 +22,7 @@ from plait.probing.products import (
     measure_work,
     relative_error,
 )
-from plait.probing.timing import ProcessorClock, SingleRank, TimingSetup, WallClock
+from plait.probing.timing import SingleRank, TimingSetup, processor_clock
 
 RECORDED_WORK_S = 0.3
 MOST_PIECE_FLOPS = 3e8
@@ -64,9 +64,7 @@ def timed_work(counts: WorkCounts) -> list[TimedWork]:
 
 
 def _bench() -> TimingSetup:
-    alone = torch.get_num_threads() == 1
-    clock = ProcessorClock(share=1.0) if alone else WallClock(synchronize=lambda: None)
-    return TimingSetup(device=torch.device("cpu"), clock=clock, lockstep=SingleRank())
+    return TimingSetup(device=torch.device("cpu"), clock=processor_clock(share=1.0), lockstep=SingleRank())
 
 
 def _product(one: RecordedProduct, times: float, numbers: torch.Generator) -> MatrixProduct:

@@ -12,7 +12,7 @@ import pytest
 from plait.launch.values.job import Job, JobResult, Message
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
-from plait.probing.measuring import LONGEST_TIMED_STEP_S, time_plan
+from plait.probing.steps import LONGEST_TIMED_STEP_S, time_plan
 from plait.workers import OnMessage
 from plait.working_folder import CURRENT_FOLDER
 from tests.planner.machines import LAPTOP, PLAYS, drafted, recipe
