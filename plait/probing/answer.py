@@ -29,13 +29,13 @@ _LONGEST_NAME = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class FailureReport:
     """Why a device cannot compute, or which link is dead, in words; None where all is well."""
 
     failure: SingleLine | None
 
     def __post_init__(self) -> None:
-        _require(self.failure is None or self.failure.isprintable(), "Failure.failure")
+        _require(self.failure is None or self.failure.isprintable(), "FailureReport.failure")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,8 @@ class PairReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """A rank's device, and its times while all ranks work and, for the first rank of a host, while it works alone."""
+    """A rank's device, and its times while all ranks work and, for the first rank of a host, while it works alone; and
+    what it found of collectives."""
 
     name: str
     memory_bytes: int
@@ -59,6 +60,9 @@ class RankReport:
     granted: float
     timed: tuple[WorkTiming, ...]
     alone: tuple[WorkTiming, ...]
+    links: tuple[MeasuredLink, ...]
+    """Of the groups in which this rank is the first of its host; the first host reports those between hosts."""
+    overlaps: tuple[MeasuredOverlap, ...]
 
     def __post_init__(self) -> None:
         _require(_is_name(self.name), "RankReport.name")
@@ -69,22 +73,12 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupReport:
-    """What the first rank of a host found of the groups that it is in."""
-
-    links: tuple[MeasuredLink, ...]
-    overlaps: tuple[MeasuredOverlap, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
     """All that was measured, host by host and rank by rank, as rank 0 sends it."""
 
     hosts: tuple[ProbedHost, ...]
     pairs: tuple[PairTiming, ...]
     ranks: tuple[RankReport, ...]
-    links: tuple[MeasuredLink, ...]
-    overlaps: tuple[MeasuredOverlap, ...]
 
     def __post_init__(self) -> None:
         count = len(self.ranks)
@@ -98,6 +92,16 @@ class ProbeResult:
         names = {host.name for host in self.hosts}
         _require(all(set(link.hosts) <= names and 2 <= link.ranks <= count for link in self.links), "ProbeResult.links")
         _require(all(2 <= one.ranks <= count for one in self.overlaps), "ProbeResult.overlaps")
+
+    @property
+    def links(self) -> tuple[MeasuredLink, ...]:
+        """The collectives, host by host."""
+        return tuple(link for rank in self.ranks for link in rank.links)
+
+    @property
+    def overlaps(self) -> tuple[MeasuredOverlap, ...]:
+        """The overlaps, host by host."""
+        return tuple(overlap for rank in self.ranks for overlap in rank.overlaps)
 
 
 def read_report(kind: type[_T], data: bytes, where: str) -> _T:

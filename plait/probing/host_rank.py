@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from plait.checked_json import parse_object, typed_value
 from plait.launch.values.job import RankContext
@@ -15,6 +16,7 @@ from plait.machines.catalog import find_device_by_driver_name
 from plait.machines.detect import detect_machine
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import SurveyRequest
+from plait.probing.timing import WallClock
 
 
 def run_host_rank(context: RankContext, argument: str) -> None:
@@ -77,24 +79,22 @@ def measure_matmul_flops(*, threads: int, size: int = 1024) -> MatmulRate:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     a, b = torch.randn(size, size), torch.randn(size, size)
-    out = torch.empty(size, size)
-    began, tries = time.perf_counter(), [_short_try(a, b, out, threads)]
+    multiply, flops = partial(torch.mm, a, b, out=torch.empty(size, size)), 2.0 * size**3
+    began, tries = time.perf_counter(), [_short_try(multiply, flops, threads)]
     while (spent := time.perf_counter() - began) < DISTURBED_S:
         if spent >= MEASURED_S and any(one.granted >= UNDISTURBED_SHARE for one in tries):
             break
-        tries.append(_short_try(a, b, out, threads))
+        tries.append(_short_try(multiply, flops, threads))
     torch.set_num_threads(before)
     return MatmulRate(flops=max(one.flops for one in tries), granted=max(one.granted for one in tries))
 
 
-def _short_try(a: Tensor, b: Tensor, out: Tensor, threads: int) -> MatmulRate:
+def _short_try(multiply: Callable[[], object], flops: float, threads: int) -> MatmulRate:
     """A tenth of a second of products: the median of the fastest quarter."""
-    times: list[float] = []
-    began, used = time.perf_counter(), time.process_time()
-    while not times or time.perf_counter() < began + TRY_S:  # others may have had the processor for all that time
-        start = time.perf_counter()
-        torch.mm(a, b, out=out)
-        times.append(time.perf_counter() - start)
-    granted = (time.process_time() - used) / ((time.perf_counter() - began) * threads)
-    best = sorted(times)[: max(1, len(times) // 4)]
-    return MatmulRate(flops=2 * a.shape[0] ** 3 / statistics.median(best), granted=min(granted, 1.0))
+    readings: list[tuple[float, float]] = []
+    clock, end = WallClock(), time.perf_counter() + TRY_S
+    while not readings or time.perf_counter() < end:  # others may have had the processor for all that time
+        readings.append(clock.time(multiply, 1))
+    wall_s, cpu_s = (sum(column) for column in zip(*readings, strict=True))
+    fastest = sorted(wall for wall, _ in readings)[: max(1, len(readings) // 4)]
+    return MatmulRate(flops=flops / statistics.median(fastest), granted=min(cpu_s / (wall_s * threads), 1.0))

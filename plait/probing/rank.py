@@ -25,8 +25,7 @@ from plait.machines.measured import LinkScope, MeasuredLink, MeasuredOverlap, Wo
 from plait.model.matmul import select_matmul_library
 from plait.parallel.mesh import make_groups, open_store, use_gpu
 from plait.probing.answer import (
-    Failure,
-    GroupReport,
+    FailureReport,
     PairReport,
     PairTiming,
     ProbedHost,
@@ -85,20 +84,14 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
         select_matmul_library(request.host_backends.get(describe_machine().digest(), request.matmul_backend))
     place = join_probe(context, request.device, request.gpus)
     pairs = time_pairs(place, request.messages)
-    figures = _time_arithmetic(place, request)
-    _time_groups(place, request)
-    machine = describe_machine()
-    name, memory = machine.name, machine.memory_bytes
-    place.publish(f"rank/{place.rank}", {**figures, "name": name, "memory_bytes": memory, "threads": context.threads})
+    report = _time_arithmetic(place, request, context.threads)
+    links, overlaps = _time_groups(place, request)
+    place.publish(f"rank/{place.rank}", asdict(replace(report, links=links, overlaps=overlaps)))
     if context.rank == 0:
-        firsts = [host.ranks[0] for host in place.hosts]
-        shared = [place.wait_for(f"groups/{first}", GroupReport, first) for first in firsts]
         result = ProbeResult(
             hosts=place.hosts,
             pairs=tuple(pairs),
             ranks=tuple(place.wait_for(f"rank/{one}", RankReport, one) for one in range(context.world_size)),
-            links=tuple(link for one in shared for link in one.links),
-            overlaps=tuple(overlap for one in shared for overlap in one.overlaps),
         )
         context.send("probed", **asdict(result))
     place.bench.lockstep.barrier()
@@ -106,8 +99,9 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
     dist.destroy_process_group()
 
 
-def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
-    """Time this rank's device while all ranks work and, on the first rank of a host, while it works alone."""
+def _time_arithmetic(place: ProbeRank, request: ProbeRequest, threads: int) -> RankReport:
+    """Time this rank's device while all ranks work and, on the first rank of a host, while it works alone; the report
+    has no collectives yet."""
     bench = place.bench
     require_working_devices(place)
     runs = arithmetic_runs(request, bench.device)
@@ -131,11 +125,24 @@ def _time_arithmetic(place: ProbeRank, request: ProbeRequest) -> dict[str, Any]:
         product = next(run for (work, _), run in runs.items() if work == "product")
         share = share_beside_other_hosts(place.hosts, place.rank, bench.lockstep, place.bench.clock, product)
         together, alone, granted = with_share(together, share), with_share(alone, share), min(1.0, granted / share)
-    return {"timed": [asdict(one) for one in together], "alone": [asdict(one) for one in alone], "granted": granted}
+    machine = describe_machine()
+    return RankReport(
+        name=machine.name,
+        memory_bytes=machine.memory_bytes,
+        threads=threads,
+        granted=granted,
+        timed=tuple(together),
+        alone=tuple(alone),
+        links=(),
+        overlaps=(),
+    )
 
 
-def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
-    """Time collectives, alone and behind arithmetic: inside all hosts at once, then between hosts."""
+def _time_groups(
+    place: ProbeRank, request: ProbeRequest
+) -> tuple[tuple[MeasuredLink, ...], tuple[MeasuredOverlap, ...]]:
+    """Time collectives, alone and behind arithmetic: inside all hosts at once, then between hosts. Returns what
+    this rank reports: nothing unless it is the first of its host."""
     everybody = tuple(rank for host in place.hosts for rank in host.ranks)
     firsts = tuple(host.ranks[0] for host in place.hosts)
     inside = [ranks for host in place.hosts for ranks in {host.ranks[:2], host.ranks} if len(ranks) > 1]
@@ -161,16 +168,13 @@ def _time_groups(place: ProbeRank, request: ProbeRequest) -> None:
                 sums = found["all_reduce"]
                 overlaps.append(time_overlap(start, sums, bench, scope=scope, ranks=len(ranks), seconds=seconds))
     place.bench.lockstep.barrier()
-    if place.rank == place.host.ranks[0]:
-        # Between hosts all ranks have the same figures, so only the first host reports them.
-        own = [one for one in (*links, *overlaps) if one.scope == "inside" or place.rank == 0]
-        place.publish(
-            f"groups/{place.rank}",
-            {
-                "links": [asdict(one) for one in own if isinstance(one, MeasuredLink)],
-                "overlaps": [asdict(one) for one in own if isinstance(one, MeasuredOverlap)],
-            },
-        )
+    if place.rank != place.host.ranks[0]:
+        return (), ()
+    # Between hosts all ranks have the same figures, so only the first host reports them.
+    return (
+        tuple(one for one in links if one.scope == "inside" or place.rank == 0),
+        tuple(one for one in overlaps if one.scope == "inside" or place.rank == 0),
+    )
 
 
 # How the ranks of a probe or a check begin: they find each other, and every link and device proves to work.
@@ -233,7 +237,7 @@ def time_pairs(place: ProbeRank, message_bytes: Sequence[int]) -> list[PairTimin
         dead = [pair for pair, report in zip(schedule, found, strict=True) if report.points is None]
         sentences = [dead_link_sentence(place.hosts, pair.first, pair.second) for pair in dead]
         place.publish("dead", {"failure": sentences[0] if sentences else None})
-    if sentence := place.wait_for("dead", Failure, 0).failure:
+    if sentence := place.wait_for("dead", FailureReport, 0).failure:
         raise RunFailed(sentence)
     return [
         PairTiming(first=pair.first, second=pair.second, points=report.points or ())
@@ -259,7 +263,7 @@ def require_working_devices(place: ProbeRank) -> None:
     it."""
     place.publish(f"check/{place.rank}", {"failure": device_failure(place.bench.device)})
     for other in range(sum(len(host.ranks) for host in place.hosts)):
-        if reason := place.wait_for(f"check/{other}", Failure, other).failure:
+        if reason := place.wait_for(f"check/{other}", FailureReport, other).failure:
             raise RunFailed(dead_device_sentence(place.hosts, other, reason))
 
 

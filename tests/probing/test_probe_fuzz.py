@@ -12,8 +12,7 @@ import pytest
 from plait.errors import PlaitError, RunFailed
 from plait.machines.measured import measurements_from_json, measurements_json, measurements_table
 from plait.probing.answer import (
-    Failure,
-    GroupReport,
+    FailureReport,
     PairReport,
     PairTiming,
     ProbedHost,
@@ -30,18 +29,27 @@ from tests.probing.probed import device, link, measured, point, timed
 
 SEED = 27
 PIECES = device(timed("product", (64, 64, 64), 1e-3)).timed
-RANK = RankReport(name="a processor", memory_bytes=2**34, threads=1, granted=0.9, timed=PIECES, alone=PIECES[:1])
+RANK = RankReport(
+    name="a processor",
+    memory_bytes=2**34,
+    threads=1,
+    granted=0.9,
+    timed=PIECES,
+    alone=PIECES[:1],
+    links=(),
+    overlaps=(),
+)
 POINTS = (point(1024, 1e-4), point(2**20, 1e-3))
+LINKS = (link("all_reduce", *POINTS), link("all_reduce", *POINTS, scope="between", ranks=3))
+FIRST = replace(RANK, links=LINKS, overlaps=measured().overlaps)
 RESULT = ProbeResult(
     hosts=(ProbedHost(name="a", ranks=(0, 1)), ProbedHost(name="b", ranks=(2,))),
     pairs=tuple(PairTiming(first=first, second=second, points=POINTS) for first, second in ((0, 1), (0, 2))),
-    ranks=(RANK, replace(RANK, alone=()), replace(RANK, alone=())),
-    links=(link("all_reduce", *POINTS), link("all_reduce", *POINTS, scope="between", ranks=3)),
-    overlaps=measured().overlaps,
+    ranks=(FIRST, replace(RANK, alone=()), replace(RANK, alone=())),
 )
 REPORTS = (
-    Failure(failure="it adds up to 5"), Failure(failure=None), PairReport(points=POINTS), PairReport(points=None), RANK,
-    GroupReport(links=RESULT.links, overlaps=RESULT.overlaps),
+    FailureReport(failure="it adds up to 5"), FailureReport(failure=None),
+    PairReport(points=POINTS), PairReport(points=None), RANK, FIRST,
 )  # fmt: skip
 
 
@@ -85,7 +93,7 @@ def test_a_damaged_report_between_ranks_is_refused_with_a_sentence(honest: Any) 
 )
 def test_bytes_that_are_no_report_are_refused_with_a_sentence(data: bytes) -> None:
     with pytest.raises(RunFailed, match=r"^worker 2 on b reported what no probe measures \(") as caught:
-        read_report(Failure, data, "worker 2 on b")
+        read_report(FailureReport, data, "worker 2 on b")
     assert str(caught.value).isprintable()
 
 
