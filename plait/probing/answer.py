@@ -116,7 +116,7 @@ def parse_report(kind: type[_T], values: Any, where: str) -> _T:
     """What a rank reported, as the value that it must be; raises RunFailed, which names the rank by `where`."""
     try:
         return typed_value(kind, values)
-    except (ValueError, PlaitError) as error:  # the latter from the values of plait.cluster
+    except (ValueError, PlaitError) as error:  # the latter from the values of machines/measured.py
         raise _refused(where, error) from None
 
 
