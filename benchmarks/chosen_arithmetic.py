@@ -9,14 +9,13 @@ from statistics import median
 
 from benchmarks.processes import Mode
 from benchmarks.workload import Workload
-from plait.cluster.probe.request import ProbedModel
-from plait.cluster.product_rates import ProductRates
-from plait.commands.planning.measuring import ask_rank_0
-from plait.commands.planning.workers import ENTRIES, PRODUCTS_ENTRY, ForkedWorkers
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
+from plait.machines.measured import ProductRates
 from plait.model.shape import ModelShape
 from plait.planner.derive.arithmetic import ProcessorArithmetic, bf16_refusal, choose_backends, choose_precision
+from plait.probing.request import ProbedModel
+from plait.workers import ENTRIES, PRODUCTS_ENTRY, ForkedWorkers, ask_rank_0
 
 
 def shape_of(workload: Workload) -> ModelShape:

@@ -25,7 +25,7 @@ from benchmarks.machine import ProcessorSeconds, describe, matmul_rate
 from benchmarks.pairing import Standing, alternate, compare, save, table
 from benchmarks.processes import Contender, Mode, Party, Turn, waiting
 from benchmarks.workload import SMOKE, BenchCase, bench_cases, prepare
-from plait.cluster.product_rates import Arithmetic
+from plait.machines.measured import Arithmetic
 
 LOOP = "{python} -m benchmarks.peers.ddp_loop"
 TRAINER = "{python} -m benchmarks.peers.hf_trainer"

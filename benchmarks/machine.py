@@ -19,7 +19,7 @@ from typing import cast
 
 import torch
 
-from plait.cluster.product_rates import Arithmetic
+from plait.machines.measured import Arithmetic
 from plait.model.matmul import select_matmul_library
 
 ROOT = Path(__file__).parent.parent

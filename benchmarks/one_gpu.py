@@ -20,7 +20,7 @@ from benchmarks.machine import describe
 from benchmarks.pairing import alternate, compare, save, table
 from benchmarks.peers.gpu_loop import H200_BF16_FLOPS, SIZES
 from benchmarks.processes import ROOT
-from plait.cluster.catalog import find_device_by_driver_name
+from plait.machines.catalog import find_device_by_driver_name
 
 CONTENDERS = {
     "plait": ("benchmarks.plait_gpu", "--documents", "mask"),

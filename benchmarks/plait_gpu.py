@@ -25,11 +25,11 @@ from benchmarks.peers.gpu_loop import (
     workload_for,
 )
 from benchmarks.workload import Workload
-from plait.cluster.measure import detect_machine, machine_peak_flops
 from plait.commands.preparing.corpus import corpus_facts
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import open_corpus
 from plait.layout import Layout
+from plait.machines.detect import detect_machine
 from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import ModelShape, linear_layers, parameter_count
 from plait.model.weights import training_flops_per_token
@@ -38,6 +38,7 @@ from plait.partition.execution import RunArithmetic
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Cadence, Forecast, Machines, OptimizerPlan, Placement, Plan, TrainingJob
 from plait.planner.resolve.resolve import draft
+from plait.probing.host_rank import machine_peak_flops
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import assemble
 from plait.trainer.state import TrainState

@@ -22,10 +22,10 @@ from benchmarks.machine import describe
 from benchmarks.pairing import save
 from benchmarks.recovery_cost_rank import FOLDER, Counted
 from plait.commands.monitoring import session
-from plait.commands.planning.workers import ENTRIES, TRAINING_ENTRY
 from plait.commands.train import train
 from plait.launch.local.hang_monitor import HangMonitor
 from plait.screen.screen import SilentScreen
+from plait.workers import ENTRIES, TRAINING_ENTRY
 from plait.working_folder import WorkingFolder
 from tests.end_to_end.command import some_text
 

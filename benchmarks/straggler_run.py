@@ -16,12 +16,12 @@ from benchmarks.lab.hosts import PERIOD_US, ROOT, Lab
 from benchmarks.lab.leftovers import groups_of
 from benchmarks.lab.wiring import limiting
 from benchmarks.straggler_rank import ASK, TIMES
-from plait.cluster.topology import detect_cpu_machine
 from plait.commands.preparing.corpus import corpus_facts, data_request
 from plait.data.preparation.prepare import prepare_corpus
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.machine import detect_cpu_machine
 from plait.planner.derive.resources import Resources
 from plait.planner.plan_file import write_plan
 from plait.planner.resolve.resolve import draft, settle

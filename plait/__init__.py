@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         verify,
     )
     from plait.api_models import chat, evaluate, export, sample
-    from plait.cluster.cluster import Cluster
     from plait.clusters.submit import SubmittedJob, submit
     from plait.commands.planning.planned_run import PlannedRun
     from plait.commands.runs import Run, runs
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from plait.custom.run import SpreadRun
     from plait.custom.spread import spread
     from plait.errors import Interrupted, PlaitError, ProgramFailed, RunFailed
+    from plait.machines.cluster import Cluster
     from plait.proof import Verdict
     from plait.report.receipt import Receipt
 
@@ -71,7 +71,7 @@ __all__ = [
 
 _HOMES = {
     "BatchCut": "plait.custom.cutting",
-    "Cluster": "plait.cluster.cluster",
+    "Cluster": "plait.machines.cluster",
     "CustomPlan": "plait.custom.planning.plan",
     "Interrupted": "plait.errors",
     "PlaitError": "plait.errors",

@@ -13,8 +13,8 @@ from plait.errors import Interrupted, PlaitError
 from plait.working_folder import Place, named_folder
 
 if TYPE_CHECKING:
-    from plait.cluster.cluster import Cluster
     from plait.commands.planning.planned_run import PlannedRun
+    from plait.machines.cluster import Cluster
     from plait.planner.derive.model_size import CorpusFacts
     from plait.proof import Verdict
     from plait.recipe.schema import RunConfig
@@ -48,10 +48,10 @@ def plan(
 
     Raises PlaitError where there is none, or the cluster is not one.
     """
-    from plait.cluster.cluster import Cluster as Described
-    from plait.cluster.cluster import read_cluster
     from plait.commands.plan import OTHERS_LISTED, plan_report
     from plait.commands.planning.planned_run import planned_run
+    from plait.machines.cluster import Cluster as Described
+    from plait.machines.cluster import read_cluster
 
     config, working = load_recipe(recipe, overrides), named_folder(folder)
     if isinstance(cluster, str | Path):

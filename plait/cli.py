@@ -167,7 +167,7 @@ def probe(
             raise PlaitError("--check uses all workers and keeps no figures; leave the other options out")
         _check_machines(recipe, overrides or [], requested)
     if hosts > 1:
-        from plait.commands.probe_hosts import probe_hosts
+        from plait.commands.probe import probe_hosts
 
         if recipe is None:
             raise PlaitError("over several hosts a probe measures what one model needs; name its recipe")
@@ -183,7 +183,7 @@ def probe(
 
 
 def _check_machines(recipe: Path | None, overrides: list[str], hosts: Any) -> NoReturn:
-    from plait.commands.probing.checking.check import check_machines
+    from plait.commands.probe import check_machines
     from plait.recipe.load import load_recipe
 
     config = load_recipe(recipe, overrides) if recipe else None

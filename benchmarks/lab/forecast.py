@@ -12,12 +12,11 @@ import tomli_w
 
 from benchmarks.lab.grid import Case
 from benchmarks.lab.paper_request import paper_request
-from plait.cluster.catalog import link_at_rate
-from plait.cluster.cluster import Cluster, Island
-from plait.cluster.machine_cluster import cluster_of_machine
-from plait.cluster.topology import detect_cpu_machine
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
+from plait.machines.catalog import link_at_rate
+from plait.machines.cluster import Cluster, Island, cluster_of_machine
+from plait.machines.machine import detect_cpu_machine
 from plait.model.shape import ModelShape
 from plait.planner.heterogeneous.batch_shares import shares_by_speed
 from plait.planner.resolve.named_layout import layout_of, named_degrees, open_constraints

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from plait.cluster.cluster import Cluster
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
+from plait.machines.cluster import Cluster
 from plait.planner.derive.resources import on_paper
 from plait.planner.resolve.request import Request, request_of
 from plait.recipe.schema import RunConfig

@@ -10,8 +10,8 @@ from benchmarks.lab.grid import Case
 from benchmarks.lab.hosts import Lab
 from benchmarks.lab.orders import Runner
 from benchmarks.lab.turns import last_words, start_party
-from plait.cluster.cluster import Cluster, read_cluster
 from plait.errors import PlaitError
+from plait.machines.cluster import Cluster, read_cluster
 
 PROBE_WITHIN_S = 240.0
 

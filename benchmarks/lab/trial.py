@@ -19,7 +19,7 @@ from benchmarks.lab.hosts import Lab
 from benchmarks.lab.orders import Party, Runner, baseline_party
 from benchmarks.lab.probed import probed_cluster
 from benchmarks.lab.turns import take_turn
-from plait.cluster.cluster import Cluster, cluster_json
+from plait.machines.cluster import Cluster, cluster_json
 
 NEAR = 1.10
 """Times the fastest: who is slower after a turn is not asked again, but for the planner's own two."""

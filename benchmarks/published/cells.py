@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from plait.cluster.catalog import Device, Link, find_device, find_link
-from plait.cluster.cluster import Cluster, Island
 from plait.layout import Recompute
+from plait.machines.catalog import Device, Link, find_device, find_link
+from plait.machines.cluster import Cluster, Island
 from plait.planner.problem.candidates import ShardedState
 from plait.planner.problem.workload import PricedPrecision
 

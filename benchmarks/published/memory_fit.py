@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.cluster.cluster import Cluster
+from plait.machines.cluster import Cluster
 from plait.planner.memory.estimate import MemoryEstimate
 
 

@@ -25,7 +25,7 @@ from benchmarks.published.cells import (
 from benchmarks.published.memory_fit import fits
 from benchmarks.published.shapes import published_shape
 from benchmarks.published.stacks import published_stack
-from plait.cluster.cluster import Cluster
+from plait.machines.cluster import Cluster
 from plait.planner.memory.estimate import estimate_memory
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import SoftwareProfile

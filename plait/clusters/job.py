@@ -10,9 +10,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from plait.checked_json import parse_object, typed_value
-from plait.cluster.cluster import Cluster
 from plait.clusters.request import Option, Scheduler, SubmitRequest
 from plait.errors import PlaitError
+from plait.machines.cluster import Cluster
 from plait.private_folder import make_private_folder
 from plait.recipe.schema import RunConfig
 from plait.regular_file import read_regular_file

@@ -14,8 +14,6 @@ from typing import Any
 import yaml
 
 from plait.checked_json import parse_object
-from plait.cluster.catalog import find_device_by_driver_name
-from plait.cluster.cluster import Cluster
 from plait.clusters.job import (
     GPUS_VARIABLE,
     LEADER_VARIABLE,
@@ -35,6 +33,8 @@ from plait.clusters.tools import DESCRIBE, archive_command, tool_answer, unpack_
 from plait.commands.programs.program_file import program_bytes
 from plait.errors import PlaitError
 from plait.launch.remote.secret import new_secret
+from plait.machines.catalog import find_device_by_driver_name
+from plait.machines.cluster import Cluster
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 from plait.working_folder import WorkingFolder

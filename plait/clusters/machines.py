@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plait.cluster.catalog import find_device
-from plait.cluster.cluster import FASTEST, Cluster, read_cluster
 from plait.clusters.job import NodeGroup
 from plait.clusters.request import Scheduler
 from plait.clusters.tools import DESCRIBE
 from plait.errors import PlaitError
+from plait.machines.catalog import find_device
+from plait.machines.cluster import FASTEST, Cluster, read_cluster
 from plait.units import counted
 
 SERVER = "server processor"

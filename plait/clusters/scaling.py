@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
-from plait.cluster.cluster import Cluster
 from plait.clusters.machines import scaled
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import Cluster
 from plait.model.shape import parameter_count
 from plait.planner.derive.resources import on_paper
 from plait.planner.plan import Plan

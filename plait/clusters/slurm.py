@@ -11,8 +11,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from plait.cluster.catalog import find_device, find_device_by_driver_name
-from plait.cluster.cluster import Cluster
 from plait.clusters.job import (
     AGAIN_SUFFIX,
     LEADER_VARIABLE,
@@ -31,6 +29,8 @@ from plait.clusters.machines import SERVER, NodeKind, cluster_of_node_kinds, clu
 from plait.clusters.request import Option, SubmitRequest
 from plait.clusters.tools import DESCRIBE, tool_answer
 from plait.errors import REQUEUE_EXIT, PlaitError
+from plait.machines.catalog import find_device, find_device_by_driver_name
+from plait.machines.cluster import Cluster
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 from plait.working_folder import WorkingFolder

@@ -19,8 +19,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import MappingProxyType
 
-from plait.cluster.catalog import find_device_by_driver_name
-from plait.cluster.cluster import Cluster
 from plait.clusters.job import (
     LEADER_VARIABLE,
     PORT_VARIABLE,
@@ -38,6 +36,8 @@ from plait.clusters.request import Option, SubmitRequest
 from plait.clusters.tools import archive_command, complaint_text, tool_answer, unpack_answer
 from plait.errors import PlaitError, RunFailed
 from plait.launch.remote.secret import new_secret
+from plait.machines.catalog import find_device_by_driver_name
+from plait.machines.cluster import Cluster
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 from plait.units import counted

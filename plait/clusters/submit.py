@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from plait.arguments import check_arguments, texts_of
-from plait.cluster.cluster import Cluster, read_cluster
 from plait.clusters.job import SAVE_GRACE_S, ClusterJob, Outgoing, cluster_job_name
 from plait.clusters.machines import node_groups, with_gpus
 from plait.clusters.request import Scheduler, SubmitRequest, parse_options, parse_time_s, request_from_call
@@ -20,6 +19,7 @@ from plait.commands.programs.program_file import program_hash
 from plait.commands.python_call import ProgressDisplay, as_command, screen_for
 from plait.commands.runs import Run
 from plait.errors import PlaitError
+from plait.machines.cluster import Cluster, read_cluster
 from plait.recipe.load import load_recipe
 from plait.screen.screen import Screen
 from plait.units import counted, format_duration

@@ -10,7 +10,6 @@ from typing import cast
 from plait.commands.hosts.host_info import own_host_info
 from plait.commands.hosts.invitation import check_first_address, network_text
 from plait.commands.hosts.joined_host import JoinedHostFiles
-from plait.commands.planning.workers import ENTRIES
 from plait.commands.programs.program_file import PROGRAM_ENTRIES, program_hash, program_in_environment
 from plait.errors import PlaitError
 from plait.launch.remote.agent import connect, serve
@@ -18,6 +17,7 @@ from plait.launch.remote.connectivity import ConnectivityListener
 from plait.launch.remote.secret import read_secret
 from plait.launch.values.job import SIGNAL_OF_LEAVING, Job, ReleasedBy, StoppedBy
 from plait.screen.screen import Screen
+from plait.workers import ENTRIES
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 

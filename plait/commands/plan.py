@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from plait.cluster.cluster import Cluster, read_cluster
 from plait.commands.planning.make_plan import COMPARING_LAYOUTS, kept_plan
-from plait.commands.planning.measuring import resources_of, resources_on_paper, survey_machine
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.plan_report import (
     REPORT_COLUMNS,
@@ -20,18 +18,20 @@ from plait.commands.planning.plan_report import (
     plan_report_text,
 )
 from plait.commands.planning.training_choice import training_section
-from plait.commands.planning.workers import worker_pool
 from plait.commands.preparing.corpus import find_prepared_corpus
 from plait.errors import PlaitError
+from plait.machines.cluster import Cluster, read_cluster
 from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis_section, seconds_of
 from plait.planner.explain.glossary import glossary_text
 from plait.planner.explain.report_json import plan_json
 from plait.planner.page.page import page_html, plotly_script
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.search.complexity import complexity_table
+from plait.probing.survey import resources_of, resources_on_paper, survey_machine
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen, ShowProgress, ignore_progress
+from plait.workers import worker_pool
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 OTHERS_LISTED = 10

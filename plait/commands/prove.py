@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from plait.commands.planning.make_plan import proven_plan
-from plait.commands.planning.measuring import survey_machine
 from plait.commands.planning.output_files import check_output_file, write_output_file
-from plait.commands.planning.workers import worker_pool
 from plait.commands.preparing.corpus import prepared_corpus
 from plait.errors import RunFailed
 from plait.layout import Layout, layout_summary
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout
+from plait.probing.survey import survey_machine
 from plait.recipe.load import load_recipe
 from plait.screen.screen import Screen
 from plait.units import counted, format_duration, more_or_less
+from plait.workers import worker_pool
 from plait.working_folder import CURRENT_FOLDER
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait.cluster.requested_workers import PeakNeed
 from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
 from plait.commands.hosts.joined_run import refuse_joined_folder
 from plait.commands.membership.open_workers import open_workers
@@ -17,12 +16,13 @@ from plait.commands.planning.begun_plan import refuse_impossible_layout, refuse_
 from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.introduction import Details, run_start, running_runs_text
 from plait.commands.planning.run_folder import NEW_PLAN_KEYS, check_changes, run_folder
-from plait.commands.planning.workers import ENTRIES, dismiss_torchrun_ranks, serve_under_torchrun
 from plait.commands.preparing.corpus import prepared_corpus
 from plait.errors import Interrupted, StopSignal
 from plait.launch.values.entries import EntryTable
+from plait.machines.requested_workers import PeakNeed
 from plait.recipe.load import RecipeSource, load_recipe, run_name_of
 from plait.screen.screen import Screen
+from plait.workers import ENTRIES, dismiss_torchrun_ranks, serve_under_torchrun
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 

@@ -7,24 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from plait.cluster.topology import usable_cores
-from plait.commands.planning.measuring import resources_of, survey_machine
 from plait.commands.planning.output_files import check_output_file, write_output_file
-from plait.commands.planning.workers import WorkerPool, serve_under_torchrun, worker_pool
 from plait.commands.preparing.base import base_facts
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.on_device import check_on_device, shares_text
 from plait.commands.verifying.small_model import requested_layout, requested_shares, shrunk_plan
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.machine import usable_cores
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
 from plait.planner.search.validity import check_devices
+from plait.probing.survey import resources_of, survey_machine
 from plait.proof import BF16_TRANSFER_TOLERANCES, Verdict
 from plait.recipe.load import RecipeSource, load_recipe
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 from plait.units import counted
+from plait.workers import WorkerPool, serve_under_torchrun, worker_pool
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 

@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 
-from plait.cluster.topology import usable_cores
 from plait.custom.exchange import gather_json
 from plait.custom.group import Workers
+from plait.machines.machine import usable_cores
 
 Kinds = Literal["alike", "unlike devices", "several hosts"]
 NAME_CHARACTERS = 40

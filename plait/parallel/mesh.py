@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.cluster.gpus import TorchGpus, check_gpu_computes
 from plait.layout import AXES, Layout
+from plait.machines.gpus import TorchGpus, check_gpu_computes
 from plait.parallel.launcher_store import open_launcher_store
 from plait.parallel.sums import Sums
 

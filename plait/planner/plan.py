@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from plait.cluster.topology import strip_name_number
 from plait.layout import Layout, equal_share
+from plait.machines.machine import strip_name_number
 from plait.model.shape import ModelShape
 from plait.partition.execution import Execution, MatmulBackend, RunArithmetic, WorkerDevice
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis, StepItems

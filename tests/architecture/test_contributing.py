@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ANSWERS = re.findall(r"^\| (.+\?) \| (\S+) \|$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
 WITH_README = (
-    "checkpoint", "cluster", "clusters", "commands", "data", "launch", "parallel", "partition",
+    "checkpoint", "machines", "clusters", "commands", "data", "launch", "parallel", "partition",
     "planner", "planner/calibration",
-    "planner/heterogeneous", "planner/memory", "planner/resolve", "planner/search", "planner/step_time",
+    "probing", "planner/heterogeneous", "planner/memory", "planner/resolve", "planner/search", "planner/step_time",
     "recipe", "report", "trainer",
 )  # fmt: skip
 

@@ -22,20 +22,19 @@ FLOORS = {
     "arguments": 1, "working_folder": 2,
     "model": 1,
     "partition": 2,
-    "recipe": 3, "cluster": 3, "data": 3, "checkpoint": 3, "report": 3,
+    "recipe": 3, "machines": 3, "data": 3, "checkpoint": 3, "report": 3,
     "planner": 4, "screen": 4, "parallel": 4, "launch": 4, "proof": 4, "interop": 4,
-    "trainer": 5, "custom": 5,
-    "commands": 6, "process_exit": 6, "clusters": 7,
-    "api": 8, "api_models": 8, "command_line": 8, "cli": 9, "__main__": 10,
+    "trainer": 5, "workers": 5,
+    "probing": 6,
+    "custom": 7,
+    "commands": 8, "process_exit": 8, "clusters": 9,
+    "api": 10, "api_models": 10, "command_line": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
-    "cluster": {"catalog": 0, "core_limits": 0, "topology": 1, "nvidia_driver": 0, "compile_preflight": 0,
-                "product_rates": 0, "gpus": 2, "requested_workers": 2, "short": 2, "measure": 3, "described": 3,
-                "measured": 3, "probe": 4, "pooled": 4, "cluster": 5, "machine_cluster": 6},
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2,
                  "programs": 3, "membership": 4,
-                 "probing": 3, "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "probe_hosts": 4, "prove": 4,
+                 "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "prove": 4,
                  "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4, "answering": 5,
                  "evaluating": 3, "drilling": 6},
     "custom": {"process": 0, "seeds": 0, "cutting": 0, "group": 1, "program": 1,
@@ -65,10 +64,12 @@ INNER_FLOORS = {
                 "checkpointing": 4, "loop": 5, "balance": 5, "auxiliary": 2, "preference": 2, "actions": 6,
                 "observers": 6, "worker": 7, "time_steps": 8},
 }  # fmt: skip
-SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "commands.", "clusters.", "api", "cli")
+SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "probing.steps", "probing.processor_arithmetic",
+                  "probing.survey", "commands.", "clusters.", "api", "cli")  # fmt: skip
 WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.planner.resolve.resolve", "plait.recipe.load", "plait.model.shape",
                  "plait.model.sizes", "plait.model.names", "plait.model.weights",
-                 "plait.cluster.topology", "plait.data.preparation.prepare",
+                 "plait.machines.machine", "plait.probing.survey", "plait.probing.measurements", "plait.commands.probe",
+                 "plait.data.preparation.prepare",
                  "plait.data.order", "plait.checkpoint.store", "plait.report.sinks", "plait.launch.local.run",
                  "plait.partition.boxes", "plait.partition.pipeline_schedule", "plait.commands.planning.run_folder",
                  "plait.commands.train", "plait.commands.plan")  # fmt: skip

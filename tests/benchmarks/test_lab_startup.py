@@ -5,7 +5,7 @@ from pathlib import Path
 from benchmarks.lab.startup import share_for
 from plait.commands.hosts.host_info import joined_host_text
 from plait.commands.hosts.members import invited
-from plait.commands.probing import survey
+from plait.probing import survey
 
 PLAIT = Path(invited.__file__).read_text(), Path(survey.__file__).read_text()
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plait.cluster.cluster import read_cluster
 from plait.clusters.job import Submitted, cluster_job_name, find_record, keep_record
 from plait.clusters.kubernetes import kubernetes_nodes
 from plait.clusters.machines import (
@@ -38,6 +37,7 @@ from plait.clusters.submitted import SYSTEMS, end_job, job_state_line
 from plait.clusters.tools import complaint_text
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
 from plait.planner.plan import Plan
 from plait.screen.terminal import TerminalScreen
 from plait.working_folder import WorkingFolder

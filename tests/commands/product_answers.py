@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from plait.cluster.product_rates import Arithmetic, ProductRate, ProductRates
-from plait.cluster.topology import Machine
 from plait.launch.values.job import Job, Message
+from plait.machines.machine import Machine
+from plait.machines.measured import Arithmetic, ProductRate, ProductRates
 
 FLOAT32, ROUNDED = 2e-7, 2e-3
 """Errors of float32 products, and of products of bfloat16 factors."""

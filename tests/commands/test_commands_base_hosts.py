@@ -14,12 +14,12 @@ import pytest
 
 from plait.commands.hosts.file_stager import FileStager
 from plait.commands.hosts.file_transfer import named_entries
-from plait.commands.planning.workers import TRAINING_ENTRY
 from plait.errors import PlaitError
 from plait.interop.base_model import needed_files, read_base_model
 from plait.launch.values.job import HostRanks, Job
 from plait.planner.plan_file import plan_text, read_plan, write_plan
 from plait.recipe.load import recipe_text
+from plait.workers import TRAINING_ENTRY
 from tests.commands.neighbour import Neighbour
 from tests.interop.folders import write_model
 from tests.plans import changed

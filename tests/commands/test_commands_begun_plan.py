@@ -10,13 +10,13 @@ from typing import cast
 
 import pytest
 
-from plait.cluster.requested_workers import PeakNeed
-from plait.cluster.topology import Machine
 from plait.commands.planning.begun_plan import resumed_plan
-from plait.commands.planning.measuring import MachineSurvey
-from plait.commands.planning.workers import HostWorkers
 from plait.data.shards import Corpus
+from plait.machines.machine import Machine
+from plait.machines.requested_workers import PeakNeed
 from plait.planner.plan import Plan
+from plait.probing.survey import MachineSurvey
+from plait.workers import HostWorkers
 from tests.planner.machines import LAPTOP, PLAYS, planned, recipe
 
 

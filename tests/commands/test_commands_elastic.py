@@ -16,7 +16,6 @@ from plait.commands.monitoring.account import LedgerLine, ledger_of
 from plait.commands.monitoring.elastic_workers import Renewed
 from plait.commands.monitoring.training import TrainingEnd, run_training
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.planning.workers import ENTRIES, ForkedWorkers, OnMessage
 from plait.launch.local.run import ForkServer
 from plait.launch.values.failed_job import FailureFacts
 from plait.launch.values.job import Job, JobResult, Message
@@ -25,6 +24,7 @@ from plait.planner.plan import Plan
 from plait.report.incidents import read_incidents, read_starts
 from plait.report.metrics import read_metrics
 from plait.screen.screen import SilentScreen
+from plait.workers import ENTRIES, ForkedWorkers, OnMessage
 from plait.working_folder import WorkingFolder
 from tests.trainer.tiny import make_tiny
 

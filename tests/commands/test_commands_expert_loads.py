@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plait.cluster.cluster import read_cluster
 from plait.commands.monitoring.finish import finish_run
-from plait.commands.planning.calibration_store import read_expert_load, store_expert_load
-from plait.commands.planning.measuring import resources_on_paper
 from plait.commands.planning.run_folder import RunFolder, RunTotals
+from plait.machines.cluster import read_cluster
 from plait.model.parts.mixture import MixtureShape
 from plait.planner.problem.workload import Workload
 from plait.planner.resolve.request import request_of
+from plait.probing.calibration_store import read_expert_load, store_expert_load
+from plait.probing.survey import resources_on_paper
 from plait.report.metrics import StepReport
 from plait.screen.terminal import TerminalScreen
 from plait.working_folder import WorkingFolder

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from plait.commands.planning.workers import CHECK_ENTRY, MEASURE_ENTRY, PROBE_ENTRY, TIMING_ENTRY, TRAINING_ENTRY
 from plait.errors import PlaitError
 from plait.launch.values.job import HostRanks, Job
+from plait.workers import CHECK_ENTRY, MEASURE_ENTRY, PROBE_ENTRY, TIMING_ENTRY, TRAINING_ENTRY
 from tests.commands.neighbour import Neighbour
 
 RECIPE = 'run.name = "x"\n[data]\nfiles = "a.txt"\n[train]\nbudget = "10 steps"\n'

@@ -12,23 +12,23 @@ from typing import Any, cast
 import pytest
 
 from plait.checked_json import parse_object, typed_value
-from plait.cluster.requested_workers import SurveyRequest
-from plait.cluster.topology import Machine, make_names_unique
 from plait.commands.hosts import invitation
 from plait.commands.hosts.host_info import code_hash, machine_survey, own_host_info, why_host_cannot_join
 from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
 from plait.commands.hosts.job_argument import read_job_argument
 from plait.commands.hosts.leader_workers import LeaderWorkers
-from plait.commands.planning.workers import CHECK_ENTRY, MEASURE_ENTRY, PROBE_ENTRY
 from plait.errors import PlaitError
 from plait.launch.network import interface
 from plait.launch.network.interface import local_addresses
 from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.remote.link import Reply
 from plait.launch.values.job import Job, JobResult, Message
+from plait.machines.machine import Machine, make_names_unique
+from plait.machines.requested_workers import SurveyRequest
 from plait.planner.plan import HostShare, refreshed_hosts, same_hosts
 from plait.planner.plan_file import read_plan, write_plan
+from plait.workers import CHECK_ENTRY, MEASURE_ENTRY, PROBE_ENTRY
 from tests.planner.machines import EIGHT_H100, LAPTOP, PLAYS, planned, recipe
 from tests.plans import changed
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.cluster import Cluster
-from plait.commands.planning.calibration_store import add_observation
 from plait.commands.planning.make_plan import (
     MachineSurvey,
     kept_plan,
@@ -19,18 +17,20 @@ from plait.commands.planning.make_plan import (
     resources_of,
 )
 from plait.commands.planning.training_choice import training_section
-from plait.commands.planning.workers import PRODUCTS_ENTRY, OnMessage
 from plait.commands.preparing.corpus import corpus_facts
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import RunFailed
 from plait.launch.values.job import Job, JobResult, Message
 from plait.layout import Layout
+from plait.machines.cluster import Cluster
 from plait.planner.calibration.factors import Observation
 from plait.planner.derive.resources import FixedWorkers, ProbeNeed
 from plait.planner.plan import Forecast, Plan
 from plait.planner.resolve.resolve import draft
 from plait.planner.resolve.worker_layouts import WorkerLayout
+from plait.probing.calibration_store import add_observation
+from plait.workers import PRODUCTS_ENTRY, OnMessage
 from plait.working_folder import CURRENT_FOLDER
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
 from tests.commands.product_answers import product_message, rates_of

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 
-from plait.cluster.topology import Machine, usable_cores
 from plait.commands.hosts.invitation import choose_secret
 from plait.commands.membership import run_hosts
 from plait.commands.membership.one_machine import OneMachine
@@ -24,16 +23,17 @@ from plait.commands.monitoring.elastic_workers import (
     in_place_of,
 )
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.planning.workers import HostWorkers
-from plait.commands.probing.survey import places_in
 from plait.errors import PlaitError, StopSignal
 from plait.launch.remote.leader import Hosts
 from plait.launch.remote.membership import Departure, HostChange, Member
 from plait.launch.remote.secret import new_secret, read_secret
 from plait.launch.values.failed_job import FailureFacts
 from plait.layout import Layout
+from plait.machines.machine import Machine, usable_cores
 from plait.planner.plan import Forecast, Plan
+from plait.probing.survey import places_in
 from plait.screen.screen import SilentScreen
+from plait.workers import HostWorkers
 from tests.planner.machines import LAPTOP, PLAYS, SERVER, planned, recipe
 from tests.plans import changed
 

@@ -11,13 +11,13 @@ import pytest
 
 from plait.checkpoint.store import clean_staging, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import write_rank
-from plait.commands.planning.calibration_store import read_observations
 from plait.commands.planning.folder_lock import lock_run_folder
 from plait.commands.planning.run_folder import RunFolder
 from plait.data.index import read_index
 from plait.data.preparation.fingerprint import exclusive_lock
 from plait.errors import PlaitError, RunFailed
 from plait.planner.plan_file import read_plan
+from plait.probing.calibration_store import read_observations
 from plait.regular_file import append_to_file, read_regular_file
 from plait.report.metrics import read_metrics
 from plait.report.receipt_file import read_receipt

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.planning.measuring import time_plan
-from plait.commands.planning.workers import TIMING_ENTRY, ForkedWorkers
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.run import ForkServer
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import RankContext
 from plait.private_folder import job_folder, make_private_folder
+from plait.probing.steps import time_plan
+from plait.workers import TIMING_ENTRY, ForkedWorkers
 from tests.trainer.tiny import make_tiny
 
 

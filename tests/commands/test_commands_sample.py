@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from plait.cluster.requested_workers import RequestedDevices
 from plait.commands.models.opened_model import device_to_sample_on
 from plait.commands.sample import decode_incrementally
+from plait.machines.requested_workers import RequestedDevices
 
 
 class Words:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from plait.cluster.requested_workers import chosen_gpus
 from plait.commands.monitoring.recovery import decision_after
 from plait.commands.planning.run_folder import run_folder
 from plait.commands.preparing.base import base_folder
 from plait.commands.preparing.corpus import data_request
 from plait.data.samples.sizes import CorpusSizes
+from plait.machines.requested_workers import chosen_gpus
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape

@@ -11,25 +11,23 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli import app
-from plait.cluster.cluster import read_cluster
-from plait.cluster.measured import Measurements
-from plait.cluster.probe.request import model_probe_request, typical_probe_request
 from plait.commands.hosts.invitation import invitation_text
 from plait.commands.join import joining_text
 from plait.commands.planning.plan_report import comparison_table, make_plan_report, plan_report_text
 from plait.commands.planning.training_choice import training_section
-from plait.commands.probe import probe_start
-from plait.commands.probing.ending import unsteady_text
-from plait.commands.probing.measurements import ProbeWorkers
+from plait.commands.probe import probe_start, unsteady_text
 from plait.commands.prove import trial_text, winner_text
 from plait.commands.sample import SampledText
 from plait.commands.verify import verification_start
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
+from plait.machines.measured import Measurements
 from plait.model.sizes import explicit_shape
-from plait.planner.derive.resources import Resources, on_paper
-from tests.cluster.probed import device, link, measured, point, timed
+from plait.planner.derive.resources import FixedWorkers, Resources, on_paper
+from plait.probing.request import model_probe_request, typical_probe_request
 from tests.commands.golden import assert_golden
 from tests.planner.machines import EIGHT_H100, LAPTOP, PEAK_FLOPS, PLAYS, planned, recipe
+from tests.probing.probed import device, link, measured, point, timed
 
 SHAPE = explicit_shape(layers=4, width=128, vocabulary=4096, sequence=256)
 
@@ -56,14 +54,14 @@ def figures() -> Measurements:
 
 
 def probe_texts(folder: Path) -> Mapping[str, str]:
-    found, workers = read_cluster("1xdesktop"), ProbeWorkers(workers=2, threads=4)
+    found, workers = read_cluster("1xdesktop"), FixedWorkers(workers=2, threads=4)
     model = model_probe_request(SHAPE, sequence=256, sequences=8, device="cpu", precision="float32", threads=4)
     usual, some = typical_probe_request("cuda", 1), replace(EIGHT_H100, devices=2, gpus=(0, 2))
     noisy = replace(found, measured=figures())
     starts = (
         probe_start(LAPTOP, model, workers),
-        probe_start(EIGHT_H100, usual, ProbeWorkers(workers=8, threads=24)),
-        probe_start(some, replace(usual, gpus=(0, 2)), ProbeWorkers(workers=2, threads=24)),
+        probe_start(EIGHT_H100, usual, FixedWorkers(workers=8, threads=24)),
+        probe_start(some, replace(usual, gpus=(0, 2)), FixedWorkers(workers=2, threads=24)),
     )
     return {
         "probe-start": "\n".join(starts),

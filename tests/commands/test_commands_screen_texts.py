@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.product_rates import ProductRate, ProductRates
 from plait.commands.evaluate import evaluation_of
 from plait.commands.hosts.invitation import invitation_text
 from plait.commands.join import ending_text
@@ -20,6 +19,7 @@ from plait.commands.planning.introduction import run_start
 from plait.commands.train import stopped_early_text
 from plait.errors import RunFailed
 from plait.layout import Layout
+from plait.machines.measured import ProductRate, ProductRates
 from plait.partition.execution import Precision
 from plait.planner.derive.arithmetic import choose_backend, choose_precision
 from plait.planner.plan import HostShare, Plan

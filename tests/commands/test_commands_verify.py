@@ -15,7 +15,6 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from plait.commands.planning.workers import ENTRIES, ForkedWorkers, OnMessage
 from plait.commands.verify import verify
 from plait.commands.verifying.gradient_check import check_new_layout
 from plait.commands.verifying.reference import reference_tensors
@@ -39,6 +38,7 @@ from plait.proof import FLOAT64_TOLERANCES, Verdict, compare_runs, weight_text
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 from plait.screen.terminal import TerminalScreen
+from plait.workers import ENTRIES, ForkedWorkers, OnMessage
 from plait.working_folder import CURRENT_FOLDER
 from tests.plans import changed
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from plait.cluster.gpus import TorchGpus
 from plait.errors import PlaitError
 from plait.layout import Layout, Recompute
+from plait.machines.gpus import TorchGpus
 from plait.model.attention import Documents, Rows, cumulative_lengths, of_any_length
 from plait.model.gpt import GPT, Layer
 from plait.model.shape import ModelShape

@@ -13,10 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
-from plait.cluster.probe.products import ArithmeticUnit
-from plait.cluster.probe.timing import ProcessorClock, SingleRank, TimingSetup
-from plait.cluster.product_rates import ProductRates
-from plait.cluster.topology import detect_cpu_machine
 from plait.custom.arithmetic.library import ProductLibrary, RequestedLibrary
 from plait.custom.arithmetic.measured import MOST_PIECE_FLOPS, Units, measure_recorded, timed_work
 from plait.custom.arithmetic.recorded import (
@@ -29,11 +25,15 @@ from plait.custom.arithmetic.recorded import (
 )
 from plait.custom.group import Workers, alone
 from plait.custom.program import Program
+from plait.machines.machine import detect_cpu_machine
+from plait.machines.measured import ProductRates
 from plait.model.matmul import matmul_library, selected_matmul_library
 from plait.planner.derive.arithmetic import choose_backend
-from tests.cluster.test_product_rates import INEXACT, PLAIN, SLOW
+from plait.probing.products import ArithmeticUnit
+from plait.probing.timing import ProcessorClock, SingleRank, TimingSetup
 from tests.commands.product_answers import ROUNDED, rates_of
 from tests.planner.machines import SERVER
+from tests.probing.test_product_rates import INEXACT, PLAIN, SLOW
 
 HERE = detect_cpu_machine()
 FAST, SLOWER = rates_of(HERE, {"onednn": 2.3}), rates_of(HERE, {"onednn": 0.5})

@@ -10,7 +10,7 @@ import typer
 
 import plait
 from plait.cli import app
-from plait.cluster.cluster import read_cluster
+from plait.machines.cluster import read_cluster
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
 from plait.version import wheel_install_line

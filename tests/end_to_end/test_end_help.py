@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import plait
-from plait.cluster.topology import software_versions
+from plait.machines.machine import software_versions
 from tests.end_to_end.command import Ended, Place, ended
 
 COMMANDS = (

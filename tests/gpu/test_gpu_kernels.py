@@ -13,10 +13,6 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from plait.cluster.probe.arithmetic import arithmetic_runs
-from plait.cluster.probe.request import model_probe_request
-from plait.cluster.probe.timing import SingleRank, TimingSetup, WallClock, time_in_rounds
-from plait.commands.probing.training_pieces import gpu_clock, training_operations_for
 from plait.layout import Layout, Recompute
 from plait.model.attention import Documents, attend
 from plait.model.gpt import GPT, Layer
@@ -27,6 +23,9 @@ from plait.model.sizes import explicit_shape
 from plait.parallel.context.kernels import kernel_for, merge_results
 from plait.parallel.recompute import layer_runner
 from plait.partition.execution import Execution, RunArithmetic
+from plait.probing.arithmetic import arithmetic_runs
+from plait.probing.request import model_probe_request
+from plait.probing.timing import SingleRank, TimingSetup, WallClock, gpu_clock, time_in_rounds
 from plait.trainer.loss import sum_of_losses
 
 SHAPE = ModelShape(layers=2, width=64, heads=4, kv_heads=2, head_width=16, ffn=128, vocabulary=96, sequence=64)
@@ -175,8 +174,8 @@ def test_a_probe_times_what_the_run_computes(device: torch.device) -> None:
         shape, sequence=64, sequences=2, device="cuda" if kind == "cuda" else "cpu", precision="bf16", threads=1
     )
     request = replace(request, compile="blocks" if kind == "cuda" else "off", products=request.products[:1])
-    clock = gpu_clock(60.0) if kind == "cuda" else WallClock(synchronize=lambda: None)
-    runs = arithmetic_runs(request, device, training_operations_for(request))
+    clock = gpu_clock(60.0) if kind == "cuda" else WallClock()
+    runs = arithmetic_runs(request, device)
     wanted = {key: run for key, run in runs.items() if key[0] in ("layer", "layer_backward", "launch")}
     found = time_in_rounds(wanted, TimingSetup(device=device, clock=clock, lockstep=SingleRank()), seconds=0.1)
     assert all(1e-7 < figure.seconds < 1 for figure in found.values())

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.planning.workers import ENTRIES, ForkedWorkers
 from plait.launch.local.run import ForkServer
+from plait.workers import ENTRIES, ForkedWorkers
 
 ROOT = str(Path(__file__).parents[2])
 if ROOT not in sys.path:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from plait.commands.planning.workers import ENTRIES, ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
 from plait.launch.local.run import ForkServer
@@ -14,6 +13,7 @@ from plait.layout import Layout
 from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import ModelShape, linear_layers
 from plait.recipe.load import parse_config
+from plait.workers import ENTRIES, ForkedWorkers
 
 CONFIG = parse_config(
     {

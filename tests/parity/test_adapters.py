@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.reference import collect_tensors
 from plait.commands.verifying.small_model import shrunk_plan
@@ -24,6 +23,7 @@ from plait.planner.plan import Plan
 from plait.planner.search.validity import check_layout
 from plait.recipe.load import parse_config
 from plait.trainer.assemble import assemble
+from plait.workers import ForkedWorkers
 from tests.parity.cases import ADAPTED_EVERY_DAY, ADAPTED_LONG, ADAPTED_UNEQUAL, adapted
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "adapters"}})

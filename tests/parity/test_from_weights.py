@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
 from plait.errors import RunFailed
@@ -21,6 +20,7 @@ from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import unsharded
 from plait.recipe.load import parse_config
 from plait.trainer.first_weights import fill_first_weights
+from plait.workers import ForkedWorkers
 from tests.interop.random_models import random_model
 from tests.parity.cases import FAMILIES, YARN
 

@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 
-from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
 from plait.layout import Layout
@@ -16,6 +15,7 @@ from plait.model.parts.objectives import ObjectivesShape
 from plait.model.shape import ModelShape, weight_sizes
 from plait.planner.search.validity import check_layout
 from plait.recipe.schema import DataSection, RunConfig
+from plait.workers import ForkedWorkers
 from tests.parity.cases import LLAMA, YARN
 from tests.parity.test_mixtures import DEEPSEEK, EVERY_LOSS
 

@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 
-from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
 from plait.layout import Layout, conflict_sentence
@@ -14,6 +13,7 @@ from plait.model.shape import weight_sizes
 from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
+from plait.workers import ForkedWorkers
 from tests.parity.cases import EVERY_DAY, FAMILIES, LONG, UNEQUAL, UNEQUAL_LONG, pairs
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}})

@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 
-from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
 from plait.layout import Layout, conflict_sentence
@@ -19,6 +18,7 @@ from plait.parallel.expert import expert_groups
 from plait.partition.boxes import ranks_splitting
 from plait.planner.search.validity import check_layout
 from plait.recipe.schema import DataSection, RunConfig
+from plait.workers import ForkedWorkers
 from tests.parity.cases import LLAMA
 
 CONFIG = RunConfig(data=DataSection(files="nothing.txt"))

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import requested_layout, requested_shares, shrunk_plan
 from plait.recipe.load import load_recipe
+from plait.workers import ForkedWorkers
 from tests.parity.mutate import MUTANTS, apply, mutated_copy
 
 RECIPE = """
@@ -95,7 +95,7 @@ PROVE_ADAPTER = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from plait.commands.planning.workers import ENTRIES, ForkedWorkers
+from plait.workers import ENTRIES, ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import requested_layout, shrunk_plan
 from plait.launch.local.run import ForkServer

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
 from plait.layout import Layout
@@ -20,6 +19,7 @@ from plait.model.shape import ModelShape, weight_sizes
 from plait.model.weights import kept_values
 from plait.planner.search.validity import check_layout
 from plait.recipe.schema import DataSection, RunConfig
+from plait.workers import ForkedWorkers
 from tests.parity.cases import FAMILIES, LLAMA
 from tests.parity.mutate import mutated_copy
 from tests.parity.objectives_case import SHAPE, all_errors, by_hand

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.planning.workers import ForkedWorkers
 from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
 from plait.layout import Layout
 from plait.recipe.load import parse_config
+from plait.workers import ForkedWorkers
 from tests.parity.cases import FAMILIES
 from tests.parity.mutate import mutated_copy
 from tests.parity.packed_case import WAYS, largest_error, losses_and_gradients

@@ -1,6 +1,6 @@
 """Cost inputs in one short line."""
 
-from plait.cluster.cluster import Cluster
+from plait.machines.cluster import Cluster
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload

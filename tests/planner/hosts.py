@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.cluster.cluster import Cluster
-from plait.cluster.machine_cluster import cluster_of_hosts
-from plait.cluster.measured import CommOperation, MeasuredDevice, Measurements
-from plait.cluster.topology import Machine
+from plait.machines.cluster import Cluster, cluster_of_hosts
+from plait.machines.machine import Machine
+from plait.machines.measured import CommOperation, MeasuredDevice, Measurements
 from plait.planner.step_time.measured_network import slowest_measured_link
-from tests.cluster.probed import device, link, measured, point, timed
+from tests.probing.probed import device, link, measured, point, timed
 
 KINDS: tuple[CommOperation, ...] = (
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from plait.cluster.topology import Machine
+from plait.machines.machine import Machine
 from plait.model.shape import ModelShape
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
 from plait.planner.derive.resources import Resources

@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 
-from plait.cluster.cluster import Cluster, read_cluster
-from plait.cluster.machine_cluster import cluster_of_machine
-from plait.cluster.requested_workers import PeakNeed
-from plait.cluster.topology import Machine
-from plait.commands.planning.measuring import resources_of, survey_machine
 from plait.commands.planning.plan_report import make_plan_report
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
-from plait.commands.probing.survey import survey_machines
 from plait.launch.values.job import Job, JobResult, Message
 from plait.layout import AXES
+from plait.machines.cluster import Cluster, cluster_of_machine, read_cluster
+from plait.machines.machine import Machine
+from plait.machines.requested_workers import PeakNeed
 from plait.planner.calibration.factors import Calibration
 from plait.planner.derive.resources import FixedWorkers, Resources, on_paper
 from plait.planner.plan import Plan
 from plait.planner.resolve.request import request_of
 from plait.planner.resolve.resolve import draft, settle
+from plait.probing.survey import resources_of, survey_machine, survey_machines
 from plait.working_folder import CURRENT_FOLDER
 from tests.planner.hosts import probed
 from tests.planner.machines import EIGHT_H100, LAPTOP, ONE_H100, PEAK_FLOPS, SERVER, recipe

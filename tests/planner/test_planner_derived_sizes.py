@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.cluster import read_cluster
 from plait.commands.planning.plan_report import make_plan_report
+from plait.machines.cluster import read_cluster
 from plait.model.shape import parameter_count
 from plait.planner.derive.resources import on_paper
 from plait.planner.derive.scaling_rules import EXPECTED_MFU, divisible_batch

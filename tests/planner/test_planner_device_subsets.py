@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.cluster import read_cluster
 from plait.commands.planning.plan_report import make_plan_report, plan_report_text
+from plait.machines.cluster import read_cluster
 from plait.model.sizes import named_shape
 from plait.planner.derive.resources import FixedWorkers, Resources, on_paper
 from plait.planner.plan_file import read_plan, write_plan

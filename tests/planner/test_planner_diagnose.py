@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from plait.cluster.cluster import read_cluster
 from plait.commands.plan import plan
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
 from plait.model.sizes import named_shape
 from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis_section, seconds_of
 from plait.planner.diagnosis.layout_price import chosen_layout, layout_step_s, waited_s

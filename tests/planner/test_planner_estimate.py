@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.published.memory_fit import cannot_fit, fits
 from benchmarks.published.programs import MEGATRON, MEGATRON_2021
-from plait.cluster.cluster import read_cluster
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
+from plait.machines.cluster import read_cluster
 from plait.model.sizes import explicit_shape
 from plait.planner.memory.activations import layer_activations, scores_held
 from plait.planner.memory.estimate import estimate_memory

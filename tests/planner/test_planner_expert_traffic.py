@@ -10,7 +10,7 @@ from statistics import pstdev
 import numpy as np
 import pytest
 
-from plait.cluster.cluster import read_cluster
+from plait.machines.cluster import read_cluster
 from plait.planner.memory.estimate import estimate_memory
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.expert_loads import busiest_rank_load

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from benchmarks.published.programs import MEGATRON_DEEPSPEED
-from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
+from plait.machines.cluster import read_cluster
 from plait.planner.derive.resources import on_paper
 from plait.planner.plan import Plan
 from plait.planner.plan_file import plan_text, read_plan

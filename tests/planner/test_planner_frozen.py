@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plait.cluster.cluster import read_cluster
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
+from plait.machines.cluster import read_cluster
 from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import ModelShape, linear_layers
 from plait.model.sizes import named_shape

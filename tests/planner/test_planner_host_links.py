@@ -9,8 +9,8 @@ from itertools import combinations, permutations
 import numpy as np
 import pytest
 
-from plait.cluster.cluster import Cluster
 from plait.layout import Layout
+from plait.machines.cluster import Cluster
 from plait.model.sizes import explicit_shape
 from plait.planner.explain.unequal_devices import unequal_reasons
 from plait.planner.heterogeneous.host_permutations import other_orders
@@ -20,8 +20,8 @@ from plait.planner.search.found import Search
 from plait.planner.search.host_order import with_best_host_order
 from plait.planner.search.search import search
 from plait.planner.step_time.host_links import host_links_of
-from tests.cluster.probed import link, point
 from tests.planner.hosts import probed
+from tests.probing.probed import link, point
 
 SLOW, FAST = 2e7, 1e9
 SHAPE = explicit_shape(layers=8, width=256, heads=4, vocabulary=2048, sequence=256)

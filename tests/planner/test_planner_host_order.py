@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.cluster import Cluster, read_cluster
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import Cluster, read_cluster
 from plait.model.sizes import explicit_shape
 from plait.planner.derive.resources import FixedWorkers, Resources
 from plait.planner.explain.unequal_devices import unequal_reasons

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.cluster.catalog import find_link, link_at_rate
-from plait.cluster.cluster import Cluster, Island, read_cluster
 from plait.layout import Layout
+from plait.machines.catalog import find_link, link_at_rate
+from plait.machines.cluster import Cluster, Island, read_cluster
 from plait.planner.explain.island_traffic import island_traffic_lines
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE

@@ -8,9 +8,9 @@ from math import prod
 import numpy as np
 import pytest
 
-from plait.cluster.catalog import find_device
-from plait.cluster.measured import WorkKind
 from plait.layout import Layout
+from plait.machines.catalog import find_device
+from plait.machines.measured import WorkKind
 from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.shape import ModelShape, parameter_count, weight_sizes
 from plait.model.weights import attention_matrices, training_flops_per_token
@@ -21,7 +21,7 @@ from plait.planner.problem.stage_partition import layer_parameters
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.step_time.device_rates import device_rates
 from plait.planner.step_time.device_time import DeviceTime
-from tests.cluster.probed import device, timed
+from tests.probing.probed import device, timed
 
 LATENT = LatentAttentionShape(key_value_rank=24, query_rank=32, rope_width=12, value_width=20)
 SHAPE = ModelShape(

@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.cluster.catalog import link_at_rate
-from plait.cluster.cluster import Cluster, cluster_from_json, cluster_json, read_cluster
-from plait.cluster.machine_cluster import cluster_of_hosts
-from plait.cluster.measured import CommOperation, MeasuredOverlap, Measurements
-from plait.cluster.topology import Machine
+from plait.machines.catalog import link_at_rate
+from plait.machines.cluster import Cluster, cluster_from_json, cluster_json, cluster_of_hosts, read_cluster
+from plait.machines.machine import Machine
+from plait.machines.measured import CommOperation, MeasuredOverlap, Measurements
 from plait.model.shape import ModelShape
 from plait.model.sizes import explicit_shape
 from plait.partition.pipeline_simulation import ActionTimes, durations_s
@@ -22,8 +21,8 @@ from plait.planner.search import enumeration
 from plait.planner.search.search import search
 from plait.planner.step_time.measured_network import slowest_measured_link, slowest_send_bytes_per_s
 from plait.planner.step_time.step_time import StepTime, estimate_step_time
-from tests.cluster.probed import device, link, measured, point, timed
 from tests.planner.cost_inputs import inputs
+from tests.probing.probed import device, link, measured, point, timed
 
 RATE = 1e8
 """Bytes a second of the measured cable."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plait.cluster.measured import MeasuredDevice
-from plait.cluster.probe.request import ProbedModel, layer_products
 from plait.errors import PlaitError
+from plait.machines.measured import MeasuredDevice
 from plait.model.shape import parameter_count
 from plait.model.sizes import named_shape
 from plait.planner.step_time import measured_compute
-from tests.cluster.probed import device, link, measured, point, timed
-from tests.cluster.step_items import step_items_s
+from plait.probing.request import ProbedModel, layer_products
+from tests.probing.probed import device, link, measured, point, timed
+from tests.probing.step_items import step_items_s
 
 SHAPES = ((64, 320, 320), (256, 320, 896), (1024, 320, 320), (4096, 320, 896), (1024, 1024, 1024))
 RATES = (60e9, 90e9, 150e9, 140e9, 130e9)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
 from plait.model.sizes import named_shape
 from plait.planner.explain.report import report_sections
 from plait.planner.problem.workload import Workload, workload_of

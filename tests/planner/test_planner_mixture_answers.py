@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plait.cluster.cluster import read_cluster
 from plait.commands.planning.plan_report import PlanReport, make_plan_report, plan_report_text
+from plait.machines.cluster import read_cluster
 from plait.planner.derive.resources import on_paper
 from plait.planner.explain.axis_choice import CutAxis, axis_choice
 from plait.planner.explain.report_json import plan_json

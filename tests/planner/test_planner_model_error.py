@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from plait.cluster.cluster import read_cluster
+from plait.machines.cluster import read_cluster
 from plait.planner.explain.confidence import certainty_lines
 from plait.planner.problem.workload import Workload
 from plait.planner.search.model_error import FAMILIES, published_errors, run_family, stated_error

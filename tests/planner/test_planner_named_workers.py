@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
+from plait.machines.cluster import read_cluster
 from plait.planner.derive.resources import FixedWorkers, Resources, on_paper
 from plait.planner.resolve.request import request_of
 from plait.planner.resolve.resolve import draft

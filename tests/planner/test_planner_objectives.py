@@ -8,9 +8,9 @@ from itertools import accumulate, combinations, pairwise
 import numpy as np
 import pytest
 
-from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
 from plait.model.parts.objectives import ObjectivesShape
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.weights import training_flops_per_token

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.pairing import RESULTS
 from benchmarks.peers.gpu_loop import SIZES
 from benchmarks.plait_gpu import model_shape
-from plait.cluster.cluster import read_cluster
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
 from plait.planner.memory.estimate import estimate_memory
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.cluster.cluster import read_cluster
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
 from plait.model.sizes import MODEL_SIZES, named_shape
 from plait.planner.explain.report import best_of_kinds
 from plait.planner.explain.tipping_points import MANY_LAYOUTS

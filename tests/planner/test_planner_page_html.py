@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plait.cluster.cluster import Cluster, cluster_from_json, cluster_json, read_cluster
 from plait.commands.plan import plan
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import Cluster, cluster_from_json, cluster_json, read_cluster
 from plait.planner.explain.glossary import GLOSSARY
 from plait.planner.explain.report import PlanSection
 from plait.planner.heterogeneous.micro_batch_limits import replica_memory_of

@@ -12,8 +12,8 @@ import pytest
 import benchmarks.published
 from benchmarks.published.pricing import cases_of
 from benchmarks.published.reading import read_rows
-from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
+from plait.machines.cluster import read_cluster
 from plait.model.sizes import named_shape
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search.cost_breakdown import model_flops_utilisation

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.cluster.cluster import read_cluster
 from plait.layout import Schedule
+from plait.machines.cluster import read_cluster
 from plait.partition.pipeline_schedule import schedule_actions
 from plait.planner.memory.estimate import bytes_per_rank, estimate_memory
 from plait.planner.memory.rank_loads import LOADS, rank_loads

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from plait.cluster.cluster import read_cluster
-from plait.cluster.topology import Machine
 from plait.commands.plan import plan, terms
 from plait.commands.planning.plan_report import PlanReport, make_plan_report, plan_report_text
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
+from plait.machines.machine import Machine
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration
 from plait.planner.derive.resources import Resources, on_paper
 from plait.planner.explain.glossary import GLOSSARY, glossary_text

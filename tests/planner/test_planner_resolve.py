@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.cluster import read_cluster
 from plait.commands.planning.plan_report import make_plan_report
 from plait.errors import PlaitError
 from plait.layout import Layout, equal_share
+from plait.machines.cluster import read_cluster
 from plait.model.shape import parameter_count
 from plait.planner.calibration.factors import MEASURED_STEP_ERROR, Calibration, calibration_text, without_calibration
 from plait.planner.derive.intervals import with_new_intervals, with_raised_budget

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.cluster.cluster import read_cluster
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
+from plait.machines.cluster import read_cluster
 from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
 from plait.partition.pipeline_schedule import schedule_actions

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.cluster.cluster import read_cluster
 from plait.commands.planning.plan_report import make_plan_report
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
 from plait.model.sizes import MODEL_SIZES, named_shape
 from plait.planner.derive.resources import on_paper
 from plait.planner.memory.estimate import estimate_memory

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.published.programs import MEGATRON
-from plait.cluster.catalog import link_at_rate
-from plait.cluster.cluster import Cluster, read_cluster
+from plait.machines.catalog import link_at_rate
+from plait.machines.cluster import Cluster, read_cluster
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.cluster.cluster import Cluster, read_cluster
-from plait.cluster.machine_cluster import cluster_of_hosts
 from plait.commands.planning.plan_report import make_plan_report, plan_report_text
 from plait.data.micro_sizes import micro_sizes
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import Cluster, cluster_of_hosts, read_cluster
 from plait.model.sizes import explicit_shape, named_shape
 from plait.partition.pipeline_simulation import ActionTimes, durations_s
 from plait.planner.derive.resources import FixedWorkers, ProbeNeed, Resources, on_paper

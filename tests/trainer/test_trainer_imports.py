@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from plait.commands.planning.workers import COMPILER, ENTRIES, modules_needed
 from plait.errors import PlaitError
 from plait.launch.local.run import ForkServer
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job
+from plait.workers import COMPILER, ENTRIES, modules_needed
 from tests.entry_tables import entries_of
 from tests.trainer.rank_entries import SLOW_MODULES
 from tests.trainer.tiny import make_tiny

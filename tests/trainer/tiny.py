@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.topology import Machine
 from plait.commands.preparing.corpus import corpus_facts, data_request
 from plait.data.preparation.prepare import prepare_corpus
 from plait.data.shards import open_corpus
+from plait.machines.machine import Machine
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan

@@ -20,7 +20,6 @@ from plait.commands.drilling.report import DrillReport, report_of
 from plait.commands.drilling.running_ranks import RanksOnHost, RunningRanks
 from plait.commands.planning.run_folder import RunFolder, find_run, run_folder
 from plait.commands.planning.running_runs import process_at_work, registry_folder
-from plait.commands.planning.workers import ENTRIES, TRAINING_ENTRY
 from plait.commands.train import train
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.values.entries import EntryTable
@@ -30,6 +29,7 @@ from plait.recipe.load import RecipeSource, flat_values, load_recipe
 from plait.report.metrics import median_speed, read_metrics
 from plait.screen.screen import Screen
 from plait.units import Every, format_duration
+from plait.workers import ENTRIES, TRAINING_ENTRY
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 MayDisturb = Callable[[str], bool]

@@ -12,19 +12,19 @@ from typing import Literal
 
 import torch
 
-from plait.cluster.topology import free_memory_bytes, usable_cores
 from plait.commands.evaluating.request import EvaluationAnswer, EvaluationRequest, read_answer, write_rows
 from plait.commands.models.found_model import FoundModel
 from plait.commands.models.opened_model import devices_to_evaluate_on
-from plait.commands.planning.measuring import PROGRESS
 from plait.data.choices import ChoiceRow
 from plait.launch.local.run import ForkServer
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job, Message
+from plait.machines.machine import free_memory_bytes, usable_cores
 from plait.model.shape import ModelShape, parameter_count
 from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import Plan
 from plait.screen.screen import ShowProgress
+from plait.workers import PROGRESS
 from plait.working_folder import WorkingFolder
 
 EVALUATION_ENTRIES = EntryTable(

@@ -19,12 +19,12 @@ from plait.checkpoint.file_check import check_file
 from plait.commands.hosts.file_transfer import fetch_file
 from plait.commands.hosts.replies import Peer
 from plait.commands.hosts.requests import STAGING_NAME
-from plait.commands.planning.workers import OnMessage
 from plait.errors import PlaitError, disk_advice
 from plait.launch.remote.held_copies import OUTBOX_KIND
 from plait.launch.values.failed_job import FailureFacts, WorkersFailed
 from plait.launch.values.failure import RESUME_ADVICE
 from plait.launch.values.job import NOTE, Message
+from plait.workers import OnMessage
 
 _CONCURRENT_FETCHES = 8
 FULL_CHECKPOINTS = 2

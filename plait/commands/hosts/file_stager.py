@@ -18,7 +18,6 @@ from plait.commands.hosts.requests import StagedKind
 from plait.commands.hosts.shared_folder import mount_of, shared_folder_lines, write_nonce
 from plait.commands.planning.make_plan import Log
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.planning.workers import ROUTING
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError, RunFailed
 from plait.interop.base_model import needed_files, read_base_model
@@ -27,6 +26,7 @@ from plait.planner.plan_file import plan_text, read_plan, write_plan
 from plait.private_folder import make_private_folder
 from plait.regular_file import SMALL_FILE_BYTES, read_regular_file, read_regular_text
 from plait.units import format_bytes
+from plait.workers import ROUTING
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 _T = TypeVar("_T")

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from plait.checked_json import SingleLine, one_line, typed_value
-from plait.cluster.topology import Machine, software_versions, usable_cores
-from plait.commands.planning.measuring import MachineSurvey
 from plait.errors import PlaitError
 from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST
+from plait.machines.machine import Machine, software_versions, usable_cores
+from plait.probing.survey import MachineSurvey
 from plait.units import counted, format_duration
 from plait.version import wheel_install_line
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers, check_requested_workers
-from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.launch.remote.held_copies import copied_steps
 from plait.launch.remote.leader import Hosts
+from plait.machines.machine import Machine
+from plait.machines.requested_workers import ANY_WORKERS, RequestedWorkers, check_requested_workers
 from plait.planner.plan import HostShare
 from plait.planner.resolve.named_layout import named_degrees
 from plait.recipe.schema import RunConfig

@@ -11,19 +11,19 @@ from pathlib import Path
 from plait.commands.hosts.file_stager import JobFolder
 from plait.commands.hosts.file_transfer import IncomingFolder
 from plait.commands.hosts.requests import CHECKPOINT_NAME, MEND_ODD_REQUEST
-from plait.commands.planning.workers import (
-    MACHINE_CHECK_ENTRY,
-    MEASURE_ENTRY,
-    PROBE_ENTRY,
-    PRODUCTS_ENTRY,
-    TRAINING_ENTRY,
-)
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError
 from plait.interop.base_model import CONFIG, needed_files, read_base_model
 from plait.launch.remote.leader import HostPart
 from plait.launch.values.job import Job
 from plait.planner.plan import HostShare, Plan
+from plait.workers import (
+    MACHINE_CHECK_ENTRY,
+    MEASURE_ENTRY,
+    PROBE_ENTRY,
+    PRODUCTS_ENTRY,
+    TRAINING_ENTRY,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

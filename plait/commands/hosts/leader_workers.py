@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plait.cluster.requested_workers import PeakNeed, SurveyRequest
-from plait.cluster.topology import Machine, make_names_unique, usable_cores
 from plait.commands.hosts.collect_checkpoint import CheckpointCollector
 from plait.commands.hosts.file_stager import FileStager
 from plait.commands.hosts.host_info import machine_survey, own_host_info
@@ -21,8 +19,19 @@ from plait.commands.hosts.host_shares import (
 )
 from plait.commands.hosts.job_argument import joined_host_part, own_part, read_job_argument
 from plait.commands.planning.make_plan import Log
-from plait.commands.planning.measuring import MachineSurvey
-from plait.commands.planning.workers import (
+from plait.launch.remote.leader import HostPart, Hosts
+from plait.launch.remote.link import HostConnection
+from plait.launch.remote.membership import JoinPolicy, Member
+from plait.launch.values.job import Job, JobResult, Message
+from plait.machines.machine import Machine, make_names_unique, usable_cores
+from plait.machines.requested_workers import PeakNeed, SurveyRequest
+from plait.planner.derive.resources import FixedWorkers
+from plait.planner.plan import HostShare, Plan, refreshed_hosts
+from plait.planner.plan_file import read_plan, write_plan
+from plait.planner.resolve.named_workers import named_workers
+from plait.probing.survey import MachineSurvey
+from plait.recipe.schema import RunConfig
+from plait.workers import (
     MACHINE_CHECK_ENTRY,
     MEASURE_ENTRY,
     PROBE_ENTRY,
@@ -30,15 +39,6 @@ from plait.commands.planning.workers import (
     TRAINING_ENTRY,
     OnMessage,
 )
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.link import HostConnection
-from plait.launch.remote.membership import JoinPolicy, Member
-from plait.launch.values.job import Job, JobResult, Message
-from plait.planner.derive.resources import FixedWorkers
-from plait.planner.plan import HostShare, Plan, refreshed_hosts
-from plait.planner.plan_file import read_plan, write_plan
-from plait.planner.resolve.named_workers import named_workers
-from plait.recipe.schema import RunConfig
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 STOP_GRACE_S = 120.0

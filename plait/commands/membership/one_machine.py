@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from plait.cluster.topology import Machine, usable_cores
 from plait.commands.membership.run_on_hosts import PlanFor
 from plait.commands.monitoring.elastic_workers import CannotGoOn, Renewed
-from plait.commands.planning.workers import HostWorkers
 from plait.errors import PlaitError
 from plait.launch.values.failed_job import FailureFacts
+from plait.machines.machine import Machine, usable_cores
 from plait.planner.plan import Plan
 from plait.units import counted
+from plait.workers import HostWorkers
 
 _NOT_OF_A_DEVICE = ("SIGKILL", "SIGTERM", "SIGINT")
 """What kills a worker and says nothing of its GPU."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from plait.cluster.topology import Machine
 from plait.commands.hosts.invitation import HostsRequest
 from plait.commands.membership.one_machine import OneMachine
 from plait.commands.membership.run_hosts import RunHosts, run_hosts
 from plait.commands.membership.run_on_hosts import PlanFor, RunOnHosts
-from plait.commands.planning.measuring import survey_machine
-from plait.commands.planning.workers import refuse_torchrun, worker_pool
 from plait.commands.preparing.corpus import prepared_corpus
+from plait.machines.machine import Machine
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_workers import named_workers
+from plait.probing.survey import survey_machine
+from plait.workers import refuse_torchrun, worker_pool
 
 
 @contextmanager

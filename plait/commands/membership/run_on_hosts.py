@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.cluster.requested_workers import PeakNeed
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.planning.workers import ENTRIES, HostWorkers
 from plait.launch.remote.membership import JoinPolicy
 from plait.launch.values.entries import EntryTable
+from plait.machines.requested_workers import PeakNeed
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_layout import named_degrees
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 from plait.units import counted
+from plait.workers import ENTRIES, HostWorkers
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 PlanFor = Callable[[HostWorkers], Plan]

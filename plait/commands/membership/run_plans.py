@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from plait.cluster.requested_workers import PeakNeed
 from plait.commands.membership.run_on_hosts import RunOnHosts
 from plait.commands.planning.begun_plan import resumed_plan
 from plait.commands.planning.make_plan import make_plan
-from plait.commands.planning.measuring import MachineSurvey
-from plait.commands.planning.workers import HostWorkers
 from plait.commands.preparing.corpus import (
     corpus_facts,
     heldout_lines,
@@ -19,10 +16,12 @@ from plait.commands.preparing.corpus import (
     prepared_corpus,
     run_facts,
 )
-from plait.commands.probing.survey import HostMachine, survey_machines
 from plait.commands.verifying.gradient_check import check_new_layout
+from plait.machines.requested_workers import PeakNeed
 from plait.planner.plan import Plan
 from plait.planner.resolve.named_layout import refuse_unfit_names
+from plait.probing.survey import HostMachine, MachineSurvey, survey_machines
+from plait.workers import HostWorkers
 
 CheckMode = Literal["new layouts", "never"]
 ReplanScope = Literal["all", "plan", "nothing"]

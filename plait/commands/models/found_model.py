@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from plait.checkpoint.store import FoundCheckpoint, newest_good
-from plait.cluster.requested_workers import RequestedDevices
 from plait.commands.models.stored_adapter import NO_ADAPTER, StoredAdapter, base_of_plan, find_adapter
 from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.commands.preparing.base import base_folder, is_model_source, model_folder
@@ -16,6 +15,7 @@ from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_toke
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError
 from plait.interop.base_model import read_base_model
+from plait.machines.requested_workers import RequestedDevices
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
 from plait.planner.problem.objective_words import without_objectives

@@ -10,7 +10,6 @@ import torch
 
 from plait.checkpoint.store import read_manifest
 from plait.checkpoint.transfer import read_tensor
-from plait.cluster.requested_workers import RequestedDevices
 from plait.commands.models.end_tokens import learnt_ends, stored_ends
 from plait.commands.models.found_model import FoundModel, StoredModel, TrainedBy, find_model, with_stored_adapter
 from plait.commands.models.stored_adapter import NO_ADAPTER, StoredAdapter
@@ -18,6 +17,7 @@ from plait.data.preparation.tokens import Tokenizer
 from plait.interop.adapter_in import LoadedAdapter, read_adapter, with_adapter
 from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import load_model_from
+from plait.machines.requested_workers import RequestedDevices
 from plait.model.gpt import GPT
 from plait.model.weights import trained_weights
 from plait.trainer.checkpointing.persist import load_weights

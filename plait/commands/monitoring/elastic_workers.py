@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from plait.commands.planning.introduction import layout_in_words
-from plait.commands.planning.workers import WorkerPool
 from plait.errors import RunFailed, StopSignal
 from plait.launch.values.failed_job import FailureFacts
 from plait.layout import Layout
 from plait.planner.plan import Plan
+from plait.workers import WorkerPool
 
 _SAME_SPEED = 0.005
 """Steps whose times differ by less than this share are said to take as long."""

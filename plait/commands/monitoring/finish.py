@@ -9,13 +9,12 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from plait.cluster.catalog import find_device_by_driver_name
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor
 from plait.commands.monitoring.run_end import run_end
-from plait.commands.planning.calibration_store import add_observation, store_expert_load
 from plait.commands.planning.introduction import Details, reason_lines
 from plait.commands.planning.run_folder import RunFolder
 from plait.errors import RunFailed
+from plait.machines.catalog import find_device_by_driver_name
 from plait.model.weights import training_flops_per_token
 from plait.partition.execution import Compile
 from plait.planner.calibration.factors import (
@@ -28,6 +27,7 @@ from plait.planner.calibration.factors import (
 )
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Forecast, Plan
+from plait.probing.calibration_store import add_observation, store_expert_load
 from plait.recipe.schema import RunConfig
 from plait.report.incidents import lost_by_cause, read_incidents, skipped_ranges
 from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport, median_speed, read_metrics

@@ -8,7 +8,6 @@ from math import ceil
 from statistics import median
 from typing import Any, Literal
 
-from plait.commands.planning.calibration_store import load_per_core
 from plait.planner.calibration.factors import Calibration, ForecastBasis, StepItems, disturbance_text
 from plait.planner.calibration.predicted_vs_measured import (
     Observed,
@@ -17,6 +16,7 @@ from plait.planner.calibration.predicted_vs_measured import (
     memory_comparison_text,
 )
 from plait.planner.plan import Plan
+from plait.probing.calibration_store import load_per_core
 from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport
 from plait.report.straggler import RankTimes
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 from plait.checkpoint.store import FoundCheckpoint, published_checkpoints
 from plait.commands.planning.run_folder import RunFolder
-from plait.commands.planning.workers import WorkerPool
 from plait.errors import PlaitError
+from plait.workers import WorkerPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

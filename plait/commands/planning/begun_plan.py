@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from plait.cluster.requested_workers import PeakNeed
 from plait.commands.planning.make_plan import Log, replan
-from plait.commands.planning.measuring import MachineSurvey
-from plait.commands.planning.workers import HostWorkers
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
+from plait.machines.requested_workers import PeakNeed
 from plait.planner.derive.intervals import with_new_intervals, with_raised_budget
 from plait.planner.derive.model_size import budget_of
 from plait.planner.memory.state_copies import with_copies
 from plait.planner.plan import Plan, same_hosts
 from plait.planner.resolve.named_layout import constraints_of
+from plait.probing.survey import MachineSurvey
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
+from plait.workers import HostWorkers
 
 
 def resumed_plan(

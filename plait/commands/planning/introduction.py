@@ -7,10 +7,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from plait.cluster.topology import usable_cores
 from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import registry_folder, run_on_this_machine, running_runs, sharing_lines
 from plait.layout import Layout
+from plait.machines.machine import usable_cores
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.weights import active_parameter_count, trained_parameter_count
 from plait.planner.calibration.factors import calibration_text

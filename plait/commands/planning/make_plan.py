@@ -9,19 +9,10 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from plait.cluster.topology import Machine
-from plait.commands.planning.arithmetic import (
-    TIMING_PRODUCTS,
-    begun_with_arithmetic,
-    draft_in_best_precision,
-    new_with_arithmetic,
-)
-from plait.commands.planning.calibration_store import load_calibration
-from plait.commands.planning.measuring import MachineSurvey, measure, resources_of
-from plait.commands.planning.workers import WorkerPool
 from plait.commands.preparing.corpus import corpus_facts, run_facts
 from plait.data.shards import Corpus
 from plait.errors import RunFailed
+from plait.machines.machine import Machine
 from plait.planner.derive.resources import ProbeNeed, probe_digest
 from plait.planner.plan import Plan
 from plait.planner.plan_file import PLAN_FORMAT, read_plan, write_plan
@@ -29,9 +20,19 @@ from plait.planner.resolve.forecast_update import updated_forecast
 from plait.planner.resolve.resolve import Draft, draft, settle, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose
 from plait.private_folder import make_private_folder
+from plait.probing.calibration_store import load_calibration
+from plait.probing.processor_arithmetic import (
+    TIMING_PRODUCTS,
+    begun_with_arithmetic,
+    draft_in_best_precision,
+    new_with_arithmetic,
+)
+from plait.probing.steps import measure
+from plait.probing.survey import MachineSurvey, resources_of
 from plait.recipe.load import flat_values
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
+from plait.workers import WorkerPool
 from plait.working_folder import WorkingFolder
 
 Log = Callable[[str], None]

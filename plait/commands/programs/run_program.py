@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from plait.cluster.topology import usable_cores
 from plait.commands.hosts.host_info import failed_attempts_text, joined_host_text, own_host_info, why_host_cannot_join
 from plait.commands.hosts.invitation import (
     ONE_HOST,
@@ -32,6 +31,7 @@ from plait.launch.local.run import ForkServer
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
 from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message, StoppedBy
+from plait.machines.machine import usable_cores
 from plait.private_folder import make_private_folder
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder

@@ -11,7 +11,6 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Literal
 
-from plait.commands.planning.workers import CHECK_ENTRY, ROUTING, WorkerPool, modules_needed
 from plait.commands.verifying.small_model import plan_for_device, shrunk_plan
 from plait.data.preparation.synthetic import write_synthetic
 from plait.errors import PlaitError
@@ -24,6 +23,7 @@ from plait.proof import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Tolerances, Verd
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
+from plait.workers import CHECK_ENTRY, ROUTING, WorkerPool, modules_needed
 
 CheckScope = Literal["all", "gradients"]
 CheckProcesses = Literal["everybody", "layout", "reference"]

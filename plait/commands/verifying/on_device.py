@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.commands.planning.workers import WorkerPool
 from plait.commands.verifying.gradient_check import check_gradients, summation_order_noise
 from plait.commands.verifying.small_model import plan_for_device
 from plait.planner.derive.compile_mode import compile_of
@@ -14,6 +13,7 @@ from plait.planner.plan import Plan
 from plait.proof import FLOAT32_TOLERANCES, Verdict
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
+from plait.workers import WorkerPool
 
 NOISE_FACTOR = 4.0
 """A layout's gradients may differ by this many times the difference between two runs on one device that only add in

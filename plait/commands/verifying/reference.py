@@ -19,7 +19,6 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plait.commands.planning.workers import ROUTING
 from plait.commands.verifying.small_model import STEPS_PER_OPTIMIZER
 from plait.launch.values.job import RankContext
 from plait.model.matmul import select_matmul_precision
@@ -36,6 +35,7 @@ from plait.trainer.optimizer.fused import FusedSGD, ParameterGroup
 from plait.trainer.preference.reference import compute_reference
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
+from plait.workers import ROUTING
 
 ReferenceScope = Literal["all", "gradients"]
 ROUTER = "feedforward.router.weight"

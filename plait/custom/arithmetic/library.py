@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import torch
 
-from plait.cluster.product_rates import ProductRates
-from plait.cluster.topology import detect_cpu_machine
 from plait.custom.arithmetic.recorded import WorkCounts, WorkRecorder, describe_work, total_flops
 from plait.custom.exchange import gather_json
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.errors import PlaitError
+from plait.machines.machine import detect_cpu_machine
+from plait.machines.measured import ProductRates
 from plait.model.matmul import MatmulLibrary, has_onednn, matmul_library, precision_is_set
 from plait.working_folder import CURRENT_FOLDER
 
@@ -92,8 +92,8 @@ class ProductLibrary:
     def _decide(self, counts: WorkCounts) -> None:
         """Measure the products, or read what was measured of them before on this machine; then all take what suits each
         machine."""
-        from plait.planner.calibration.kept_rates import keep_rates, kept_rates, rates_path
         from plait.planner.derive.arithmetic import choose_backends
+        from plait.probing.kept_rates import keep_rates, kept_rates, rates_path
 
         here, threads = detect_cpu_machine(), torch.get_num_threads()
         path = rates_path(CURRENT_FOLDER, here, ["program", describe_work(counts), self._workers.size, threads])

@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.cluster.probe.products import (
+from plait.custom.arithmetic.recorded import MemoryOrder, RecordedAttention, RecordedProduct, WorkCounts, total_flops
+from plait.machines.machine import detect_cpu_machine, usable_cores
+from plait.machines.measured import Arithmetic, ProductRates
+from plait.model.matmul import default_library_name
+from plait.probing.products import (
     LEAST_ROWS,
     ArithmeticUnit,
     MatrixProduct,
@@ -18,11 +22,7 @@ from plait.cluster.probe.products import (
     measure_work,
     relative_error,
 )
-from plait.cluster.probe.timing import ProcessorClock, SingleRank, TimingSetup, WallClock
-from plait.cluster.product_rates import Arithmetic, ProductRates
-from plait.cluster.topology import detect_cpu_machine, usable_cores
-from plait.custom.arithmetic.recorded import MemoryOrder, RecordedAttention, RecordedProduct, WorkCounts, total_flops
-from plait.model.matmul import default_library_name
+from plait.probing.timing import SingleRank, TimingSetup, processor_clock
 
 RECORDED_WORK_S = 0.3
 MOST_PIECE_FLOPS = 3e8
@@ -64,9 +64,7 @@ def timed_work(counts: WorkCounts) -> list[TimedWork]:
 
 
 def _bench() -> TimingSetup:
-    alone = torch.get_num_threads() == 1
-    clock = ProcessorClock(share=1.0) if alone else WallClock(synchronize=lambda: None)
-    return TimingSetup(device=torch.device("cpu"), clock=clock, lockstep=SingleRank())
+    return TimingSetup(device=torch.device("cpu"), clock=processor_clock(share=1.0), lockstep=SingleRank())
 
 
 def _product(one: RecordedProduct, times: float, numbers: torch.Generator) -> MatrixProduct:

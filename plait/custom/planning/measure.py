@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from plait.cluster.topology import free_memory_bytes, usable_cores
 from plait.custom.group import Workers, alone
 from plait.custom.planning.plan import CustomPlan, MeasuredLayout, choose_measured
 from plait.custom.program import Program
@@ -27,6 +26,7 @@ from plait.custom.strands.description import CustomLayout
 from plait.custom.verifying.outcome import set_statistics
 from plait.custom.verifying.shares import gather_shares, join_shares, tensors_of
 from plait.errors import PlaitError
+from plait.machines.machine import free_memory_bytes, usable_cores
 
 STEPS = 4
 """Steps of each layout; the first warms up and is not counted."""

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plait.cluster.topology import usable_cores
 from plait.errors import PlaitError
 from plait.launch.local.guard import die_with_parent
 from plait.launch.local.heap import keep_freed_memory
 from plait.launch.local.rank import StopFlag
 from plait.launch.local.signals import STOP_SIGNALS
 from plait.launch.values.job import Message, RankContext
+from plait.machines.machine import usable_cores
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

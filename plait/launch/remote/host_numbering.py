@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 
-from plait.cluster.topology import strip_name_number
+from plait.machines.machine import strip_name_number
 
 HostIdentity = tuple[str, str]
 """What identifies a host: its mark, empty where it is unknown, and its name."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from plait.cluster.product_rates import Arithmetic, ProductRate, ProductRates
 from plait.errors import PlaitError
+from plait.machines.measured import Arithmetic, ProductRate, ProductRates
 from plait.partition.execution import MatmulBackend, Precision
 
 MAX_ERROR_RATIO = 4.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.cluster.topology import Machine
 from plait.errors import PlaitError
+from plait.machines.machine import Machine
 from plait.partition.execution import Compile
 from plait.planner.plan import WARNING
 from plait.recipe.schema import RunConfig

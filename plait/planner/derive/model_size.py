@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from plait.cluster.topology import Machine
 from plait.data.index import SampleLayout
 from plait.data.samples.sizes import CorpusSizes, Overlong
 from plait.errors import PlaitError
+from plait.machines.machine import Machine
 from plait.model.parts.objectives import OBJECTIVE_KEYS, objectives_of_keys
 from plait.model.requested_size import named_size, parameters_of_size, shape_of_size
 from plait.model.shape import ModelShape, parameter_count

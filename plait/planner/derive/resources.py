@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
-from plait.cluster.catalog import Device, find_device_by_driver_name
-from plait.cluster.cluster import Cluster
-from plait.cluster.machine_cluster import cluster_of_machine, with_share_of_cores
-from plait.cluster.measured import measurements_json
-from plait.cluster.requested_workers import ANY_WORKERS, RequestedWorkers
-from plait.cluster.topology import Machine
+from plait.machines.catalog import Device, find_device_by_driver_name
+from plait.machines.cluster import Cluster, cluster_of_machine, with_share_of_cores
+from plait.machines.machine import Machine
+from plait.machines.measured import measurements_json
+from plait.machines.requested_workers import ANY_WORKERS, RequestedWorkers
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
 from plait.partition.execution import Compile, MatmulBackend, Precision

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from plait.cluster.catalog import Link
-from plait.cluster.cluster import Island
+from plait.machines.catalog import Link
+from plait.machines.cluster import Island
 from plait.planner.diagnosis.layout_price import layout_items_s, layout_step_s, waited_s
 from plait.planner.search.cost_breakdown import BOTTLENECKS, TIME_NAMES
 from plait.planner.step_time.cost_inputs import CostInputs

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from plait.cluster.catalog import Link
-from plait.cluster.cluster import Cluster, Island, device_bytes_per_s
 from plait.errors import PlaitError
+from plait.machines.catalog import Link
+from plait.machines.cluster import Cluster, Island, device_bytes_per_s
 from plait.planner.explain.compared_layouts import tolerance_text
 from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED, TippingPoint, tipping_points
 from plait.planner.heterogeneous.host_permutations import node_alone

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
+from plait.machines.cluster import Cluster
 from plait.model.sizes import MODEL_SIZES, named_shape
 from plait.planner.explain.tipping_points import with_memory
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
+from plait.machines.cluster import Cluster
 from plait.planner.explain.confidence import link_rate_text
 from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED, with_faster_network
 from plait.planner.search.found import LeftOut, Search

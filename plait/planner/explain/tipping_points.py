@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from plait.cluster.catalog import Link
-from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
+from plait.machines.catalog import Link
+from plait.machines.cluster import Cluster
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.problem.workload import Workload
 from plait.planner.search.found import Search

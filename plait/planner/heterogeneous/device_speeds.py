@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from plait.cluster.cluster import Cluster, Island
-from plait.cluster.measured import MeasuredDevice, Measurements
-from plait.cluster.topology import make_names_unique
+from plait.machines.cluster import Cluster, Island
+from plait.machines.machine import make_names_unique
+from plait.machines.measured import MeasuredDevice, Measurements
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import head_cost_in_layers

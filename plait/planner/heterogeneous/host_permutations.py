@@ -10,7 +10,7 @@ from itertools import accumulate, groupby, pairwise, permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.cluster.cluster import Cluster, Island
+from plait.machines.cluster import Cluster, Island
 from plait.planner.problem.candidates import Candidates
 from plait.planner.step_time.host_links import host_links_of
 

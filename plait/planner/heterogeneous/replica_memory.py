@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from plait.cluster.cluster import Cluster
+from plait.machines.cluster import Cluster
 from plait.planner.heterogeneous.assignment import WorkAssignment
 from plait.planner.memory.estimate import ALLOCATOR_RESERVE, MemoryEstimate, bytes_per_rank, estimate_memory
 from plait.planner.problem.candidates import Candidates, Counts, Reals

@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from plait.cluster.catalog import Link
-from plait.cluster.cluster import Cluster, device_bytes_per_s
+from plait.machines.catalog import Link
+from plait.machines.cluster import Cluster, device_bytes_per_s
 from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED, MANY_LAYOUTS, representatives
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.search.found import Search

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
-from plait.cluster.cluster import Cluster
+from plait.machines.cluster import Cluster
 from plait.planner.calibration.constants import constant, constant_fields
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration
 

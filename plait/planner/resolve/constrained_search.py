@@ -6,8 +6,8 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from plait.cluster.cluster import Cluster
 from plait.layout import Layout
+from plait.machines.cluster import Cluster
 from plait.planner.derive.micro_batch import (
     LARGER_MICRO_BATCH_COST,
     fewer_gathers_reason,

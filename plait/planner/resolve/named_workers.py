@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.cluster.requested_workers import RequestedWorkers, check_requested_workers
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.requested_workers import RequestedWorkers, check_requested_workers
 from plait.planner.derive.resources import Resources
 from plait.recipe.schema import RunConfig
 from plait.units import counted

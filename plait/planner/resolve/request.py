@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import Cluster
 from plait.partition.execution import RunArithmetic
 from plait.planner.calibration.factors import ForecastBasis
 from plait.planner.derive.arithmetic import arithmetic_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from math import fsum
 
-from plait.cluster.cluster import Cluster
+from plait.machines.cluster import Cluster
 from plait.planner.problem.workload import PricedPrecision
 from plait.planner.search.found import Search
 from plait.planner.step_time.device_rates import peak_flops

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
+from plait.machines.cluster import Cluster
 from plait.planner.heterogeneous.device_speeds import device_speeds_of
 from plait.planner.heterogeneous.host_permutations import cluster_of_nodes, node_alone
 from plait.planner.problem.software_profile import SoftwareProfile

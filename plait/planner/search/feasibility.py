@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
+from plait.machines.cluster import Cluster
 from plait.planner.heterogeneous.assignment import WorkAssigner
 from plait.planner.heterogeneous.host_permutations import crosses_hosts_needlessly
 from plait.planner.heterogeneous.micro_batch_limits import memory_fit

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
+from plait.machines.cluster import Cluster
 from plait.planner.heterogeneous.assignment import CandidateGroup, WorkAssigner, WorkAssignment
 from plait.planner.heterogeneous.host_permutations import HostOrder
 from plait.planner.heterogeneous.micro_batch_limits import replica_memory_of, tightest_replica

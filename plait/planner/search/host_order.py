@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
+from plait.machines.cluster import Cluster
 from plait.planner.heterogeneous.batch_shares import LEAST_GAIN_OF_UNEQUAL_SHARES
 from plait.planner.heterogeneous.host_permutations import HostOrder, has_unequal_links, other_orders
 from plait.planner.problem.software_profile import SoftwareProfile

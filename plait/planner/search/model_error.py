@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
-from plait.cluster.cluster import Cluster
+from plait.machines.cluster import Cluster
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_time import was_measured
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from plait.cluster.cluster import Cluster
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import Cluster
 from plait.planner.heterogeneous.assignment import WorkAssigner
 from plait.planner.heterogeneous.device_speeds import device_speeds_of
 from plait.planner.problem.candidates import Candidates, Counts, Reals

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.cluster.topology import Machine
 from plait.errors import PlaitError
 from plait.layout import Layout, conflict_sentence
+from plait.machines.machine import Machine
 from plait.model.names import Dim
 from plait.model.shape import ModelShape
 from plait.model.weights import active_ahead_products, active_layer_products

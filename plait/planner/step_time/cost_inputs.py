@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from plait.cluster.cluster import Cluster
+from plait.machines.cluster import Cluster
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.cluster.catalog import Device
+from plait.machines.catalog import Device
 from plait.planner.calibration.constants import constant, constant_fields
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import PricedPrecision

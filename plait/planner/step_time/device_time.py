@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from plait.cluster.cluster import Cluster
-from plait.cluster.measured import MeasuredDevice, Measurements
+from plait.machines.cluster import Cluster
+from plait.machines.measured import MeasuredDevice, Measurements
 from plait.planner.calibration.constants import constant
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile

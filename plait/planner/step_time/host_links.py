@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.cluster.measured import MeasuredLink, Measurements
+from plait.machines.measured import MeasuredLink, Measurements
 from plait.planner.problem.candidates import Reals
 from plait.planner.step_time.measured_compute import seconds_at_sizes
 

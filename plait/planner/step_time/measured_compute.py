@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from plait.cluster.measured import CommOperation, LinkScope, MeasuredDevice, MeasuredLink, Measurements, WorkKind
 from plait.errors import PlaitError
+from plait.machines.measured import CommOperation, LinkScope, MeasuredDevice, MeasuredLink, Measurements, WorkKind
 from plait.planner.calibration.constants import constant
 from plait.planner.problem.candidates import Reals
 

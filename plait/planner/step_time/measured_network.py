@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.cluster.catalog import Link
-from plait.cluster.cluster import Cluster
-from plait.cluster.measured import CommOperation, LinkScope, Measurements
+from plait.machines.catalog import Link
+from plait.machines.cluster import Cluster
+from plait.machines.measured import CommOperation, LinkScope, Measurements
 from plait.planner.problem.candidates import Reals
 from plait.planner.step_time import measured_compute
 from plait.planner.step_time.host_links import HostLinks, host_links_of

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.cluster.catalog import Link
-from plait.cluster.cluster import Cluster
+from plait.machines.catalog import Link
+from plait.machines.cluster import Cluster
 from plait.planner.problem.candidates import Reals
 from plait.planner.step_time.measured_network import MeasuredNetwork, measured_network_of
 

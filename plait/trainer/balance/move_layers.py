@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.topology import free_memory_bytes
+from plait.machines.machine import free_memory_bytes
 from plait.parallel.sums import Sums
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan

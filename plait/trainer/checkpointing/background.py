@@ -19,11 +19,11 @@ from plait.checkpoint.durable import NoRoom, is_full_disk
 from plait.checkpoint.generation import require_newest
 from plait.checkpoint.store import checkpoint_for, staging_for
 from plait.checkpoint.transfer import TensorSlice, write_rank
-from plait.cluster.topology import free_memory_bytes
 from plait.errors import PlaitError, RunFailed
 from plait.launch.values.copies import CopyStore
 from plait.launch.values.job import NOTE
 from plait.launch.values.progress import NO_REPORT, ProgressReport
+from plait.machines.machine import free_memory_bytes
 from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly

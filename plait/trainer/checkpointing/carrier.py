@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import parts_text, sort_parts
 from plait.checkpoint.transfer import TensorSlice, rank_layout
-from plait.cluster.topology import free_memory_bytes
 from plait.launch.values.copies import OUTBOX, CopyStore
+from plait.machines.machine import free_memory_bytes
 
 MEMORY_KEPT = 0.25
 """Share of the free memory that copies may not take."""

@@ -17,8 +17,8 @@ from plait.checkpoint.arrival import part_files
 from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import ITEM_BYTES, StoredPart, parts_text
 from plait.checkpoint.transfer import DTYPES, TensorSlice, rank_layout, stored_part, whole_slice
-from plait.cluster.topology import free_memory_bytes
 from plait.launch.values.copies import SLOTS, CopyStore, KeptCopy
+from plait.machines.machine import free_memory_bytes
 from plait.parallel.sums import Sums
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.all_ranks import agree_on_any

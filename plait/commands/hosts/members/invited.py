@@ -16,13 +16,13 @@ from plait.commands.hosts.host_info import (
 from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret, invitation_text, network_text
 from plait.commands.hosts.leader_workers import LeaderWorkers
 from plait.commands.planning.make_plan import Log
-from plait.commands.planning.workers import ENTRIES
 from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
 from plait.launch.remote.host_numbering import HostIdentity
 from plait.launch.remote.leader import Hosts
 from plait.launch.remote.membership import JoinPolicy
 from plait.launch.values.entries import EntryTable
 from plait.recipe.schema import RunConfig
+from plait.workers import ENTRIES
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 JOIN_TIMEOUT_S = 3600.0

@@ -1,0 +1,65 @@
+"""Detects this host's devices. Imports torch, so it runs in a worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait.machines.gpus import (
+    BF16_CAPABILITY,
+    CompileTools,
+    GpuLibrary,
+    Host,
+    ThisHost,
+    TorchGpus,
+    check_gpus_are_seen,
+    check_gpus_are_usable,
+    find_compile_tools,
+    why_not_compiled,
+)
+from plait.machines.machine import Machine, detect_cpu_machine
+from plait.machines.requested_workers import ANY_WORKERS, RequestedWorkers, chosen_gpus
+
+
+def detect_machine(
+    requested: RequestedWorkers = ANY_WORKERS,
+    library: GpuLibrary | None = None,
+    here: Host | None = None,
+    tools: CompileTools | None = None,
+) -> Machine:
+    """This host with the GPUs that are requested, if torch sees any; where these differ, the one with the least memory
+    stands for all. Raises PlaitError for GPUs that are not there or cannot be used.
+
+    `library` is what finds the GPUs, torch where none is given; `here` the host to ask about its driver, and `tools`
+    what it compiles with, else those of this host.
+    """
+    library = library or TorchGpus()
+    if requested.devices != "cpu":
+        check_gpus_are_seen(library, here or ThisHost())
+    if numbers := chosen_gpus(requested, library.count()):
+        check_gpus_are_usable(library, numbers)
+    return describe_machine(requested, library, tools)
+
+
+def describe_machine(
+    requested: RequestedWorkers = ANY_WORKERS, library: GpuLibrary | None = None, tools: CompileTools | None = None
+) -> Machine:
+    """What `detect_machine` returns, without a look at whether its GPUs are free: for a process that fills them."""
+    library, host = library or TorchGpus(), detect_cpu_machine()
+    present = library.count()
+    numbers = chosen_gpus(requested, present)
+    if not numbers:
+        return host
+    gpus = [library.gpu(number) for number in numbers]
+    least = min(gpus, key=lambda one: one.memory_bytes)
+    oldest = min(one.capability for one in gpus)
+    return replace(
+        host,
+        device="cuda",
+        name=least.name,
+        devices=len(gpus),
+        memory_bytes=least.memory_bytes,
+        unlike=tuple(dict.fromkeys(one.name for one in gpus if one.name != least.name)),
+        gpus=() if numbers == tuple(range(present)) else numbers,
+        without=("bf16",) if oldest < BF16_CAPABILITY and library.build().cuda else (),
+        uncompiled=why_not_compiled(tools or find_compile_tools(), oldest) if library.build().cuda else "",
+    )
