@@ -617,8 +617,8 @@ def _warning_sentence(events: Sequence[Mapping[str, Any]], name: str) -> str:
     if newest is None:
         return ""
     said = _one_line(newest.get("message", ""))
-    mend = "ask for less, or end other jobs of the namespace" if "exceeded quota" in said else "see kubectl get events"
-    return f"it waits ({said}): {mend}"
+    fix = "ask for less, or end other jobs of the namespace" if "exceeded quota" in said else "see kubectl get events"
+    return f"it waits ({said}): {fix}"
 
 
 def _is_about(other: str, name: str) -> bool:

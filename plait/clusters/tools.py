@@ -19,7 +19,7 @@ _INSTALL = {
 }
 _MENDS = (
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is another than before: make sure that the machine was "
-     "installed anew, then type ssh-keygen -R NAME"),
+     "installed again, then type ssh-keygen -R NAME"),
     ("Host key verification failed", "its host key is not known here: log in once by ssh, and compare the key"),
     ("ensurepip is not", "its Python has no module venv: install python3-venv there"),
     ("No matching distribution found", "it reaches no package index that has the versions which are installed here: "
@@ -67,8 +67,8 @@ def tool_answer(command: Sequence[str], *, about: str, stdin: str = "", within_s
     except subprocess.TimeoutExpired:
         raise PlaitError(f"{about}: {command[0]} gave no answer within {within_s:.0f} s; try again later") from None
     except FileNotFoundError:
-        mend = _INSTALL.get(command[0], _SLURM_HERE)
-        raise PlaitError(f"{command[0]} is not on this machine, so nothing can be asked or sent; {mend}") from None
+        fix = _INSTALL.get(command[0], _SLURM_HERE)
+        raise PlaitError(f"{command[0]} is not on this machine, so nothing can be asked or sent; {fix}") from None
     except OSError as error:
         raise PlaitError(f"{about}: {command[0]} cannot be started ({error.strerror}); install it") from None
     if done.returncode:
@@ -79,10 +79,10 @@ def tool_answer(command: Sequence[str], *, about: str, stdin: str = "", within_s
 def complaint_text(said: str, program: str, code: int) -> str:
     """A program's error message in one sentence, with what helps where that is known."""
     lines = [line.strip() for line in said.splitlines() if line.strip(" @\t")]
-    mend = next((mend for mark, mend in _MENDS if mark in said), None)
+    fix = next((fix for mark, fix in _MENDS if mark in said), None)
     marked = next((line for line in lines if any(mark in line for mark, _ in _MENDS)), None)
     shown = (marked or (lines[-1] if lines else f"exit code {code}"))[:_COMPLAINT_LENGTH].strip("@ ")
-    return f"{program} says: {shown.rstrip('.')}; {mend or 'correct that, and submit again'}"
+    return f"{program} says: {shown.rstrip('.')}; {fix or 'correct that, and submit again'}"
 
 
 def archive_command(folder: str, inside: Path) -> list[str]:

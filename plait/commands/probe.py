@@ -184,7 +184,7 @@ def with_fastest_library(
 
 
 def end_probe(cluster: Cluster, out: Path | None, screen: Screen, again: str) -> None:
-    """Print what was measured, and write it to `out` where that is asked for; the command `again` measures anew."""
+    """Print what was measured, and write it to `out` where that is asked for; the command `again` repeats it."""
     screen.print(str(cluster))
     if warning := unsteady_text(cluster, again):
         screen.print(warning)
@@ -194,7 +194,7 @@ def end_probe(cluster: Cluster, out: Path | None, screen: Screen, again: str) ->
 
 
 def unsteady_text(cluster: Cluster, again: str) -> str:
-    """Why its figures are not to be trusted, with the command that measures anew; empty where they are steady."""
+    """Why its figures are not to be trusted, with the command that repeats the measurement; empty where they are steady."""
     noise = cluster.measured.noise_warning if cluster.measured else ""
     return f"unsteady {noise}; close them and give {again}" if noise else ""
 

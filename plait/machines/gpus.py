@@ -70,7 +70,7 @@ class GpuLibrary(Protocol):
         ...
 
     def sum_of_ones(self, number: int, count: int) -> float:
-        """What so many ones come to that one of them makes and adds; raises RuntimeError where it cannot."""
+        """What this many ones come to that one of them makes and adds; raises RuntimeError where it cannot."""
         ...
 
 
@@ -326,7 +326,7 @@ def find_compile_tools(path: str | None = None) -> CompileTools:
 
 
 def why_not_compiled(tools: CompileTools, capability: tuple[int, int]) -> str:
-    """Why layers cannot be compiled for a GPU, with the mend; empty where they can."""
+    """Why layers cannot be compiled for a GPU, with what to do about it; empty where they can."""
     if capability < TRITON_CAPABILITY:
         return f"Triton compiles for compute capability 7.0 and newer, and this is {capability[0]}.{capability[1]}"
     if not tools.triton:

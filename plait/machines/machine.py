@@ -42,7 +42,7 @@ class Machine:
     without: tuple[str, ...] = ()
     """Arithmetic that one of the GPUs lacks: "bf16"."""
     uncompiled: str = ""
-    """Why layers cannot be compiled for the GPUs, with the mend; empty where they can."""
+    """Why layers cannot be compiled for the GPUs, with what to do about it; empty where they can."""
 
     def fingerprint(self) -> dict[str, Any]:
         """The values that must be equal for a plan, its speed and its bit-exact results to hold again."""

@@ -38,11 +38,12 @@ class RequestedWorkers:
         return sorted({*powers, most})
 
     def threads_of_each(self, machine: Machine, workers: int) -> int:
-        """Threads of each of so many workers of a machine."""
+        """Threads of each of this many workers of a machine."""
         return self.threads if self.threads != "auto" else max(1, machine.cores // workers)
 
     def share_of(self, machine: Machine, workers: int) -> float:
-        """The part of a processor's arithmetic that so many workers have; 1 where their number or threads are open."""
+        """The part of a processor's arithmetic that this many workers have; 1 where their number or threads are
+        open."""
         if self.is_open or machine.device == "cuda":
             return 1.0
         return min(1.0, workers * self.threads_of_each(machine, workers) / machine.cores)

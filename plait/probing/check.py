@@ -65,7 +65,8 @@ class MachineCheck:
 
 
 def check_faults(found: MachineCheck) -> tuple[str, ...]:
-    """One sentence with the mend for each thing that keeps these machines from training; empty where they are ready."""
+    """One sentence that says what to do for each thing that keeps these machines from training; empty where they are
+    ready."""
     faults: list[str] = []
     if found.sum_error:
         faults.append(

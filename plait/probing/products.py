@@ -32,7 +32,7 @@ COMPARED_ROWS, COMPARED_MATRICES = 64, 4
 """Rows of a product, or products of a batch of them, that are compared with float64's, which takes longer than all
 else."""
 HOPELESS = 4.0
-"""An arithmetic that is so many times slower on one product is slower on all."""
+"""An arithmetic that is this many times slower on one product is slower on all."""
 LEAST_ERROR = 1e-8
 """Errors below count as this one: a product may be exact by chance."""
 

@@ -194,7 +194,7 @@ def assemble(
 def pair_losses_of(
     config: RunConfig, sharded: ShardedModel, pairs: int, autocast: Autocast, compile: Compile
 ) -> PairLosses | None:
-    """The loss of a recipe that learns from so many pairs; None where it learns from no pairs."""
+    """The loss of a recipe that learns from this many pairs; None where it learns from no pairs."""
     tuning = config.finetune
     return (
         PairLosses(sharded, pairs, tuning.beta, autocast, score_passes(compile)) if tuning.objective == "dpo" else None

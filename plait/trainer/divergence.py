@@ -17,9 +17,9 @@ updates are skipped."""
 
 
 SPIKE_WINDOW_STEPS = 128
-"""A spike is told by the steps before it, so many at most."""
+"""A spike is told by the steps before it, this many at most."""
 _FEWEST_STEPS = 32
-"""Before so many steps nothing is called a spike: losses and gradients of a beginning run change fast."""
+"""Before this many steps nothing is called a spike: losses and gradients of a beginning run change fast."""
 _GRADIENT_FACTOR = 10.0
 _LOSS_FACTOR, _LEAST_JUMP_NATS = 5.0, 1.0
 

@@ -151,7 +151,7 @@ def test_what_a_machine_answers_by_ssh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "mend"),
+    ("said", "fix"),
     [
         ("sbatch: error: invalid partition specified: fast\nsbatch: error: Batch job submission failed: Invalid "
          "partition name specified", "there is no such partition"),
@@ -166,9 +166,9 @@ def test_what_a_machine_answers_by_ssh() -> None:
         ("", "exit code 3"),
     ],
 )  # fmt: skip
-def test_the_complaint_of_another_program_is_one_sentence_with_the_mend(said: str, mend: str) -> None:
+def test_the_complaint_of_another_program_is_one_sentence_with_the_mend(said: str, fix: str) -> None:
     told = complaint_text(said, "tool", 3)
-    assert mend in told and "\n" not in told and "@@" not in told
+    assert fix in told and "\n" not in told and "@@" not in told
 
 
 @pytest.mark.parametrize(

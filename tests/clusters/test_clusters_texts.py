@@ -1,4 +1,4 @@
-"""What is sent to six clusters, word for word; UPDATE_GOLDEN=1 writes the texts anew for review."""
+"""What is sent to six clusters, word for word; UPDATE_GOLDEN=1 writes the texts again for review."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GPUs that cannot be used: one sentence with the mend, before anything is planned; and no word where all is well."""
+"""GPUs that cannot be used: one sentence that says what to do, before anything is planned; and no word where all is
+well."""
 
 from __future__ import annotations
 
@@ -148,11 +149,11 @@ def test_a_desktop_and_the_context_of_the_question_are_no_other_program() -> Non
 
 
 @pytest.mark.parametrize(
-    ("capability", "mend"),
+    ("capability", "fix"),
     [((7, 0), "install one for CUDA 12.6, which older GPUs need"), ((13, 0), "install a newer one")],
 )
-def test_a_card_without_kernels_is_refused(capability: tuple[int, int], mend: str) -> None:
-    with pytest.raises(PlaitError, match=f"torch 2.13.0 has no kernels for GPU 0, a A .*{mend}"):
+def test_a_card_without_kernels_is_refused(capability: tuple[int, int], fix: str) -> None:
+    with pytest.raises(PlaitError, match=f"torch 2.13.0 has no kernels for GPU 0, a A .*{fix}"):
         detect_machine(library=described_gpus(("A", 16), capability=capability), here=EMPTY)
 
 

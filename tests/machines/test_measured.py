@@ -66,7 +66,7 @@ def test_nonsense_is_refused_in_one_sentence_with_its_mend(change: Change, word:
     with pytest.raises(PlaitError, match=word) as refused:
         measurements_from_json(json.dumps(values), "the file")
     assert "\n" not in str(refused.value)
-    assert any(mend in str(refused.value) for mend in ("probe again", "write", "add it"))
+    assert any(fix in str(refused.value) for fix in ("probe again", "write", "add it"))
 
 
 def test_what_is_no_json_is_refused() -> None:

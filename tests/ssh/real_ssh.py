@@ -196,5 +196,5 @@ def test_a_machine_that_was_installed_anew_is_not_believed_until_a_person_says_s
     machines.install_anew("bob")
     told = ended(submit(place, machines, "changed"), within_s=60)
     assert told.code == 2 and "ssh-keygen -R" in told.sentence()
-    machines.known(anew=True)
+    machines.known(again=True)
     assert ended(submit(place, machines, "changed"), within_s=400).code == 0

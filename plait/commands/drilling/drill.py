@@ -67,7 +67,7 @@ def drill(
         return _rehearse(source, overrides, request, screen, working)
     pid = process_at_work(run.path, registry_folder())
     if pid is None:
-        screen.print(f"drill    {run.path} is not at work; its recipe is trained anew, and it stays as it is")
+        screen.print(f"drill    {run.path} is not at work; its recipe is trained again, and it stays as it is")
         return _rehearse(run.recipe, overrides, request, screen, working)
     if overrides:
         raise PlaitError(f'"{run.path}" is at work, and its settings cannot be changed; leave them out')

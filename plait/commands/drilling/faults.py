@@ -165,7 +165,7 @@ def with_moments(faults: Sequence[Fault], plan: DrilledPlan, seed: int) -> list[
 
 
 def drawn_faults(count: int, plan: DrilledPlan, seed: int) -> list[Fault]:
-    """So many faults, whose kinds, ranks, steps and phases the seed draws, in the order of their steps.
+    """This many faults, whose kinds, ranks, steps and phases the seed draws, in the order of their steps.
 
     Of those after which workers start again at most two come between two saves, where there are saves enough.
     """
@@ -180,8 +180,8 @@ def drawn_faults(count: int, plan: DrilledPlan, seed: int) -> list[Fault]:
 
 
 def faults_by_time(plan: DrilledPlan, seed: int, *, seconds: float = inf, count: float = inf) -> list[Fault]:
-    """Faults of mixed kinds, one about every 20 seconds, the first after 10 at the earliest: so many, or for a run of
-    so many seconds."""
+    """Faults of mixed kinds, one about every 20 seconds, the first after 10 at the earliest: this many, or for a run of
+    this many seconds."""
     dice, at_s, faults = random.Random(f"times {seed}"), 0.0, list[Fault]()
     while len(faults) < count:
         at_s += dice.uniform(0.5, 1.5) * EVERY_S

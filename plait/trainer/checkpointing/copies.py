@@ -223,7 +223,7 @@ class StateCopies:
         return KeptCopy(step=state.step, lineage=lineage, slot=slot, text_bytes=len(text), data_bytes=shape.nbytes)
 
     def _shape_of(self, slices: Slices) -> _Shape:
-        """The shape of a copy, made anew only where slices are others than in the one before."""
+        """The shape of a copy, made again only where slices are others than in the one before."""
         flat = _flat(slices)
         signature = [(key, one.offset, one.tensor.shape, one.tensor.dtype) for key, one in flat]
         if self._shape is None or self._shape.signature != signature:

@@ -53,7 +53,7 @@ class CheckpointPace:
         self._step, self._at = step, now_s
 
     def saved(self, step: int, cost_s: float) -> str | None:
-        """Take note of a save after this step, which took so many seconds, and that the next interval begins now; the
+        """Take note of a save after this step, which took this many seconds, and that the next interval begins now; the
         sentence is `cost_known`'s."""
         self.begun(step)
         return self.cost_known(step, cost_s)
