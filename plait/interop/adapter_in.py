@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from plait.checked_json import parse_json
 from plait.errors import PlaitError
 from plait.interop.adapter_out import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_KEY
+from plait.interop.base_model import read_json_file
 from plait.interop.configs.adapter_values import alphas_of, check_adapter_values
 from plait.interop.links import refuse_links_out
 from plait.interop.peft_names import PeftModule, peft_modules
@@ -23,7 +23,6 @@ from plait.model.adapter_shape import AdapterShape, AdapterTarget
 from plait.model.gpt import GPT
 from plait.model.names import ADAPTER_A, ADAPTER_B
 from plait.model.shape import ModelShape, linear_layers, weight_sizes
-from plait.regular_file import SMALL_FILE_BYTES, read_regular_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,8 @@ def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     """The adapter in a folder for a model of this family and shape; raises PlaitError where it is of another model, or
     of a kind that plait does not compute."""
     refuse_links_out(folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
-    config = _config(folder)
+    config = read_json_file(folder / ADAPTER_CONFIG, instead="name a folder that PEFT or plait wrote")
+    check_adapter_values(folder / ADAPTER_CONFIG, config)
     tensors, metadata = _tensors(folder / ADAPTER_WEIGHTS)
     modules = _modules_present(folder, peft_modules(family, shape, linear_layers(shape)), tensors, shape)
     pairs = [(tensors[module.key("A")], tensors[module.key("B")]) for module in modules]
@@ -78,20 +78,6 @@ def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
         path, _, leaf = name.rpartition(".")
         setattr(adapted.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
     return adapted.eval()
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    file = folder / ADAPTER_CONFIG
-    try:
-        values = parse_json(read_regular_file(file, SMALL_FILE_BYTES))
-    except FileNotFoundError:
-        raise PlaitError(f"there is no {ADAPTER_CONFIG} in {folder}; name a folder that PEFT or plait wrote") from None
-    except (OSError, ValueError) as error:
-        raise PlaitError(f"{file} is not usable ({error}); download it again") from None
-    if not isinstance(values, dict):
-        raise PlaitError(f"{file} is no table of keys and values; download it again")
-    check_adapter_values(file, values)
-    return values
 
 
 def _tensors(file: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:

@@ -65,16 +65,19 @@ def needed_files(base: BaseModel) -> tuple[str, ...]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder; raises PlaitError where there is none, and where it is a link out of the folder."""
+    return read_json_file(inside(folder, folder / CONFIG), instead="name the folder of a model, a .gguf file or a run")
+
+
+def read_json_file(file: Path, *, instead: str) -> dict[str, Any]:
+    """The JSON object in one of a model's or an adapter's files; `instead` is what to do where it is missing."""
     try:
-        values = parse_json(read_regular_file(inside(folder, folder / CONFIG), SMALL_FILE_BYTES))
+        values = parse_json(read_regular_file(file, SMALL_FILE_BYTES))
     except FileNotFoundError:
-        raise PlaitError(
-            f"there is no {CONFIG} in {folder}; name the folder of a model, a .gguf file or a run"
-        ) from None
+        raise PlaitError(f"there is no {file.name} in {file.parent}; {instead}") from None
     except (OSError, ValueError) as error:
-        raise PlaitError(f"{folder / CONFIG} is not usable ({error}); download it again") from None
+        raise PlaitError(f"{file} is not usable ({error}); download it again") from None
     if not isinstance(values, dict):
-        raise PlaitError(f"{folder / CONFIG} is no table of keys and values; download it again")
+        raise PlaitError(f"{file} is no table of keys and values; download it again")
     return values
 
 
