@@ -194,7 +194,7 @@ def end_probe(cluster: Cluster, out: Path | None, screen: Screen, again: str) ->
 
 
 def unsteady_text(cluster: Cluster, again: str) -> str:
-    """Why its figures are not to be trusted, with the command that repeats the measurement; empty where they are steady."""
+    """Why its figures are not to be trusted, with the command that repeats them; empty where they are steady."""
     noise = cluster.measured.noise_warning if cluster.measured else ""
     return f"unsteady {noise}; close them and give {again}" if noise else ""
 
