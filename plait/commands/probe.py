@@ -220,7 +220,7 @@ def probe_hosts(
         with screen.progress() as show:
             show(0, 0, TIMING_PRODUCTS)
             resources = replace(seen, fixed_workers=workers.fixed_workers)
-            arithmetic = new_with_arithmetic(config, corpus, resources, workers, rates="again").arithmetic
+            arithmetic = new_with_arithmetic(config, request.job, resources, workers, rates="again").arithmetic
         need = _probe_need(config, request, [machine for machine, _, _ in found])
         if arithmetic:
             need = replace(need, matmul_backend=arithmetic.backend, host_backends=arithmetic.host_backends)

@@ -21,9 +21,8 @@ from plait.planner.derive.arithmetic import (
     choose_backends,
     choose_precision,
 )
-from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import FixedWorkers, Resources
-from plait.planner.derive.training_job import new_job
+from plait.planner.derive.training_job import precision_of
 from plait.planner.plan import Plan, TrainingJob
 from plait.planner.resolve.resolve import Draft, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
@@ -51,14 +50,13 @@ MakeDraft = Callable[[Resources], Draft]
 
 
 def new_with_arithmetic(
-    config: RunConfig, corpus: CorpusFacts, resources: Resources, workers: WorkerPool, *, rates: RatesFreshness
+    config: RunConfig, job: TrainingJob, resources: Resources, workers: WorkerPool, *, rates: RatesFreshness
 ) -> Resources:
     """The resources of a new run, with the library that suits its processors best; GPUs have none to choose."""
     if resources.machine.device != "cpu":
         return resources
-    new = new_job(config, corpus, resources)
-    found = _measured_products(_products_of(new.job), resources, workers, rates)
-    return _with_backends(config.train.matmul_backend, new.arithmetic.precision, resources, found)
+    found = _measured_products(_products_of(job), resources, workers, rates)
+    return _with_backends(config.train.matmul_backend, precision_of(config, resources, []), resources, found)
 
 
 def arithmetic_to_probe(

@@ -21,6 +21,7 @@ from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.load import recipe_text
 from plait.workers import ROUTING
 from tests.commands.neighbour import Neighbour
+from tests.plans import changed
 from tests.trainer.tiny import make_tiny
 
 HOME = Path("runs") / "x"
@@ -178,7 +179,7 @@ def test_a_job_has_a_folder_for_its_time_and_its_results_come_back(here: Path, o
     (here / ".plait" / "data").rename(job / "data")
     corpus = next(path for path in (job / "data").iterdir() if path.is_dir()).rename(job / "corpus")
     write_plan(
-        replace(read_plan(HOME / "plan.json"), job=replace(read_plan(HOME / "plan.json").job, corpus=str(corpus))),
+        changed(read_plan(HOME / "plan.json"), corpus=str(corpus)),
         job / "plan.json",
     )
     (job / "recipe.toml").write_text((HOME / "recipe.toml").read_text())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -25,8 +28,10 @@ from plait.launch.values.job import Job, JobResult, Message
 from plait.layout import Layout
 from plait.machines.cluster import Cluster
 from plait.planner.calibration.factors import Observation
+from plait.planner.derive import training_job
 from plait.planner.derive.resources import FixedWorkers, ProbeNeed
 from plait.planner.plan import Forecast, Plan
+from plait.planner.resolve import request, resolve
 from plait.planner.resolve.resolve import draft
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.probing.calibration_store import add_observation
@@ -83,6 +88,31 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
     return open_corpus(write_synthetic(tmp_path / "corpus", vocabulary=256, sequence=64, seed=1))
+
+
+@pytest.mark.parametrize(("budget", "sizings"), [("9 steps", 1), ("1 minute", 2)])
+def test_a_plan_is_sized_once_unless_its_budget_is_a_time(
+    budget: str, sizings: int, tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time is sized at a usual rate, and then at the one that the forecast promises."""
+    calls = Counter[str]()
+
+    def count(module: ModuleType, name: str) -> None:
+        real = getattr(module, name)
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(training_job, "derive_run_size")
+    count(request, "new_job")
+    count(resolve, "request_of")
+    config = recipe(tmp_path, "train.sequence=64", f"train.budget={budget}", "layout.replicate=2")
+    make_plan(config, corpus, MachineSurvey(machine=LAPTOP, peak_flops=4e11), OneTooMany(), fresh=True, say=print)
+    requests = 1 if budget == "9 steps" else 2
+    assert calls == {"derive_run_size": sizings, "new_job": requests, "request_of": requests}
 
 
 class OneTooMany:
@@ -220,6 +250,6 @@ def test_a_plan_over_hosts_is_made_anew_once_a_look_finds_other_roads(tmp_path: 
     assert not said
     assert planned(wide) == fast and "as made before" in said[-1]
     slow = planned(narrow)
-    assert slow > 2 * fast and "made anew" in said[-1]
+    assert slow > 2 * fast and "made again" in said[-1]
     assert planned(narrow) == slow and "as made before" in said[-1]
     assert len(looks) == 4 and looks[1] == looks[0], "one look a start, for the same model"

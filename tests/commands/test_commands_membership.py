@@ -154,7 +154,7 @@ def workers_of(
 
 
 def test_without_a_change_nothing_is_planned(tmp_path: Path, plan: Plan) -> None:
-    workers, _ = workers_of(tmp_path, _Membership([member("b")]), lambda names: pytest.fail("planned anew"))
+    workers, _ = workers_of(tmp_path, _Membership([member("b")]), lambda names: pytest.fail("planned again"))
     assert workers.may_shrink and workers.renewed(plan, None) is None
 
 

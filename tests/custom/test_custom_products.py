@@ -257,7 +257,7 @@ def test_a_resumed_run_keeps_its_library_on_the_same_machine() -> None:
     assert used_in_steps(same, 2, first=2) == ["onednn", "onednn"] and not measure.asked
     elsewhere = library_of(measure)
     elsewhere.resume([["0123456789abcdef", "onednn"]])
-    assert used_in_steps(elsewhere, 1, first=2) == ["default"], "found out anew"
+    assert used_in_steps(elsewhere, 1, first=2) == ["default"], "found out again"
     named = library_of(measure, "default")
     named.resume(saved)
     assert named.library == "default"

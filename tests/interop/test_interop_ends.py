@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from plait.working_folder import WorkingFolder
 from tests.commands.test_commands_adapters import adapter_run
 from tests.commands.test_commands_export import saved_run
 from tests.interop.folders import write_model, write_tokenizer
+from tests.plans import changed
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -57,7 +57,7 @@ def learns(working: WorkingFolder, run: str, tokenizer: Path, rows: list[dict[st
     request = DataRequest(sources=(source,), tokenizer=str(tokenizer), vocabulary=None, holdout=0.0)
     corpus = prepare_corpus(request, working.cache, lambda *_: None)
     write_plan(
-        replace(folder.saved_plan(), job=replace(folder.saved_plan().job, corpus=str(corpus))),
+        changed(folder.saved_plan(), corpus=str(corpus)),
         folder.path / "plan.json",
     )
     keep_base_files(str(tokenizer), folder.base)

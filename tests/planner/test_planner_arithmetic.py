@@ -19,7 +19,6 @@ from plait.planner.derive.arithmetic import (
     speed_text,
 )
 from plait.planner.derive.resources import Resources
-from plait.planner.derive.training_job import new_job
 from plait.planner.resolve.resolve import draft
 from tests.commands.product_answers import ROUNDED, rates_of
 from tests.planner.machines import LAPTOP, PEAK_FLOPS, PLAYS, SERVER, recipe
@@ -148,4 +147,4 @@ def calibrated(name: str, asked: list[str]) -> Calibration:
 def test_a_job_without_measurements_takes_what_the_recipe_names(tmp_path: Path) -> None:
     here = Resources(machine=LAPTOP, peak_flops=4e11)
     named = recipe(tmp_path, "model.size=1M", "train.matmul_backend=onednn")
-    assert new_job(named, PLAYS, here, []).matmul_backend == "onednn"
+    assert draft(named, PLAYS, here, recipe_hash="").plan.arithmetic.matmul_backend == "onednn"

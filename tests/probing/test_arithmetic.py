@@ -199,7 +199,7 @@ def test_products_are_measured_once_for_a_processor_and_its_software(tmp_path: P
     next_plan(asked(tmp_path, "train.sequence=128"), corpus, workers)
     assert workers.asked == 2
     planned(asked(tmp_path, "optimizer.lr=0.002"), corpus, workers)
-    assert workers.asked == 3, "--replan measures anew"
+    assert workers.asked == 3, "--replan measures again"
     for other in (SERVER, replace(LAPTOP, versions=(("torch", "another"),))):
         elsewhere = Processor(other, {"onednn": 0.5, "bf16": 0.5})
         plan = next_plan(asked(tmp_path, "optimizer.lr=0.003"), corpus, elsewhere)

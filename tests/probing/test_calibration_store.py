@@ -267,7 +267,7 @@ def test_steps_slower_than_those_that_were_timed_are_not_laid_to_the_formulas() 
     for step in range(1, 10):
         watch.add_step_report(report(step, 2.3))
         watch.add_rank_times(step, times(2.0, 0.2))
-    assert "--replan, which times steps anew" in said[1] and "formulas" not in said[1]
+    assert "--replan, which times steps again" in said[1] and "formulas" not in said[1]
 
 
 def test_a_disturbed_or_a_short_run_teaches_nothing_and_says_why(here: Path) -> None:

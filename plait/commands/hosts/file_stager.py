@@ -213,9 +213,8 @@ class FileStager:
             place = {"root": "folder", "path": f"checkpoints/{staged.checkpoint.name}"}
             _, sent = send_folder(member, staged.checkpoint, staged.checkpoint_entries, place)
             self._log_sent(sent, staged.checkpoint.name, member)
-        plan = replace(
-            read_plan(folder / "plan.json"), job=replace(read_plan(folder / "plan.json").job, corpus=corpus, base=base)
-        )
+        plan = read_plan(folder / "plan.json")
+        plan = replace(plan, job=replace(plan.job, corpus=corpus, base=base))
         small = {"recipe.toml": recipe.encode(), "plan.json": plan_text(plan).encode()}
         if (routing := folder / ROUTING).exists():  # of a proof: where one process sent a mixture's tokens
             small[ROUTING] = read_regular_file(routing)

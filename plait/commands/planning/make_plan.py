@@ -14,6 +14,7 @@ from plait.data.shards import Corpus
 from plait.errors import RunFailed
 from plait.machines.machine import Machine
 from plait.planner.derive.resources import ProbeNeed, probe_digest
+from plait.planner.derive.training_job import rate_before_pricing, size_job
 from plait.planner.plan import Plan
 from plait.planner.plan_file import PLAN_FORMAT, read_plan, write_plan
 from plait.planner.resolve.forecast_update import updated_forecast
@@ -60,10 +61,12 @@ def make_plan(
         say("plan     made again: a new probe of the hosts differs from the one that the stored plan was made with")
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     facts = run_facts(config, corpus, workers.working_folder)
-    make_draft = partial(draft, config, facts, recipe_hash=key)
+    seen = resources_of(site, workers)
+    sized = size_job(config, facts, rate_before_pricing(seen))
+    make_draft = partial(draft, config, facts, recipe_hash=key, begun=sized)
     rates = "again" if fresh else "kept"
     show(0, 0, TIMING_PRODUCTS)
-    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers, rates=rates)
+    resources = new_with_arithmetic(config, sized.job, seen, workers, rates=rates)
     show(0, 0, COMPARING_LAYOUTS)
     outline = make_draft(resources)
     measured = _timed_layouts(config, outline, workers, show)
@@ -88,9 +91,8 @@ def kept_plan(config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: W
     path = _plan_path(plan_key(config, corpus.content_hash, site.machine, workers, site.others), working)
     if not path.exists():
         return None
-    return _with_new_calibration(
-        replace(read_plan(path), job=replace(read_plan(path).job, corpus=str(corpus.folder))), working
-    )
+    plan = read_plan(path)
+    return _with_new_calibration(replace(plan, job=replace(plan.job, corpus=str(corpus.folder))), working)
 
 
 def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSurvey]:
@@ -131,10 +133,12 @@ def proven_plan(
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     facts = run_facts(config, corpus, workers.working_folder)
+    seen = resources_of(site, workers)
+    sized = size_job(config, facts, rate_before_pricing(seen))
     make_draft = partial(
-        draft, config, facts, recipe_hash=key, worth_measuring=lambda request: best_layouts(request, count)
+        draft, config, facts, recipe_hash=key, begun=sized, worth_measuring=lambda request: best_layouts(request, count)
     )
-    resources = new_with_arithmetic(config, facts, resources_of(site, workers), workers, rates="kept")
+    resources = new_with_arithmetic(config, sized.job, seen, workers, rates="kept")
     outline = make_draft(resources)
     outline = draft_in_best_precision(config, outline, outline.layouts[0], resources, workers, make_draft)
     trials: list[WorkerLayout] = []

@@ -96,19 +96,19 @@ def _busy_machine_text(source: ForecastSource) -> str:
 
 def _slow_link_text(source: ForecastSource) -> str:
     if source == "clock":
-        return "others use the link, or it has become slower; stop and give the command again, which probes it anew"
+        return "others use the link, or it has become slower; stop and give the command again, which probes it again"
     return f"messages were not timed one by one before this run; {_REMEDIES[source]}"
 
 
 _FASTER_TEXTS: Mapping[ForecastSource, str] = {
     "clock": "the next plan here takes it into account, unless something disturbs this run",
     "formulas": "the next plan here takes it into account, unless something disturbs this run",
-    "steps": "another program may have been running while steps were timed; --replan times them anew",
+    "steps": "another program may have been running while steps were timed; --replan times them again",
 }
 _REMEDIES: Mapping[ForecastSource, str] = {
-    "clock": "stop and give the command again, which probes the hosts anew",
+    "clock": "stop and give the command again, which probes the hosts again",
     "formulas": "the formulas are off here, and the next plan takes that into account",
-    "steps": "stop and give the command again with --replan, which times steps anew",
+    "steps": "stop and give the command again with --replan, which times steps again",
 }
 _CAUSE_TEXTS: Mapping[str, Callable[[ForecastSource], str]] = {
     "step_s": _busy_machine_text,

@@ -29,29 +29,36 @@ READINGS_PER_STEP_AT_MOST = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SizedJob:
+    """A recipe's job for a text, at the rate at which the machines are expected to train it."""
+
+    job: TrainingJob
+    """Its steps are 0 where the budget is a time."""
+    rate: TrainingRate
+    reasons: tuple[str, ...]
+    """For the size and the batch."""
+    training_reasons: tuple[str, ...]
+    """For the optimizer and the documents; a plan names them after those for its layout."""
+
+    def holds_at(self, rate: TrainingRate) -> bool:
+        """Whether the job would be the same at another rate: only a budget of time depends on it."""
+        return self.job.budget.unit != "seconds" or rate == self.rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedJob:
     """What a recipe comes to on some machines: the job, the arithmetic it computes in, and the reasons for both."""
 
     job: TrainingJob
-    """Its steps are 0 where the budget is a time."""
     arithmetic: RunArithmetic
     """Layers are not compiled yet: see compile_of."""
     reasons: tuple[str, ...] = ()
     training_reasons: tuple[str, ...] = ()
-    """For the optimizer and the documents; a plan names them after those for its layout."""
 
 
-def new_job(
-    config: RunConfig, corpus: CorpusFacts, resources: Resources, rate: TrainingRate | None = None
-) -> DerivedJob:
-    """What a recipe comes to on a machine, each choice with its reason; raises PlaitError for what cannot work.
-
-    `rate` is how fast the machine trains such a job; None where no layout has been priced yet.
-    """
-    why = [f"{WARNING}{resources.peak_doubt}"] if resources.peak_doubt else []
-    precision_reasons: list[str] = []
-    precision = precision_of(config, resources, precision_reasons)
-    rate = rate or assumed_rate(resources.machine, resources.peak_flops)
+def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> SizedJob:
+    """What a recipe trains, each choice with its reason; raises PlaitError for what cannot work."""
+    why: list[str] = []
     scale = derive_run_size(config, corpus, rate, why)
     sequence, method = scale.shape.sequence, config.finetune.method
     if method != "auto" and config.train.batch_tokens == "auto":
@@ -59,16 +66,6 @@ def new_job(
     else:
         batch = batch_sequences(config, scale, why)
         check_batch_against_text(config, corpus, why)
-    why += [*precision_reasons, *(resources.arithmetic.reasons if resources.arithmetic else ())]
-    arithmetic = RunArithmetic(
-        precision=precision,
-        compile="off",
-        gradient_transfer=config.train.gradient_transfer,
-        stage_transfer=config.train.stage_transfer,
-        deterministic=config.train.deterministic or resources.machine.device == "cpu",
-        matmul_precision=matmul_precision_of(precision, resources, why),
-        matmul_backend=matmul_backend_of(config, resources),
-    )
     training_why: list[str] = []
     job = TrainingJob(
         shape=scale.shape,
@@ -84,12 +81,35 @@ def new_job(
         documents=documents_mode(config, corpus, sequence, training_why),
         choices=config.report.choices or "",
     )
-    return DerivedJob(
-        job=job,
-        arithmetic=_as_measured(arithmetic, resources),
-        reasons=tuple(why),
-        training_reasons=tuple(training_why),
+    return SizedJob(job=job, rate=rate, reasons=tuple(why), training_reasons=tuple(training_why))
+
+
+def new_job(config: RunConfig, resources: Resources, sized: SizedJob) -> DerivedJob:
+    """A job with the arithmetic that suits these machines; raises PlaitError for what they do not have."""
+    doubt = [f"{WARNING}{resources.peak_doubt}"] if resources.peak_doubt else []
+    why: list[str] = []
+    precision = precision_of(config, resources, why)
+    why += resources.arithmetic.reasons if resources.arithmetic else ()
+    arithmetic = RunArithmetic(
+        precision=precision,
+        compile="off",
+        gradient_transfer=config.train.gradient_transfer,
+        stage_transfer=config.train.stage_transfer,
+        deterministic=config.train.deterministic or resources.machine.device == "cpu",
+        matmul_precision=matmul_precision_of(precision, resources, why),
+        matmul_backend=matmul_backend_of(config, resources),
     )
+    return DerivedJob(
+        job=sized.job,
+        arithmetic=_as_measured(arithmetic, resources),
+        reasons=(*doubt, *sized.reasons, *why),
+        training_reasons=sized.training_reasons,
+    )
+
+
+def rate_before_pricing(resources: Resources) -> TrainingRate:
+    """How fast these machines may train before any layout was priced."""
+    return assumed_rate(resources.machine, resources.peak_flops)
 
 
 def job_of_plan(plan: Plan, corpus: CorpusFacts, resources: Resources) -> DerivedJob:

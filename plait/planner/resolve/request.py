@@ -20,7 +20,14 @@ from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.intervals import balance_every_steps
 from plait.planner.derive.model_size import CorpusFacts, TrainingRate
 from plait.planner.derive.resources import STAND_IN, ProbeNeed, Resources
-from plait.planner.derive.training_job import job_of_plan, new_job, workload_of_job
+from plait.planner.derive.training_job import (
+    SizedJob,
+    job_of_plan,
+    new_job,
+    rate_before_pricing,
+    size_job,
+    workload_of_job,
+)
 from plait.planner.plan import Plan, TrainingJob
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload
@@ -76,15 +83,22 @@ def request_of(
     config: RunConfig,
     corpus: CorpusFacts,
     resources: Resources,
-    begun: Plan | None = None,
+    begun: Plan | SizedJob | None = None,
     rate: TrainingRate | None = None,
 ) -> Request:
     """The request of a recipe on these machines; probes several hosts. Raises PlaitError for what cannot work.
 
-    Of a run that is `begun` only the layout is open: the job is as its plan says. `rate` is as new_job takes it.
+    Of a run that is `begun` only the layout is open: the job is as its plan says. A job that was sized before is taken
+    as it is, unless these machines train at another rate and its budget is a time. `rate` is what the forecast of a
+    layout gave; None where none was priced yet.
     """
     resources = with_named_workers(config, resources)
-    derived = job_of_plan(begun, corpus, resources) if begun else new_job(config, corpus, resources, rate)
+    if isinstance(begun, Plan):
+        derived = job_of_plan(begun, corpus, resources)
+    else:
+        rate = rate or rate_before_pricing(resources)
+        sized = begun if begun and begun.holds_at(rate) else size_job(config, corpus, rate)
+        derived = new_job(config, resources, sized)
     job, notes = derived.job, list(derived.reasons)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
     check_named_workers(resources, constraints.degrees)

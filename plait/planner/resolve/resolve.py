@@ -23,6 +23,7 @@ from plait.planner.derive.intervals import (
 from plait.planner.derive.micro_batch import usual_micro_sequences
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources
+from plait.planner.derive.training_job import SizedJob
 from plait.planner.memory.state_copies import with_copies_reasoned
 from plait.planner.plan import Cadence, Machines, Plan
 from plait.planner.resolve.forecast_update import updated_forecast
@@ -59,13 +60,17 @@ def draft(
     resources: Resources,
     *,
     recipe_hash: str,
-    begun: Plan | None = None,
+    begun: Plan | SizedJob | None = None,
     worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]] = worker_layouts,
 ) -> Draft:
-    """Everything but what waits for timed steps; a `begun` run's job is its plan's. Raises PlaitError."""
+    """Everything but what waits for timed steps; a `begun` run's job is its plan's. Raises PlaitError.
+
+    A budget of time is sized twice: at the rate that such machines usually reach, then once more at the rate that the
+    chosen layout's forecast promises.
+    """
     request = request_of(config, corpus, resources := with_named_workers(config, resources), begun)
     layouts = worth_measuring(request)
-    if rate := None if begun else forecast_rate(request, resources, layouts):
+    if rate := None if isinstance(begun, Plan) else forecast_rate(request, resources, layouts):
         request = request_of(config, corpus, resources, rate=rate)
         layouts = worth_measuring(request)
     machine, first = resources.machine, layouts[0]
