@@ -135,7 +135,7 @@ def test_another_host_gets_the_run_into_its_own_folder(here: Path, other: Neighb
     theirs = other.folder / HOME
     assert not place.is_shared and Path(place.path) == theirs
     mine, sent = read_plan(HOME / "plan.json"), read_plan(theirs / "plan.json")
-    assert replace(sent, corpus=mine.job.corpus) == mine
+    assert changed(sent, corpus=mine.job.corpus) == mine
     assert (theirs / "recipe.toml").read_text() == (HOME / "recipe.toml").read_text()
     corpus = open_corpus(Path(sent.job.corpus))
     corpus.verify()

@@ -39,6 +39,7 @@ from tests.planner.machines import (
     planned,
     recipe,
 )
+from tests.plans import changed
 
 STEPS = ("train.budget=100 steps",)
 TINY = ("model.layers=2", "model.width=32", "model.heads=2", "train.sequence=16", "train.batch_tokens=112")
@@ -179,7 +180,7 @@ def test_another_split_changes_who_does_the_work_and_nothing_of_the_work(tmp_pat
         other.placement.micro_sequences,
         other.step_s,
     ) == (4, 2, 1, 0.5)
-    same = replace(
+    same = changed(
         other,
         layout=plan.placement.layout,
         threads=plan.placement.threads,
