@@ -237,7 +237,7 @@ def check_growing(what: str, points: Sequence[MessageTiming]) -> None:
 
 
 def _must_be_seconds(what: str, seconds: float) -> None:
-    if not SHORTEST_S < seconds < LONGEST_S:
+    if not SHORTEST_S <= seconds < LONGEST_S:
         raise PlaitError(f"{what} = {seconds:g} was never measured; probe again with plait probe --again")
 
 
