@@ -146,19 +146,19 @@ def test_an_adapter_of_another_base_is_refused(runs: WorkingFolder, tmp_path: Pa
         with pytest.raises(PlaitError, match="is of another base"):
             open_model(str(own / "base"), WorkingFolder(tmp_path), adapter=adapter)
     # Of the same shape, with other weights: only the fingerprint tells.
-    changed = tmp_path / "changed"
-    changed.mkdir()
+    other = tmp_path / "other"
+    other.mkdir()
     for file in (runs.path / "runs" / "first" / "base").iterdir():
         data = bytearray(file.read_bytes())
         if file.name == "model.safetensors":
             data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
-        (changed / file.name).write_bytes(data)
+        (other / file.name).write_bytes(data)
     for adapter in (str(folder), str(runs.path / "runs" / "first")):
         with pytest.raises(PlaitError, match="is of another base than"):
-            open_model(str(changed), runs, adapter=adapter)
+            open_model(str(other), runs, adapter=adapter)
     moved = run_folder("first", runs)
     saved = moved.saved_plan()
-    write_plan(changed(saved, base=str(changed)), moved.plan)
+    write_plan(changed(saved, base=str(other)), moved.plan)
     try:
         with pytest.raises(PlaitError, match=r"is not the one that .* trained its adapter on; bring that one back"):
             open_model("first", runs)
