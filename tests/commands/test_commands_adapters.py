@@ -24,6 +24,7 @@ from plait.screen.screen import SilentScreen
 from plait.trainer.checkpointing.persist import described_model
 from plait.working_folder import WorkingFolder
 from tests.interop.folders import write_tokenizer
+from tests.plans import changed
 from tests.trainer.adapted import make_adapted
 from tests.trainer.tiny import make_tiny
 
