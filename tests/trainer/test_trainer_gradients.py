@@ -179,13 +179,7 @@ def test_hosts_that_multiply_by_unlike_libraries_take_the_reference_s_step(run_r
     config, plan = run
     hosts = tuple(HostShare(name=name, workers=1, threads=1, machine=name) for name in ("here", "there"))
     unlike = {"matmul_backend": "onednn", "host_backends": {"there": "default"}}
-    mixed = replace(
-        plan,
-        **unlike,
-        arithmetic=replace(plan.arithmetic, precision="float32"),
-        placement=replace(plan.placement, layout=Layout(replicate=2)),
-        machines=replace(plan.machines, hosts=hosts),
-    )
+    mixed = changed(plan, **unlike, precision="float32", layout=Layout(replicate=2), hosts=hosts)
     own = folder / "mixed"
     own.mkdir()
     put(own, config, mixed)
