@@ -33,6 +33,7 @@ from plait.trainer.checkpointing.persist import restore, save
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward
 from plait.trainer.worker import process_group_for
+from tests.plans import changed
 
 GATHERS = ("all_gather_into_tensor", "all_gather_single")
 SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
@@ -132,11 +133,7 @@ def restore_and_save(context: RankContext, argument: str) -> None:
 def plan_of(case: dict[str, Any]) -> Plan:
     """The folder's plan with the case's layout and changes."""
     layout = Layout(**{key: tuple(v) if isinstance(v, list) else v for key, v in case.get("layout", {}).items()})
-    return replace(
-        read_plan(Path(case["folder"]) / "plan.json"),
-        **case.get("plan", {}),
-        placement=replace(read_plan(Path(case["folder"]) / "plan.json").placement, layout=layout),
-    )
+    return changed(read_plan(Path(case["folder"]) / "plan.json"), **case.get("plan", {}), layout=layout)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
+from tests.plans import changed
 
 Asked = dict[str, Any]
 
@@ -45,12 +46,7 @@ def compare(context: RankContext, argument: str) -> None:
 def planned(plan: Plan, case: Asked, tensor: int) -> Plan:
     """The plan of a case."""
     layout = replace(plan.placement.layout, **case.get("layout", {}), tensor=tensor)
-    return replace(
-        plan,
-        **case.get("plan", {}),
-        job=replace(plan.job, shape=ModelShape.from_dict(case["shape"])),
-        placement=replace(plan.placement, layout=layout),
-    )
+    return changed(plan, **case.get("plan", {}), shape=ModelShape.from_dict(case["shape"]), layout=layout)
 
 
 def compared(folder: Path, plan: Plan, mesh: DeviceMesh) -> Asked:

@@ -16,6 +16,7 @@ from plait.probing.steps import LONGEST_TIMED_STEP_S, time_plan
 from plait.workers import OnMessage
 from plait.working_folder import CURRENT_FOLDER
 from tests.planner.machines import LAPTOP, PLAYS, drafted, recipe
+from tests.plans import changed
 
 ONCE_S, EACH_S = 0.7, 0.02
 
@@ -43,7 +44,7 @@ def plan_with(folder: Path, step_s: float, layout: str = "layout.replicate=2", *
     named = ("model.layers=4", "model.width=64", "train.sequence=64", "train.batch_tokens=655360", layout)
     plan = drafted(recipe(folder, *named, "train.budget=3 steps"), PLAYS, LAPTOP).plan
     assert plan.forecast is not None
-    return replace(plan, forecast=replace(plan.forecast, step_s=step_s), **changes)
+    return changed(plan, forecast=replace(plan.forecast, step_s=step_s), **changes)
 
 
 def timed(folder: Path, plan: Plan) -> tuple[float, list[int]]:
