@@ -112,7 +112,7 @@ def _work(folder: Path, precision: str) -> list[object]:
     """What a run's plan says of its model and batch."""
     (path,) = (folder / precision).glob("runs/*/plan.json")
     plan = json.loads(path.read_text())
-    return [plan["shape"], plan["sequence"], plan["batch_sequences"], plan["steps"]]
+    return [plan["job"][key] for key in ("shape", "sequence", "batch_sequences", "steps")]
 
 
 def _line(pair: Pair) -> str:

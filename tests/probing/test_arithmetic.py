@@ -26,7 +26,6 @@ from plait.workers import PRODUCTS_ENTRY, TIMING_ENTRY, OnMessage
 from plait.working_folder import CURRENT_FOLDER
 from tests.commands.product_answers import FLOAT32, ROUNDED, product_message, rates_of
 from tests.planner.machines import LAPTOP, SERVER, recipe
-from tests.plans import changed
 
 FAST: Mapping[Arithmetic, float] = {"onednn": 2.3, "bf16": 4.6}
 NAMED = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "layout.replicate=2")
@@ -136,7 +135,7 @@ def test_a_probe_times_the_library_that_a_run_would_take(
     for recipe_or_none in (config, None):
         plain = probe_request_for(recipe_or_none, workers.site, extent, CURRENT_FOLDER)
         requested, survey = with_fastest_library(plain, recipe_or_none, workers.site, workers)
-        assert requested == changed(plain, matmul_backend=library)
+        assert requested == replace(plain, matmul_backend=library)
         assert survey.peak_flops == pytest.approx(4e11 * max(1, gain)), (
             "shares of the peak are shares of this library's"
         )
