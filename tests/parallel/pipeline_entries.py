@@ -176,7 +176,7 @@ def run_cases(context: RankContext, argument: str) -> None:
     with_group(context)
     mesh = make_mesh(Layout(pipeline=context.world_size), "cpu")
     for number, case in enumerate(cases):
-        plan, micros = case.plan(context.world_size), micros_of(case)
+        plan, micros = case.plan(context.world_size).execution, micros_of(case)
         dtype = torch.float64 if case.precision == "float64" else torch.float32
         with torch.device("meta"):
             model = GPT(case.shape).to(dtype)
