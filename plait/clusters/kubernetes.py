@@ -232,7 +232,7 @@ def _if(key: str, value: str | None) -> dict[str, str]:
 
 
 def _labels(job: ClusterJob) -> dict[str, str]:
-    """By which the pods of this run are found, and nobody else's."""
+    """Labels that select this run's pods alone."""
     return {"app.kubernetes.io/name": "plait", "app.kubernetes.io/instance": job.name}
 
 
@@ -289,7 +289,7 @@ def _indexed_job(job: ClusterJob, pod: Mapping[str, Any], backoff: int) -> dict[
 def _pod_template(
     job: ClusterJob, options: Mapping[str, str], files: Mapping[str, str], kind: JobKind
 ) -> dict[str, Any]:
-    """The pod of each node: non-root, with a root file system that nobody writes."""
+    """The pod of each node: non-root, with a read-only root file system."""
     first_pod = f"{job.name}-0" if kind == "job" else f"{job.name}-{_BLOCK}-0-0"
     rdma = {options["rdma"]: 1} if "rdma" in options else {}
     gpus = job.groups[0].gpus
@@ -565,7 +565,7 @@ _CODES = {
     2: "its input is wrong: plait logs says what",
     75: "all is saved, and it goes on",
     93: "it came no further than before: plait logs says why",
-    143: "it was told to end, and saved",
+    143: "it received SIGTERM and saved",
     137: "it was killed, most likely for its memory: submit again with more, --with memory=",
 }
 

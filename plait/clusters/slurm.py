@@ -49,7 +49,7 @@ _OPTIONS: Mapping[str, Option] = {
         "HOST#NAME:TAG or apptainer:FILE.sif",
     ),
     "python": Option("Python with plait on the nodes; the one that runs now if left out"),
-    "grace": Option("how long before its time limit a run is told to save, such as 5 minutes", ".*"),
+    "grace": Option("how long before its time limit a run has to save, such as 5 minutes", ".*"),
 }
 
 
@@ -168,7 +168,7 @@ def _job_options(job: ClusterJob, options: Mapping[str, str]) -> list[str]:
         f"--job-name={job.name}",
         *named,
         *([] if job.time_s is None else [f"--time={slurm_time(job.time_s)}"]),
-        f"--signal=USR1@{job.grace_s}  # seconds before the time limit at which all agents are told to save",
+        f"--signal=USR1@{job.grace_s}  # seconds before the time limit at which all agents receive the signal to save",
         "--requeue  # what was saved goes on when the job starts again",
         "--open-mode=append",
         "--output=%x-%j.log",

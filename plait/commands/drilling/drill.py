@@ -177,7 +177,7 @@ def _settings(recipe: RecipeSource, overrides: Sequence[str], request: DrillRequ
     if request.seconds and values["checkpoint.every"] == "auto":
         add("checkpoint.every", _SAVE_EVERY, f"{_SAVE_EVERY}: the run must get on between two failures")
     if any(fault.kind == "corrupt" for fault in request.named) and values["recover.state_every"] == "auto":
-        add("recover.state_every", "never", "never: with copies in memory nobody would read what is damaged")
+        add("recover.state_every", "never", "never: with copies in memory the damaged checkpoint would not be read")
     if request.lost_hosts and values["balance.every"] == "auto":
         add("balance.every", "never", "never: shares that follow the clock would change the last bits")
     if request.lost_hosts and values["run.devices"] == "auto":

@@ -109,12 +109,12 @@ class DrillHosts:
 
 
 def _free_port() -> int:
-    """One that the kernel gives to nobody who asks for any."""
+    """Outside the range from which the kernel assigns ports."""
     least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     return next(port for port in random.sample(range(least // 2, least), 100) if not _listens(port))
 
 
 def _listens(port: int) -> bool:
-    """Whether a process listens at a port; asking the kernel disturbs nobody."""
+    """Whether a process listens at a port, by the kernel's table."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return any(row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port for row in rows)

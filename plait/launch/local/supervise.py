@@ -134,7 +134,10 @@ class Supervision:
             self._close(site, event.get("reason"), "host lost" if event.get("lost") else "no answer")
         elif "strangers" in event:
             refused = counted(event["strangers"], "connection")
-            text = f"{refused} to the port where the workers meet came from no worker; see who reaches this network"
+            text = (
+                f"{refused} to the port where the workers meet did not come from a worker; check who can reach this "
+                "network"
+            )
             self._on_message(Message(rank=0, kind=NOTE, values={"text": text}))
         elif "stop" in event and self._stopped_by == "finished" and not self._lets_go(site, event):
             self._stop(event["stop"])  # as in _read_signals
