@@ -249,6 +249,9 @@ def test_where_a_job_stands_is_its_pods_sentences(kubernetes: KubernetesInAFolde
     )
     kubernetes.pods(pod(0, "Failed", reason="Evicted", message="low on memory"))
     assert "node 0 was evicted (low on memory)" in (job_state_line("play") or "")
+    for empty in ("{}", '{"items": null}', '{"items": [null]}'):
+        (kubernetes.folder / "pods.json").write_text(empty)
+        assert "it is not in the cluster any more" in (job_state_line("play") or ""), empty
     (kubernetes.folder / "pods.json").write_text("Flag --output is deprecated")
     with pytest.raises(PlaitError, match="answers what is no JSON"):
         job_state_line("play")
