@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu bench-gpu-brief lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -129,6 +129,10 @@ bench-strands: env-bench  ## each strand beside torch's own means for it
 bench-gpu: env-bench  ## speed on one NVIDIA GPU
 	$(BIN)/python -m benchmarks.one_gpu
 	$(BIN)/python -m benchmarks.gpu_settings
+
+gpu-experiment: env-bench  ## what each lever of gpu_levers.py gains on one NVIDIA GPU: two calls of some four minutes
+	$(BIN)/python -m benchmarks.gpu_experiment 1 --out gpu-experiment.jsonl
+	$(BIN)/python -m benchmarks.gpu_experiment 2 --out gpu-experiment.jsonl
 
 bench-gpu-brief: env-bench  ## the same sizes in some five minutes, one turn each
 	$(BIN)/python -m benchmarks.one_gpu_brief

@@ -130,6 +130,7 @@ def plan_of(question: Question, work: Workload, flags: argparse.Namespace, corpu
         device="cpu" if flags.smoke else "cuda",
         compile="none" if flags.smoke else "model",
         documents="mask",
+        micro_batches=1,
         warmup=0,
         steps=1,
         peak_flops=1e15,

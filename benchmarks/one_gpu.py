@@ -1,9 +1,10 @@
 """`make bench-gpu`: plait and its peers on one GPU, in turns, in bf16: 125M at 1,024 tokens, 1B and 3B at 4,096, 7B at
 2,048 where the GPU holds it, and adapters (LoRA) beside 8B frozen weights at 2,048.
 
-All may use the same attention kernels (`--attention`). plait runs as users get it, with its loader and documents
-masked, and once more with documents joined, which is the peers' work: they read random tokens that lie on the device.
-A contender that fails, most often for want of memory, is left out of its table, which says why.
+Each program takes the attention kernel that torch chooses for it, cuDNN's on an H100 or H200 but FlashAttention-2 for
+plait's documents, unless `--attention flash` gives all the same. plait runs as users get it, with its loader and
+documents masked, and once more with documents joined, which is the peers' work: they read random tokens that lie on the
+device. A contender that fails, most often for want of memory, is left out of its table, which says why.
 """
 
 from __future__ import annotations

@@ -133,6 +133,7 @@ def flags_of(program: str, size: str, asked: argparse.Namespace) -> argparse.Nam
         documents="join" if program == "plait, joined" else "mask",
         compile="none" if asked.smoke else "model",
         sequences=None,
+        micro_batches=1,
         warmup=1 if asked.smoke else 4,
         steps=2 if asked.smoke else 15,
         peak_flops=known_peak(),

@@ -7,6 +7,8 @@ import argparse
 import os
 import tempfile
 import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +42,7 @@ from plait.planner.plan import Cadence, Forecast, Machines, OptimizerPlan, Place
 from plait.planner.resolve.resolve import draft
 from plait.probing.host_rank import machine_peak_flops
 from plait.recipe.load import load_recipe
-from plait.trainer.assemble import assemble
+from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
 from plait.units import Amount, Every
 
@@ -70,7 +72,7 @@ def model_shape(size: str, work: Workload) -> ModelShape:
 def plan_for(shape: ModelShape, work: Workload, flags: argparse.Namespace, corpus: Path) -> Plan:
     """A plan of one rank."""
     return Plan(
-        placement=Placement(layout=Layout(), threads=1, micro_sequences=work.sequences_per_rank),
+        placement=Placement(layout=Layout(), threads=1, micro_sequences=work.sequences_per_rank // flags.micro_batches),
         machines=Machines(
             device="cuda" if flags.device == "cuda" else "cpu", peak_flops=flags.peak_flops, fingerprint={}
         ),
@@ -103,7 +105,13 @@ def plan_for(shape: ModelShape, work: Workload, flags: argparse.Namespace, corpu
     )
 
 
-def train(flags: argparse.Namespace, work: Workload, folder: Path) -> Measured:
+Around = Callable[[Assembly], AbstractContextManager[object]]
+"""A context around all steps of an assembly, which may change it."""
+
+
+def train(
+    flags: argparse.Namespace, work: Workload, folder: Path, around: Around = lambda _: nullcontext()
+) -> Measured:
     """Warm up, then time each step by events on the device, from the loader's shards to the updated weights."""
     corpus, device = folder / "corpus", torch.device(flags.device)
     corpus.mkdir()
@@ -115,7 +123,7 @@ def train(flags: argparse.Namespace, work: Workload, folder: Path) -> Measured:
     assembly = assemble(load_recipe(folder / "recipe.toml"), plan, sums=world_sums(), mesh=mesh)
     forget_peak(device)
     state, totals, marks = TrainState(), [], [mark(device)]
-    with allowed_attention(flags):
+    with allowed_attention(flags), around(assembly):
         for _ in range(plan.job.steps):
             state, scalars = assembly.step(state)
             totals.append(scalars.totals)

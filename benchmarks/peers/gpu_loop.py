@@ -149,7 +149,9 @@ def compiled_whole(model: nn.Module, flags: argparse.Namespace) -> tuple[nn.Modu
 
 
 def allowed_attention(flags: argparse.Namespace) -> AbstractContextManager[object]:
-    """The kernels among which torch may choose: the same for every contender."""
+    """The kernels among which torch may choose. Its cache of compiled graphs does not know which were allowed (2.11):
+    it is off where some were not."""
+    torch.compiler.config.force_disable_caches = flags.attention != "any"
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flags.attention == "flash" else nullcontext()
 
 
@@ -173,13 +175,16 @@ def train(
     marks = [mark(device)]
     with allowed_attention(flags):
         for _ in range(flags.warmup + flags.steps):
-            with precision:
-                loss = net(window[:, :-1], window[:, 1:])
-            loss.backward()
+            loss = torch.zeros((), device=device)
+            for part in window.chunk(flags.micro_batches):
+                with precision:
+                    own = net(part[:, :-1], part[:, 1:]) / flags.micro_batches
+                own.backward()
+                loss += own.detach()
             nn.utils.clip_grad_norm_(model.parameters(), shape.clip, foreach=True)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.detach())
+            losses.append(loss)
             marks.append(mark(device))
     return figures(
         flags, shape, marks, flops=flops, parameters=parameters, losses=(losses[0].item(), losses[-1].item())
@@ -247,6 +252,7 @@ def gpu_flags() -> argparse.Namespace:
     )
     parser.add_argument("--compile", choices=("model", "none"), default="model")
     parser.add_argument("--sequences", type=int, help="a step's sequences, if not the size's own number")
+    parser.add_argument("--micro-batches", type=int, default=1, help="whose gradients a step adds up")
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--peak-flops", type=float, default=H200_BF16_FLOPS, help="dense bfloat16 peak (default: H200)")

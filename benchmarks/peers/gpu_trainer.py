@@ -87,7 +87,9 @@ def train(flags: argparse.Namespace, shape: Workload, folder: str) -> Measured:
         model, flops = build(flags.size, shape)
     steps = flags.warmup + flags.steps
     arguments = Arguments(
-        output_dir=folder, max_steps=steps, per_device_train_batch_size=shape.sequences_per_rank, bf16=True,
+        output_dir=folder, max_steps=steps, bf16=True,
+        per_device_train_batch_size=shape.sequences_per_rank // flags.micro_batches,
+        gradient_accumulation_steps=flags.micro_batches,
         use_cpu=flags.device == "cpu", optim="adamw_torch_fused",
         torch_compile=flags.compile == "model" and flags.size != "LoRA 8B",
         learning_rate=shape.learning_rate, lr_scheduler_type="constant", adam_beta1=shape.beta1,

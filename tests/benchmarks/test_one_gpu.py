@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +60,24 @@ def test_every_setting_is_timed() -> None:
     assert told.count("| 1.000 |") >= len(QUESTIONS) and told.count("\n| ") == sum(
         2 + len(q.values) for q in QUESTIONS.values()
     )
+
+
+def test_the_experiment_writes_each_result_as_it_comes(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "benchmarks.gpu_experiment", "1", "--smoke", "--only", "alone", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=300)
+    about, *rows = map(json.loads, out.read_text().splitlines())
+    assert about["call"] == 1 and [row["name"] for row in rows] == ["AdamW alone", "products alone", "attention alone"]
+    errors = [error for kernel in rows[2]["errors"].values() for each in kernel.values() for error in each]
+    assert rows[0]["plain, copy equal"] and max(errors) < 0.02  # bfloat16 beside float64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lever", ["cudnn", "product weights", "fp8", "bf16 stream"])
+def test_every_lever_trains_a_step_like_plait_without_it(tmp_path: Path, lever: str) -> None:
+    out, call = tmp_path / "results.jsonl", "2" if lever in ("fp8", "bf16 stream") else "1"
+    names = f"plait 1B, any(, {lever})?$"
+    command = [sys.executable, "-m", "benchmarks.gpu_experiment", call, "--smoke", "--only", names, "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=600)
+    plain, changed = map(json.loads, out.read_text().splitlines()[1:])
+    assert plain["first_loss"] == pytest.approx(changed["first_loss"], rel=1e-3)
