@@ -59,7 +59,7 @@ def plan(
     if not isinstance(cluster, Described | None):
         raise PlaitError(f'cluster = {cluster!r:.80} is not usable; give a text such as "8xH100", or a Cluster')
     with as_command():
-        return planned_run(plan_report(config, cluster, top=OTHERS_LISTED, working=working), OTHERS_LISTED)
+        return planned_run(plan_report(config, cluster, top=OTHERS_LISTED, working=working))
 
 
 def train(

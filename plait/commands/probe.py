@@ -162,7 +162,7 @@ def _probe_need(config: RunConfig, request: Request, machines: Sequence[Machine]
         shape=request.job.shape,
         batch_sequences=request.job.batch_sequences,
         precision=request.arithmetic.precision,
-        compile=compile_of(config, machines, []),
+        compile=compile_of(config, machines).value,
     )
 
 

@@ -76,7 +76,7 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the windows": lambda config: EXAMPLES.epoch_windows(64, config.data.overlong),
     "the folder": lambda config: run_folder(config.run.name),
     "the first weights": first_weights,
-    "compiled layers": lambda config: compile_of(config, [ONE_H100], []),
+    "compiled layers": lambda config: compile_of(config, [ONE_H100]),
     "kernels of GPUs": gpu_kernels,
     "the loss of pairs": beta_of_pairs,
     "the model's folder": lambda config: base_folder(config, CURRENT_FOLDER),

@@ -10,7 +10,7 @@ import pytest
 from plait.layout import Layout
 from plait.machines.catalog import find_link, link_at_rate
 from plait.machines.cluster import Cluster, Island, read_cluster
-from plait.planner.explain.island_traffic import island_traffic_lines
+from plait.planner.explain.choice import island_traffic_lines
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload

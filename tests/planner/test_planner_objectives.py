@@ -14,7 +14,7 @@ from plait.machines.cluster import read_cluster
 from plait.model.parts.objectives import ObjectivesShape
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.weights import training_flops_per_token
-from plait.planner.explain.objective_lines import objective_lines, order_prices
+from plait.planner.explain.choice import objective_lines, order_prices
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates
 from plait.planner.problem.head_places import balanced_with_heads, head_places
 from plait.planner.problem.stage_partition import head_cost_in_layers, rank_layers, stages_of

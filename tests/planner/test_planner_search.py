@@ -16,7 +16,7 @@ from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
 from plait.partition.pipeline_schedule import schedule_actions
 from plait.partition.pipeline_simulation import ActionTimes, StageTimes, durations_s, simulate
-from plait.planner.explain.fit_suggestions import error_with_suggestions
+from plait.planner.explain.changes import error_with_suggestions
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of

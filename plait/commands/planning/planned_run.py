@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from plait.commands.planning.output_files import check_output_file, write_output_file
-from plait.commands.planning.plan_report import PlanReport, chapter_of, plan_report_text
-from plait.planner.explain.report_json import plan_json
-from plait.planner.page.page import page_html, plotly_script
+from plait.commands.planning.plan_report import plan_report_text
+from plait.planner.report.page import page_html, plotly_script
+from plait.planner.report.report import PlanReport
+from plait.planner.report.report_json import report_values
 from plait.units import format_bytes, format_duration
 
 
@@ -65,20 +66,20 @@ class PlannedRun:
         """Write a page with figures and return its path; raises PlaitError where it cannot be written or drawn."""
         path = Path(file)
         check_output_file(path)
-        write_output_file(path, page_html([chapter_of(self.report)], plotly_script()))
+        write_output_file(path, page_html([self.report], plotly_script()))
         return path
 
     def _facts(self) -> Sequence[tuple[str, str]]:
         mfu = "unknown" if self.mfu is None else f"{self.mfu:.0%}"
         return (
             ("machines", self.values["cluster"]),
-            ("layout", self.report.sections[0].lines[0]),
+            ("layout", self.report.layout),
             ("a step", f"{format_duration(self.step_s)}, give or take {self.values['error']:.0%}"),
             ("memory", f"{format_bytes(self.bytes_per_device)} a device"),
             ("MFU", mfu),
         )
 
 
-def planned_run(report: PlanReport, top: int) -> PlannedRun:
-    """The plan as values, with `top` of the other layouts."""
-    return PlannedRun(values=plan_json(report.search, report.sections, top), report=report)
+def planned_run(report: PlanReport) -> PlannedRun:
+    """The report as Python is given it."""
+    return PlannedRun(values=report_values(report), report=report)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plait.layout import Layout, layout_summary
-from plait.planner.explain.report import PlanSection
 from plait.planner.plan import Placement, Plan
+from plait.planner.report.report import PlanSection
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.units import counted, format_duration
 

@@ -30,12 +30,12 @@ def check_on_device(
     text = f"{plan.placement.layout}{shares_text(plan)} on {plan.world_size} × {machine.name}, in float32"
     screen.print(f"layout   {text}")
     strict = check_gradients(config, single, workers, scope="gradients", tolerances=FLOAT32_TOLERANCES)
-    precision = precision_of(config, resources, [])
+    precision = precision_of(config, resources).value
     own = plan_for_device(plan, machine.device, precision)
     arithmetic = replace(
         own.arithmetic,
-        compile=compile_of(config, resources.machines, []),
-        matmul_precision=matmul_precision_of(precision, resources, []),
+        compile=compile_of(config, resources.machines).value,
+        matmul_precision=matmul_precision_of(precision, resources).value,
         matmul_backend=matmul_backend_of(config, resources),
     )
     own = replace(own, arithmetic=arithmetic)

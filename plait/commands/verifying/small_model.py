@@ -82,7 +82,7 @@ def _base_shape(config: RunConfig, base: ModelShape) -> ModelShape:
     shape = replace(base, sequence=min(usual, base.sequence) if requested == "auto" else requested)
     if config.finetune.method != "lora":
         return shape
-    return replace(shape, adapter=adapter_for(config.finetune, shape, 0, []))
+    return replace(shape, adapter=adapter_for(config.finetune, shape, 0).value)
 
 
 def _fitting_size(degrees: Layout) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from plait.errors import PlaitError
 from plait.machines.machine import Machine
 from plait.partition.execution import Compile
+from plait.planner.derive.derived import Derived
 from plait.planner.plan import WARNING
 from plait.recipe.schema import RunConfig
 
 
-def compile_of(config: RunConfig, machines: Sequence[Machine], why: list[str]) -> Compile:
+def compile_of(config: RunConfig, machines: Sequence[Machine]) -> Derived[Compile]:
     """What the recipe names, else compiled on GPUs where that can work on all hosts; raises PlaitError where it cannot
     and is asked for. `machines` are those of the hosts, the leader's first."""
     named = config.train.compile
@@ -20,18 +21,17 @@ def compile_of(config: RunConfig, machines: Sequence[Machine], why: list[str]) -
             raise PlaitError(
                 'train.compile = "on" is for GPUs, and this run is on the processor; write "auto" or "off"'
             )
-        return "off"
+        return Derived(value="off")
     where, reason = _where_not_compiled(machines)
     if named == "on" and reason:
         raise PlaitError(f'layers cannot be compiled {where}: {reason}; or write train.compile = "auto"')
     if named == "off":
-        why.append('layers are not compiled: train.compile = "off"')
-        return "off"
+        return Derived(value="off", reasons=('layers are not compiled: train.compile = "off"',))
     if reason:
         place = "" if where == "here" else f"{where}, "
-        why.append(f"{WARNING}layers are not compiled, and steps take longer: {place}{reason}")
-        return "off"
-    return "blocks"
+        slower = f"{WARNING}layers are not compiled, and steps take longer: {place}{reason}"
+        return Derived(value="off", reasons=(slower,))
+    return Derived(value="blocks")
 
 
 def _where_not_compiled(machines: Sequence[Machine]) -> tuple[str, str]:

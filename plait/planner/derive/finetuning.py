@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.planner.derive import scaling_rules
+from plait.planner.derive.derived import Derived
 from plait.planner.derive.finetuning_rules import (
     EXAMPLES_PER_STEP,
     LORA_LR_OVER_FULL,
@@ -20,8 +21,8 @@ from plait.units import counted, format_count
 
 
 def finetuning_batch(
-    method: FinetuneMethod, objective: FinetuneObjective, sequence: int, corpus: CorpusFacts, why: list[str]
-) -> int:
+    method: FinetuneMethod, objective: FinetuneObjective, sequence: int, corpus: CorpusFacts
+) -> Derived[int]:
     """Sequences of a step: as many as hold the usual number of examples."""
     mean = corpus.tokens_per_document
     tokens = examples_batch_tokens(method, min(mean, sequence))
@@ -29,19 +30,17 @@ def finetuning_batch(
     usual = "as Llama 2 was tuned" if objective == "sft" else "Rafailov 2023"
     source = usual if method == "full" else "LoRA bears large batches less well, Schulman 2025"
     what = "examples" if objective == "sft" else "pairs"
-    why.append(
+    reason = (
         f"batch {sequences * sequence} tokens: about {max(sequences, round(sequences * sequence / mean))} {what} of "
         f"{format_count(mean)} tokens, {EXAMPLES_PER_STEP[method]} are usual ({source})"
     )
-    return sequences
+    return Derived(value=sequences, reasons=(reason,))
 
 
-def finetuning_optimizer(
-    method: FinetuneMethod, plan: OptimizerPlan, config: RunConfig, why: list[str]
-) -> OptimizerPlan:
+def finetuning_optimizer(method: FinetuneMethod, plan: OptimizerPlan, config: RunConfig) -> Derived[OptimizerPlan]:
     """The optimizer's numbers with the usual learning rate and weight decay of fine-tuning where a recipe leaves them
     open."""
-    objective = config.finetune.objective
+    objective, why = config.finetune.objective, list[str]()
     if objective == "dpo":
         why.append(
             f"DPO with beta {config.finetune.beta:g}: answers are compared with what the model gave before; that takes "
@@ -60,15 +59,15 @@ def finetuning_optimizer(
             f"no weight decay: {small if method == 'lora' else 'the reference holds the weights (Lambert 2024)'}"
         )
         plan = replace(plan, weight_decay=0.0)
-    return plan
+    return Derived(value=plan, reasons=tuple(why))
 
 
-def finetuning_warmup(config: RunConfig, steps: int, why: list[str]) -> int:
+def finetuning_warmup(config: RunConfig, steps: int) -> Derived[int]:
     """Steps over which the learning rate rises."""
     if config.optimizer.warmup_steps != "auto":
-        return config.optimizer.warmup_steps
+        return Derived(value=config.optimizer.warmup_steps)
     warmup = finetuning_warmup_steps(steps, config.finetune.objective)
     usual = "3 % of the run, 10 steps or more (Taori 2023)"
     pairs = "a tenth of the run, 10 to 150 steps (Lambert 2024, Rafailov 2023)"
-    why.append(f"warm-up {counted(warmup, 'step')}: {usual if config.finetune.objective == 'sft' else pairs}")
-    return warmup
+    reason = f"warm-up {counted(warmup, 'step')}: {usual if config.finetune.objective == 'sft' else pairs}"
+    return Derived(value=warmup, reasons=(reason,))

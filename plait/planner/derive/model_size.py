@@ -15,6 +15,7 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
 from plait.planner.derive import scaling_rules
 from plait.planner.derive.adapters import adapter_for
+from plait.planner.derive.derived import Derived
 from plait.planner.derive.finetuning_rules import EPOCHS, EPOCHS_AFTER, examples_batch_tokens
 from plait.planner.derive.sequence_length import example_sequence, stream_sequence
 from plait.planner.derive.vocabulary import fitting_vocabulary, grown_shape
@@ -120,11 +121,11 @@ def budget_of(config: RunConfig) -> Amount:
     return Amount(600, "seconds")
 
 
-def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, why: list[str]) -> RunSize:
+def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> Derived[RunSize]:
     """Settle budget and shape, and with them the size of the run."""
-    budget = budget_of(config)
+    budget, why = budget_of(config), list[str]()
     if corpus.base is not None:
-        return _size_of_base(config, corpus, corpus.base, rate, budget, why)
+        return _size_of_base(config, corpus, corpus.base, rate, budget)
     vocabulary = fitting_vocabulary(config.model.vocabulary, corpus.vocabulary)
     size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
@@ -134,12 +135,13 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
         amount = Amount(budget.value * corpus.train_tokens, "tokens") if budget.unit == "epochs" else budget
         best = _best_parameter_count(config, amount, rate.flops_per_s, corpus.train_tokens)
         size = nearest_size(best, vocabulary)
-    shape = _model_shape(config, size, vocabulary, corpus, why)
+    found = _model_shape(config, size, vocabulary, corpus)
+    shape, why = found.value, [*why, *found.reasons]
     if config.model.size == "auto" and not spelt_out:
         timed = f", at most four passes over the text, {rate}" if budget.unit == "seconds" else ""
         rule = f"20 tokens a parameter{timed}"
         why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
-    return _run_size(config, corpus, shape, budget, rate)
+    return Derived(value=_run_size(config, corpus, shape, budget, rate), reasons=tuple(why))
 
 
 def _run_size(config: RunConfig, corpus: CorpusFacts, shape: ModelShape, budget: Amount, rate: TrainingRate) -> RunSize:
@@ -151,15 +153,17 @@ def _run_size(config: RunConfig, corpus: CorpusFacts, shape: ModelShape, budget:
 
 
 def _size_of_base(
-    config: RunConfig, corpus: CorpusFacts, base: BaseFacts, rate: TrainingRate, budget: Amount, why: list[str]
-) -> RunSize:
+    config: RunConfig, corpus: CorpusFacts, base: BaseFacts, rate: TrainingRate, budget: Amount
+) -> Derived[RunSize]:
     """The size of a run that goes on from a model; raises PlaitError where text and model do not fit each other."""
-    shape = grown_shape(base.shape, corpus.vocabulary, corpus.added_tokens, config.finetune.method, why)
+    grown = grown_shape(base.shape, corpus.vocabulary, corpus.added_tokens, config.finetune.method)
+    shape, why = grown.value, [*grown.reasons]
     if config.train.budget == "auto":
         tuned = f"the usual passes over the data in fine-tuning ({EPOCHS_AFTER[config.finetune.objective]})"
         why.append(f"budget {budget}: {'none was asked for' if config.finetune.method == 'auto' else tuned}")
     why += base.reasons
-    sequence = _sequence(config, parameter_count(shape), corpus, why, longest_of_model=shape.sequence)
+    window = _sequence(config, parameter_count(shape), corpus, longest_of_model=shape.sequence)
+    sequence, why = window.value, [*why, *window.reasons]
     if sequence > shape.sequence:
         raise PlaitError(
             f"train.sequence = {sequence} is longer than the {shape.sequence} tokens that the model was made for; "
@@ -168,8 +172,9 @@ def _size_of_base(
     shape = replace(shape, sequence=sequence)
     if config.finetune.method == "lora":
         learnt = corpus.documents if config.finetune.objective == "dpo" else corpus.train_tokens
-        shape = replace(shape, adapter=adapter_for(config.finetune, shape, learnt, why))
-    return _run_size(config, corpus, shape, budget, rate)
+        adapter = adapter_for(config.finetune, shape, learnt)
+        shape, why = replace(shape, adapter=adapter.value), [*why, *adapter.reasons]
+    return Derived(value=_run_size(config, corpus, shape, budget, rate), reasons=tuple(why))
 
 
 def _best_parameter_count(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
@@ -200,10 +205,11 @@ def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, seq
     return budget.value * max(batch, sequence)
 
 
-def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts, why: list[str]) -> ModelShape:
+def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts) -> Derived[ModelShape]:
     requested = config.model.model_dump(exclude={"from_", "size", "vocabulary"})
     # A size is that of the model alone, whatever it learns from beside its next token.
     explicit: dict[str, Any] = {k: v for k, v in requested.items() if v != "auto" and k not in OBJECTIVE_KEYS}
+    why: list[str] = []
     if size == "auto":
         provisional = explicit_shape(vocabulary=vocabulary, sequence=1024, **explicit)
     else:
@@ -213,20 +219,27 @@ def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFa
                 f"model {format_count(parameter_count(provisional))} parameters, {provisional.layers} layers of width "
                 f"{provisional.width}: as wide for its depth as published models of its size (GPT-3, Llama)"
             )
-    sequence = _sequence(config, parameter_count(provisional), corpus, why)
-    shape = replace(provisional, sequence=sequence, objectives=objectives_of_keys(requested))
-    why.extend([*mixture_reasons(shape), *objective_reasons(shape)])
-    return shape
+    window = _sequence(config, parameter_count(provisional), corpus)
+    shape = replace(provisional, sequence=window.value, objectives=objectives_of_keys(requested))
+    reasons = (*why, *window.reasons, *mixture_reasons(shape), *objective_reasons(shape))
+    return Derived(value=shape, reasons=reasons)
 
 
 def _sequence(
-    config: RunConfig, parameters: int, corpus: CorpusFacts, why: list[str], longest_of_model: int | None = None
-) -> int:
+    config: RunConfig, parameters: int, corpus: CorpusFacts, longest_of_model: int | None = None
+) -> Derived[int]:
     if corpus.layout != "stream" and corpus.sizes:
+        step_tokens = _example_step_tokens(config, corpus)
         return example_sequence(
-            config, parameters, corpus.sizes, why, longest_of_model, _example_step_tokens(config, corpus)
+            config, parameters, corpus.sizes, longest_of_model=longest_of_model, step_tokens=step_tokens
         )
-    return stream_sequence(config, parameters, (corpus.train_tokens, corpus.longest_sequence), why, longest_of_model)
+    return stream_sequence(
+        config,
+        parameters,
+        train_tokens=corpus.train_tokens,
+        longest=corpus.longest_sequence,
+        longest_of_model=longest_of_model,
+    )
 
 
 def _example_step_tokens(config: RunConfig, corpus: CorpusFacts) -> float | None:
@@ -237,7 +250,7 @@ def _example_step_tokens(config: RunConfig, corpus: CorpusFacts) -> float | None
     return None if method == "auto" else examples_batch_tokens(method, corpus.tokens_per_document)
 
 
-def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int:
+def batch_sequences(config: RunConfig, run_size: RunSize) -> Derived[int]:
     """Sequences of a step."""
     sequence, flops = run_size.shape.sequence, run_size.flops
     requested = config.train.batch_tokens
@@ -247,14 +260,12 @@ def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int
                 f"train.batch_tokens = {requested} is less than one sequence of {sequence} tokens; "
                 f"choose at least {sequence}, or a shorter train.sequence"
             )
-        if requested % sequence:
-            why.append(f"batch {requested // sequence * sequence} tokens: the whole sequences in {requested}")
-        return requested // sequence
+        whole = f"batch {requested // sequence * sequence} tokens: the whole sequences in {requested}"
+        return Derived(value=requested // sequence, reasons=(whole,) if requested % sequence else ())
     usual = scaling_rules.usual_batch_tokens(flops)
     least = usual if run_size.budget.unit == "steps" else scaling_rules.short_run_batch_tokens(run_size.tokens)
     sequences = scaling_rules.divisible_batch(min(usual, least) / sequence)
     reason = f"suits {power_of_ten(flops)} training FLOPs (DeepSeek LLM 2024)"
     if least < usual:
         reason = f"small, so that a short run has some {scaling_rules.LEAST_STEPS_OF_A_RUN:,} steps"
-    why.append(f"batch {sequences * sequence} tokens: {reason}")
-    return sequences
+    return Derived(value=sequences, reasons=(f"batch {sequences * sequence} tokens: {reason}",))

@@ -7,6 +7,7 @@ from math import ceil
 from plait.data.samples.sizes import CorpusSizes, Overlong
 from plait.errors import PlaitError
 from plait.planner.derive import scaling_rules
+from plait.planner.derive.derived import Derived
 from plait.recipe.schema import RunConfig
 from plait.units import counted, format_count
 
@@ -20,39 +21,39 @@ FULL_SHARE = 0.95
 
 
 def stream_sequence(
-    config: RunConfig, parameters: int, tokens: tuple[int, int], why: list[str], longest_of_model: int | None
-) -> int:
-    """For a stream of text: the usual length, or all that the text or the model allows. `tokens` are those of training,
-    and those of the longest window. Raises PlaitError for a longer one."""
-    requested, (train_tokens, longest) = config.train.sequence, tokens
+    config: RunConfig, parameters: int, *, train_tokens: int, longest: int, longest_of_model: int | None
+) -> Derived[int]:
+    """For a stream of text: the usual length, or all that the text (`longest`) or the model allows. Raises PlaitError
+    for a longer one."""
+    requested = config.train.sequence
     if requested != "auto":
         if requested > longest:
             raise PlaitError(
                 f"train.sequence = {requested} is longer than the data allow ({format_count(train_tokens)} "
                 f"training tokens); choose at most {longest}"
             )
-        return requested
+        return Derived(value=requested)
     usual = scaling_rules.usual_sequence_length(parameters)
     if longest_of_model is not None and longest_of_model < min(usual, longest):
-        why.append(f"sequence {longest_of_model}: the longest that the model was made for")
-        return longest_of_model
+        reason = f"sequence {longest_of_model}: the longest that the model was made for"
+        return Derived(value=longest_of_model, reasons=(reason,))
     sequence = usual if usual <= longest else max(2, longest // 16 * 16 or longest)
-    why.append(f"sequence {sequence}: " + ("usual for this size" if sequence == usual else "all that the data allow"))
-    return sequence
+    reason = f"sequence {sequence}: {'usual for this size' if sequence == usual else 'all that the data allow'}"
+    return Derived(value=sequence, reasons=(reason,))
 
 
 def example_sequence(
     config: RunConfig,
     parameters: int,
     sizes: CorpusSizes,
-    why: list[str],
+    *,
     longest_of_model: int | None,
     step_tokens: float | None,
-) -> int:
+) -> Derived[int]:
     """For whole examples: the usual length, longer where the longest example needs it, shorter where a step of
     `step_tokens` (None: not known yet) would have few windows. Raises PlaitError for examples that do not fit, unless
     the recipe says what becomes of them."""
-    requested, overlong = config.train.sequence, config.data.overlong
+    requested, overlong, why = config.train.sequence, config.data.overlong, list[str]()
     usual = scaling_rules.usual_sequence_length(parameters)
     needed = usual if overlong != "refuse" else max(usual, _rounded_up(sizes.longest_example))
     sequence = longest = min(needed, longest_of_model or needed) if requested == "auto" else requested
@@ -71,7 +72,7 @@ def example_sequence(
     if packed.overlong:
         what = "left out" if overlong == "drop" else "cut at a window's end"
         why.append(f"{counted(packed.overlong, sizes.unit)} of more than {sequence} tokens {what} (data.overlong)")
-    return sequence
+    return Derived(value=sequence, reasons=tuple(why))
 
 
 def _shorter_window(sizes: CorpusSizes, longest: int, step_tokens: float, overlong: Overlong) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from plait.errors import PlaitError
 from plait.partition.execution import MatmulBackend, MatmulPrecision, Precision, RunArithmetic
+from plait.planner.derive.derived import Derived
 from plait.planner.derive.finetuning import finetuning_batch
 from plait.planner.derive.hyperparameters import documents_mode, optimizer_plan
 from plait.planner.derive.intervals import steps_in_budget
@@ -58,51 +59,56 @@ class DerivedJob:
 
 def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> SizedJob:
     """What a recipe trains, each choice with its reason; raises PlaitError for what cannot work."""
-    why: list[str] = []
-    scale = derive_run_size(config, corpus, rate, why)
+    size = derive_run_size(config, corpus, rate)
+    scale, doubts = size.value, tuple[str, ...]()
     sequence, method = scale.shape.sequence, config.finetune.method
     if method != "auto" and config.train.batch_tokens == "auto":
-        batch = finetuning_batch(method, config.finetune.objective, sequence, corpus, why)
+        batch = finetuning_batch(method, config.finetune.objective, sequence, corpus)
     else:
-        batch = batch_sequences(config, scale, why)
-        check_batch_against_text(config, corpus, why)
-    training_why: list[str] = []
+        batch, doubts = batch_sequences(config, scale), batch_doubts(config, corpus)
+    optimizer = optimizer_plan(config, scale.flops, batch.value * sequence, corpus.base)
+    documents = documents_mode(config, corpus, sequence)
     job = TrainingJob(
         shape=scale.shape,
         sequence=sequence,
-        batch_sequences=batch,
+        batch_sequences=batch.value,
         budget=scale.budget,
-        steps=steps_in_budget(scale.budget, batch * sequence, step_s=None),
-        optimizer=optimizer_plan(config, scale.flops, batch * sequence, training_why, corpus.base),
+        steps=steps_in_budget(scale.budget, batch.value * sequence, step_s=None),
+        optimizer=optimizer.value,
         base=corpus.base.folder if corpus.base else "",
         base_fingerprint=corpus.base.fingerprint if corpus.base else "",
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
-        documents=documents_mode(config, corpus, sequence, training_why),
+        documents=documents.value,
         choices=config.report.choices or "",
     )
-    return SizedJob(job=job, rate=rate, reasons=tuple(why), training_reasons=tuple(training_why))
+    return SizedJob(
+        job=job,
+        rate=rate,
+        reasons=(*size.reasons, *batch.reasons, *doubts),
+        training_reasons=(*optimizer.reasons, *documents.reasons),
+    )
 
 
 def new_job(config: RunConfig, resources: Resources, sized: SizedJob) -> DerivedJob:
     """A job with the arithmetic that suits these machines; raises PlaitError for what they do not have."""
     doubt = [f"{WARNING}{resources.peak_doubt}"] if resources.peak_doubt else []
-    why: list[str] = []
-    precision = precision_of(config, resources, why)
-    why += resources.arithmetic.reasons if resources.arithmetic else ()
+    precision = precision_of(config, resources)
+    products = matmul_precision_of(precision.value, resources)
+    measured = resources.arithmetic.reasons if resources.arithmetic else ()
     arithmetic = RunArithmetic(
-        precision=precision,
+        precision=precision.value,
         compile="off",
         gradient_transfer=config.train.gradient_transfer,
         stage_transfer=config.train.stage_transfer,
         deterministic=config.train.deterministic or resources.machine.device == "cpu",
-        matmul_precision=matmul_precision_of(precision, resources, why),
+        matmul_precision=products.value,
         matmul_backend=matmul_backend_of(config, resources),
     )
     return DerivedJob(
         job=sized.job,
         arithmetic=_as_measured(arithmetic, resources),
-        reasons=(*doubt, *sized.reasons, *why),
+        reasons=(*doubt, *sized.reasons, *precision.reasons, *measured, *products.reasons),
         training_reasons=sized.training_reasons,
     )
 
@@ -132,21 +138,21 @@ def _as_measured(arithmetic: RunArithmetic, resources: Resources) -> RunArithmet
     )
 
 
-def check_batch_against_text(config: RunConfig, corpus: CorpusFacts, why: list[str]) -> None:
-    """Say where a recipe's step reads all of the text, and more than once; raises PlaitError where it does so over and
+def batch_doubts(config: RunConfig, corpus: CorpusFacts) -> tuple[str, ...]:
+    """A warning where a recipe's step reads all of the text more than once; raises PlaitError where it does so over and
     over, as a slip of some zeros makes it."""
     requested, there = config.train.batch_tokens, max(1, corpus.train_tokens)
     if requested == "auto" or requested <= there:
-        return
+        return ()
     often = f"train.batch_tokens = {requested} reads all {counted(there, 'token', ',')} of the text"
     if requested > READINGS_PER_STEP_AT_MOST * there:
         raise PlaitError(
             f"{often} {requested // there:,} times in each step; choose at most {there}, or give more text"
         )
-    why.append(f"{WARNING}{often} {requested / there:.1f} times in each step")
+    return (f"{WARNING}{often} {requested / there:.1f} times in each step",)
 
 
-def precision_of(config: RunConfig, resources: Resources, why: list[str]) -> Precision:
+def precision_of(config: RunConfig, resources: Resources) -> Derived[Precision]:
     """The arithmetic that a recipe names, else the fast one of the devices; raises PlaitError for bf16 on devices that
     have none."""
     named = config.train.precision
@@ -154,17 +160,17 @@ def precision_of(config: RunConfig, resources: Resources, why: list[str]) -> Pre
     if named == "bf16" and lacking:
         raise PlaitError(f'{lacking} has no bf16 arithmetic; write train.precision = "float32"')
     if named != "auto":
-        return named
+        return Derived(value=named)
     if resources.machine.device == "cpu":
         if resources.arithmetic:
-            return resources.arithmetic.precision
-        why.append("precision float32, unless plait train finds a step much faster in bf16 on the processor")
-        return "float32"
+            return Derived(value=resources.arithmetic.precision)
+        reason = "precision float32, unless plait train finds a step much faster in bf16 on the processor"
+        return Derived(value="float32", reasons=(reason,))
     if lacking:
-        why.append(f"precision float32: {lacking} has no bf16 arithmetic, and plait does not train in fp16 yet")
-        return "float32"
-    why.append("precision bf16 with float32 master weights: these devices' fast arithmetic")
-    return "bf16"
+        reason = f"precision float32: {lacking} has no bf16 arithmetic, and plait does not train in fp16 yet"
+        return Derived(value="float32", reasons=(reason,))
+    reason = "precision bf16 with float32 master weights: these devices' fast arithmetic"
+    return Derived(value="bf16", reasons=(reason,))
 
 
 def matmul_backend_of(config: RunConfig, resources: Resources) -> MatmulBackend:
@@ -175,19 +181,19 @@ def matmul_backend_of(config: RunConfig, resources: Resources) -> MatmulBackend:
     return "default" if named == "auto" or resources.machine.device != "cpu" else named
 
 
-def matmul_precision_of(precision: Precision, resources: Resources, why: list[str]) -> MatmulPrecision:
+def matmul_precision_of(precision: Precision, resources: Resources) -> Derived[MatmulPrecision]:
     """TF32 for float32 products where all devices are NVIDIA's and have it."""
     devices = resources.known_devices
     if precision != "float32" or resources.machine.device == "cpu" or not devices or _lacking(resources, "tf32"):
-        return "float32"
+        return Derived(value="float32")
     if any(device.vendor != "NVIDIA" for device in devices):
-        return "float32"
+        return Derived(value="float32")
     gain = min(device.flops("tf32") / device.flops("float32") for device in devices)
-    why.append(
+    reason = (
         "products in TF32 (factors rounded to 10 bits of mantissa, all else in float32): "
         f"{gain:.0f} times the peak of float32 products on these devices"
     )
-    return "tf32"
+    return Derived(value="tf32", reasons=(reason,))
 
 
 def _lacking(resources: Resources, precision: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -118,12 +117,6 @@ def _by_owner(owners: Sequence[_Owner], several: bool) -> str:
         for owner in owners
     )
     return f"shares of each batch, by the speed of the devices: {text}"
-
-
-def micro_sequences_values(found: Search, index: int) -> dict[str, Any]:
-    """Sequences at a time, for programs: as a plan has them."""
-    limits = found.micro_sequences(index)
-    return {"micro_sequences": max(limits), "micro_limits": limits if len(limits) > 1 else ()}
 
 
 def memory_limit_lines(found: Search, index: int) -> list[str]:

@@ -14,7 +14,7 @@ from plait.planner.derive.micro_batch import (
     micro_sequences_to_try,
     usual_micro_sequences,
 )
-from plait.planner.explain.fit_suggestions import error_with_suggestions
+from plait.planner.explain.changes import error_with_suggestions
 from plait.planner.explain.unequal_devices import unequal_shares_of
 from plait.planner.heterogeneous.batch_shares import equal_shares
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES

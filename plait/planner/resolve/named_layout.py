@@ -15,7 +15,7 @@ from plait.planner.derive.model_size import (
     batch_sequences,
     derive_run_size,
 )
-from plait.planner.derive.training_job import check_batch_against_text
+from plait.planner.derive.training_job import batch_doubts
 from plait.planner.search.constraints import Constraints
 from plait.planner.search.validity import balanced_stages, check_layout, check_shares
 from plait.recipe.schema import RunConfig
@@ -103,14 +103,14 @@ def constraints_of(config: RunConfig, shape: ModelShape, batch_sequences: int) -
 def refuse_unfit_names(config: RunConfig, corpus: CorpusFacts) -> None:
     """Raise PlaitError where model, batch and layout do not fit each other, as far as the recipe names them: known
     before any machine is measured."""
-    check_batch_against_text(config, corpus, [])
+    batch_doubts(config, corpus)
     model = config.model
     if corpus.base is None and model.size == "auto" and "auto" in (model.layers, model.width):
         return
     unmeasured = TrainingRate(flops_per_s=GUESSED_PEAK_FLOPS, source="assumed")
-    size = derive_run_size(config, corpus, unmeasured, [])
+    size = derive_run_size(config, corpus, unmeasured).value
     if config.train.batch_tokens != "auto":
-        constraints_of(config, size.shape, batch_sequences(config, size, []))
+        constraints_of(config, size.shape, batch_sequences(config, size).value)
 
 
 def open_constraints(config: RunConfig) -> Constraints:

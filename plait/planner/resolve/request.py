@@ -17,6 +17,7 @@ from plait.partition.execution import RunArithmetic
 from plait.planner.calibration.factors import ForecastBasis
 from plait.planner.derive.arithmetic import arithmetic_name
 from plait.planner.derive.compile_mode import compile_of
+from plait.planner.derive.derived import Derived
 from plait.planner.derive.intervals import balance_every_steps
 from plait.planner.derive.model_size import CorpusFacts, TrainingRate
 from plait.planner.derive.resources import STAND_IN, ProbeNeed, Resources
@@ -99,11 +100,12 @@ def request_of(
         rate = rate or rate_before_pricing(resources)
         sized = begun if begun and begun.holds_at(rate) else size_job(config, corpus, rate)
         derived = new_job(config, resources, sized)
-    job, notes = derived.job, list(derived.reasons)
+    job = derived.job
     constraints = constraints_of(config, job.shape, job.batch_sequences)
     check_named_workers(resources, constraints.degrees)
-    notes += named_workers_lines(resources)
-    arithmetic = replace(derived.arithmetic, compile=compile_of(config, resources.machines, notes))
+    compiled = compile_of(config, resources.machines)
+    notes = [*derived.reasons, *named_workers_lines(resources), *compiled.reasons]
+    arithmetic = replace(derived.arithmetic, compile=compiled.value)
     resources = resources.probed(
         ProbeNeed(
             shape=job.shape,
@@ -123,7 +125,10 @@ def request_of(
     calibration = resources.load_calibration(name, basis)
     if not resources.has_known_devices:
         notes.append(f"{resources.machine.name} is not in plait's catalogue: laid out as an {STAND_IN} with its memory")
-    counts = [_named_count(resources, constraints.degrees, notes)] if constraints.degrees else resources.worker_counts()
+    counts = resources.worker_counts()
+    if constraints.degrees:
+        count = _named_count(resources, constraints.degrees)
+        counts, notes = [count.value], [*notes, *count.reasons]
     return Request(
         job=job,
         arithmetic=arithmetic,
@@ -153,7 +158,7 @@ def _options(resources: Resources, counts: Sequence[int]) -> tuple[WorkerOption,
     )
 
 
-def _named_count(resources: Resources, named: Layout, notes: list[str]) -> int:
+def _named_count(resources: Resources, named: Layout) -> Derived[int]:
     machine, fixed, count = resources.machine, resources.fixed_workers, named.world_size
     if fixed and fixed.workers != count:
         raise PlaitError(
@@ -163,7 +168,8 @@ def _named_count(resources: Resources, named: Layout, notes: list[str]) -> int:
     if not fixed and resources.is_here:
         check_devices(named, machine)
         if machine.device == "cpu" and count > machine.cores:
-            notes.append(
+            turns = (
                 f"{counted(count, 'worker')} on {counted(machine.cores, 'core')}: as asked, though they will take turns"
             )
-    return count
+            return Derived(value=count, reasons=(turns,))
+    return Derived(value=count)
