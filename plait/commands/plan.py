@@ -20,7 +20,7 @@ from plait.planner.report.page import page_html, plotly_script
 from plait.planner.report.report import PlanReport, with_measured_step
 from plait.planner.report.report_json import report_values
 from plait.planner.report.text import comparison_table
-from plait.planner.resolve.named_workers import named_workers
+from plait.planner.resolve.named import named_workers
 from plait.planner.search.complexity import complexity_table
 from plait.probing.survey import resources_of, resources_on_paper, survey_machine
 from plait.recipe.load import load_recipe

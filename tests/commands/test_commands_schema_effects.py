@@ -22,10 +22,10 @@ from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
 from plait.parallel.sharded_model import unsharded
-from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
+from plait.planner.derive.training_job import compile_of
 from plait.planner.plan import Plan
-from plait.planner.resolve.named_workers import named_workers
+from plait.planner.resolve.named import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
 from plait.trainer.assemble import pair_losses_of
 from plait.working_folder import CURRENT_FOLDER

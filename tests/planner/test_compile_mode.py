@@ -19,10 +19,9 @@ from plait.model.init import initialize
 from plait.model.shape import ModelShape, parameter_count
 from plait.parallel.sharded_model import WHOLE_VOCABULARY
 from plait.planner.calibration.constants import constant_fields
-from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.resources import Resources
-from plait.planner.derive.training_job import precision_of
+from plait.planner.derive.training_job import compile_of, precision_of
 from plait.trainer import loss
 from plait.trainer.score_passes import FusedPasses, InPlacePasses, LocalTargets, ScorePasses
 from tests.planner.machines import LAPTOP, ONE_H100, WEB, planned, recipe

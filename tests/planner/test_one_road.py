@@ -158,6 +158,6 @@ def test_nothing_keeps_degrees_in_a_mapping() -> None:
     assert makers <= {
         "layout.py",
         "planner/problem/candidates.py",
-        "planner/resolve/named_layout.py",
+        "planner/resolve/named.py",
         "planner/report/report_json.py",
     }, makers

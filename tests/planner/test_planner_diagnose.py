@@ -30,7 +30,7 @@ from plait.planner.report.diagnosis import (
     verdict_text,
     waited_s,
 )
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.search import search
 from plait.planner.step_time.cost_inputs import CostInputs

@@ -15,7 +15,7 @@ from plait.planner.explain.choice import limits
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.report.report import memory_text
 from plait.planner.resolve.constrained_search import constrained_search
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.feasibility import DoesNotFit, sparing_budget
 from plait.planner.search.found import Search
 from plait.planner.search.model_error import memory_error

@@ -25,8 +25,8 @@ from plait.planner.report.bars import (
 )
 from plait.planner.report.figures import time_words
 from plait.planner.report.layout_map import DOTS_DRAWN, SLOWEST_DRAWN, Dot, LayoutMap, layout_map, map_caption
-from plait.planner.search.constraints import Constraints
 from plait.planner.search.cost_breakdown import message_seconds, time_items
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kind_text, layout_text
 from plait.planner.search.search import search

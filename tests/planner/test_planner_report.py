@@ -28,7 +28,7 @@ from plait.planner.explain.compared_layouts import runners_up, runners_up_lines
 from plait.planner.explain.glossary import GLOSSARY, glossary_text
 from plait.planner.report.report import PlanReport
 from plait.planner.report.report_json import report_values
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.feasibility import DoesNotFit
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kinds_of

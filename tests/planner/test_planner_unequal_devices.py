@@ -38,8 +38,8 @@ from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.report.report import layout_figures
 from plait.planner.resolve.resolve import draft, settle
 from plait.planner.search import layout_cost
-from plait.planner.search.constraints import Constraints
 from plait.planner.search.cost_breakdown import memory_items
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import closed_form_step_time, step_seconds, step_time_of
 from plait.planner.search.search import CROSSES_HOSTS, search

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from plait.commands.verifying.gradient_check import check_gradients, summation_order_noise
 from plait.commands.verifying.small_model import plan_for_device
-from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.resources import Resources
-from plait.planner.derive.training_job import matmul_backend_of, matmul_precision_of, precision_of
+from plait.planner.derive.training_job import compile_of, matmul_backend_of, matmul_precision_of, precision_of
 from plait.planner.plan import Plan
 from plait.proof import FLOAT32_TOLERANCES, Verdict
 from plait.recipe.schema import RunConfig

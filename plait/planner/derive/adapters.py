@@ -11,7 +11,7 @@ from plait.model.adapter_shape import AdapterShape, AdapterTarget
 from plait.model.shape import ModelShape, linear_layers, parameter_count
 from plait.model.weights import describe_weights, trained_parameter_count
 from plait.planner.derive.derived import Derived
-from plait.planner.derive.finetuning_rules import (
+from plait.planner.derive.published_rules import (
     BITS_PER_WEIGHT,
     LARGEST_RANK,
     LEAST_RANK,

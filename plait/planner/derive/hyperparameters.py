@@ -1,16 +1,25 @@
-"""The numbers of training that a recipe leaves open: the optimizer's, the warm-up, and whether documents are masked."""
+"""The numbers of training that a recipe leaves open: the optimizer's, the warm-up, whether documents are masked, and
+the batch where a trained model is tuned."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from plait.errors import PlaitError
-from plait.planner.derive import scaling_rules
+from plait.planner.derive import published_rules
 from plait.planner.derive.derived import Derived
-from plait.planner.derive.finetuning import finetuning_optimizer, finetuning_warmup
-from plait.planner.derive.finetuning_rules import FULL_LR
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
+from plait.planner.derive.published_rules import (
+    EXAMPLES_PER_STEP,
+    FULL_LR,
+    LORA_LR_OVER_FULL,
+    examples_batch_tokens,
+    finetuning_lr,
+    finetuning_warmup_steps,
+)
 from plait.planner.plan import WARNING, OptimizerPlan
+from plait.recipe.finetune import FinetuneMethod, FinetuneObjective
 from plait.recipe.schema import OptimizerSection, RunConfig
 from plait.units import counted, format_count, power_of_ten, times_text
 
@@ -80,8 +89,8 @@ def momentum_of(requested: OptimizerSection) -> float:
 
 
 def _adamw_lr(requested: float | Literal["auto"], flops: float, batch_tokens: int) -> Derived[float]:
-    usual = scaling_rules.usual_batch_tokens(flops)
-    published = scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
+    usual = published_rules.usual_batch_tokens(flops)
+    published = published_rules.lr_for_batch(published_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
     if requested == "auto":
         lr = float(f"{published:.3g}")
         rule = f"for {power_of_ten(flops)} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)"
@@ -104,7 +113,7 @@ def warmup_steps(config: RunConfig, steps: int) -> Derived[int]:
     requested = config.optimizer.warmup_steps
     if requested != "auto":
         return Derived(value=requested)
-    warmup = scaling_rules.usual_warmup_steps(steps)
+    warmup = published_rules.usual_warmup_steps(steps)
     rule = "half of this short run" if warmup == steps // 2 else "a twentieth of the run, 10 to 2,000 steps"
     reason = f"warm-up {counted(warmup, 'step')}: {rule} (after Goyal 2017)"
     return Derived(value=warmup, reasons=(reason,) if warmup else ())
@@ -124,3 +133,56 @@ def documents_mode(config: RunConfig, corpus: CorpusFacts, sequence: int) -> Der
     if mean < 8 * sequence:
         return Derived(value="mask", reasons=(f"attention stays inside documents: {text}",))
     return Derived(value="join", reasons=(f"documents are joined: {text}, few windows hold two",))
+
+
+def finetuning_batch(
+    method: FinetuneMethod, objective: FinetuneObjective, sequence: int, corpus: CorpusFacts
+) -> Derived[int]:
+    """Sequences of a step: as many as hold the usual number of examples."""
+    mean = corpus.tokens_per_document
+    tokens = examples_batch_tokens(method, min(mean, sequence))
+    sequences = published_rules.divisible_batch(tokens / sequence)
+    usual = "as Llama 2 was tuned" if objective == "sft" else "Rafailov 2023"
+    source = usual if method == "full" else "LoRA bears large batches less well, Schulman 2025"
+    what = "examples" if objective == "sft" else "pairs"
+    reason = (
+        f"batch {sequences * sequence} tokens: about {max(sequences, round(sequences * sequence / mean))} {what} of "
+        f"{format_count(mean)} tokens, {EXAMPLES_PER_STEP[method]} are usual ({source})"
+    )
+    return Derived(value=sequences, reasons=(reason,))
+
+
+def finetuning_optimizer(method: FinetuneMethod, plan: OptimizerPlan, config: RunConfig) -> Derived[OptimizerPlan]:
+    """The optimizer's numbers with the usual learning rate and weight decay of fine-tuning where a recipe leaves them
+    open."""
+    objective, why = config.finetune.objective, list[str]()
+    if objective == "dpo":
+        why.append(
+            f"DPO with beta {config.finetune.beta:g}: answers are compared with what the model gave before; that takes "
+            "one forward pass over all pairs before the first step, and is kept beside the prepared data"
+        )
+    requested, lr = config.optimizer, finetuning_lr(method, objective)
+    if requested.kind == "adamw" and requested.lr == "auto":
+        whole = "that of Llama 2, tuned whole" if objective == "sft" else "DPO's for all weights (Rafailov 2023)"
+        among = "Schulman 2025, Dettmers 2023" if objective == "sft" else "Rafailov 2023, Schulman 2025"
+        times = f"{LORA_LR_OVER_FULL} times that of full fine-tuning ({among})"
+        why.append(f"peak learning rate {lr:g}: {whole if method == 'full' else times}")
+        plan = replace(plan, lr=lr)
+    if requested.weight_decay == "auto" and (method == "lora" or objective == "dpo"):
+        small = "adapters are small already (Dettmers 2023)"
+        why.append(
+            f"no weight decay: {small if method == 'lora' else 'the reference holds the weights (Lambert 2024)'}"
+        )
+        plan = replace(plan, weight_decay=0.0)
+    return Derived(value=plan, reasons=tuple(why))
+
+
+def finetuning_warmup(config: RunConfig, steps: int) -> Derived[int]:
+    """Steps over which the learning rate rises."""
+    if config.optimizer.warmup_steps != "auto":
+        return Derived(value=config.optimizer.warmup_steps)
+    warmup = finetuning_warmup_steps(steps, config.finetune.objective)
+    usual = "3 % of the run, 10 steps or more (Taori 2023)"
+    pairs = "a tenth of the run, 10 to 150 steps (Lambert 2024, Rafailov 2023)"
+    reason = f"warm-up {counted(warmup, 'step')}: {usual if config.finetune.objective == 'sft' else pairs}"
+    return Derived(value=warmup, reasons=(reason,))

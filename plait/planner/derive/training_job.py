@@ -1,19 +1,21 @@
-"""From a recipe, a text and machines to the job: what a run computes, whatever its layout."""
+"""From a recipe, a text and machines to the job: what a run computes and in which arithmetic, whatever its layout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from plait.errors import PlaitError
-from plait.partition.execution import MatmulBackend, MatmulPrecision, Precision, RunArithmetic
+from plait.machines.machine import Machine
+from plait.partition.execution import Compile, MatmulBackend, MatmulPrecision, Precision, RunArithmetic
+from plait.planner.derive import published_rules
 from plait.planner.derive.derived import Derived
-from plait.planner.derive.finetuning import finetuning_batch
-from plait.planner.derive.hyperparameters import documents_mode, optimizer_plan
+from plait.planner.derive.hyperparameters import documents_mode, finetuning_batch, optimizer_plan
 from plait.planner.derive.intervals import steps_in_budget
 from plait.planner.derive.model_size import (
+    GUESSED_PEAK_FLOPS,
     CorpusFacts,
     TrainingRate,
-    assumed_rate,
     batch_sequences,
     derive_run_size,
 )
@@ -44,17 +46,6 @@ class SizedJob:
     def holds_at(self, rate: TrainingRate) -> bool:
         """Whether the job would be the same at another rate: only a budget of time depends on it."""
         return self.job.budget.unit != "seconds" or rate == self.rate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DerivedJob:
-    """What a recipe comes to on some machines: the job, the arithmetic it computes in, and the reasons for both."""
-
-    job: TrainingJob
-    arithmetic: RunArithmetic
-    """Layers are not compiled yet: see compile_of."""
-    reasons: tuple[str, ...] = ()
-    training_reasons: tuple[str, ...] = ()
 
 
 def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> SizedJob:
@@ -90,9 +81,9 @@ def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> Size
     )
 
 
-def new_job(config: RunConfig, resources: Resources, sized: SizedJob) -> DerivedJob:
-    """A job with the arithmetic that suits these machines; raises PlaitError for what they do not have."""
-    doubt = [f"{WARNING}{resources.peak_doubt}"] if resources.peak_doubt else []
+def run_arithmetic(config: RunConfig, resources: Resources) -> Derived[RunArithmetic]:
+    """The arithmetic that suits these machines, layers not compiled yet (compile_of); raises PlaitError for what they
+    do not have."""
     precision = precision_of(config, resources)
     products = matmul_precision_of(precision.value, resources)
     measured = resources.arithmetic.reasons if resources.arithmetic else ()
@@ -105,24 +96,21 @@ def new_job(config: RunConfig, resources: Resources, sized: SizedJob) -> Derived
         matmul_precision=products.value,
         matmul_backend=matmul_backend_of(config, resources),
     )
-    return DerivedJob(
-        job=sized.job,
-        arithmetic=_as_measured(arithmetic, resources),
-        reasons=(*doubt, *sized.reasons, *precision.reasons, *measured, *products.reasons),
-        training_reasons=sized.training_reasons,
+    return Derived(
+        value=_as_measured(arithmetic, resources), reasons=(*precision.reasons, *measured, *products.reasons)
     )
 
 
 def rate_before_pricing(resources: Resources) -> TrainingRate:
-    """How fast these machines may train before any layout was priced."""
-    return assumed_rate(resources.machine, resources.peak_flops)
+    """How fast these machines may train before any layout was priced: a usual share of the arithmetic peak."""
+    peak = resources.peak_flops or GUESSED_PEAK_FLOPS * resources.machine.devices
+    return TrainingRate(flops_per_s=published_rules.EXPECTED_MFU * peak, source="assumed")
 
 
-def job_of_plan(plan: Plan, corpus: CorpusFacts, resources: Resources) -> DerivedJob:
-    """What a run computes that was begun elsewhere, or with another budget, whatever would be chosen today: of its
-    arithmetic only what processors were measured for may change."""
-    arithmetic = replace(plan.arithmetic, host_backends={}, matmul_flops=None, matmul_error=None)
-    return DerivedJob(job=replace(plan.job, corpus=corpus.folder), arithmetic=_as_measured(arithmetic, resources))
+def arithmetic_of_plan(plan: Plan, resources: Resources) -> RunArithmetic:
+    """The arithmetic of a run that was begun elsewhere, or with another budget, whatever would be chosen today: only
+    what processors were measured for may change."""
+    return _as_measured(replace(plan.arithmetic, host_backends={}, matmul_flops=None, matmul_error=None), resources)
 
 
 def _as_measured(arithmetic: RunArithmetic, resources: Resources) -> RunArithmetic:
@@ -217,3 +205,34 @@ def workload_of_job(
     if (measured := resources.load_expert_load(job.shape.mixture)) is not None:
         return replace(whole, expert_load=measured, expert_load_from="measured")
     return replace(whole, expert_load=assumed_load(job.shape.mixture), expert_load_from=balanced_by(job.shape.mixture))
+
+
+def compile_of(config: RunConfig, machines: Sequence[Machine]) -> Derived[Compile]:
+    """What the recipe names, else compiled on GPUs where that can work on all hosts; raises PlaitError where it cannot
+    and is asked for. `machines` are those of the hosts, the leader's first."""
+    named = config.train.compile
+    if machines[0].device == "cpu":
+        if named == "on":
+            raise PlaitError(
+                'train.compile = "on" is for GPUs, and this run is on the processor; write "auto" or "off"'
+            )
+        return Derived(value="off")
+    where, reason = _where_not_compiled(machines)
+    if named == "on" and reason:
+        raise PlaitError(f'layers cannot be compiled {where}: {reason}; or write train.compile = "auto"')
+    if named == "off":
+        return Derived(value="off", reasons=('layers are not compiled: train.compile = "off"',))
+    if reason:
+        place = "" if where == "here" else f"{where}, "
+        slower = f"{WARNING}layers are not compiled, and steps take longer: {place}{reason}"
+        return Derived(value="off", reasons=(slower,))
+    return Derived(value="blocks")
+
+
+def _where_not_compiled(machines: Sequence[Machine]) -> tuple[str, str]:
+    """The first host on which layers cannot be compiled, in words, and the reason; the reason is empty where they can
+    be on all."""
+    for host, machine in enumerate(machines):
+        if machine.uncompiled:
+            return "here" if host == 0 else f"on host {host}", machine.uncompiled
+    return "here", ""

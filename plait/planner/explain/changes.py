@@ -17,7 +17,7 @@ from plait.model.sizes import MODEL_SIZES, named_shape
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload, workload_of
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.feasibility import DoesNotFit
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import filled_batches

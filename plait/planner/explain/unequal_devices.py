@@ -12,7 +12,7 @@ from plait.planner.heterogeneous.batch_shares import equal_shares
 from plait.planner.heterogeneous.device_speeds import DeviceSpeeds
 from plait.planner.heterogeneous.host_permutations import has_unequal_links
 from plait.planner.search.found import Search
-from plait.planner.search.host_order import may_reorder_hosts, with_better_first_host
+from plait.planner.search.host_choice import may_reorder_hosts, with_better_first_host
 from plait.planner.search.layout_cost import step_seconds, step_time_of
 from plait.units import as_long_text, compared_text, counted, format_bytes, format_duration, times_slower_text
 

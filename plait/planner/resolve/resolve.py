@@ -5,6 +5,7 @@ Pure. `draft` decides all but the layout among several and, for a time budget, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -12,6 +13,13 @@ from typing import Literal
 
 from plait.model.shape import parameter_count
 from plait.model.weights import training_flops_per_token
+from plait.planner.calibration.factors import (
+    LEAST_MESSAGE_SHARE_TO_LEARN,
+    MEASURED_STEP_ERROR,
+    Calibration,
+    with_calibration,
+    without_calibration,
+)
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.hyperparameters import warmup_steps
 from plait.planner.derive.intervals import (
@@ -21,14 +29,13 @@ from plait.planner.derive.intervals import (
     report_every_steps,
     steps_in_budget,
 )
-from plait.planner.derive.micro_batch import usual_micro_sequences
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources
 from plait.planner.derive.training_job import SizedJob
 from plait.planner.memory.state_copies import with_copies_reasoned
-from plait.planner.plan import Cadence, Machines, Plan
-from plait.planner.resolve.forecast_update import updated_forecast
-from plait.planner.resolve.named_workers import with_named_workers
+from plait.planner.plan import Cadence, Forecast, Machines, Plan
+from plait.planner.resolve.constrained_search import usual_micro_sequences
+from plait.planner.resolve.named import with_named_workers
 from plait.planner.resolve.request import Request, request_of
 from plait.planner.resolve.worker_layouts import (
     MEASURED_TOLERANCE,
@@ -263,4 +270,36 @@ def plan_summary(plan: Plan) -> str:
         f"{shape.width}, {counted(shape.heads, 'head')}, vocabulary {shape.vocabulary}), "
         f"{counted(plan.job.steps, 'step')} of {plan.job.batch_sequences} × {plan.job.sequence} "
         f"tokens, {format_si(training_flops_per_token(shape, plan.job.sequence, 'full'), 'FLOP')} a token"
+    )
+
+
+def updated_forecast(forecast: Forecast, runs: Calibration, step_s: float | None) -> Forecast:
+    """The forecast with the factors of `runs` and, where a step was timed (`step_s`), scaled to it.
+
+    See note [steps that were timed before the run] in calibration/factors.py. Forecasts without items, of earlier
+    versions, stay as they are.
+    """
+    if forecast.items is None:
+        return forecast
+    said, before, now = (
+        without_calibration(forecast.items, forecast.calibration),
+        forecast.calibration,
+        replace(runs, timed=1.0),
+    )
+    measured = step_s if forecast.basis == "formulas" else None
+    if measured is not None:
+        now = replace(now, timed=measured / with_calibration(said, now).step_s)
+    if math.isclose(now.timed, before.timed) and replace(now, timed=before.timed) == before:
+        return forecast  # removing and reapplying the same factor would only add rounding errors
+    items, alone_s = with_calibration(said, now), forecast.one_device_step_s
+    moved = now.compute / before.compute
+    if items.messages_s + items.within_s + items.bubble_s <= LEAST_MESSAGE_SHARE_TO_LEARN * items.step_s:
+        moved *= now.timed / before.timed  # nearly all is computing, which one device alone does, too
+    return replace(
+        forecast,
+        step_s=items.step_s,
+        items=items,
+        calibration=now,
+        one_device_step_s=None if alone_s is None else alone_s * moved,
+        error=forecast.error if measured is None else min(MEASURED_STEP_ERROR, forecast.error),
     )

@@ -1,13 +1,14 @@
-"""Every layout that a number of devices allows for a workload: as candidates, or counted by the reason against them."""
+"""Every layout that a number of devices allows for a workload, within what a recipe has settled: as candidates, or
+counted by the reason against them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from math import ceil
+from math import ceil, gcd
 
 import numpy as np
 
@@ -16,9 +17,43 @@ from plait.layout import Layout, conflict_sentence
 from plait.planner.problem.candidates import CANDIDATE_COLUMNS, RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SendModel, SoftwareProfile
 from plait.planner.problem.workload import Workload
-from plait.planner.search.constraints import Constraints
-from plait.planner.search.expert_groups import experts_and_ranks, shares_out_experts
 from plait.units import counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """The part of a layout that a person has named; whatever is not named here is for the search to choose."""
+
+    degrees: Layout | None = None
+    """The degrees of all axes, of which only the degrees count; None where the search is free to choose them."""
+    knobs: Mapping[str, int | str] = field(default_factory=dict)
+    """Named values of other columns of `Candidates`: virtual, schedule, recompute, shard_what, micro_sequences,
+    expert."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage of the named pipeline, as validity.check_layout accepts them; they settle how many stages a
+    rank holds, too."""
+    shares: tuple[int, ...] = ()
+    """Sequences per step of each data-parallel rank, as validity.check_shares accepts them."""
+    micro_sequences_exactly: int = 0
+    """Sequences of a micro-batch even if that is more than an equal share of the batch; 0 leaves it open."""
+
+    def __bool__(self) -> bool:
+        named = self.degrees or self.knobs or self.stage_layers or self.shares or self.micro_sequences_exactly
+        return bool(named)
+
+    @property
+    def has_micro_sequences(self) -> bool:
+        """Whether the size of a micro-batch is settled."""
+        return bool(self.micro_sequences_exactly or self.knobs.get("micro_sequences"))
+
+    @property
+    def virtual_stages(self) -> int | None:
+        """Stages on each rank of the pipeline, where that is settled."""
+        if self.stage_layers:
+            return len(self.stage_layers) // (self.degrees.pipeline if self.degrees else 1)
+        named = self.knobs.get("virtual")
+        return None if named is None else int(named)
+
 
 LONGEST_MICRO_TOKENS = 65536
 """Tokens of a micro-batch on one device beyond which products become no faster."""
@@ -241,3 +276,29 @@ def _nothing_left(w: Workload, devices: int, constraints: Constraints, refused: 
         f"{counted(w.layers, 'layer')} and {counted(w.heads, 'head')}; raise train.batch_tokens to "
         f"{devices * w.sequence} or more, or take fewer devices"
     )
+
+
+def experts_and_ranks(w: Workload, degrees: Layout) -> int:
+    """The number whose divisors `expert` may be: what divides the experts and the ranks that may share them out. In
+    `degrees`, `replicate` stands for all data-parallel ranks, sharded or not."""
+    if not w.experts:
+        return 1
+    ranks = degrees.replicate * degrees.context
+    return gcd(w.experts, ranks if w.expert_ranks == "copies" else ranks * degrees.tensor)
+
+
+def shares_out_experts(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Mask of layouts whose ranks can share out experts so: where plait runs it, by the list of what excludes what."""
+    if not w.experts or w.expert_ranks == "any":
+        return np.ones(len(columns["expert"]), dtype=bool)
+    names = ("replicate", "shard", "shard_what", "context", "expert")
+    kinds, place = np.unique(np.stack([columns[name] for name in names]), axis=1, return_inverse=True)
+    possible = [_may_share_out(*(int(value) for value in kind)) for kind in kinds.T]
+    return np.array(possible, dtype=bool)[place.ravel()]
+
+
+@cache
+def _may_share_out(replicate: int, shard: int, shard_what: int, context: int, expert: int) -> bool:
+    what = "parameters" if SHARDED_STATES[shard_what] == "parameters" else "optimizer"
+    layout = Layout(replicate=replicate, shard=shard, shard_what=what, context=context, expert=expert)
+    return expert == 1 or (replicate * shard * context % expert == 0 and conflict_sentence(layout) is None)
