@@ -20,12 +20,11 @@ from plait.planner.problem.workload import Workload
 from plait.planner.resolve.request import Request, WorkerOption
 from plait.planner.search.enumeration import Constraints
 from plait.planner.search.feasibility import DoesNotFit
-from plait.planner.search.found import LeftOut, Search
+from plait.planner.search.found import Search
 from plait.planner.search.host_choice import (
     search_host_orders_that_fit,
-    search_subsets,
-    simplest_subset,
     with_best_host_order,
+    with_devices_left_out,
 )
 from plait.planner.search.search import search
 from plait.planner.search.validity import layout_of_candidate
@@ -75,17 +74,10 @@ def searched_devices(request: Request, option: WorkerOption) -> Search:
 
     Raises PlaitError where no layout of all devices fits.
     """
-    workload, profile, constraints = request.workload, request.profile, request.constraints
-    whole = constrained_search(workload, option.cluster, profile, constraints)
-    if option.devices == "all" or constraints.degrees:
+    whole = constrained_search(request.workload, option.cluster, request.profile, request.constraints)
+    if option.devices == "all" or request.constraints.degrees:
         return whole
-    within_s = (1 + whole.tolerance) * whole.best_step_s
-    subsets = search_subsets(workload, option.cluster, profile, constraints, within_s=within_s)
-    parts = [
-        replace(found, left_out=LeftOut(cluster=option.cluster, nodes=subset.nodes, whole=whole))
-        for subset, found in subsets
-    ]
-    return [whole, *parts][simplest_subset([whole, *parts])]
+    return with_devices_left_out(whole, option.cluster)
 
 
 def found_layout(request: Request, found: Search, index: int) -> FoundLayout:

@@ -22,7 +22,7 @@ from plait.planner.heterogeneous.host_permutations import (
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.search.enumeration import Constraints
-from plait.planner.search.found import Search
+from plait.planner.search.found import LeftOut, Search
 from plait.planner.search.search import search
 from plait.planner.step_time.device_rates import device_rates
 
@@ -39,36 +39,32 @@ class DeviceSubset:
     cluster: Cluster
 
 
-def simplest_subset(searches: Sequence[Search]) -> int:
-    """Index of the search whose chosen layout to take: of those about as fast as the fastest the one with fewest
-    devices, then the one with fewest points, then the fastest."""
+def with_devices_left_out(whole: Search, cluster: Cluster) -> Search:
+    """The search over the devices to use, where `whole` is that over all of the cluster: of those searches whose layout
+    is about as fast as the fastest the one with fewest devices, then the one with fewest points, then the fastest."""
+    searches = [whole, *_searched_subsets(whole, cluster)]
     tolerance = max(one.tolerance for one in searches)
     enough_s = (1 + tolerance) * min(one.best_step_s for one in searches)
 
-    def key(index: int) -> tuple[bool, int, int, float]:
-        one = searches[index]
-        return (
-            one.chosen_step_s > enough_s,
-            one.cluster.n_devices,
-            int(one.complexity[one.chosen]),
-            one.chosen_step_s,
-        )
+    def key(one: Search) -> tuple[bool, int, int, float]:
+        slow = one.chosen_step_s > enough_s
+        return slow, one.cluster.n_devices, int(one.complexity[one.chosen]), one.chosen_step_s
 
-    return min(range(len(searches)), key=key)
+    return min(searches, key=key)
 
 
-def search_subsets(
-    workload: Workload, cluster: Cluster, profile: SoftwareProfile, constraints: Constraints, *, within_s: float
-) -> Iterator[tuple[DeviceSubset, Search]]:
-    """The search of every natural subset that may take no more than `within_s` seconds a step and holds the job."""
+def _searched_subsets(whole: Search, cluster: Cluster) -> Iterator[Search]:
+    """Every natural subset that holds the job and may be about as fast as the whole."""
+    workload, profile, within_s = whole.workload, whole.profile, (1 + whole.tolerance) * whole.best_step_s
     for subset in natural_subsets(workload, cluster, profile):
         if cluster.measured is None and _least_step_s(workload, subset.cluster, profile) > within_s:
             continue
         try:
-            found = search(workload, subset.cluster, profile=profile, constraints=constraints)
+            found = search(workload, subset.cluster, profile=profile, constraints=whole.constraints)
         except PlaitError:  # it is too small for this model, or no layout of this many devices carries the batch
             continue
-        yield subset, with_best_host_order(found)
+        left_out = LeftOut(cluster=cluster, nodes=subset.nodes, whole=whole)
+        yield replace(with_best_host_order(found), left_out=left_out)
 
 
 def natural_subsets(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> list[DeviceSubset]:
