@@ -9,8 +9,7 @@ from pathlib import Path
 
 from plait.commands.planning.make_plan import COMPARING_LAYOUTS, kept_plan
 from plait.commands.planning.output_files import check_output_file, write_output_file
-from plait.commands.planning.plan_report import REPORT_COLUMNS, make_plan_report, plan_report_text
-from plait.commands.planning.training_choice import training_section
+from plait.commands.planning.plan_report import REPORT_COLUMNS, make_plan_report, plan_report_text, training_section
 from plait.commands.preparing.corpus import find_prepared_corpus
 from plait.errors import PlaitError
 from plait.machines.cluster import Cluster, read_cluster

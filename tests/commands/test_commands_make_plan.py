@@ -19,7 +19,7 @@ from plait.commands.planning.make_plan import (
     replan,
     resources_of,
 )
-from plait.commands.planning.training_choice import training_section
+from plait.commands.planning.plan_report import training_section
 from plait.commands.preparing.corpus import corpus_facts
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import Corpus, open_corpus

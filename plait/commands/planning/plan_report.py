@@ -1,18 +1,30 @@
-"""What `plait plan` answers for machines that need not be there, and its text."""
+"""The answer of `plait plan` for machines that need not be there, as text, and as `plait.plan` gives it to Python."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.errors import PlaitError
+from plait.layout import Layout, layout_summary
 from plait.planner.calibration.factors import calibration_text
 from plait.planner.derive.resources import Resources
 from plait.planner.memory.state_copies import with_copies
-from plait.planner.report.report import PlanReport, plan_report_of
+from plait.planner.plan import Placement, Plan
+from plait.planner.report.page import page_html, plotly_script
+from plait.planner.report.report import PlanReport, PlanSection, plan_report_of
+from plait.planner.report.report_json import report_values
 from plait.planner.report.text import report_lines
 from plait.planner.resolve.resolve import draft, lines_without_effect, settle
-from plait.planner.resolve.worker_layouts import choose
+from plait.planner.resolve.worker_layouts import WorkerLayout, choose
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import wrapped
+from plait.units import counted, format_bytes, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 REPORT_COLUMNS = 110
@@ -42,3 +54,98 @@ def make_plan_report(
 def plan_report_text(report: PlanReport, columns: int = REPORT_COLUMNS) -> str:
     """The whole answer for people, in lines of this many columns at most."""
     return "\n".join(wrapped(line, columns) for line in report_lines(report)) + "\n"
+
+
+def training_section(kept: Plan | None, layouts: Sequence[WorkerLayout], forecast: Layout) -> PlanSection:
+    """The layout that a new run takes: that of the `kept` plan, the only one of `layouts`, or the one of them that
+    timing will choose. `forecast` is the layout that the rest of the report is about."""
+    if kept is not None:
+        lines = [f"a new run takes {_text(kept.placement)}, {_source(kept)}; --replan plans again"]
+    elif len(layouts) == 1:
+        lines = [f"a new run takes {_text(layouts[0].placement)}"]
+    else:
+        named = "; ".join(_text(one.placement) for one in layouts)
+        lines = [f"a new run times {len(layouts)} layouts on this machine, then chooses: {named}"]
+    if len(layouts) > 1 or (kept is not None and kept.placement.layout != forecast):
+        lines.append("the rest of this report is the forecast; no step was timed for it")
+    return PlanSection(title="train", lines=tuple(lines))
+
+
+def _source(kept: Plan) -> str:
+    if kept.step_s is None:
+        return "as planned before"
+    return f"{format_duration(kept.step_s)} a step, as timed here when it was planned"
+
+
+def _text(placement: Placement) -> str:
+    workers, threads = counted(placement.layout.world_size, "worker"), counted(placement.threads, "thread")
+    return f"{layout_summary(placement.layout)} ({workers} × {threads})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlannedRun:
+    """A plan for one cluster, shown in a terminal or a notebook. Two are equal where all their values are."""
+
+    values: Mapping[str, Any]
+    """All keys of `plait plan --json`."""
+    report: PlanReport = field(compare=False)
+
+    @property
+    def layout(self) -> Mapping[str, int]:
+        """Degree of each axis: {"pipeline": 1, "replicate": 8, …}."""
+        return self.values["layout"]
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.values["step_s"]
+
+    @property
+    def bytes_per_device(self) -> float:
+        """Predicted memory on the fullest device."""
+        return self.values["bytes_per_device"]
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization as a fraction; None where the peak is unknown."""
+        return self.values["mfu"]
+
+    @property
+    def why(self) -> Sequence[str]:
+        """Sentences: why this layout, what limits it, what would change the choice, how sure the forecast is."""
+        return self.values["why"]
+
+    def __str__(self) -> str:
+        return plan_report_text(self.report)
+
+    def __repr__(self) -> str:
+        return str(self).rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the main figures, the reasons, and the whole report to unfold."""
+        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self._facts())
+        reasons = "".join(f"<li>{escape(line)}</li>" for line in self.why)
+        whole = f"<details><summary>the whole plan</summary><pre>{escape(str(self))}</pre></details>"
+        return f"<table>{rows}</table><ul>{reasons}</ul>{whole}"
+
+    def to_html(self, file: str | Path) -> Path:
+        """Write a page with figures and return its path; raises PlaitError where it cannot be written or drawn."""
+        path = Path(file)
+        check_output_file(path)
+        write_output_file(path, page_html([self.report], plotly_script()))
+        return path
+
+    def _facts(self) -> Sequence[tuple[str, str]]:
+        mfu = "unknown" if self.mfu is None else f"{self.mfu:.0%}"
+        return (
+            ("machines", self.values["cluster"]),
+            ("layout", self.report.layout),
+            ("a step", f"{format_duration(self.step_s)}, give or take {self.values['error']:.0%}"),
+            ("memory", f"{format_bytes(self.bytes_per_device)} a device"),
+            ("MFU", mfu),
+        )
+
+
+def planned_run(report: PlanReport) -> PlannedRun:
+    """The report as Python is given it."""
+    return PlannedRun(values=report_values(report), report=report)
