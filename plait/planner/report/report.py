@@ -91,7 +91,7 @@ class PlanReport:
     mfu_causal: float
     """The same with the half that a causal model uses."""
     runners_up: tuple[LayoutFigures, ...]
-    sections: tuple[PlanSection, ...]
+    sections: tuple[PlanSection, ...] = ()
     measured: Diagnosis | None = None
     """Why a measured step differs from the forecast, where one was given."""
 
@@ -129,7 +129,7 @@ def plan_report_of(
         machines = f"{devices_text(found.cluster)} of {found.cluster.name}: {found.left_out.cluster.hardware}"
     without = f", leaving out {left_out_text(found)}" if found.left_out else ""
     layout = f"{layout_text(found.candidates.row(index))}{without}"
-    return PlanReport(
+    figures = PlanReport(
         plan=plan,
         layouts=tuple(layouts),
         search=found,
@@ -143,8 +143,8 @@ def plan_report_of(
         mfu=mfu,
         mfu_causal=mfu_causal,
         runners_up=tuple(layout_figures(found, other) for other in runners_up(found, top)),
-        sections=_sections(found, plan.job.budget, layout, top),
     )
+    return replace(figures, sections=_sections(figures, top))
 
 
 def with_measured_step(report: PlanReport, measured_s: float) -> PlanReport:
@@ -169,8 +169,8 @@ def layout_figures(found: Search, index: int) -> LayoutFigures:
     )
 
 
-def _sections(found: Search, budget: Amount, layout: str, top: int) -> tuple[PlanSection, ...]:
-    row = found.candidates.row(found.chosen)
+def _sections(report: PlanReport, top: int) -> tuple[PlanSection, ...]:
+    found = report.search
     who = (*unequal_lines(found, found.chosen), *memory_limit_lines(found, found.chosen))
     refused = sorted(found.refused.items(), key=lambda item: -item[1])
     reasons = "; ".join(f"{reason} ({count:,})" for reason, count in refused)
@@ -178,9 +178,13 @@ def _sections(found: Search, budget: Amount, layout: str, top: int) -> tuple[Pla
     experts = [PlanSection(title="experts", points=tuple(mixture_lines(found)))] if found.workload.experts else []
     changes = [recipe_layout_changes(found)] if found.constraints else layout_changes(found)
     return (
-        PlanSection(title="layout", lines=(layout,), points=(*layout_sentences(row, found.workload.layers), *who)),
-        PlanSection(title="step", lines=_step(found)),
-        PlanSection(title="memory", lines=(memory_text(found),)),
+        PlanSection(
+            title="layout",
+            lines=(report.layout,),
+            points=(*layout_sentences(report.chosen.row, found.workload.layers), *who),
+        ),
+        PlanSection(title="step", lines=_step(report)),
+        PlanSection(title="memory", lines=(memory_text(found, report.memory),)),
         PlanSection(title="why", points=tuple(choice_reasons(found))),
         *experts,
         PlanSection(title="others", points=tuple(runners_up_lines(found, top))),
@@ -188,32 +192,33 @@ def _sections(found: Search, budget: Amount, layout: str, top: int) -> tuple[Pla
         PlanSection(title="binds", points=tuple(limits(found))),
         PlanSection(title="changes", points=tuple(changes)),
         PlanSection(title="sure", points=tuple(certainty_lines(found))),
-        PlanSection(title="run", points=tuple(_run_totals(found, budget))),
+        PlanSection(title="run", points=tuple(_run_totals(found, report.plan.job.budget))),
     )
 
 
-def _step(found: Search) -> tuple[str, str]:
-    step_s, (full, causal) = found.chosen_step_s, model_flops_utilisation(found, found.chosen)
+def _step(report: PlanReport) -> tuple[str, str]:
+    step_s = report.chosen.step_s
     parts = [
         f"{TIME_NAMES[name]} {spent / step_s:.0%}"
-        for name, spent in _largest(time_items(found, found.chosen), LEAST_SHARE_MENTIONED * step_s)
+        for name, spent in _largest(report.time, LEAST_SHARE_MENTIONED * step_s)
     ]
     used = (
-        f"{full:.1%} of the arithmetic peak (MFU) with all of attention counted, {causal:.1%} with the half that a "
-        "causal model uses"
+        f"{report.mfu:.1%} of the arithmetic peak (MFU) with all of attention counted, {report.mfu_causal:.1%} with "
+        "the half that a causal model uses"
     )
-    if causal > 1:  # no device computes faster than its peak
-        used = f"{mfu_text(causal)} of the arithmetic peak (MFU), which was measured while the machine was busy"
-    tokens_per_s = format_count(found.workload.batch_tokens / step_s)
+    if report.mfu_causal > 1:  # no device computes faster than its peak
+        used = (
+            f"{mfu_text(report.mfu_causal)} of the arithmetic peak (MFU), which was measured while the machine was busy"
+        )
+    tokens_per_s = format_count(report.tokens_per_s)
     return f"{format_duration(step_s)}, {tokens_per_s} tokens a second; {used}", ", ".join(parts)
 
 
-def memory_text(found: Search) -> str:
+def memory_text(found: Search, items: Mapping[str, float]) -> str:
     """What the chosen layout needs on the device with least room left, and what fills it."""
     whole, ranks = found.bytes_per_device(found.chosen), int(found.candidates.pipeline[found.chosen])
     parts = [
-        f"{MEMORY_NAMES[name]} {format_bytes(size)}"
-        for name, size in _largest(memory_items(found, found.chosen), LEAST_SHARE_MENTIONED * whole)
+        f"{MEMORY_NAMES[name]} {format_bytes(size)}" for name, size in _largest(items, LEAST_SHARE_MENTIONED * whole)
     ]
     which = "fullest device" if found.assigner.devices.have_equal_memory else "device that has least room left"
     place = f" (place {int(found.memory(found.chosen).rank[0]) + 1} of {ranks} in the pipeline)" if ranks > 1 else ""
