@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import ceil, gcd
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -85,6 +86,17 @@ class EnumeratedLayouts:
     refused: Mapping[str, int]
 
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept(Generic[T]):
+    """What is left of some choices, and how many layouts are refused, by reason."""
+
+    values: T
+    refused: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
 def enumerate_layouts(
     workload: Workload, devices: int, constraints: Constraints, profile: SoftwareProfile = PLAIT_PROFILE
 ) -> EnumeratedLayouts:
@@ -101,7 +113,9 @@ def enumerate_layouts(
         if reason := _against(workload, degrees, 1 if constraints.degrees else SHORTEST_PIECE_TOKENS):
             refused[reason] += 1
             continue
-        for name, column in _options(workload, degrees, constraints, profile, refused).items():
+        options = _options(workload, degrees, constraints, profile)
+        refused.update(options.refused)
+        for name, column in options.values.items():
             columns[name].append(column)
     if not sum(map(len, columns["tensor"])):
         raise PlaitError(_nothing_left(workload, devices, constraints, refused))
@@ -141,12 +155,14 @@ def _against(w: Workload, degrees: Layout, least_piece_tokens: int) -> str | Non
 
 
 def _options(
-    w: Workload, degrees: Layout, constraints: Constraints, profile: SoftwareProfile, refused: Counter[str]
-) -> dict[str, np.ndarray]:
+    w: Workload, degrees: Layout, constraints: Constraints, profile: SoftwareProfile
+) -> _Kept[dict[str, np.ndarray]]:
     """The product of all other knobs for these degrees."""
-    micros = _micros(w, degrees, constraints, refused)
-    splits = _splits(degrees, constraints)
-    orders = _orders(w, degrees.pipeline, constraints, profile.send_model, refused)
+    sizes = _micros(w, degrees, constraints)
+    schedules = _orders(w, degrees.pipeline, constraints, profile.send_model)
+    micros, splits, orders = sizes.values, _splits(degrees, constraints), schedules.values
+    refused = Counter(sizes.refused)
+    refused.update(schedules.refused)
     named = constraints.knobs.get("expert")
     experts = [int(named)] if named else divisors(experts_and_ranks(w, degrees))
     combinations = []
@@ -182,7 +198,7 @@ def _options(
     columns = {name: column[possible] for name, column in columns.items()}
     useful = constraints.has_micro_sequences | ~_outgrows_caches(w, columns, profile)
     refused[MICRO_BATCH_TOO_LONG] += int((~useful).sum())
-    return {name: column[useful] for name, column in columns.items()}
+    return _Kept(values={name: column[useful] for name, column in columns.items()}, refused=refused)
 
 
 def _gathers_a_shared_table(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -198,17 +214,16 @@ def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: So
     return (tokens > profile.cpu_cache_tokens * columns["context"]) & (columns["micro_sequences"] > 1) & ~gathers
 
 
-def _micros(w: Workload, degrees: Layout, constraints: Constraints, refused: Counter[str]) -> list[int]:
+def _micros(w: Workload, degrees: Layout, constraints: Constraints) -> _Kept[list[int]]:
     """Micro-batch sizes to enumerate: the divisors of a replica's share of the batch."""
     part = ceil(w.batch_sequences / degrees.replicate)
     if constraints.micro_sequences_exactly:
-        return [constraints.micro_sequences_exactly]
+        return _Kept(values=[constraints.micro_sequences_exactly])
     if requested := constraints.knobs.get("micro_sequences"):
-        return [min(int(requested), part)]
+        return _Kept(values=[min(int(requested), part)])
     every = divisors(part)
     useful = [m for m in every if m == 1 or m * w.sequence <= LONGEST_MICRO_TOKENS * degrees.context]
-    refused[MICRO_BATCH_TOO_LONG] += len(every) - len(useful)
-    return useful
+    return _Kept(values=useful, refused=Counter({MICRO_BATCH_TOO_LONG: len(every) - len(useful)}))
 
 
 def _splits(degrees: Layout, constraints: Constraints) -> list[tuple[int, str]]:
@@ -219,12 +234,11 @@ def _splits(degrees: Layout, constraints: Constraints) -> list[tuple[int, str]]:
     return [(shard, what) for shard in shards for what in (whats if shard > 1 else ["nothing"])]
 
 
-def _orders(
-    w: Workload, pipeline: int, constraints: Constraints, sends: SendModel, refused: Counter[str]
-) -> list[tuple[int, str]]:
+def _orders(w: Workload, pipeline: int, constraints: Constraints, sends: SendModel) -> _Kept[list[tuple[int, str]]]:
     """Chunks of layers on a device and the schedule of the pipeline."""
     if pipeline == 1:
-        return [(1, "1f1b")]
+        return _Kept(values=[(1, "1f1b")])
+    refused: Counter[str] = Counter()
     requested, requested_chunks = constraints.knobs.get("schedule"), constraints.virtual_stages
     found = [(1, "1f1b"), (1, "zero-bubble")] if pipeline > 1 else []
     for virtual in range(2, min(MOST_VIRTUAL_STAGES, w.layers // pipeline) + 1):
@@ -238,13 +252,14 @@ def _orders(
         refused[GPIPE_NEEDLESS] += 1
     kept = [(v, s) for v, s in found if requested in (None, s) and requested_chunks in (None, v)]
     if kept or not constraints.degrees:
-        return kept
+        return _Kept(values=kept, refused=refused)
     # A person may ask for chunks that do not divide evenly, if there are layers for them.
     chunks = requested_chunks or (2 if requested == "interleaved" else 1)
     if chunks * pipeline > w.layers:
         refused[TOO_FEW_LAYERS] += 1
-        return []
-    return [(chunks, str(requested or ("interleaved" if chunks > 1 else "1f1b")))]
+        return _Kept(values=[], refused=refused)
+    named = (chunks, str(requested or ("interleaved" if chunks > 1 else "1f1b")))
+    return _Kept(values=[named], refused=refused)
 
 
 def _pinned(constraints: Constraints, knob: str, names: Sequence[str]) -> list[int]:
