@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from plait.api_models import chat, evaluate, export, sample
     from plait.clusters.submit import SubmittedJob, submit
-    from plait.commands.planning.planned_run import PlannedRun
+    from plait.commands.planning.plan_report import PlannedRun
     from plait.commands.runs import Run, runs
     from plait.custom.collectives import all_reduce, broadcast, rank, size
     from plait.custom.cutting import BatchCut
@@ -84,7 +84,7 @@ _HOMES = {
     "size": "plait.custom.collectives",
     "convert_batch_norm": "plait.custom.exact_norm.batch_norm",
     "spread": "plait.custom.spread",
-    "PlannedRun": "plait.commands.planning.planned_run",
+    "PlannedRun": "plait.commands.planning.plan_report",
     "Receipt": "plait.report.receipt",
     "Run": "plait.commands.runs",
     "RunFailed": "plait.errors",

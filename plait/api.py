@@ -13,7 +13,7 @@ from plait.errors import Interrupted, PlaitError
 from plait.working_folder import Place, named_folder
 
 if TYPE_CHECKING:
-    from plait.commands.planning.planned_run import PlannedRun
+    from plait.commands.planning.plan_report import PlannedRun
     from plait.machines.cluster import Cluster
     from plait.planner.derive.model_size import CorpusFacts
     from plait.proof import Verdict
@@ -49,7 +49,7 @@ def plan(
     Raises PlaitError where there is none, or the cluster is not one.
     """
     from plait.commands.plan import OTHERS_LISTED, plan_report
-    from plait.commands.planning.planned_run import planned_run
+    from plait.commands.planning.plan_report import planned_run
     from plait.machines.cluster import Cluster as Described
     from plait.machines.cluster import read_cluster
 
@@ -59,7 +59,7 @@ def plan(
     if not isinstance(cluster, Described | None):
         raise PlaitError(f'cluster = {cluster!r:.80} is not usable; give a text such as "8xH100", or a Cluster')
     with as_command():
-        return planned_run(plan_report(config, cluster, top=OTHERS_LISTED, working=working), OTHERS_LISTED)
+        return planned_run(plan_report(config, cluster, top=OTHERS_LISTED, working=working))
 
 
 def train(

@@ -19,7 +19,7 @@ from plait.machines.cluster import Cluster, Island, cluster_of_machine
 from plait.machines.machine import detect_cpu_machine
 from plait.model.shape import ModelShape
 from plait.planner.heterogeneous.batch_shares import shares_by_speed
-from plait.planner.resolve.named_layout import layout_of, named_degrees, open_constraints
+from plait.planner.resolve.named import layout_of, named_degrees, open_constraints
 from plait.planner.search.found import Search
 from plait.planner.search.search import search
 from plait.planner.search.validity import check_layout

@@ -55,7 +55,7 @@ def check_file_layout(path: Path, parts: Sequence[StoredPart]) -> list[StoredPar
         raise damaged_file(path.parent / MANIFEST, f"it misplaces the parts of {path.name}")
     if not path.is_file():
         raise PlaitError(
-            f"{path} is missing; bring it back, or move {path.parent} away to go on from an older checkpoint"
+            f"{path} is missing", f"bring it back, or move {path.parent} away to go on from an older checkpoint"
         )
     size, wanted = size_now(path), len(header) + sum(part.nbytes for part in parts)
     if size != wanted:
@@ -73,4 +73,4 @@ def _digest(view: memoryview, part: StoredPart) -> str:
 
 def damaged_file(path: Path, why: str) -> PlaitError:
     """The error for a file of a checkpoint that is there and wrong."""
-    return PlaitError(f"{path} is damaged: {why}; move {path.parent} away to go on from an older checkpoint")
+    return PlaitError(f"{path} is damaged: {why}", f"move {path.parent} away to go on from an older checkpoint")

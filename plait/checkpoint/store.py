@@ -93,8 +93,8 @@ def verify_checkpoint(path: Path, share: HashShare = WHOLE_FILE) -> Manifest:
                 check_file(path / file, list(parts), pool, share)
     except OSError as error:
         raise PlaitError(
-            f"{error.filename or path} cannot be read ({error.strerror}); check its permissions and the disk, or move "
-            f"{path} away"
+            f"{error.filename or path} cannot be read ({error.strerror})",
+            f"check its permissions and the disk, or move {path} away",
         ) from error
     return manifest
 
@@ -105,16 +105,16 @@ def newest_good(folder: Path) -> FoundCheckpoint | None:
     Raises PlaitError where there are checkpoints and none verifies: starting afresh would hide that work was lost.
     """
     checkpoints = _published(folder)
-    skipped: list[str] = []
+    skipped: list[PlaitError] = []
     for step in sorted(checkpoints, reverse=True):
         try:
             return FoundCheckpoint(
-                path=checkpoints[step], manifest=_verify_step(checkpoints, step), skipped=tuple(skipped)
+                path=checkpoints[step], manifest=_verify_step(checkpoints, step), skipped=tuple(map(str, skipped))
             )
         except PlaitError as error:
-            skipped.append(str(error))
+            skipped.append(error)
     if skipped:
-        what = skipped[0].partition(";")[0]  # without its advice to take an older one
+        what = skipped[0].cause
         several = f"none of the {len(skipped)} checkpoints in {folder} is whole (the newest: {what})"
         raise PlaitError(
             f"{several if len(skipped) > 1 else f'the only checkpoint in {folder} is not whole ({what})'}; "
@@ -175,7 +175,7 @@ def read_manifest(folder: Path) -> Manifest:
     """What a checkpoint's folder holds, without a look at its files; raises PlaitError where that cannot be read."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise PlaitError(f"{path} is missing; name a folder such as runs/NAME/checkpoints/step-100, or move it away")
+        raise PlaitError(f"{path} is missing", "name a folder such as runs/NAME/checkpoints/step-100, or move it away")
     try:
         return parse_manifest(read_regular_file(path, MAX_MANIFEST_BYTES))
     except (ValueError, RecursionError) as error:

@@ -42,7 +42,7 @@ from plait.interop.small_files import LICENCES, TOKENIZER, copy_small_files
 from plait.interop.write_weights import SHARD_BYTES, files_bytes, write_weights, written_tensors
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
-from plait.planner.problem.objective_words import objectives_left_out, without_objectives
+from plait.planner.problem.model_words import objectives_left_out, without_objectives
 from plait.screen.screen import Screen
 from plait.units import format_bytes
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder

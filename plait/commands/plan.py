@@ -9,23 +9,17 @@ from pathlib import Path
 
 from plait.commands.planning.make_plan import COMPARING_LAYOUTS, kept_plan
 from plait.commands.planning.output_files import check_output_file, write_output_file
-from plait.commands.planning.plan_report import (
-    REPORT_COLUMNS,
-    PlanReport,
-    chapter_of,
-    comparison_table,
-    make_plan_report,
-    plan_report_text,
-)
-from plait.commands.planning.training_choice import training_section
+from plait.commands.planning.plan_report import REPORT_COLUMNS, make_plan_report, plan_report_text, training_section
 from plait.commands.preparing.corpus import find_prepared_corpus
 from plait.errors import PlaitError
 from plait.machines.cluster import Cluster, read_cluster
-from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis_section, seconds_of
 from plait.planner.explain.glossary import glossary_text
-from plait.planner.explain.report_json import plan_json
-from plait.planner.page.page import page_html, plotly_script
-from plait.planner.resolve.named_workers import named_workers
+from plait.planner.report.diagnosis import seconds_of
+from plait.planner.report.page import page_html, plotly_script
+from plait.planner.report.report import PlanReport, with_measured_step
+from plait.planner.report.report_json import report_values
+from plait.planner.report.text import comparison_table
+from plait.planner.resolve.named import named_workers
 from plait.planner.search.complexity import complexity_table
 from plait.probing.survey import resources_of, resources_on_paper, survey_machine
 from plait.recipe.load import load_recipe
@@ -59,21 +53,19 @@ def plan(
     config = load_recipe(recipe, overrides)
     machines = [read_cluster(text) for text in clusters] or [None]
     with screen.progress() as show:
-        answers = [plan_report(config, cluster, top=top, show=show) for cluster in machines]
-    gap = diagnose(answers[0].search, measured_s) if measured_s else None
-    if gap:
-        answers[0] = replace(answers[0], sections=(*answers[0].sections, diagnosis_section(gap)))
+        reports = [plan_report(config, cluster, top=top, show=show) for cluster in machines]
+    if measured_s:
+        reports = [with_measured_step(reports[0], measured_s)]
     columns = screen.columns or REPORT_COLUMNS
-    for one in answers:
-        screen.print(plan_report_text(one, columns))
-    if len(answers) > 1:
-        screen.print(comparison_table(answers, columns))
+    for report in reports:
+        screen.print(plan_report_text(report, columns))
+    if len(reports) > 1:
+        screen.print(comparison_table(reports, columns))
     if json_file:
-        values = [plan_json(one.search, one.sections, top) for one in answers]
-        values[0] |= {"measured": diagnosis_json(gap)} if gap else {}
+        values = [report_values(report) for report in reports]
         write_output_file(json_file, json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n")
     if html_file:
-        write_output_file(html_file, page_html([chapter_of(one) for one in answers], script))
+        write_output_file(html_file, page_html(reports, script))
 
 
 def terms() -> str:

@@ -20,9 +20,9 @@ from plait.machines.cluster import Cluster, cluster_json, cluster_of_hosts, clus
 from plait.machines.machine import Machine
 from plait.machines.measured import Measurements
 from plait.machines.requested_workers import ANY_WORKERS, RequestedWorkers, check_requested_workers
-from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.resources import FixedWorkers, ProbeNeed, on_paper
-from plait.planner.resolve.named_workers import named_workers
+from plait.planner.derive.training_job import compile_of
+from plait.planner.resolve.named import named_workers
 from plait.planner.resolve.request import Request, request_of
 from plait.probing.check import MachineCheck, check_faults, check_text, verdict_line
 from plait.probing.measurements import ProbeFreshness, StoredProbe
@@ -162,7 +162,7 @@ def _probe_need(config: RunConfig, request: Request, machines: Sequence[Machine]
         shape=request.job.shape,
         batch_sequences=request.job.batch_sequences,
         precision=request.arithmetic.precision,
-        compile=compile_of(config, machines, []),
+        compile=compile_of(config, machines).value,
     )
 
 

@@ -12,7 +12,7 @@ from plait.commands.planning.output_files import check_output_file, write_output
 from plait.commands.preparing.corpus import prepared_corpus
 from plait.errors import RunFailed
 from plait.layout import Layout, layout_summary
-from plait.planner.resolve.named_workers import named_workers
+from plait.planner.resolve.named import named_workers
 from plait.planner.resolve.worker_layouts import MEASURED_TOLERANCE, WorkerLayout
 from plait.probing.survey import survey_machine
 from plait.recipe.load import load_recipe

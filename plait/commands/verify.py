@@ -16,7 +16,7 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.machines.machine import usable_cores
 from plait.planner.plan import Plan
-from plait.planner.resolve.named_workers import named_workers
+from plait.planner.resolve.named import named_workers
 from plait.planner.search.validity import check_devices
 from plait.probing.survey import resources_of, survey_machine
 from plait.proof import BF16_TRANSFER_TOLERANCES, Verdict

@@ -195,9 +195,7 @@ def find_link(name: str) -> Link:
     """The catalogue's link of this name; raises PlaitError with the nearest names."""
     entry = _catalog()["link"].get(name.lower())
     if entry is None:
-        near = difflib.get_close_matches(name.lower(), list(_catalog()["link"]), n=3, cutoff=0.6)
-        nearest = f"the nearest names are {', '.join(near)}" if near else "write for example infiniband-ndr"
-        raise PlaitError(f'"{name}" is not a link of the catalogue; {nearest}')
+        raise PlaitError(f'"{name}" is not a link of the catalogue; {nearest_links_text(name)}')
     return Link(
         name=name.lower(),
         bytes_per_s=entry["gbytes_per_s"] * 1e9,
@@ -208,6 +206,12 @@ def find_link(name: str) -> Link:
         axes=entry.get("axes", 1),
         source=entry["source"],
     )
+
+
+def nearest_links_text(name: str) -> str:
+    """What to write in place of a name that no link has."""
+    near = difflib.get_close_matches(name.lower(), list(_catalog()["link"]), n=3, cutoff=0.6)
+    return f"the nearest names are {', '.join(near)}" if near else "write for example infiniband-ndr"
 
 
 def link_at_rate(gbit_per_s: float, of: Literal["device", "machine"]) -> Link:

@@ -16,6 +16,7 @@ from plait.machines.catalog import (
     find_link,
     link_at_rate,
     link_names,
+    nearest_links_text,
     slice_chips,
 )
 from plait.units import counted
@@ -94,7 +95,7 @@ def parse_network(text: str, mark: str) -> Link:
         return find_link(text)
     rate = _RATE.fullmatch(text)
     if rate is None:
-        raise PlaitError(f'"{text}" is neither a rate such as 400G nor a link; {_nearest_link(text)}')
+        raise PlaitError(f'"{text}" is neither a rate such as 400G nor a link; {nearest_links_text(text)}')
     gbit_per_s = float(rate[1]) * _GBIT[rate[2].lower()] * (8 if rate[4] else 1)
     if gbit_per_s <= 0:
         raise PlaitError(f'a link of "{text}" carries nothing; write a rate above zero, for example 1G')
@@ -197,11 +198,3 @@ def _full_nodes(device: Device, count: int) -> ShortFormPart:
         f"{count} {device.name} do not fill nodes of {usual}; take {count // fit * fit} or {(count // fit + 1) * fit}, "
         f"or write the nodes, as in {count // equal}x({equal}x{device.name})"
     )
-
-
-def _nearest_link(text: str) -> str:
-    try:
-        find_link(text)
-    except PlaitError as error:
-        return str(error).partition("; ")[2]
-    return "write for example 1G"

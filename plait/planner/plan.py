@@ -46,7 +46,7 @@ def moments_of(kind: OptimizerKind, momentum: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the planner predicts of a layout, also scaled to a few timed steps (resolve/forecast_update.py)."""
+    """What the planner predicts of a layout, also scaled to a few timed steps (resolve/resolve.py)."""
 
     step_s: float
     tensor_bytes: float

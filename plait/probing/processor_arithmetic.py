@@ -56,7 +56,7 @@ def new_with_arithmetic(
     if resources.machine.device != "cpu":
         return resources
     found = _measured_products(_products_of(job), resources, workers, rates)
-    return _with_backends(config.train.matmul_backend, precision_of(config, resources, []), resources, found)
+    return _with_backends(config.train.matmul_backend, precision_of(config, resources).value, resources, found)
 
 
 def arithmetic_to_probe(

@@ -13,7 +13,7 @@ from plait.machines.measured import LEAST_UNDISTURBED_SHARE, Measurements
 from plait.machines.requested_workers import ANY_WORKERS, PeakNeed, RequestedWorkers, SurveyRequest
 from plait.planner.derive.resources import FixedWorkers, Probe, ProbeNeed, Resources, on_paper
 from plait.planner.heterogeneous.host_permutations import cluster_of_nodes
-from plait.planner.resolve.named_workers import named_workers
+from plait.planner.resolve.named import named_workers
 from plait.planner.step_time.measured_network import slowest_measured_link
 from plait.probing.calibration_store import calibration_key, load_calibration, read_expert_load
 from plait.probing.measurements import (

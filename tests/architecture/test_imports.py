@@ -58,7 +58,7 @@ INNER_FLOORS = {
                  "fully_sharded": 3, "sharding": 4, "replicate": 4, "apply": 5},
     "planner": {"calibration": 0, "plan": 1, "plan_check": 2, "plan_file": 3, "problem": 1, "step_time": 2,
                 "derive": 3, "memory": 3, "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6,
-                "diagnosis": 7, "page": 7, "resolve": 7},
+                "resolve": 7, "report": 8},
     "trainer": {"choices": 4, "first_weights": 1, "state": 0, "optimizer": 0, "score_passes": 0,
                 "experts": 0, "loss": 1, "divergence": 0, "step": 2, "assemble": 3, "rank_sinks": 3,
                 "checkpointing": 4, "loop": 5, "balance": 5, "auxiliary": 2, "preference": 2, "actions": 6,

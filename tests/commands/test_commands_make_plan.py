@@ -19,7 +19,7 @@ from plait.commands.planning.make_plan import (
     replan,
     resources_of,
 )
-from plait.commands.planning.training_choice import training_section
+from plait.commands.planning.plan_report import training_section
 from plait.commands.preparing.corpus import corpus_facts
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import Corpus, open_corpus
@@ -107,12 +107,12 @@ def test_a_plan_is_sized_once_unless_its_budget_is_a_time(
         monkeypatch.setattr(module, name, counted)
 
     count(training_job, "derive_run_size")
-    count(request, "new_job")
+    count(request, "run_arithmetic")
     count(resolve, "request_of")
     config = recipe(tmp_path, "train.sequence=64", f"train.budget={budget}", "layout.replicate=2")
     make_plan(config, corpus, MachineSurvey(machine=LAPTOP, peak_flops=4e11), OneTooMany(), fresh=True, say=print)
     requests = 1 if budget == "9 steps" else 2
-    assert calls == {"derive_run_size": sizings, "new_job": requests, "request_of": requests}
+    assert calls == {"derive_run_size": sizings, "run_arithmetic": requests, "request_of": requests}
 
 
 class OneTooMany:

@@ -22,10 +22,10 @@ from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
 from plait.parallel.sharded_model import unsharded
-from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
+from plait.planner.derive.training_job import compile_of
 from plait.planner.plan import Plan
-from plait.planner.resolve.named_workers import named_workers
+from plait.planner.resolve.named import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
 from plait.trainer.assemble import pair_losses_of
 from plait.working_folder import CURRENT_FOLDER
@@ -76,7 +76,7 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the windows": lambda config: EXAMPLES.epoch_windows(64, config.data.overlong),
     "the folder": lambda config: run_folder(config.run.name),
     "the first weights": first_weights,
-    "compiled layers": lambda config: compile_of(config, [ONE_H100], []),
+    "compiled layers": lambda config: compile_of(config, [ONE_H100]),
     "kernels of GPUs": gpu_kernels,
     "the loss of pairs": beta_of_pairs,
     "the model's folder": lambda config: base_folder(config, CURRENT_FOLDER),

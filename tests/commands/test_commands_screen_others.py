@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from plait.cli import app
 from plait.commands.hosts.invitation import invitation_text
 from plait.commands.join import joining_text
-from plait.commands.planning.plan_report import comparison_table, make_plan_report, plan_report_text
-from plait.commands.planning.training_choice import training_section
+from plait.commands.planning.plan_report import make_plan_report, plan_report_text, training_section
 from plait.commands.probe import probe_start, unsteady_text
 from plait.commands.prove import trial_text, winner_text
 from plait.commands.sample import SampledText
@@ -24,6 +23,7 @@ from plait.machines.cluster import read_cluster
 from plait.machines.measured import Measurements
 from plait.model.sizes import explicit_shape
 from plait.planner.derive.resources import FixedWorkers, Resources, on_paper
+from plait.planner.report.text import comparison_table
 from plait.probing.request import model_probe_request, typical_probe_request
 from tests.commands.golden import assert_golden
 from tests.planner.machines import EIGHT_H100, LAPTOP, PEAK_FLOPS, PLAYS, planned, recipe

@@ -19,9 +19,9 @@ from plait.model.init import initialize
 from plait.model.shape import ModelShape, parameter_count
 from plait.parallel.sharded_model import WHOLE_VOCABULARY
 from plait.planner.calibration.constants import constant_fields
-from plait.planner.derive.compile_mode import compile_of
+from plait.planner.derive.derived import Derived
 from plait.planner.derive.resources import Resources
-from plait.planner.derive.training_job import precision_of
+from plait.planner.derive.training_job import compile_of, precision_of
 from plait.trainer import loss
 from plait.trainer.score_passes import FusedPasses, InPlacePasses, LocalTargets, ScorePasses
 from tests.planner.machines import LAPTOP, ONE_H100, WEB, planned, recipe
@@ -51,18 +51,20 @@ def test_what_is_asked_for_and_cannot_be_is_refused(tmp_path: Path) -> None:
 
 def test_what_one_host_cannot_do_no_host_is_asked_to_do(tmp_path: Path) -> None:
     """All ranks of a run must compile, or none; and all compute in one precision."""
-    config, reasons = recipe(tmp_path, *SIZE), list[str]()
-    assert compile_of(config, [ONE_H100, ONE_H100], reasons) == "blocks" and not reasons
-    assert compile_of(config, [ONE_H100, ONE_H100, NO_COMPILER], reasons) == "off"
-    assert "layers are not compiled, and steps take longer: on host 2, there is no C compiler" in reasons[0]
+    config = recipe(tmp_path, *SIZE)
+    assert compile_of(config, [ONE_H100, ONE_H100]) == Derived(value="blocks")
+    eager = compile_of(config, [ONE_H100, ONE_H100, NO_COMPILER])
+    assert eager.value == "off"
+    assert "layers are not compiled, and steps take longer: on host 2, there is no C compiler" in eager.reasons[0]
     with pytest.raises(PlaitError, match="layers cannot be compiled on host 1: there is no C compiler; install gcc"):
-        compile_of(recipe(tmp_path, *SIZE, "train.compile=on"), [ONE_H100, NO_COMPILER], [])
+        compile_of(recipe(tmp_path, *SIZE, "train.compile=on"), [ONE_H100, NO_COMPILER])
     old = replace(ONE_H100, name="an old card", without=("bf16",))
     both = Resources(machine=ONE_H100, peak_flops=1e15, others=(old,))
-    assert precision_of(config, Resources(machine=ONE_H100, peak_flops=1e15), []) == "bf16"
-    assert precision_of(config, both, reasons) == "float32" and "an old card has no bf16" in reasons[-1]
+    assert precision_of(config, Resources(machine=ONE_H100, peak_flops=1e15)).value == "bf16"
+    slow = precision_of(config, both)
+    assert slow.value == "float32" and "an old card has no bf16" in slow.reasons[-1]
     with pytest.raises(PlaitError, match="an old card has no bf16 arithmetic"):
-        precision_of(recipe(tmp_path, *SIZE, "train.precision=bf16"), both, [])
+        precision_of(recipe(tmp_path, *SIZE, "train.precision=bf16"), both)
 
 
 def test_gpus_without_bf16_train_in_float32_also_where_the_catalogue_lacks_them(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from plait.commands.planning.plan_report import make_plan_report
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.launch.values.job import Job, JobResult, Message
-from plait.layout import AXES
 from plait.machines.cluster import Cluster, cluster_of_machine, read_cluster
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
@@ -148,28 +147,6 @@ def comparable(plan: Plan) -> dict[str, object]:
     return rest | {name: value for name, value in found.items() if name not in ELSEWHERE}
 
 
-def test_a_degree_stands_in_three_types_before_the_plan() -> None:
-    """The recipe's section, the columns of the search, and the layout itself."""
-    found = {
-        node.name
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and _counts(node) >= set(AXES)
-    }
-    assert found == {"LayoutSection", "Candidates", "Layout"}
-
-
-def _counts(node: ast.ClassDef) -> set[str]:
-    """The annotated fields of a class that hold numbers of ranks, not seconds."""
-    whole = ("int", "Positive", "Degree", "Counts")
-    return {
-        item.target.id
-        for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-        if any(word in ast.unparse(item.annotation) for word in whole)
-    }
-
-
 def test_nothing_keeps_degrees_in_a_mapping() -> None:
     """No dict from axis to degree is made outside the two places that speak to JSON and to words."""
     makers = {
@@ -181,6 +158,6 @@ def test_nothing_keeps_degrees_in_a_mapping() -> None:
     assert makers <= {
         "layout.py",
         "planner/problem/candidates.py",
-        "planner/resolve/named_layout.py",
-        "planner/explain/report_json.py",
+        "planner/resolve/named.py",
+        "planner/report/report_json.py",
     }, makers

@@ -11,8 +11,8 @@ import pytest
 from plait.commands.planning.plan_report import make_plan_report
 from plait.machines.cluster import read_cluster
 from plait.model.shape import parameter_count
+from plait.planner.derive.published_rules import EXPECTED_MFU, divisible_batch
 from plait.planner.derive.resources import on_paper
-from plait.planner.derive.scaling_rules import EXPECTED_MFU, divisible_batch
 from plait.planner.resolve.request import request_of
 from tests.planner.machines import WEB, recipe
 

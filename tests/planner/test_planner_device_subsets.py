@@ -14,7 +14,7 @@ from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.resolve import draft
-from plait.planner.search.device_subsets import natural_subsets
+from plait.planner.search.host_choice import natural_subsets
 from tests.planner.hosts import probed
 from tests.planner.machines import EIGHT_H100, PEAK_FLOPS, PLAYS, recipe
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,18 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.machines.cluster import read_cluster
 from plait.model.sizes import named_shape
-from plait.planner.diagnosis.diagnose import diagnose, diagnosis_json, diagnosis_section, seconds_of
-from plait.planner.diagnosis.layout_price import chosen_layout, layout_step_s, waited_s
 from plait.planner.problem.candidates import RECOMPUTE_MODES
 from plait.planner.problem.workload import workload_of
-from plait.planner.search.constraints import Constraints
+from plait.planner.report.diagnosis import (
+    chosen_layout,
+    diagnose,
+    explanation_lines,
+    layout_step_s,
+    seconds_of,
+    verdict_text,
+    waited_s,
+)
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.search import search
 from plait.planner.step_time.cost_inputs import CostInputs
@@ -165,15 +172,14 @@ def test_faster_than_forecast_is_explained_within_what_physics_allows(narrow: Se
     hopeless = diagnose(narrow, 0.1 * float(narrow.step_s[narrow.chosen]))
     assert hopeless.verdict == "faster" and not hopeless.explanations and hopeless.mfu > 1
     assert all(one.step_s > hopeless.measured_s for one in hopeless.excluded)
-    assert "another model, batch or machine" in " ".join(diagnosis_section(hopeless).lines)
+    assert "another model, batch or machine" in " ".join(explanation_lines(hopeless))
 
 
 @pytest.mark.parametrize("part", [-0.9, 0.0, 0.9])
 def test_inside_the_error_bar_there_is_nothing_to_explain(narrow: Search, part: float) -> None:
     told = diagnose(narrow, (1 + part * narrow.tolerance) * float(narrow.step_s[narrow.chosen]))
     assert told.verdict == "as forecast" and not told.explanations and not told.excluded
-    [line] = diagnosis_section(told).lines
-    assert "inside this forecast's error bar" in line
+    assert "inside this forecast's error bar" in verdict_text(told) and not explanation_lines(told)
 
 
 def test_the_price_of_the_chosen_layout_is_that_of_the_search() -> None:
@@ -235,7 +241,7 @@ def test_what_is_no_duration_is_one_sentence(text: str) -> None:
 
 def test_the_values_are_plain(narrow: Search) -> None:
     told = diagnose(narrow, 1.5 * float(narrow.step_s[narrow.chosen]))
-    values = json.loads(json.dumps(diagnosis_json(told)))
+    values = json.loads(json.dumps(asdict(told)))
     assert values["explanations"][0].keys() == {"name", "needs", "look", "strain"}
 
 

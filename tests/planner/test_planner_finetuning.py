@@ -12,8 +12,8 @@ from plait.errors import PlaitError
 from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import ModelShape, linear_layers
 from plait.planner.derive.adapters import named_targets
-from plait.planner.derive.finetuning_rules import finetuning_lr, finetuning_warmup_steps, rank_for_tokens
 from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.published_rules import finetuning_lr, finetuning_warmup_steps, rank_for_tokens
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from tests.planner.machines import CHATS, EIGHT_H100, LAPTOP, SERVER, SMOLLM2, planned, recipe

@@ -15,9 +15,9 @@ from plait.model.sizes import explicit_shape
 from plait.planner.explain.unequal_devices import unequal_reasons
 from plait.planner.heterogeneous.host_permutations import other_orders
 from plait.planner.problem.workload import workload_of
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.found import Search
-from plait.planner.search.host_order import with_best_host_order
+from plait.planner.search.host_choice import with_best_host_order
 from plait.planner.search.search import search
 from plait.planner.step_time.host_links import host_links_of
 from tests.planner.hosts import probed

@@ -20,10 +20,10 @@ from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.constrained_search import constrained_search
 from plait.planner.resolve.resolve import draft, settle
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.feasibility import DoesNotFit
 from plait.planner.search.found import Search
-from plait.planner.search.host_order import with_best_host_order, with_better_first_host
+from plait.planner.search.host_choice import with_best_host_order, with_better_first_host
 from plait.planner.search.search import search
 from plait.units import format_duration
 from tests.planner.hosts import HOST, probed
@@ -169,9 +169,9 @@ def test_what_surely_fits_comes_before_what_is_fast(monkeypatch: pytest.MonkeyPa
     given, copies = probed(*SPEEDS), Constraints(degrees=Layout(replicate=4), knobs={"micro_sequences": 1})
     slow, fast = (search(work(), given, constraints=pins) for pins in (copies, PIPELINE))
     assert with_best_host_order(fast).host_order is not None and with_best_host_order(slow).host_order is None
-    monkeypatch.setattr("plait.planner.search.host_order._holds", lambda found: found.cluster == given)
+    monkeypatch.setattr("plait.planner.search.host_choice._holds", lambda found: found.cluster == given)
     assert with_best_host_order(fast).host_order is None, "where others fit only if all goes well they stay"
-    monkeypatch.setattr("plait.planner.search.host_order._holds", lambda found: found.cluster != given)
+    monkeypatch.setattr("plait.planner.search.host_choice._holds", lambda found: found.cluster != given)
     assert with_best_host_order(slow).host_order is not None, "and the other way round they move, though for no time"
 
 
@@ -181,5 +181,5 @@ def test_an_order_in_which_nothing_fits_is_passed_over(monkeypatch: pytest.Monke
     def refuse(*asked: object, **more: object) -> Search:
         raise PlaitError("nothing fits")
 
-    monkeypatch.setattr("plait.planner.search.host_order.search", refuse)
+    monkeypatch.setattr("plait.planner.search.host_choice.search", refuse)
     assert with_best_host_order(found) is found and with_better_first_host(found) is None

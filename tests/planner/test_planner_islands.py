@@ -10,11 +10,11 @@ import pytest
 from plait.layout import Layout
 from plait.machines.catalog import find_link, link_at_rate
 from plait.machines.cluster import Cluster, Island, read_cluster
-from plait.planner.explain.island_traffic import island_traffic_lines
+from plait.planner.explain.choice import island_traffic_lines
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.search import search
 from plait.planner.step_time.network_model import collective_s, network_of, stage_message_s
 from plait.planner.step_time.stage_messages import hop_shares

@@ -11,15 +11,16 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.machines.cluster import read_cluster
 from plait.model.sizes import named_shape
-from plait.planner.explain.report import report_sections
+from plait.planner.explain.choice import limits
 from plait.planner.problem.workload import Workload, workload_of
+from plait.planner.report.report import memory_text
 from plait.planner.resolve.constrained_search import constrained_search
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.cost_breakdown import memory_items
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.feasibility import DoesNotFit, sparing_budget
 from plait.planner.search.found import Search
 from plait.planner.search.model_error import memory_error
 from plait.planner.search.search import search
-from plait.units import Amount
 
 LLAMA_65B = Workload(
     layers=80,
@@ -38,11 +39,6 @@ LLAMA_65B = Workload(
 
 def small(size: str, batch: int = 64) -> Workload:
     return workload_of(named_shape(size, vocabulary=32768, sequence=2048), sequence=2048, batch_sequences=batch)
-
-
-def lines_of(found: Search) -> list[str]:
-    [binds] = [each for each in report_sections(found, Amount(1.0, "hours"), top=1) if each.title == "binds"]
-    return list(binds.lines)
 
 
 def named(micro: int, **knobs: int | str) -> Constraints:
@@ -65,9 +61,9 @@ def test_a_named_layout_may_be_tight_and_says_so_in_one_sentence():
     tight, sure = (_named(job, named(8, recompute=again)) for again in ("selective", "full"))
     assert tight and not tight.fits_sparingly(tight.chosen)
     assert tight.bytes_per_device(tight.chosen) <= tight.capacity_bytes(tight.chosen)
-    [line] = [line for line in lines_of(tight) if "memory is tight" in line]
+    [line] = [line for line in limits(tight) if "memory is tight" in line]
     assert line.endswith(f"memory forecasts of such runs are off by {memory_error(job, cluster):.1%} in the median")
-    assert sure and not any("tight" in line for line in lines_of(sure))
+    assert sure and not any("tight" in line for line in limits(sure))
 
 
 def test_the_plan_names_the_place_in_the_pipeline_of_its_fullest_device():
@@ -80,8 +76,10 @@ def test_the_plan_names_the_place_in_the_pipeline_of_its_fullest_device():
         search(job, read_cluster("8xH200"), constraints=replace(pipeline, stage_layers=split))
         for split in ((4,) * 8, layers)
     )
-    assert "on the fullest device (place 1 of 8 in the pipeline)" in _memory_line(even)
-    assert "on the fullest device (place 2 of 8 in the pipeline)" in _memory_line(uneven)
+    assert "on the fullest device (place 1 of 8 in the pipeline)" in memory_text(even, memory_items(even, even.chosen))
+    assert "on the fullest device (place 2 of 8 in the pipeline)" in memory_text(
+        uneven, memory_items(uneven, uneven.chosen)
+    )
     assert uneven.bytes_per_device(uneven.chosen) > even.bytes_per_device(even.chosen)
 
 
@@ -115,11 +113,6 @@ def test_the_leanest_of_what_does_not_fit_would_fit_a_device_of_so_much():
         search(job, cluster)
     usable = sparing_budget(job, cluster).usable_bytes(np.array([error.value.least_bytes]))
     assert usable[0] * (1 + memory_error(job, cluster)) == pytest.approx(error.value.least_bytes)
-
-
-def _memory_line(found: Search) -> str:
-    [memory] = [each for each in report_sections(found, Amount(1.0, "hours"), top=1) if each.title == "memory"]
-    return memory.lines[0]
 
 
 def _named(job: Workload, constraints: Constraints) -> Search | None:

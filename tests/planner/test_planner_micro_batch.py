@@ -11,9 +11,9 @@ import pytest
 
 from plait.data.micro_sizes import micro_sizes
 from plait.layout import Layout
-from plait.planner.derive.micro_batch import fewer_gathers_reason, micro_sequences_to_try
 from plait.planner.derive.resources import FixedWorkers, Resources
 from plait.planner.plan import Plan
+from plait.planner.resolve.constrained_search import fewer_gathers_reason, micro_sequences_to_try
 from plait.planner.resolve.resolve import draft, settle
 from tests.planner.hosts import HOST, probed
 from tests.planner.machines import PLAYS, recipe

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plait.commands.planning.plan_report import PlanReport, make_plan_report, plan_report_text
+from plait.commands.planning.plan_report import make_plan_report, plan_report_text
 from plait.machines.cluster import read_cluster
 from plait.planner.derive.resources import on_paper
-from plait.planner.explain.axis_choice import CutAxis, axis_choice
-from plait.planner.explain.report_json import plan_json
-from plait.planner.explain.tipping_points import with_faster_network, with_faster_nodes
+from plait.planner.explain.changes import with_faster_links
+from plait.planner.explain.experts import CutAxis, axis_choice
+from plait.planner.report.report import PlanReport, plan_report_of
+from plait.planner.report.report_json import report_values
 from plait.planner.search.found import Search
 from plait.planner.search.search import search
 from plait.recipe.load import load_recipe
@@ -60,12 +61,13 @@ def test_the_answer_turns_where_it_says(name: str, axis: CutAxis) -> None:
     found = whole(name)
     choice = axis_choice(found, axis)
     assert pays(found, axis) == choice.pays
-    alter = with_faster_network if choice.link == "between" else with_faster_nodes
     for factor in (choice.slower, choice.faster):
         if factor is not None:
             away = factor**1.2
-            assert pays(searched(found, alter(found.cluster, away)), axis) != choice.pays
-            assert pays(searched(found, alter(found.cluster, factor**0.8)), axis) == choice.pays
+            assert pays(searched(found, with_faster_links(found.cluster, choice.link, away)), axis) != choice.pays
+            assert (
+                pays(searched(found, with_faster_links(found.cluster, choice.link, factor**0.8)), axis) == choice.pays
+            )
 
 
 def whole(name: str) -> Search:
@@ -86,8 +88,8 @@ def pays(found: Search, axis: CutAxis) -> bool:
 
 def test_answers_about_experts_are_in_the_json_and_only_there_where_experts_are() -> None:
     one = answer(OFFICE)
-    values = plan_json(one.search, one.sections, 3)
+    values = report_values(one)
     assert any(line.startswith("is a pipeline (PP) needed") for line in values["experts"])
     dense = replace(one.search.workload, experts=0)
     found = search(dense, one.search.cluster, profile=one.search.profile)
-    assert "experts" not in plan_json(found, [section for section in one.sections if section.title != "experts"], 3)
+    assert "experts" not in report_values(plan_report_of(one.plan, found))

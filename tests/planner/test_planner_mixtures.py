@@ -11,7 +11,7 @@ from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.weights import active_parameter_count, training_flops_per_token
 from plait.planner.plan import Plan
-from plait.planner.problem.mixture_words import mixture_reasons
+from plait.planner.problem.model_words import mixture_reasons
 from plait.planner.problem.workload import workload_of
 from plait.recipe.schema import BalanceSection, DataSection, LayoutSection, ModelSection, RunConfig, TrainSection
 from tests.planner.machines import LAPTOP, corpus, planned

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from plait.machines.cluster import read_cluster
-from plait.planner.explain.confidence import certainty_lines
 from plait.planner.problem.workload import Workload
+from plait.planner.report.report import certainty_lines
 from plait.planner.search.model_error import FAMILIES, published_errors, run_family, stated_error
 from plait.planner.search.search import search
 

@@ -14,12 +14,17 @@ from plait.machines.cluster import read_cluster
 from plait.model.parts.objectives import ObjectivesShape
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.weights import training_flops_per_token
-from plait.planner.explain.objective_lines import objective_lines, order_prices
+from plait.planner.explain.choice import objective_lines, order_prices
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates
-from plait.planner.problem.head_places import balanced_with_heads, head_places
-from plait.planner.problem.stage_partition import head_cost_in_layers, rank_layers, stages_of
+from plait.planner.problem.stage_partition import (
+    balanced_with_heads,
+    head_cost_in_layers,
+    head_places,
+    rank_layers,
+    stages_of,
+)
 from plait.planner.problem.workload import workload_of
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.search import search
 from plait.planner.search.validity import balanced_stages, check_layout

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,16 +15,17 @@ import pytest
 from rich.console import Console
 
 from plait.commands.plan import plan
+from plait.commands.planning.plan_report import make_plan_report
 from plait.errors import PlaitError
-from plait.layout import Layout
 from plait.machines.cluster import Cluster, cluster_from_json, cluster_json, read_cluster
+from plait.planner.derive.resources import on_paper
 from plait.planner.explain.glossary import GLOSSARY
-from plait.planner.explain.report import PlanSection
 from plait.planner.heterogeneous.micro_batch_limits import replica_memory_of
-from plait.planner.page.page import Chapter, Picture, page_html, pictures
-from plait.planner.search.constraints import Constraints
+from plait.planner.report.figures import Drawing, Picture, ratio_axis, seconds_unit, time_words, wrapped_text
+from plait.planner.report.page import page_html, pictures
+from plait.planner.report.report import PlanReport, PlanSection
 from plait.planner.search.search import search
-from plait.report.figures import Drawing, ratio_axis, seconds_unit, time_words, wrapped_text
+from plait.recipe.load import load_recipe
 from plait.screen.terminal import TerminalScreen
 from plait.units import format_bytes
 from tests.planner.test_planner_page import piped, workload
@@ -69,15 +71,22 @@ def evil_cluster() -> Cluster:
     return cluster_from_json(json.dumps(values), "evil.json")
 
 
-def chapter(cluster: Cluster) -> Chapter:
-    found = search(workload("350M", 1024, 64), cluster)
-    sections = (PlanSection(title="why", lines=("first of all", f"· since {EVIL}")),)
-    return Chapter(found=found, parameters=355_000_000, machines=EVIL, notes=(EVIL,), sections=sections)
+def chapter(cluster: Cluster, folder: Path) -> PlanReport:
+    sections = (PlanSection(title="why", lines=("first of all",), points=(f"since {EVIL}",)),)
+    return replace(report_on(cluster, folder), machines=EVIL, notes=(EVIL,), sections=sections)
+
+
+def report_on(cluster: Cluster, folder: Path, *overrides: str) -> PlanReport:
+    (folder / "recipe.toml").write_text('[data]\nfiles = "text.txt"\n')
+    asked = ("model.size=350M", "train.sequence=1024", f"train.batch_tokens={64 * 1024}", "train.budget=1B tokens")
+    config = load_recipe(folder / "recipe.toml", (*asked, *overrides))
+    return make_plan_report(config, on_paper(cluster), top=0)
 
 
 @pytest.fixture(scope="module")
-def page() -> str:
-    return page_html([chapter(evil_cluster()), chapter(read_cluster("H100"))], script="const drawn = true;")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("page")
+    return page_html([chapter(evil_cluster(), folder), chapter(read_cluster("H100"), folder)], "const drawn = true;")
 
 
 def test_each_picture_has_its_figure_and_each_figure_its_values(page: str) -> None:
@@ -124,22 +133,20 @@ def test_nothing_is_fetched(page: str) -> None:
     assert "@import" not in page and "url(" not in page and "http://" not in page and "https://" not in page
 
 
-def test_links_of_the_table_lead_to_chapters_and_terms_are_told(page: str) -> None:
+def test_links_of_the_table_lead_to_chapters_and_terms_are_told(page: str, tmp_path: Path) -> None:
     reader = read(page)
     links = [values["href"] for tag, values in reader.elements if tag == "a"]
     anchors = {f"#{values['id']}" for tag, values in reader.elements if tag == "h2" and "id" in values}
     assert len(links) == 2 and set(links) == anchors
     assert set(GLOSSARY) <= set(reader.texts["dt"])
-    one = page_html([chapter(read_cluster("H100"))], script="")
+    one = page_html([chapter(read_cluster("H100"), tmp_path)], script="")
     assert "<table" not in one
 
 
-def test_the_memory_told_is_of_the_device_that_has_least_room_left() -> None:
-    cluster, pins = (
-        read_cluster("1x4090+1x3080@10G"),
-        Constraints(degrees=Layout(pipeline=2), knobs={"schedule": "1f1b"}),
-    )
-    found = search(workload("1.3B", 1024, 32), cluster, constraints=pins)
+def test_the_memory_told_is_of_the_device_that_has_least_room_left(tmp_path: Path) -> None:
+    asked = ("model.size=1.3B", f"train.batch_tokens={32 * 1024}", "layout.pipeline=2", "layout.schedule=1f1b")
+    report = report_on(read_cluster("1x4090+1x3080@10G"), tmp_path, *asked)
+    found = report.search
     capacity = found.capacity_bytes(found.chosen)
     one = found.assigner.group_of(found.candidates, found.chosen)
     filled = {
@@ -148,7 +155,7 @@ def test_the_memory_told_is_of_the_device_that_has_least_room_left() -> None:
         for rank, have in enumerate(portion.capacity_bytes)
     }
     assert len(set(filled.values())) == 2 and capacity == filled[max(filled)]
-    told = page_html([Chapter(found=found, parameters=1, machines="", notes=(), sections=())], script="")
+    told = page_html([report], script="")
     assert f"<dt>memory, of {format_bytes(capacity)}</dt>" in told
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.planning.plan_report import comparison_table, make_plan_report, plan_report_text
+from plait.commands.planning.plan_report import make_plan_report, plan_report_text
 from plait.errors import PlaitError, installing
 from plait.layout import Layout, layout_summary
 from plait.machines.cluster import read_cluster
 from plait.planner.derive.resources import on_paper
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates
+from plait.planner.report.text import comparison_table
 from plait.planner.search.layout_kinds import layout_sentences, layout_text
 from plait.units import (
     compared_text,

@@ -16,8 +16,8 @@ from plait.planner.memory.rank_loads import LOADS, rank_loads
 from plait.planner.memory.schedule_walk import TENSOR_SIZES, WALKED_ITEMS, PipelineStages, fullest_moments
 from plait.planner.memory.traced_peak import tensor_bytes, traced_peak
 from plait.planner.problem.candidates import Candidates
-from plait.planner.problem.head_places import HeadPlaces
 from plait.planner.problem.software_profile import PLAIT_PROFILE
+from plait.planner.problem.stage_partition import HeadPlaces
 from plait.planner.problem.workload import Workload
 
 ON_GPUS = PLAIT_PROFILE

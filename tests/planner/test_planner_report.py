@@ -15,18 +15,20 @@ import pytest
 from rich.console import Console
 
 from plait.commands.plan import plan, terms
-from plait.commands.planning.plan_report import PlanReport, make_plan_report, plan_report_text
+from plait.commands.planning.plan_report import make_plan_report, plan_report_text
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.machines.cluster import read_cluster
 from plait.machines.machine import Machine
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration
 from plait.planner.derive.resources import Resources, on_paper
+from plait.planner.explain.changes import FINE_STEPS, TippingPoint, tipping_points, with_memory
+from plait.planner.explain.choice import short_reasons
+from plait.planner.explain.compared_layouts import runners_up, runners_up_lines
 from plait.planner.explain.glossary import GLOSSARY, glossary_text
-from plait.planner.explain.report import runners_up, runners_up_lines, short_reasons
-from plait.planner.explain.report_json import plan_json
-from plait.planner.explain.tipping_points import FINE_STEPS, TippingPoint, tipping_points, with_memory
-from plait.planner.search.constraints import Constraints
+from plait.planner.report.report import PlanReport
+from plait.planner.report.report_json import report_values
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.feasibility import DoesNotFit
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import kinds_of
@@ -78,8 +80,8 @@ def test_the_words_for_ten_clusters(name: str, answers: dict[str, PlanReport]) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_numbers_add_up(name: str, answers: dict[str, PlanReport]) -> None:
-    found, sections = answers[name].search, answers[name].sections
-    values = json.loads(json.dumps(plan_json(found, sections, 5)))
+    found = answers[name].search
+    values = json.loads(json.dumps(report_values(answers[name])))
     assert np.prod(list(values["layout"].values())) == found.cluster.n_devices
     assert sum(values["time"].values()) == pytest.approx(values["step_s"])
     assert sum(values["memory"].values()) == pytest.approx(values["bytes_per_device"])
@@ -143,7 +145,7 @@ def kind_at(found: Search, flip: TippingPoint, factor: float) -> int:
 def test_pinned_degrees_are_obeyed_and_their_price_is_told(tmp_path: Path) -> None:
     config = recipe(tmp_path, "350M", 1024, 256, "1B tokens", "layout.tensor=8")
     one = make_plan_report(config, on_paper(read_cluster("8x4090")), top=3)
-    values = plan_json(one.search, one.sections, 3)
+    values = report_values(one)
     assert values["layout"] == {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 8}
     assert "as [layout] of the recipe says; left open, the forecast would choose" in values["why"][0]
     assert values["why"][0].endswith("times as slow as that")
@@ -153,7 +155,7 @@ def test_every_percentage_of_layouts_is_relative_to_the_fastest(answers: dict[st
     """Recomputed from the step_s of --json."""
     seen = 0
     for name, one in answers.items():
-        found, values = one.search, plan_json(one.search, one.sections, 5)
+        found, values = one.search, report_values(one)
         fastest_s = min(found.step_s)
         for runner in values["runners_up"]:
             said = re.findall(r"([\d.]+)% slower than the fastest", runner["why_not"])
@@ -197,7 +199,7 @@ def test_a_named_layout_is_compared_with_what_the_machine_would_be_given_without
         one = make_plan_report(recipe(tmp_path, "1M", 256, 6, "100 steps", *named), here, top=3)
         free = make_plan_report(recipe(tmp_path, "1M", 256, 6, "100 steps"), here, top=3)
         assert free.search.cluster.n_devices < 3 and one.search.cluster.n_devices == workers
-        reason = plan_json(one.search, one.sections, 3)["why"][0]
+        reason = report_values(one)["why"][0]
         same = one.search.candidates.row(one.search.chosen) == free.search.candidates.row(free.search.chosen)
         assert ("left open, the forecast would choose the same" in reason) == same == (workers == 1), reason
         slower = one.search.chosen_step_s / free.search.chosen_step_s

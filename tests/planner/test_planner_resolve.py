@@ -19,9 +19,8 @@ from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources, on_paper
 from plait.planner.plan import Placement, Plan
 from plait.planner.plan_file import read_plan, write_plan
-from plait.planner.resolve.forecast_update import updated_forecast
-from plait.planner.resolve.named_layout import refuse_unfit_names
-from plait.planner.resolve.resolve import draft, settle, with_layout
+from plait.planner.resolve.named import refuse_unfit_names
+from plait.planner.resolve.resolve import draft, settle, updated_forecast, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.planner.search.validity import layout_of_candidate
 from plait.units import Amount, Every, format_duration

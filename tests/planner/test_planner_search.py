@@ -16,14 +16,13 @@ from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
 from plait.partition.pipeline_schedule import schedule_actions
 from plait.partition.pipeline_simulation import ActionTimes, StageTimes, durations_s, simulate
-from plait.planner.explain.fit_suggestions import error_with_suggestions
+from plait.planner.explain.changes import error_with_suggestions
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search import enumeration
 from plait.planner.search.complexity import COMPLEXITY_TABLE, complexity_of
-from plait.planner.search.constraints import Constraints
-from plait.planner.search.enumeration import divisors, enumerate_layouts
+from plait.planner.search.enumeration import Constraints, divisors, enumerate_layouts
 from plait.planner.search.feasibility import DoesNotFit
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import step_time_of

@@ -29,8 +29,7 @@ from plait.planner.problem.stage_partition import (
 )
 from plait.planner.problem.trained_weights import fullest_trained_parameters
 from plait.planner.problem.workload import Workload, workload_of
-from plait.planner.search.constraints import Constraints
-from plait.planner.search.enumeration import enumerate_layouts
+from plait.planner.search.enumeration import Constraints, enumerate_layouts
 from plait.planner.search.layout_cost import step_seconds
 from plait.planner.search.search import search
 from plait.planner.search.validity import balanced_stages

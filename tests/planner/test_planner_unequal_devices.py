@@ -20,9 +20,7 @@ from plait.machines.cluster import Cluster, cluster_of_hosts, read_cluster
 from plait.model.sizes import explicit_shape, named_shape
 from plait.partition.pipeline_simulation import ActionTimes, durations_s
 from plait.planner.derive.resources import FixedWorkers, ProbeNeed, Resources, on_paper
-from plait.planner.explain.confidence import idle_machine_lines
-from plait.planner.explain.report import PlanSection
-from plait.planner.explain.report_json import plan_json
+from plait.planner.explain.choice import idle_machine_lines
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines, unequal_reasons, unequal_shares_of
 from plait.planner.heterogeneous.assignment import WorkAssigner
 from plait.planner.heterogeneous.batch_shares import equal_shares, shares_by_speed, shares_if_worthwhile, slowest_s
@@ -37,9 +35,11 @@ from plait.planner.problem.candidates import SHARDED_STATES, Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.stage_partition import balanced_stages_by_speed
 from plait.planner.problem.workload import Workload, workload_of
+from plait.planner.report.report import layout_figures
 from plait.planner.resolve.resolve import draft, settle
 from plait.planner.search import layout_cost
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.cost_breakdown import memory_items
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import closed_form_step_time, step_seconds, step_time_of
 from plait.planner.search.search import CROSSES_HOSTS, search
@@ -51,7 +51,6 @@ from tests.planner.machines import PLAYS, recipe
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SHAPE = explicit_shape(layers=8, width=256, heads=4, vocabulary=2048, sequence=256)
-NO_WORDS = [PlanSection(title=title, lines=()) for title in ("why", "binds", "changes", "sure")]
 
 
 def work(batch: int = 16, layers: int = 8) -> Workload:
@@ -308,7 +307,7 @@ def test_a_small_device_holds_fewer_layers_and_everything_fits() -> None:
         "as for every layout that was named"
     )
     assert found.capacity_bytes(found.chosen) in have
-    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.bytes_per_device(found.chosen))
+    assert sum(memory_items(found, found.chosen).values()) == pytest.approx(found.bytes_per_device(found.chosen))
 
 
 def test_what_is_held_is_that_of_the_part_that_holds_most() -> None:
@@ -340,9 +339,9 @@ def test_a_small_device_takes_fewer_sequences_at_a_time_and_says_so() -> None:
     assert f"12 sequences at a time, and fewer where memory is short: RTX 3080 takes {small}" in line
     assert found.capacity_bytes(found.chosen) == min(island.device.memory_bytes for island in found.cluster.islands)
     assert found.memory_of_fullest(found.chosen).allocated > found.memory(found.chosen).allocated, "the larger one's"
-    told = plan_json(found, NO_WORDS, 1)
-    assert told["micro_sequences"] == 12 and told["micro_limits"] == (12, small)
-    assert sum(plan_json(found, NO_WORDS, 0)["memory"].values()) == pytest.approx(found.bytes_per_device(found.chosen))
+    figures = layout_figures(found, found.chosen)
+    assert figures.micro_sequences == 12 and figures.micro_limits == (12, small)
+    assert sum(memory_items(found, found.chosen).values()) == pytest.approx(found.bytes_per_device(found.chosen))
     assert old_and_new(1).micro_sequences(0) == (1,) and not memory_limit_lines(old_and_new(1), 0)
     with pytest.raises(PlaitError, match=r"fits no layout of .* and the smallest device \(RTX 3080\) has 9\.88 GiB"):
         old_and_new(16, size="1.3B")

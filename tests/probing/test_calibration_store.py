@@ -16,7 +16,7 @@ from plait.commands.monitoring.forecast_monitor import ForecastMonitor, Predicte
 from plait.commands.planning.run_folder import RunFolder, RunTotals
 from plait.planner.calibration.factors import Calibration, Observation, StepItems
 from plait.planner.plan import Forecast, HostShare
-from plait.planner.resolve.forecast_update import updated_forecast
+from plait.planner.resolve.resolve import updated_forecast
 from plait.probing.calibration_store import (
     add_observation,
     calibration_key,

@@ -10,7 +10,7 @@ from plait.launch.remote.leader import Hosts
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import ANY_WORKERS, RequestedWorkers, check_requested_workers
 from plait.planner.plan import HostShare
-from plait.planner.resolve.named_layout import named_degrees
+from plait.planner.resolve.named import named_degrees
 from plait.recipe.schema import RunConfig
 from plait.units import counted
 

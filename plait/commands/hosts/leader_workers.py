@@ -28,7 +28,7 @@ from plait.machines.requested_workers import PeakNeed, SurveyRequest
 from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import HostShare, Plan, refreshed_hosts
 from plait.planner.plan_file import read_plan, write_plan
-from plait.planner.resolve.named_workers import named_workers
+from plait.planner.resolve.named import named_workers
 from plait.probing.survey import MachineSurvey
 from plait.recipe.schema import RunConfig
 from plait.workers import (

@@ -12,7 +12,7 @@ from plait.commands.membership.run_on_hosts import PlanFor, RunOnHosts
 from plait.commands.preparing.corpus import prepared_corpus
 from plait.machines.machine import Machine
 from plait.planner.plan import Plan
-from plait.planner.resolve.named_workers import named_workers
+from plait.planner.resolve.named import named_workers
 from plait.probing.survey import survey_machine
 from plait.workers import refuse_torchrun, worker_pool
 

@@ -11,7 +11,7 @@ from plait.launch.remote.membership import JoinPolicy
 from plait.launch.values.entries import EntryTable
 from plait.machines.requested_workers import PeakNeed
 from plait.planner.plan import Plan
-from plait.planner.resolve.named_layout import named_degrees
+from plait.planner.resolve.named import named_degrees
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
 from plait.units import counted

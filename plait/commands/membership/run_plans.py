@@ -19,7 +19,7 @@ from plait.commands.preparing.corpus import (
 from plait.commands.verifying.gradient_check import check_new_layout
 from plait.machines.requested_workers import PeakNeed
 from plait.planner.plan import Plan
-from plait.planner.resolve.named_layout import refuse_unfit_names
+from plait.planner.resolve.named import refuse_unfit_names
 from plait.probing.survey import HostMachine, MachineSurvey, survey_machines
 from plait.workers import HostWorkers
 

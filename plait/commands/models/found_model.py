@@ -18,7 +18,7 @@ from plait.interop.base_model import read_base_model
 from plait.machines.requested_workers import RequestedDevices
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
-from plait.planner.problem.objective_words import without_objectives
+from plait.planner.problem.model_words import without_objectives
 from plait.report.metrics import read_metrics
 from plait.trainer.checkpointing.fits import check_fits
 from plait.working_folder import WorkingFolder

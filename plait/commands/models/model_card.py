@@ -8,7 +8,7 @@ from pathlib import Path
 from plait.checkpoint.manifest import Manifest
 from plait.model.shape import parameter_count
 from plait.planner.plan import Plan
-from plait.planner.problem.objective_words import without_objectives
+from plait.planner.problem.model_words import without_objectives
 from plait.recipe.schema import RunConfig
 from plait.units import format_count
 from plait.version import __version__

@@ -13,7 +13,7 @@ from plait.planner.derive.intervals import with_new_intervals, with_raised_budge
 from plait.planner.derive.model_size import budget_of
 from plait.planner.memory.state_copies import with_copies
 from plait.planner.plan import Plan, same_hosts
-from plait.planner.resolve.named_layout import constraints_of
+from plait.planner.resolve.named import constraints_of
 from plait.probing.survey import MachineSurvey
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress

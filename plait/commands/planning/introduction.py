@@ -15,7 +15,7 @@ from plait.model.shape import ModelShape, parameter_count
 from plait.model.weights import active_parameter_count, trained_parameter_count
 from plait.planner.calibration.factors import calibration_text
 from plait.planner.plan import Plan
-from plait.planner.problem.objective_words import objectives_text
+from plait.planner.problem.model_words import objectives_text
 from plait.planner.rebalancing.batch_rebalance import why_rebalancing_cannot_help
 from plait.planner.resolve.resolve import plan_summary
 from plait.units import counted, format_bytes, format_count, format_duration

@@ -17,8 +17,7 @@ from plait.planner.derive.resources import ProbeNeed, probe_digest
 from plait.planner.derive.training_job import rate_before_pricing, size_job
 from plait.planner.plan import Plan
 from plait.planner.plan_file import PLAN_FORMAT, read_plan, write_plan
-from plait.planner.resolve.forecast_update import updated_forecast
-from plait.planner.resolve.resolve import Draft, draft, settle, with_layout
+from plait.planner.resolve.resolve import Draft, draft, settle, updated_forecast, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose
 from plait.private_folder import make_private_folder
 from plait.probing.calibration_store import load_calibration

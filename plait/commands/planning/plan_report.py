@@ -1,43 +1,33 @@
-"""The answer of `plait plan` for one cluster: the plan, and the report that explains it."""
+"""The answer of `plait plan` for machines that need not be there, as text, and as `plait.plan` gives it to Python."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from textwrap import fill
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
 
+from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.errors import PlaitError
-from plait.model.shape import parameter_count
+from plait.layout import Layout, layout_summary
 from plait.planner.calibration.factors import calibration_text
 from plait.planner.derive.resources import Resources
-from plait.planner.explain.left_out import devices_text
-from plait.planner.explain.report import TEXT_HEADINGS, PlanSection, report_sections
 from plait.planner.memory.state_copies import with_copies
-from plait.planner.page.page import Chapter
-from plait.planner.plan import Plan
+from plait.planner.plan import Placement, Plan
+from plait.planner.report.page import page_html, plotly_script
+from plait.planner.report.report import PlanReport, PlanSection, plan_report_of
+from plait.planner.report.report_json import report_values
+from plait.planner.report.text import report_lines
 from plait.planner.resolve.resolve import draft, lines_without_effect, settle
 from plait.planner.resolve.worker_layouts import WorkerLayout, choose
-from plait.planner.search.found import Search
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import wrapped
-from plait.units import counted, format_count, format_duration
+from plait.units import counted, format_bytes, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 REPORT_COLUMNS = 110
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport:
-    """The plan for one cluster."""
-
-    plan: Plan
-    search: Search
-    notes: tuple[str, ...]
-    """Sentences about values that were derived or assumed."""
-    sections: tuple[PlanSection, ...]
-    layouts: tuple[WorkerLayout, ...]
-    """The layouts that a run would time on the machine itself, before it chooses one of them."""
 
 
 def make_plan_report(
@@ -47,71 +37,115 @@ def make_plan_report(
     corpus, assumed = corpus_facts_or_usual(config, working)
     read_as = resources.cluster.notes if resources.cluster else ()
     drafted = draft(config, corpus, resources, recipe_hash="")
-    chosen, notes = choose(drafted.layouts), [*read_as, *assumed, *drafted.request.notes]
-    notes += lines_without_effect(config, [chosen])
+    chosen = choose(drafted.layouts)
     found, forecast = chosen.search, chosen.forecast
     if found is None or forecast is None:
         raise PlaitError(
             f"{resources.machine.name} is not in plait's catalogue; describe it in a cluster.json and pass --cluster"
         )
-    if observation := calibration_text(forecast.calibration, forecast.items, forecast.basis):
-        notes.append(observation)
     plan = settle(config, drafted, [chosen])
-    if copies := with_copies(config.recover, plan, found.cluster.n_nodes)[1]:
-        notes.append(copies)
-    sections = report_sections(found, plan.job.budget, top=top)
-    return PlanReport(plan=plan, search=found, notes=tuple(notes), sections=sections, layouts=drafted.layouts)
+    notes = [*read_as, *assumed, *drafted.request.notes, *lines_without_effect(config, [chosen])]
+    learnt = calibration_text(forecast.calibration, forecast.items, forecast.basis)
+    copies = with_copies(config.recover, plan, found.cluster.n_nodes)[1]
+    notes += [line for line in (learnt, copies) if line]
+    return plan_report_of(plan, found, layouts=drafted.layouts, notes=notes, top=top)
 
 
 def plan_report_text(report: PlanReport, columns: int = REPORT_COLUMNS) -> str:
     """The whole answer for people, in lines of this many columns at most."""
-    w = report.search.workload
-    lines = [
-        f"plan     {format_count(parameter_count(report.plan.job.shape))} parameters on "
-        f"{_machines_text(report.search)}",
-        f"batch    {counted(w.batch_sequences, 'sequence', ',')} of {w.sequence:,} tokens a step, {w.precision}",
-        *(f"         · {note}" for note in report.notes),
-    ]
-    for section in report.sections:
-        heading = TEXT_HEADINGS.get(section.title, section.title)
-        lines += [f"{heading if first == 0 else '':8} {line}" for first, line in enumerate(section.lines)]
-    return "\n".join(wrapped(line, columns) for line in lines) + "\n"
+    return "\n".join(wrapped(line, columns) for line in report_lines(report)) + "\n"
 
 
-def comparison_table(reports: Sequence[PlanReport], columns: int = REPORT_COLUMNS) -> str:
-    """Several clusters in a table of this many columns of text at most; a long layout goes on in the lines below it."""
-    rows = [("cluster", "step", "tokens/s", "layout")]
-    for one in reports:
-        step_s = float(one.search.step_s[one.search.chosen])
-        tokens = format_count(one.search.workload.batch_tokens / step_s)
-        rows.append((one.search.cluster.name, format_duration(step_s), tokens, one.sections[0].lines[0]))
-    wide = [max(len(row[column]) for row in rows) for column in range(3)]
-    start = min(sum(wide) + 2 * len(wide), columns // 2)
-    return "\n".join(
-        fill(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, wide, strict=False)), row[3]]),
-            columns,
-            subsequent_indent=" " * start,
-            break_long_words=False,
-            break_on_hyphens=False,
+def training_section(kept: Plan | None, layouts: Sequence[WorkerLayout], forecast: Layout) -> PlanSection:
+    """The layout that a new run takes: that of the `kept` plan, the only one of `layouts`, or the one of them that
+    timing will choose. `forecast` is the layout that the rest of the report is about."""
+    if kept is not None:
+        lines = [f"a new run takes {_text(kept.placement)}, {_source(kept)}; --replan plans again"]
+    elif len(layouts) == 1:
+        lines = [f"a new run takes {_text(layouts[0].placement)}"]
+    else:
+        named = "; ".join(_text(one.placement) for one in layouts)
+        lines = [f"a new run times {len(layouts)} layouts on this machine, then chooses: {named}"]
+    if len(layouts) > 1 or (kept is not None and kept.placement.layout != forecast):
+        lines.append("the rest of this report is the forecast; no step was timed for it")
+    return PlanSection(title="train", lines=tuple(lines))
+
+
+def _source(kept: Plan) -> str:
+    if kept.step_s is None:
+        return "as planned before"
+    return f"{format_duration(kept.step_s)} a step, as timed here when it was planned"
+
+
+def _text(placement: Placement) -> str:
+    workers, threads = counted(placement.layout.world_size, "worker"), counted(placement.threads, "thread")
+    return f"{layout_summary(placement.layout)} ({workers} × {threads})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlannedRun:
+    """A plan for one cluster, shown in a terminal or a notebook. Two are equal where all their values are."""
+
+    values: Mapping[str, Any]
+    """All keys of `plait plan --json`."""
+    report: PlanReport = field(compare=False)
+
+    @property
+    def layout(self) -> Mapping[str, int]:
+        """Degree of each axis: {"pipeline": 1, "replicate": 8, …}."""
+        return self.values["layout"]
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.values["step_s"]
+
+    @property
+    def bytes_per_device(self) -> float:
+        """Predicted memory on the fullest device."""
+        return self.values["bytes_per_device"]
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization as a fraction; None where the peak is unknown."""
+        return self.values["mfu"]
+
+    @property
+    def why(self) -> Sequence[str]:
+        """Sentences: why this layout, what limits it, what would change the choice, how sure the forecast is."""
+        return self.values["why"]
+
+    def __str__(self) -> str:
+        return plan_report_text(self.report)
+
+    def __repr__(self) -> str:
+        return str(self).rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the main figures, the reasons, and the whole report to unfold."""
+        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self._facts())
+        reasons = "".join(f"<li>{escape(line)}</li>" for line in self.why)
+        whole = f"<details><summary>the whole plan</summary><pre>{escape(str(self))}</pre></details>"
+        return f"<table>{rows}</table><ul>{reasons}</ul>{whole}"
+
+    def to_html(self, file: str | Path) -> Path:
+        """Write a page with figures and return its path; raises PlaitError where it cannot be written or drawn."""
+        path = Path(file)
+        check_output_file(path)
+        write_output_file(path, page_html([self.report], plotly_script()))
+        return path
+
+    def _facts(self) -> Sequence[tuple[str, str]]:
+        mfu = "unknown" if self.mfu is None else f"{self.mfu:.0%}"
+        return (
+            ("machines", self.values["cluster"]),
+            ("layout", self.report.layout),
+            ("a step", f"{format_duration(self.step_s)}, give or take {self.values['error']:.0%}"),
+            ("memory", f"{format_bytes(self.bytes_per_device)} a device"),
+            ("MFU", mfu),
         )
-        for row in rows
-    )
 
 
-def _machines_text(found: Search) -> str:
-    """The machines by name and in full, and which of them are used where some are left out."""
-    if found.left_out is None:
-        return f"{found.cluster.name}: {found.cluster.hardware}"
-    return f"{devices_text(found.cluster)} of {found.cluster.name}: {found.left_out.cluster.hardware}"
-
-
-def chapter_of(report: PlanReport) -> Chapter:
-    """The answer as a chapter of the page with pictures."""
-    return Chapter(
-        found=report.search,
-        parameters=parameter_count(report.plan.job.shape),
-        machines=_machines_text(report.search),
-        notes=report.notes,
-        sections=report.sections,
-    )
+def planned_run(report: PlanReport) -> PlannedRun:
+    """The report as Python is given it."""
+    return PlannedRun(values=report_values(report), report=report)

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from plait.commands.verifying.gradient_check import check_gradients, summation_order_noise
 from plait.commands.verifying.small_model import plan_for_device
-from plait.planner.derive.compile_mode import compile_of
 from plait.planner.derive.resources import Resources
-from plait.planner.derive.training_job import matmul_backend_of, matmul_precision_of, precision_of
+from plait.planner.derive.training_job import compile_of, matmul_backend_of, matmul_precision_of, precision_of
 from plait.planner.plan import Plan
 from plait.proof import FLOAT32_TOLERANCES, Verdict
 from plait.recipe.schema import RunConfig
@@ -30,12 +29,12 @@ def check_on_device(
     text = f"{plan.placement.layout}{shares_text(plan)} on {plan.world_size} × {machine.name}, in float32"
     screen.print(f"layout   {text}")
     strict = check_gradients(config, single, workers, scope="gradients", tolerances=FLOAT32_TOLERANCES)
-    precision = precision_of(config, resources, [])
+    precision = precision_of(config, resources).value
     own = plan_for_device(plan, machine.device, precision)
     arithmetic = replace(
         own.arithmetic,
-        compile=compile_of(config, resources.machines, []),
-        matmul_precision=matmul_precision_of(precision, resources, []),
+        compile=compile_of(config, resources.machines).value,
+        matmul_precision=matmul_precision_of(precision, resources).value,
         matmul_backend=matmul_backend_of(config, resources),
     )
     own = replace(own, arithmetic=arithmetic)

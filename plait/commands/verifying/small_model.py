@@ -16,11 +16,11 @@ from plait.model.requested_size import shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import MODEL_SIZES, explicit_shape
 from plait.partition.execution import Precision, RunArithmetic
-from plait.planner.derive import scaling_rules
+from plait.planner.derive import published_rules
 from plait.planner.derive.adapters import adapter_for
 from plait.planner.derive.hyperparameters import with_usual_numbers
 from plait.planner.plan import Cadence, Machines, Placement, Plan, TrainingJob
-from plait.planner.resolve.named_layout import check_schedule, layout_of, named_degrees
+from plait.planner.resolve.named import check_schedule, layout_of, named_degrees
 from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every
@@ -71,18 +71,18 @@ def requested_shape(config: RunConfig, degrees: Layout) -> ModelShape:
         size = _fitting_size(degrees) if model.size == "auto" else model.size
         shape = shape_of_size(size, vocabulary=vocabulary, sequence=sequence, **explicit)
     if train.sequence == "auto":
-        shape = replace(shape, sequence=scaling_rules.usual_sequence_length(parameter_count(shape)))
+        shape = replace(shape, sequence=published_rules.usual_sequence_length(parameter_count(shape)))
     return replace(shape, objectives=objectives_of_keys(named))
 
 
 def _base_shape(config: RunConfig, base: ModelShape) -> ModelShape:
     """A trained model's shape, for the sequences that the recipe names or that are usual for its size, with the adapter
     that the recipe asks for."""
-    usual, requested = scaling_rules.usual_sequence_length(parameter_count(base)), config.train.sequence
+    usual, requested = published_rules.usual_sequence_length(parameter_count(base)), config.train.sequence
     shape = replace(base, sequence=min(usual, base.sequence) if requested == "auto" else requested)
     if config.finetune.method != "lora":
         return shape
-    return replace(shape, adapter=adapter_for(config.finetune, shape, 0, []))
+    return replace(shape, adapter=adapter_for(config.finetune, shape, 0).value)
 
 
 def _fitting_size(degrees: Layout) -> str:

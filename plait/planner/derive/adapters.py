@@ -10,7 +10,8 @@ from plait.errors import PlaitError
 from plait.model.adapter_shape import AdapterShape, AdapterTarget
 from plait.model.shape import ModelShape, linear_layers, parameter_count
 from plait.model.weights import describe_weights, trained_parameter_count
-from plait.planner.derive.finetuning_rules import (
+from plait.planner.derive.derived import Derived
+from plait.planner.derive.published_rules import (
     BITS_PER_WEIGHT,
     LARGEST_RANK,
     LEAST_RANK,
@@ -46,7 +47,7 @@ def refuse_pairs(config: RunConfig, shape: ModelShape) -> None:
         )
 
 
-def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int, why: list[str]) -> AdapterShape:
+def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int) -> Derived[AdapterShape]:
     """The adapters of a LoRA run for a model that has none yet, to learn from this many tokens, or pairs of answers,
     which tell about a bit each; raises PlaitError for targets that match nothing and for a rank above a weight's
     size."""
@@ -57,10 +58,10 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int, why: l
     whole = replace(shape, adapter=adapter)
     some = "all linear layers" if requested.targets == "auto" else ", ".join(targets)
     learning, all_weights = (format_count(count(whole)) for count in (trained_parameter_count, parameter_count))
-    why.append(
+    why = [
         f"{requested.variant} of rank {rank} on {some}: {learning} of {all_weights} weights learn; the others have no "
         "gradient, sums or moments, and their products are two thirds of a step's in place of all"
-    )
+    ]
     if requested.rank == "auto":
         why.append(
             f"rank {rank}: adapters hold {BITS_PER_WEIGHT} bits a weight, and there are about "
@@ -70,7 +71,7 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int, why: l
     if requested.alpha == "auto":
         source = "Schulman 2025" if requested.variant == "lora" else "Kalajdzievski 2023, as LoRA's at rank 16"
         why.append(f"alpha {alpha:g}: adapters count {adapter.scale:.3g} times ({source})")
-    return adapter
+    return Derived(value=adapter, reasons=tuple(why))
 
 
 def named_targets(names: Sequence[str], shape: ModelShape) -> tuple[AdapterTarget, ...]:

@@ -1,15 +1,25 @@
-"""The numbers of training that a recipe leaves open: the optimizer's, the warm-up, and whether documents are masked."""
+"""The numbers of training that a recipe leaves open: the optimizer's, the warm-up, whether documents are masked, and
+the batch where a trained model is tuned."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from plait.errors import PlaitError
-from plait.planner.derive import scaling_rules
-from plait.planner.derive.finetuning import finetuning_optimizer, finetuning_warmup
-from plait.planner.derive.finetuning_rules import FULL_LR
+from plait.planner.derive import published_rules
+from plait.planner.derive.derived import Derived
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
+from plait.planner.derive.published_rules import (
+    EXAMPLES_PER_STEP,
+    FULL_LR,
+    LORA_LR_OVER_FULL,
+    examples_batch_tokens,
+    finetuning_lr,
+    finetuning_warmup_steps,
+)
 from plait.planner.plan import WARNING, OptimizerPlan
+from plait.recipe.finetune import FinetuneMethod, FinetuneObjective
 from plait.recipe.schema import OptimizerSection, RunConfig
 from plait.units import counted, format_count, power_of_ten, times_text
 
@@ -29,19 +39,20 @@ SGD_WEIGHT_DECAY = 1e-4
 
 
 def optimizer_plan(
-    config: RunConfig, flops: float, batch_tokens: int, why: list[str], base: BaseFacts | None = None
-) -> OptimizerPlan:
+    config: RunConfig, flops: float, batch_tokens: int, base: BaseFacts | None = None
+) -> Derived[OptimizerPlan]:
     """The optimizer's numbers for a run of this many training FLOPs, its warm-up still open; `base` is the model that
     it goes on from."""
     requested, method = config.optimizer, config.finetune.method
-    lr = requested.lr
+    lr, why = requested.lr, list[str]()
     if method != "auto":
         lr = FULL_LR[config.finetune.objective] if lr == "auto" else lr  # finetuning_optimizer says which, and why
     elif requested.kind == "adamw" and requested.lr == "auto" and base is not None:
         lr = BASE_LR
         why.append(f"peak learning rate {lr:g}: cautious, as the model is trained already (optimizer.lr)")
     elif requested.kind == "adamw":
-        lr = _adamw_lr(requested.lr, flops, batch_tokens, why)
+        found = _adamw_lr(requested.lr, flops, batch_tokens)
+        lr, why = found.value, [*found.reasons]
     assert lr != "auto"  # the schema refuses SGD without one
     clip = 1.0 if requested.clip == "auto" else requested.clip
     plan = with_usual_numbers(requested, lr=lr, clip=None if clip == "never" else clip)
@@ -50,7 +61,8 @@ def optimizer_plan(
             f"SGD with momentum {plan.momentum:g}, weight decay {plan.weight_decay:g} as part of the gradient "
             "(He 2015, Goyal 2017)"
         )
-    return plan if method == "auto" else finetuning_optimizer(method, plan, config, why)
+    tuned = Derived(value=plan) if method == "auto" else finetuning_optimizer(method, plan, config)
+    return Derived(value=tuned.value, reasons=(*why, *tuned.reasons))
 
 
 def with_usual_numbers(
@@ -76,53 +88,101 @@ def momentum_of(requested: OptimizerSection) -> float:
     return usual if requested.momentum == "auto" else requested.momentum
 
 
-def _adamw_lr(requested: float | Literal["auto"], flops: float, batch_tokens: int, why: list[str]) -> float:
-    usual = scaling_rules.usual_batch_tokens(flops)
-    published = scaling_rules.lr_for_batch(scaling_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
+def _adamw_lr(requested: float | Literal["auto"], flops: float, batch_tokens: int) -> Derived[float]:
+    usual = published_rules.usual_batch_tokens(flops)
+    published = published_rules.lr_for_batch(published_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
     if requested == "auto":
         lr = float(f"{published:.3g}")
-        why.append(
-            f"peak learning rate {lr:g}: for {power_of_ten(flops)} FLOPs and this batch (DeepSeek LLM 2024, Malladi "
-            "2022)"
-        )
-        return lr
-    if requested > MOST_TIMES_PUBLISHED_LR * published:
-        known = requested < MOST_TIMES_SHOWN * published
-        times = times_text(requested / published) if known else f"over {MOST_TIMES_SHOWN:,} times"
-        why.append(
-            f"{WARNING}optimizer.lr = {requested:g} is {times} what published rules give for this run "
-            f"({published:.2g}); it will probably diverge"
-        )
-    return requested
+        rule = f"for {power_of_ten(flops)} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)"
+        return Derived(value=lr, reasons=(f"peak learning rate {lr:g}: {rule}",))
+    if requested <= MOST_TIMES_PUBLISHED_LR * published:
+        return Derived(value=requested)
+    known = requested < MOST_TIMES_SHOWN * published
+    times = times_text(requested / published) if known else f"over {MOST_TIMES_SHOWN:,} times"
+    doubt = (
+        f"{WARNING}optimizer.lr = {requested:g} is {times} what published rules give for this run "
+        f"({published:.2g}); it will probably diverge"
+    )
+    return Derived(value=requested, reasons=(doubt,))
 
 
-def warmup_steps(config: RunConfig, steps: int, why: list[str]) -> int:
+def warmup_steps(config: RunConfig, steps: int) -> Derived[int]:
     """Steps over which the learning rate rises."""
     if config.finetune.method != "auto":
-        return finetuning_warmup(config, steps, why)
+        return finetuning_warmup(config, steps)
     requested = config.optimizer.warmup_steps
     if requested != "auto":
-        return requested
-    warmup = scaling_rules.usual_warmup_steps(steps)
+        return Derived(value=requested)
+    warmup = published_rules.usual_warmup_steps(steps)
     rule = "half of this short run" if warmup == steps // 2 else "a twentieth of the run, 10 to 2,000 steps"
-    if warmup:
-        why.append(f"warm-up {counted(warmup, 'step')}: {rule} (after Goyal 2017)")
-    return warmup
+    reason = f"warm-up {counted(warmup, 'step')}: {rule} (after Goyal 2017)"
+    return Derived(value=warmup, reasons=(reason,) if warmup else ())
 
 
-def documents_mode(config: RunConfig, corpus: CorpusFacts, sequence: int, why: list[str]) -> Literal["mask", "join"]:
+def documents_mode(config: RunConfig, corpus: CorpusFacts, sequence: int) -> Derived[Literal["mask", "join"]]:
     """Whether attention stays inside documents ("mask") or crosses them within a window ("join")."""
     requested = config.data.mask_documents
     if corpus.layout != "stream":
         if requested is False:
             raise PlaitError("examples never see each other; take data.mask_documents = false out")
-        return "mask"
+        return Derived(value="mask")
     if requested != "auto":
-        return "mask" if requested else "join"
+        return Derived(value="mask" if requested else "join")
     mean = corpus.train_tokens / max(1, corpus.documents)
-    short = mean < 8 * sequence
     text = f"documents have {format_count(mean)} tokens on average"
-    why.append(
-        f"attention stays inside documents: {text}" if short else f"documents are joined: {text}, few windows hold two"
+    if mean < 8 * sequence:
+        return Derived(value="mask", reasons=(f"attention stays inside documents: {text}",))
+    return Derived(value="join", reasons=(f"documents are joined: {text}, few windows hold two",))
+
+
+def finetuning_batch(
+    method: FinetuneMethod, objective: FinetuneObjective, sequence: int, corpus: CorpusFacts
+) -> Derived[int]:
+    """Sequences of a step: as many as hold the usual number of examples."""
+    mean = corpus.tokens_per_document
+    tokens = examples_batch_tokens(method, min(mean, sequence))
+    sequences = published_rules.divisible_batch(tokens / sequence)
+    usual = "as Llama 2 was tuned" if objective == "sft" else "Rafailov 2023"
+    source = usual if method == "full" else "LoRA bears large batches less well, Schulman 2025"
+    what = "examples" if objective == "sft" else "pairs"
+    reason = (
+        f"batch {sequences * sequence} tokens: about {max(sequences, round(sequences * sequence / mean))} {what} of "
+        f"{format_count(mean)} tokens, {EXAMPLES_PER_STEP[method]} are usual ({source})"
     )
-    return "mask" if short else "join"
+    return Derived(value=sequences, reasons=(reason,))
+
+
+def finetuning_optimizer(method: FinetuneMethod, plan: OptimizerPlan, config: RunConfig) -> Derived[OptimizerPlan]:
+    """The optimizer's numbers with the usual learning rate and weight decay of fine-tuning where a recipe leaves them
+    open."""
+    objective, why = config.finetune.objective, list[str]()
+    if objective == "dpo":
+        why.append(
+            f"DPO with beta {config.finetune.beta:g}: answers are compared with what the model gave before; that takes "
+            "one forward pass over all pairs before the first step, and is kept beside the prepared data"
+        )
+    requested, lr = config.optimizer, finetuning_lr(method, objective)
+    if requested.kind == "adamw" and requested.lr == "auto":
+        whole = "that of Llama 2, tuned whole" if objective == "sft" else "DPO's for all weights (Rafailov 2023)"
+        among = "Schulman 2025, Dettmers 2023" if objective == "sft" else "Rafailov 2023, Schulman 2025"
+        times = f"{LORA_LR_OVER_FULL} times that of full fine-tuning ({among})"
+        why.append(f"peak learning rate {lr:g}: {whole if method == 'full' else times}")
+        plan = replace(plan, lr=lr)
+    if requested.weight_decay == "auto" and (method == "lora" or objective == "dpo"):
+        small = "adapters are small already (Dettmers 2023)"
+        why.append(
+            f"no weight decay: {small if method == 'lora' else 'the reference holds the weights (Lambert 2024)'}"
+        )
+        plan = replace(plan, weight_decay=0.0)
+    return Derived(value=plan, reasons=tuple(why))
+
+
+def finetuning_warmup(config: RunConfig, steps: int) -> Derived[int]:
+    """Steps over which the learning rate rises."""
+    if config.optimizer.warmup_steps != "auto":
+        return Derived(value=config.optimizer.warmup_steps)
+    warmup = finetuning_warmup_steps(steps, config.finetune.objective)
+    usual = "3 % of the run, 10 steps or more (Taori 2023)"
+    pairs = "a tenth of the run, 10 to 150 steps (Lambert 2024, Rafailov 2023)"
+    reason = f"warm-up {counted(warmup, 'step')}: {usual if config.finetune.objective == 'sft' else pairs}"
+    return Derived(value=warmup, reasons=(reason,))

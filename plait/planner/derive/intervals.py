@@ -7,6 +7,7 @@ from math import ceil
 from typing import Literal
 
 from plait.errors import PlaitError
+from plait.planner.derive.derived import Derived
 from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -64,17 +65,17 @@ def with_new_intervals(config: RunConfig, plan: Plan) -> Plan:
     return replace(plan, job=replace(plan.job, choices=report.choices or ""), cadence=cadence)
 
 
-def checkpoint_every(config: RunConfig, why: list[str]) -> Every:
+def checkpoint_every(config: RunConfig) -> Derived[Every]:
     """How often to save; the recipe's own interval is obeyed whatever saving costs."""
     if config.checkpoint.every != "auto":
-        return parse_every(config.checkpoint.every)
+        return Derived(value=parse_every(config.checkpoint.every))
     copies = config.recover.mode == "auto" and config.recover.state_every != "never"
     cost_share = CHECKPOINT_COST_SHARE / 2 if copies else CHECKPOINT_COST_SHARE  # the rest is theirs
     share = f"{cost_share:.0%}"
-    why.append(
+    reason = (
         f"a checkpoint every minute: that much is lost at most (less often where saving takes over {share} of the time)"
     )
-    return Every(60, "seconds", cost_share)
+    return Derived(value=Every(60, "seconds", cost_share), reasons=(reason,))
 
 
 def report_every_steps(config: RunConfig, device: str) -> int:

@@ -1,27 +1,27 @@
-"""Derives the size of a run from its budget: the model's shape, sequence length, batch and training FLOPs."""
+"""The size of a run, from its budget and its text: the model's shape, vocabulary, sequence length, batch and training
+FLOPs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, Literal
 
 from plait.data.index import SampleLayout
 from plait.data.samples.sizes import CorpusSizes, Overlong
 from plait.errors import PlaitError
-from plait.machines.machine import Machine
 from plait.model.parts.objectives import OBJECTIVE_KEYS, objectives_of_keys
 from plait.model.requested_size import named_size, parameters_of_size, shape_of_size
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import explicit_shape, nearest_size
-from plait.planner.derive import scaling_rules
+from plait.planner.derive import published_rules
 from plait.planner.derive.adapters import adapter_for
-from plait.planner.derive.finetuning_rules import EPOCHS, EPOCHS_AFTER, examples_batch_tokens
-from plait.planner.derive.sequence_length import example_sequence, stream_sequence
-from plait.planner.derive.vocabulary import fitting_vocabulary, grown_shape
-from plait.planner.problem.mixture_words import mixture_reasons
-from plait.planner.problem.objective_words import objective_reasons
+from plait.planner.derive.derived import Derived
+from plait.planner.derive.published_rules import EPOCHS, EPOCHS_AFTER, examples_batch_tokens
+from plait.planner.problem.model_words import mixture_reasons, objective_reasons
+from plait.recipe.finetune import FinetuneMethod
 from plait.recipe.schema import RunConfig
-from plait.units import Amount, format_count, format_si, parse_amount, power_of_ten
+from plait.units import Amount, counted, format_count, format_si, parse_amount, power_of_ten
 
 GUESSED_PEAK_FLOPS = 100e12
 """Arithmetic peak, in FLOP/s, that an unknown GPU is assumed to have while the model is sized."""
@@ -89,12 +89,6 @@ class TrainingRate:
         return f"{format_si(self.flops_per_s, 'FLOP/s')} {'as forecast' if self.source == 'forecast' else 'assumed'}"
 
 
-def assumed_rate(machine: Machine, peak_flops: float | None) -> TrainingRate:
-    """A usual share of the arithmetic peak, before any layout was priced."""
-    peak = peak_flops or GUESSED_PEAK_FLOPS * machine.devices
-    return TrainingRate(flops_per_s=scaling_rules.EXPECTED_MFU * peak, source="assumed")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSize:
     """How large a run is: its budget, the model, and the tokens and FLOPs of training.
@@ -116,15 +110,15 @@ def budget_of(config: RunConfig) -> Amount:
         return Amount(EPOCHS[config.finetune.objective], "epochs")
     if config.model.size != "auto":
         parameters = parameters_of_size(config.model.size, vocabulary=32768)
-        return Amount(scaling_rules.TOKENS_PER_PARAMETER * parameters, "tokens")
+        return Amount(published_rules.TOKENS_PER_PARAMETER * parameters, "tokens")
     return Amount(600, "seconds")
 
 
-def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, why: list[str]) -> RunSize:
+def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> Derived[RunSize]:
     """Settle budget and shape, and with them the size of the run."""
-    budget = budget_of(config)
+    budget, why = budget_of(config), list[str]()
     if corpus.base is not None:
-        return _size_of_base(config, corpus, corpus.base, rate, budget, why)
+        return _size_of_base(config, corpus, corpus.base, rate, budget)
     vocabulary = fitting_vocabulary(config.model.vocabulary, corpus.vocabulary)
     size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
@@ -134,32 +128,35 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, 
         amount = Amount(budget.value * corpus.train_tokens, "tokens") if budget.unit == "epochs" else budget
         best = _best_parameter_count(config, amount, rate.flops_per_s, corpus.train_tokens)
         size = nearest_size(best, vocabulary)
-    shape = _model_shape(config, size, vocabulary, corpus, why)
+    found = _model_shape(config, size, vocabulary, corpus)
+    shape, why = found.value, [*why, *found.reasons]
     if config.model.size == "auto" and not spelt_out:
         timed = f", at most four passes over the text, {rate}" if budget.unit == "seconds" else ""
         rule = f"20 tokens a parameter{timed}"
         why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
-    return _run_size(config, corpus, shape, budget, rate)
+    return Derived(value=_run_size(config, corpus, shape, budget, rate), reasons=tuple(why))
 
 
 def _run_size(config: RunConfig, corpus: CorpusFacts, shape: ModelShape, budget: Amount, rate: TrainingRate) -> RunSize:
     if budget.unit == "epochs":
         budget = replace(budget, epoch_tokens=corpus.epoch_tokens(shape.sequence, config.data.overlong))
-    per_token = scaling_rules.training_flops_of_weights(shape)
+    per_token = published_rules.training_flops_of_weights(shape)
     tokens = _training_tokens(config, budget, rate.flops_per_s / per_token, shape.sequence)
     return RunSize(budget=budget, shape=shape, tokens=tokens, flops=per_token * tokens)
 
 
 def _size_of_base(
-    config: RunConfig, corpus: CorpusFacts, base: BaseFacts, rate: TrainingRate, budget: Amount, why: list[str]
-) -> RunSize:
+    config: RunConfig, corpus: CorpusFacts, base: BaseFacts, rate: TrainingRate, budget: Amount
+) -> Derived[RunSize]:
     """The size of a run that goes on from a model; raises PlaitError where text and model do not fit each other."""
-    shape = grown_shape(base.shape, corpus.vocabulary, corpus.added_tokens, config.finetune.method, why)
+    grown = grown_shape(base.shape, corpus.vocabulary, corpus.added_tokens, config.finetune.method)
+    shape, why = grown.value, [*grown.reasons]
     if config.train.budget == "auto":
         tuned = f"the usual passes over the data in fine-tuning ({EPOCHS_AFTER[config.finetune.objective]})"
         why.append(f"budget {budget}: {'none was asked for' if config.finetune.method == 'auto' else tuned}")
     why += base.reasons
-    sequence = _sequence(config, parameter_count(shape), corpus, why, longest_of_model=shape.sequence)
+    window = _sequence(config, parameter_count(shape), corpus, longest_of_model=shape.sequence)
+    sequence, why = window.value, [*why, *window.reasons]
     if sequence > shape.sequence:
         raise PlaitError(
             f"train.sequence = {sequence} is longer than the {shape.sequence} tokens that the model was made for; "
@@ -168,25 +165,26 @@ def _size_of_base(
     shape = replace(shape, sequence=sequence)
     if config.finetune.method == "lora":
         learnt = corpus.documents if config.finetune.objective == "dpo" else corpus.train_tokens
-        shape = replace(shape, adapter=adapter_for(config.finetune, shape, learnt, why))
-    return _run_size(config, corpus, shape, budget, rate)
+        adapter = adapter_for(config.finetune, shape, learnt)
+        shape, why = replace(shape, adapter=adapter.value), [*why, *adapter.reasons]
+    return Derived(value=_run_size(config, corpus, shape, budget, rate), reasons=tuple(why))
 
 
 def _best_parameter_count(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
     """Parameters that suit the budget: the size that learns most in a time, or that its tokens are enough to train."""
     if budget.unit == "seconds":
-        return scaling_rules.compute_optimal_parameters(flops=rate * budget.value, unique_tokens=unique_tokens)
+        return published_rules.compute_optimal_parameters(flops=rate * budget.value, unique_tokens=unique_tokens)
     parameters, flops = 1e6, 1e12
     for _ in range(50):  # size, FLOPs and batch depend on each other; this settles within a few rounds
         tokens = budget.value if budget.unit == "tokens" else budget.value * _batch_tokens(config, flops)
-        parameters = max(scaling_rules.parameters_for_tokens(tokens), 1e5)
+        parameters = max(published_rules.parameters_for_tokens(tokens), 1e5)
         flops = 6 * parameters * tokens
     return parameters
 
 
 def _batch_tokens(config: RunConfig, flops: float) -> float:
     requested = config.train.batch_tokens
-    return scaling_rules.usual_batch_tokens(flops) if requested == "auto" else float(requested)
+    return published_rules.usual_batch_tokens(flops) if requested == "auto" else float(requested)
 
 
 def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, sequence: int) -> float:
@@ -200,10 +198,11 @@ def _training_tokens(config: RunConfig, budget: Amount, tokens_per_s: float, seq
     return budget.value * max(batch, sequence)
 
 
-def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts, why: list[str]) -> ModelShape:
+def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFacts) -> Derived[ModelShape]:
     requested = config.model.model_dump(exclude={"from_", "size", "vocabulary"})
     # A size is that of the model alone, whatever it learns from beside its next token.
     explicit: dict[str, Any] = {k: v for k, v in requested.items() if v != "auto" and k not in OBJECTIVE_KEYS}
+    why: list[str] = []
     if size == "auto":
         provisional = explicit_shape(vocabulary=vocabulary, sequence=1024, **explicit)
     else:
@@ -213,20 +212,27 @@ def _model_shape(config: RunConfig, size: str, vocabulary: int, corpus: CorpusFa
                 f"model {format_count(parameter_count(provisional))} parameters, {provisional.layers} layers of width "
                 f"{provisional.width}: as wide for its depth as published models of its size (GPT-3, Llama)"
             )
-    sequence = _sequence(config, parameter_count(provisional), corpus, why)
-    shape = replace(provisional, sequence=sequence, objectives=objectives_of_keys(requested))
-    why.extend([*mixture_reasons(shape), *objective_reasons(shape)])
-    return shape
+    window = _sequence(config, parameter_count(provisional), corpus)
+    shape = replace(provisional, sequence=window.value, objectives=objectives_of_keys(requested))
+    reasons = (*why, *window.reasons, *mixture_reasons(shape), *objective_reasons(shape))
+    return Derived(value=shape, reasons=reasons)
 
 
 def _sequence(
-    config: RunConfig, parameters: int, corpus: CorpusFacts, why: list[str], longest_of_model: int | None = None
-) -> int:
+    config: RunConfig, parameters: int, corpus: CorpusFacts, longest_of_model: int | None = None
+) -> Derived[int]:
     if corpus.layout != "stream" and corpus.sizes:
+        step_tokens = _example_step_tokens(config, corpus)
         return example_sequence(
-            config, parameters, corpus.sizes, why, longest_of_model, _example_step_tokens(config, corpus)
+            config, parameters, corpus.sizes, longest_of_model=longest_of_model, step_tokens=step_tokens
         )
-    return stream_sequence(config, parameters, (corpus.train_tokens, corpus.longest_sequence), why, longest_of_model)
+    return stream_sequence(
+        config,
+        parameters,
+        train_tokens=corpus.train_tokens,
+        longest=corpus.longest_sequence,
+        longest_of_model=longest_of_model,
+    )
 
 
 def _example_step_tokens(config: RunConfig, corpus: CorpusFacts) -> float | None:
@@ -237,7 +243,7 @@ def _example_step_tokens(config: RunConfig, corpus: CorpusFacts) -> float | None
     return None if method == "auto" else examples_batch_tokens(method, corpus.tokens_per_document)
 
 
-def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int:
+def batch_sequences(config: RunConfig, run_size: RunSize) -> Derived[int]:
     """Sequences of a step."""
     sequence, flops = run_size.shape.sequence, run_size.flops
     requested = config.train.batch_tokens
@@ -247,14 +253,136 @@ def batch_sequences(config: RunConfig, run_size: RunSize, why: list[str]) -> int
                 f"train.batch_tokens = {requested} is less than one sequence of {sequence} tokens; "
                 f"choose at least {sequence}, or a shorter train.sequence"
             )
-        if requested % sequence:
-            why.append(f"batch {requested // sequence * sequence} tokens: the whole sequences in {requested}")
-        return requested // sequence
-    usual = scaling_rules.usual_batch_tokens(flops)
-    least = usual if run_size.budget.unit == "steps" else scaling_rules.short_run_batch_tokens(run_size.tokens)
-    sequences = scaling_rules.divisible_batch(min(usual, least) / sequence)
+        whole = f"batch {requested // sequence * sequence} tokens: the whole sequences in {requested}"
+        return Derived(value=requested // sequence, reasons=(whole,) if requested % sequence else ())
+    usual = published_rules.usual_batch_tokens(flops)
+    least = usual if run_size.budget.unit == "steps" else published_rules.short_run_batch_tokens(run_size.tokens)
+    sequences = published_rules.divisible_batch(min(usual, least) / sequence)
     reason = f"suits {power_of_ten(flops)} training FLOPs (DeepSeek LLM 2024)"
     if least < usual:
-        reason = f"small, so that a short run has some {scaling_rules.LEAST_STEPS_OF_A_RUN:,} steps"
-    why.append(f"batch {sequences * sequence} tokens: {reason}")
-    return sequences
+        reason = f"small, so that a short run has some {published_rules.LEAST_STEPS_OF_A_RUN:,} steps"
+    return Derived(value=sequences, reasons=(f"batch {sequences * sequence} tokens: {reason}",))
+
+
+_MULTIPLE = 64
+"""Windows that are as long as the longest example are rounded up to it."""
+WINDOWS_PER_STEP = 8
+"""Where a step of the usual size fills fewer windows, they are made shorter: up to eight workers can share it then, and
+it comes nearer to that size. What is learnt is the same, as the examples in a window do not see each other."""
+FULL_SHARE = 0.95
+"""Windows are not made so short that packing fills less of them, if there is a choice."""
+
+
+def stream_sequence(
+    config: RunConfig, parameters: int, *, train_tokens: int, longest: int, longest_of_model: int | None
+) -> Derived[int]:
+    """For a stream of text: the usual length, or all that the text (`longest`) or the model allows. Raises PlaitError
+    for a longer one."""
+    requested = config.train.sequence
+    if requested != "auto":
+        if requested > longest:
+            raise PlaitError(
+                f"train.sequence = {requested} is longer than the data allow ({format_count(train_tokens)} "
+                f"training tokens); choose at most {longest}"
+            )
+        return Derived(value=requested)
+    usual = published_rules.usual_sequence_length(parameters)
+    if longest_of_model is not None and longest_of_model < min(usual, longest):
+        reason = f"sequence {longest_of_model}: the longest that the model was made for"
+        return Derived(value=longest_of_model, reasons=(reason,))
+    sequence = usual if usual <= longest else max(2, longest // 16 * 16 or longest)
+    reason = f"sequence {sequence}: {'usual for this size' if sequence == usual else 'all that the data allow'}"
+    return Derived(value=sequence, reasons=(reason,))
+
+
+def example_sequence(
+    config: RunConfig,
+    parameters: int,
+    sizes: CorpusSizes,
+    *,
+    longest_of_model: int | None,
+    step_tokens: float | None,
+) -> Derived[int]:
+    """For whole examples: the usual length, longer where the longest example needs it, shorter where a step of
+    `step_tokens` (None: not known yet) would have few windows. Raises PlaitError for examples that do not fit, unless
+    the recipe says what becomes of them."""
+    requested, overlong, why = config.train.sequence, config.data.overlong, list[str]()
+    usual = published_rules.usual_sequence_length(parameters)
+    needed = usual if overlong != "refuse" else max(usual, _rounded_up(sizes.longest_example))
+    sequence = longest = min(needed, longest_of_model or needed) if requested == "auto" else requested
+    sizes.check_overlong(longest, overlong)
+    if requested == "auto":
+        reason = "usual for this size" if longest == usual else f"the longest {sizes.unit} fits into it"
+        reason = reason if longest == needed else "the longest that the model was made for"
+        if step_tokens is not None and (shorter := _shorter_window(sizes, longest, step_tokens, overlong)) < longest:
+            sequence, number = shorter, round(step_tokens / shorter)
+            reason = f"{sizes.unit}s are short, and a step has {counted(number, 'such window')}"
+        why.append(f"sequence {sequence}: {reason}")
+    packed = sizes.packed(sequence, overlong)
+    why.append(
+        f"windows {packed.share:.1%} full: whole {sizes.unit}s, packed by best fit into {packed.windows:,} of them"
+    )
+    if packed.overlong:
+        what = "left out" if overlong == "drop" else "cut at a window's end"
+        why.append(f"{counted(packed.overlong, sizes.unit)} of more than {sequence} tokens {what} (data.overlong)")
+    return Derived(value=sequence, reasons=tuple(why))
+
+
+def _shorter_window(sizes: CorpusSizes, longest: int, step_tokens: float, overlong: Overlong) -> int:
+    """The shortest window that is as full as windows should be and loses nothing, where a step has few of the longest;
+    else the longest."""
+    if overlong == "cut" and sizes.longest_example > longest:  # a shorter window would cut more
+        return longest
+    shortest = max(_rounded_up(sizes.longest_within(longest)), _rounded_up(step_tokens / WINDOWS_PER_STEP))
+    choices = []
+    while shortest < longest:
+        choices.append(shortest)
+        shortest *= 2
+    shares: dict[int, float] = {}
+    for sequence in (*choices, longest):
+        shares[sequence] = sizes.packed(sequence, overlong).share if choices else 1.0
+        if shares[sequence] >= FULL_SHARE:
+            return sequence
+    return max(shares, key=lambda sequence: shares[sequence])
+
+
+def _rounded_up(tokens: float) -> int:
+    return max(1, ceil(tokens / _MULTIPLE)) * _MULTIPLE
+
+
+def fitting_vocabulary(requested: int | Literal["auto"], entries: int) -> int:
+    """Of a new model, for a tokenizer of this many entries; raises PlaitError where fewer are requested."""
+    if requested == "auto":
+        return ceil(entries / 64) * 64
+    if requested < entries:
+        raise PlaitError(
+            f"the tokenizer has {entries} entries, more than model.vocabulary = {requested}; "
+            f'choose at least {entries}, or "auto"'
+        )
+    return requested
+
+
+def grown_shape(
+    shape: ModelShape, entries: int, added: int, method: FinetuneMethod | Literal["auto"]
+) -> Derived[ModelShape]:
+    """A trained model's shape with rows for all of the tokenizer's entries, of which the last `added` were added to it
+    after it was trained. Raises PlaitError where the others are more than the model has, and for adapters, beside which
+    new rows could not learn."""
+    new, has = entries - shape.vocabulary, f"the tokenizer has {entries} entries and the model {shape.vocabulary}"
+    if new <= 0:
+        return Derived(value=shape)
+    if new > added:
+        raise PlaitError(
+            f"{has}: it is not the model's own; take data.tokenizer out, or name the tokenizer that the model was "
+            "trained with"
+        )
+    if method == "lora":
+        raise PlaitError(
+            f"{has}: adapters leave the embedding as it is, so that new tokens would never be learnt; write "
+            'finetune.method = "full", or take the added tokens out of the tokenizer'
+        )
+    reason = (
+        f"vocabulary {entries}: {counted(new, 'row')} for tokens that were added to the tokenizer, each the mean of "
+        f"the model's {shape.vocabulary} at first (Hewitt 2021)"
+    )
+    return Derived(value=replace(shape, vocabulary=entries), reasons=(reason,))

@@ -1,18 +1,21 @@
-"""From a recipe, a text and machines to the job: what a run computes, whatever its layout."""
+"""From a recipe, a text and machines to the job: what a run computes and in which arithmetic, whatever its layout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from plait.errors import PlaitError
-from plait.partition.execution import MatmulBackend, MatmulPrecision, Precision, RunArithmetic
-from plait.planner.derive.finetuning import finetuning_batch
-from plait.planner.derive.hyperparameters import documents_mode, optimizer_plan
+from plait.machines.machine import Machine
+from plait.partition.execution import Compile, MatmulBackend, MatmulPrecision, Precision, RunArithmetic
+from plait.planner.derive import published_rules
+from plait.planner.derive.derived import Derived
+from plait.planner.derive.hyperparameters import documents_mode, finetuning_batch, optimizer_plan
 from plait.planner.derive.intervals import steps_in_budget
 from plait.planner.derive.model_size import (
+    GUESSED_PEAK_FLOPS,
     CorpusFacts,
     TrainingRate,
-    assumed_rate,
     batch_sequences,
     derive_run_size,
 )
@@ -45,78 +48,69 @@ class SizedJob:
         return self.job.budget.unit != "seconds" or rate == self.rate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DerivedJob:
-    """What a recipe comes to on some machines: the job, the arithmetic it computes in, and the reasons for both."""
-
-    job: TrainingJob
-    arithmetic: RunArithmetic
-    """Layers are not compiled yet: see compile_of."""
-    reasons: tuple[str, ...] = ()
-    training_reasons: tuple[str, ...] = ()
-
-
 def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> SizedJob:
     """What a recipe trains, each choice with its reason; raises PlaitError for what cannot work."""
-    why: list[str] = []
-    scale = derive_run_size(config, corpus, rate, why)
+    size = derive_run_size(config, corpus, rate)
+    scale, doubts = size.value, tuple[str, ...]()
     sequence, method = scale.shape.sequence, config.finetune.method
     if method != "auto" and config.train.batch_tokens == "auto":
-        batch = finetuning_batch(method, config.finetune.objective, sequence, corpus, why)
+        batch = finetuning_batch(method, config.finetune.objective, sequence, corpus)
     else:
-        batch = batch_sequences(config, scale, why)
-        check_batch_against_text(config, corpus, why)
-    training_why: list[str] = []
+        batch, doubts = batch_sequences(config, scale), batch_doubts(config, corpus)
+    optimizer = optimizer_plan(config, scale.flops, batch.value * sequence, corpus.base)
+    documents = documents_mode(config, corpus, sequence)
     job = TrainingJob(
         shape=scale.shape,
         sequence=sequence,
-        batch_sequences=batch,
+        batch_sequences=batch.value,
         budget=scale.budget,
-        steps=steps_in_budget(scale.budget, batch * sequence, step_s=None),
-        optimizer=optimizer_plan(config, scale.flops, batch * sequence, training_why, corpus.base),
+        steps=steps_in_budget(scale.budget, batch.value * sequence, step_s=None),
+        optimizer=optimizer.value,
         base=corpus.base.folder if corpus.base else "",
         base_fingerprint=corpus.base.fingerprint if corpus.base else "",
         corpus=corpus.folder,
         corpus_hash=corpus.content_hash,
-        documents=documents_mode(config, corpus, sequence, training_why),
+        documents=documents.value,
         choices=config.report.choices or "",
     )
-    return SizedJob(job=job, rate=rate, reasons=tuple(why), training_reasons=tuple(training_why))
+    return SizedJob(
+        job=job,
+        rate=rate,
+        reasons=(*size.reasons, *batch.reasons, *doubts),
+        training_reasons=(*optimizer.reasons, *documents.reasons),
+    )
 
 
-def new_job(config: RunConfig, resources: Resources, sized: SizedJob) -> DerivedJob:
-    """A job with the arithmetic that suits these machines; raises PlaitError for what they do not have."""
-    doubt = [f"{WARNING}{resources.peak_doubt}"] if resources.peak_doubt else []
-    why: list[str] = []
-    precision = precision_of(config, resources, why)
-    why += resources.arithmetic.reasons if resources.arithmetic else ()
+def run_arithmetic(config: RunConfig, resources: Resources) -> Derived[RunArithmetic]:
+    """The arithmetic that suits these machines, layers not compiled yet (compile_of); raises PlaitError for what they
+    do not have."""
+    precision = precision_of(config, resources)
+    products = matmul_precision_of(precision.value, resources)
+    measured = resources.arithmetic.reasons if resources.arithmetic else ()
     arithmetic = RunArithmetic(
-        precision=precision,
+        precision=precision.value,
         compile="off",
         gradient_transfer=config.train.gradient_transfer,
         stage_transfer=config.train.stage_transfer,
         deterministic=config.train.deterministic or resources.machine.device == "cpu",
-        matmul_precision=matmul_precision_of(precision, resources, why),
+        matmul_precision=products.value,
         matmul_backend=matmul_backend_of(config, resources),
     )
-    return DerivedJob(
-        job=sized.job,
-        arithmetic=_as_measured(arithmetic, resources),
-        reasons=(*doubt, *sized.reasons, *why),
-        training_reasons=sized.training_reasons,
+    return Derived(
+        value=_as_measured(arithmetic, resources), reasons=(*precision.reasons, *measured, *products.reasons)
     )
 
 
 def rate_before_pricing(resources: Resources) -> TrainingRate:
-    """How fast these machines may train before any layout was priced."""
-    return assumed_rate(resources.machine, resources.peak_flops)
+    """How fast these machines may train before any layout was priced: a usual share of the arithmetic peak."""
+    peak = resources.peak_flops or GUESSED_PEAK_FLOPS * resources.machine.devices
+    return TrainingRate(flops_per_s=published_rules.EXPECTED_MFU * peak, source="assumed")
 
 
-def job_of_plan(plan: Plan, corpus: CorpusFacts, resources: Resources) -> DerivedJob:
-    """What a run computes that was begun elsewhere, or with another budget, whatever would be chosen today: of its
-    arithmetic only what processors were measured for may change."""
-    arithmetic = replace(plan.arithmetic, host_backends={}, matmul_flops=None, matmul_error=None)
-    return DerivedJob(job=replace(plan.job, corpus=corpus.folder), arithmetic=_as_measured(arithmetic, resources))
+def arithmetic_of_plan(plan: Plan, resources: Resources) -> RunArithmetic:
+    """The arithmetic of a run that was begun elsewhere, or with another budget, whatever would be chosen today: only
+    what processors were measured for may change."""
+    return _as_measured(replace(plan.arithmetic, host_backends={}, matmul_flops=None, matmul_error=None), resources)
 
 
 def _as_measured(arithmetic: RunArithmetic, resources: Resources) -> RunArithmetic:
@@ -132,21 +126,21 @@ def _as_measured(arithmetic: RunArithmetic, resources: Resources) -> RunArithmet
     )
 
 
-def check_batch_against_text(config: RunConfig, corpus: CorpusFacts, why: list[str]) -> None:
-    """Say where a recipe's step reads all of the text, and more than once; raises PlaitError where it does so over and
+def batch_doubts(config: RunConfig, corpus: CorpusFacts) -> tuple[str, ...]:
+    """A warning where a recipe's step reads all of the text more than once; raises PlaitError where it does so over and
     over, as a slip of some zeros makes it."""
     requested, there = config.train.batch_tokens, max(1, corpus.train_tokens)
     if requested == "auto" or requested <= there:
-        return
+        return ()
     often = f"train.batch_tokens = {requested} reads all {counted(there, 'token', ',')} of the text"
     if requested > READINGS_PER_STEP_AT_MOST * there:
         raise PlaitError(
             f"{often} {requested // there:,} times in each step; choose at most {there}, or give more text"
         )
-    why.append(f"{WARNING}{often} {requested / there:.1f} times in each step")
+    return (f"{WARNING}{often} {requested / there:.1f} times in each step",)
 
 
-def precision_of(config: RunConfig, resources: Resources, why: list[str]) -> Precision:
+def precision_of(config: RunConfig, resources: Resources) -> Derived[Precision]:
     """The arithmetic that a recipe names, else the fast one of the devices; raises PlaitError for bf16 on devices that
     have none."""
     named = config.train.precision
@@ -154,17 +148,17 @@ def precision_of(config: RunConfig, resources: Resources, why: list[str]) -> Pre
     if named == "bf16" and lacking:
         raise PlaitError(f'{lacking} has no bf16 arithmetic; write train.precision = "float32"')
     if named != "auto":
-        return named
+        return Derived(value=named)
     if resources.machine.device == "cpu":
         if resources.arithmetic:
-            return resources.arithmetic.precision
-        why.append("precision float32, unless plait train finds a step much faster in bf16 on the processor")
-        return "float32"
+            return Derived(value=resources.arithmetic.precision)
+        reason = "precision float32, unless plait train finds a step much faster in bf16 on the processor"
+        return Derived(value="float32", reasons=(reason,))
     if lacking:
-        why.append(f"precision float32: {lacking} has no bf16 arithmetic, and plait does not train in fp16 yet")
-        return "float32"
-    why.append("precision bf16 with float32 master weights: these devices' fast arithmetic")
-    return "bf16"
+        reason = f"precision float32: {lacking} has no bf16 arithmetic, and plait does not train in fp16 yet"
+        return Derived(value="float32", reasons=(reason,))
+    reason = "precision bf16 with float32 master weights: these devices' fast arithmetic"
+    return Derived(value="bf16", reasons=(reason,))
 
 
 def matmul_backend_of(config: RunConfig, resources: Resources) -> MatmulBackend:
@@ -175,19 +169,19 @@ def matmul_backend_of(config: RunConfig, resources: Resources) -> MatmulBackend:
     return "default" if named == "auto" or resources.machine.device != "cpu" else named
 
 
-def matmul_precision_of(precision: Precision, resources: Resources, why: list[str]) -> MatmulPrecision:
+def matmul_precision_of(precision: Precision, resources: Resources) -> Derived[MatmulPrecision]:
     """TF32 for float32 products where all devices are NVIDIA's and have it."""
     devices = resources.known_devices
     if precision != "float32" or resources.machine.device == "cpu" or not devices or _lacking(resources, "tf32"):
-        return "float32"
+        return Derived(value="float32")
     if any(device.vendor != "NVIDIA" for device in devices):
-        return "float32"
+        return Derived(value="float32")
     gain = min(device.flops("tf32") / device.flops("float32") for device in devices)
-    why.append(
+    reason = (
         "products in TF32 (factors rounded to 10 bits of mantissa, all else in float32): "
         f"{gain:.0f} times the peak of float32 products on these devices"
     )
-    return "tf32"
+    return Derived(value="tf32", reasons=(reason,))
 
 
 def _lacking(resources: Resources, precision: str) -> str:
@@ -211,3 +205,34 @@ def workload_of_job(
     if (measured := resources.load_expert_load(job.shape.mixture)) is not None:
         return replace(whole, expert_load=measured, expert_load_from="measured")
     return replace(whole, expert_load=assumed_load(job.shape.mixture), expert_load_from=balanced_by(job.shape.mixture))
+
+
+def compile_of(config: RunConfig, machines: Sequence[Machine]) -> Derived[Compile]:
+    """What the recipe names, else compiled on GPUs where that can work on all hosts; raises PlaitError where it cannot
+    and is asked for. `machines` are those of the hosts, the leader's first."""
+    named = config.train.compile
+    if machines[0].device == "cpu":
+        if named == "on":
+            raise PlaitError(
+                'train.compile = "on" is for GPUs, and this run is on the processor; write "auto" or "off"'
+            )
+        return Derived(value="off")
+    where, reason = _where_not_compiled(machines)
+    if named == "on" and reason:
+        raise PlaitError(f'layers cannot be compiled {where}: {reason}; or write train.compile = "auto"')
+    if named == "off":
+        return Derived(value="off", reasons=('layers are not compiled: train.compile = "off"',))
+    if reason:
+        place = "" if where == "here" else f"{where}, "
+        slower = f"{WARNING}layers are not compiled, and steps take longer: {place}{reason}"
+        return Derived(value="off", reasons=(slower,))
+    return Derived(value="blocks")
+
+
+def _where_not_compiled(machines: Sequence[Machine]) -> tuple[str, str]:
+    """The first host on which layers cannot be compiled, in words, and the reason; the reason is empty where they can
+    be on all."""
+    for host, machine in enumerate(machines):
+        if machine.uncompiled:
+            return "here" if host == 0 else f"on host {host}", machine.uncompiled
+    return "here", ""

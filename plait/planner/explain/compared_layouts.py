@@ -1,12 +1,15 @@
-"""How layouts compare, in words: step times with the fastest layout, complexity with the chosen one, and a layout that
-the recipe names with plait's own choice."""
+"""How layouts compare: the next best ones, step times with the fastest layout, complexity with the chosen one, and a
+layout that the recipe names with plait's own choice."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from plait.errors import PlaitError
+from plait.planner.problem.candidates import Counts
 from plait.planner.search.cost_breakdown import TIME_NAMES, time_items
 from plait.planner.search.found import Search
-from plait.planner.search.layout_kinds import layout_text
+from plait.planner.search.layout_kinds import kinds_of, layout_text
 from plait.units import compared_text, counted, format_duration
 
 SAME_TIME = 5e-4
@@ -46,11 +49,6 @@ def complexity_compared(found: Search, index: int) -> str:
     )
 
 
-def tolerance_text(found: Search) -> str:
-    """The tolerance with the digit by which a layout may just be inside it: "4.2%"."""
-    return f"{found.tolerance:.1%}"
-
-
 def recipe_layout_reason(found: Search) -> str:
     """The layout that the recipe names against the one that the planner chooses with [layout] left open."""
     free, named = found.with_layout_open, "as [layout] of the recipe says"
@@ -73,6 +71,39 @@ def recipe_layout_changes(found: Search) -> str:
     if found.constraints.degrees:
         return "the layout is as the recipe says, whatever the machines"
     return "not looked for, because [layout] of the recipe settles a part of the layout"
+
+
+def runners_up(found: Search, top: int | None = None) -> list[int]:
+    """The next best layouts, `top` of them or all: the fastest of each kind and of each way to cut the model, beside
+    the chosen one."""
+    c = found.candidates
+    combinations = np.stack([kinds_of(c), c.pipeline, c.tensor])
+    order = np.lexsort([found.complexity, found.step_s])
+    _, first = np.unique(combinations[:, order], axis=1, return_index=True)
+    own = (combinations == combinations[:, [found.chosen]]).all(axis=0)
+    return [int(order[place]) for place in np.sort(first) if not own[order[place]]][:top]
+
+
+def runners_up_lines(found: Search, top: int) -> list[str]:
+    """What the other layouts would cost and why they lost; where none is listed, why there is none."""
+    others = runners_up(found)
+    if others and not top:
+        return [f"{counted(len(others), 'other kind', ',')} of layout would fit; --top N lists the fastest N of them"]
+    if others:
+        return [f"{layout_text(found.candidates.row(index))}: {why_not(found, index)}" for index in others[:top]]
+    if found.constraints:
+        return ["no other kind of layout was priced: [layout] of the recipe allows this kind alone"]
+    if found.cluster.n_devices == 1:
+        on_processor = found.cluster.islands[0].device.kind == "cpu"
+        return [f"one {'worker' if on_processor else 'device'} has no other kind of layout"]
+    return ["these devices have no other kind of layout that fits"]
+
+
+def best_of_kinds(found: Search) -> Counts:
+    """The fastest layout of every kind, the fastest first."""
+    order = np.argsort(found.step_s, kind="stable")
+    _, first = np.unique(kinds_of(found.candidates)[order], return_index=True)
+    return order[np.sort(first)]
 
 
 def _worst_item(found: Search, index: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from plait.planner.heterogeneous.batch_shares import equal_shares
 from plait.planner.heterogeneous.device_speeds import DeviceSpeeds
 from plait.planner.heterogeneous.host_permutations import has_unequal_links
 from plait.planner.search.found import Search
-from plait.planner.search.host_order import may_reorder_hosts, with_better_first_host
+from plait.planner.search.host_choice import may_reorder_hosts, with_better_first_host
 from plait.planner.search.layout_cost import step_seconds, step_time_of
 from plait.units import as_long_text, compared_text, counted, format_bytes, format_duration, times_slower_text
 
@@ -118,12 +117,6 @@ def _by_owner(owners: Sequence[_Owner], several: bool) -> str:
         for owner in owners
     )
     return f"shares of each batch, by the speed of the devices: {text}"
-
-
-def micro_sequences_values(found: Search, index: int) -> dict[str, Any]:
-    """Sequences at a time, for programs: as a plan has them."""
-    limits = found.micro_sequences(index)
-    return {"micro_sequences": max(limits), "micro_limits": limits if len(limits) > 1 else ()}
 
 
 def memory_limit_lines(found: Search, index: int) -> list[str]:

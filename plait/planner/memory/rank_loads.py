@@ -14,8 +14,7 @@ import numpy as np
 from plait.layout import Schedule
 from plait.partition.pipeline_schedule import forwards_ahead, micro_rounds
 from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, Reals, group_equal_columns
-from plait.planner.problem.head_places import HeadPlaces, head_places
-from plait.planner.problem.stage_partition import micro_batches_per_step, stages_of
+from plait.planner.problem.stage_partition import HeadPlaces, head_places, micro_batches_per_step, stages_of
 from plait.planner.problem.workload import Workload
 
 LOADS = ("layers", "kept", "split", "tables", "head", "once")

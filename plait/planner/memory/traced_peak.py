@@ -28,10 +28,8 @@ from plait.planner.problem.candidates import (
     Reals,
     group_equal_columns,
 )
-from plait.planner.problem.distinct_tokens import expected_distinct_tokens
-from plait.planner.problem.head_places import head_places, layers_behind_heads
-from plait.planner.problem.stage_partition import micro_batches_per_step, stages_of
-from plait.planner.problem.workload import Workload
+from plait.planner.problem.stage_partition import head_places, layers_behind_heads, micro_batches_per_step, stages_of
+from plait.planner.problem.workload import Workload, expected_distinct_tokens
 
 ROUNDS_WALKED = 3
 """Rounds of micro-batches through all ranks that are traced; for every schedule but gpipe the peak is within these."""

@@ -3,31 +3,32 @@ micro-batches of a size that suits processors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import ceil
 
 from plait.layout import Layout
 from plait.machines.cluster import Cluster
-from plait.planner.derive.micro_batch import (
-    LARGER_MICRO_BATCH_COST,
-    fewer_gathers_reason,
-    micro_sequences_to_try,
-    usual_micro_sequences,
-)
-from plait.planner.explain.fit_suggestions import error_with_suggestions
+from plait.planner.calibration.constants import constant
+from plait.planner.explain.changes import error_with_suggestions
 from plait.planner.explain.unequal_devices import unequal_shares_of
 from plait.planner.heterogeneous.batch_shares import equal_shares
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES
-from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.software_profile import CPU_CACHE_TOKENS, SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.resolve.request import Request, WorkerOption
-from plait.planner.search.constraints import Constraints
-from plait.planner.search.device_subsets import search_subsets, simplest_subset
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.feasibility import DoesNotFit
-from plait.planner.search.found import LeftOut, Search
-from plait.planner.search.host_order import search_host_orders_that_fit, with_best_host_order
+from plait.planner.search.found import Search
+from plait.planner.search.host_choice import (
+    search_host_orders_that_fit,
+    with_best_host_order,
+    with_devices_left_out,
+)
 from plait.planner.search.search import search
 from plait.planner.search.validity import layout_of_candidate
+from plait.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +74,10 @@ def searched_devices(request: Request, option: WorkerOption) -> Search:
 
     Raises PlaitError where no layout of all devices fits.
     """
-    workload, profile, constraints = request.workload, request.profile, request.constraints
-    whole = constrained_search(workload, option.cluster, profile, constraints)
-    if option.devices == "all" or constraints.degrees:
+    whole = constrained_search(request.workload, option.cluster, request.profile, request.constraints)
+    if option.devices == "all" or request.constraints.degrees:
         return whole
-    within_s = (1 + whole.tolerance) * whole.best_step_s
-    subsets = search_subsets(workload, option.cluster, profile, constraints, within_s=within_s)
-    parts = [
-        replace(found, left_out=LeftOut(cluster=option.cluster, nodes=subset.nodes, whole=whole))
-        for subset, found in subsets
-    ]
-    return [whole, *parts][simplest_subset([whole, *parts])]
+    return with_devices_left_out(whole, option.cluster)
 
 
 def found_layout(request: Request, found: Search, index: int) -> FoundLayout:
@@ -133,3 +127,50 @@ def _exactly(request: Request, one: FoundLayout, micro_sequences: int) -> Constr
         shares=request.constraints.shares,
         micro_sequences_exactly=micro_sequences,
     )
+
+
+LARGER_MICRO_BATCH_COST = constant("larger_micro_batch_cost")
+"""Share of a step that a micro-batch beyond the caches costs."""
+MICRO_BATCHES_PER_STAGE = 4
+MICRO_BATCH_HEADROOM = 1.25
+"""Factor by which a single micro-batch may exceed its share where the share may grow during the run: a second
+micro-batch would cost as many messages again."""
+
+
+def usual_micro_sequences(batch_sequences: int, layout: Layout, sequence: int) -> int:
+    """Sequences of a micro-batch on a processor: as many as fit its caches, and in a pipeline at least
+    MICRO_BATCHES_PER_STAGE micro-batches per stage."""
+    part = ceil(batch_sequences / layout.data_parallel_degree)
+    limit = max(1, CPU_CACHE_TOKENS * layout.context // sequence)
+    if layout.pipeline > 1:
+        # A pipeline idles (stages - 1) / (micro-batches + stages - 1) of its time (Huang et al. 2019).
+        limit = min(limit, max(1, part // (MICRO_BATCHES_PER_STAGE * layout.pipeline)))
+    return ceil(part / ceil(part / limit))
+
+
+def micro_sequences_to_try(
+    usual: int, layout: Layout, sequences_per_replica: Sequence[int], *, may_grow: bool
+) -> Iterator[int]:
+    """Micro-batch sizes to price, `usual` first.
+
+    Sharded parameters are gathered, and their gradients summed, once per micro-batch: over slow links a few large
+    micro-batches are worth their memory.
+    """
+    yield usual
+    if layout.shard == 1 or layout.shard_what != "parameters" or layout.pipeline > 1:
+        return
+    most = max(sequences_per_replica)
+    number = ceil(most / usual)
+    while number > 1:
+        number = ceil(number / 2)
+        yield ceil(most * (MICRO_BATCH_HEADROOM if may_grow and number == 1 else 1) / number)
+
+
+def fewer_gathers_reason(usual: int, chosen: int, largest_share: int) -> list[str]:
+    """Why micro-batches are larger than usual, for the rank with the largest share."""
+    often, seldom = ceil(largest_share / usual), ceil(largest_share / chosen)
+    times = "once a step" if seldom == 1 else f"{seldom} times a step"
+    return [
+        f"up to {counted(chosen, 'sequence')} at a time, not {usual}: split parameters are gathered {times} "
+        f"instead of {often}"
+    ]

@@ -16,24 +16,24 @@ from plait.machines.cluster import Cluster
 from plait.partition.execution import RunArithmetic
 from plait.planner.calibration.factors import ForecastBasis
 from plait.planner.derive.arithmetic import arithmetic_name
-from plait.planner.derive.compile_mode import compile_of
+from plait.planner.derive.derived import Derived
 from plait.planner.derive.intervals import balance_every_steps
 from plait.planner.derive.model_size import CorpusFacts, TrainingRate
 from plait.planner.derive.resources import STAND_IN, ProbeNeed, Resources
 from plait.planner.derive.training_job import (
     SizedJob,
-    job_of_plan,
-    new_job,
+    arithmetic_of_plan,
+    compile_of,
     rate_before_pricing,
+    run_arithmetic,
     size_job,
     workload_of_job,
 )
-from plait.planner.plan import Plan, TrainingJob
+from plait.planner.plan import WARNING, Plan, TrainingJob
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload
-from plait.planner.resolve.named_layout import constraints_of
-from plait.planner.resolve.named_workers import check_named_workers, named_workers_lines, with_named_workers
-from plait.planner.search.constraints import Constraints
+from plait.planner.resolve.named import check_named_workers, constraints_of, named_workers_lines, with_named_workers
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.validity import check_devices
 from plait.planner.step_time.device_time import was_measured
 from plait.recipe.schema import RunConfig
@@ -94,16 +94,19 @@ def request_of(
     """
     resources = with_named_workers(config, resources)
     if isinstance(begun, Plan):
-        derived = job_of_plan(begun, corpus, resources)
+        job, chosen = replace(begun.job, corpus=corpus.folder), Derived(value=arithmetic_of_plan(begun, resources))
+        reasons, training_reasons = (), ()
     else:
         rate = rate or rate_before_pricing(resources)
         sized = begun if begun and begun.holds_at(rate) else size_job(config, corpus, rate)
-        derived = new_job(config, resources, sized)
-    job, notes = derived.job, list(derived.reasons)
+        job, chosen = sized.job, run_arithmetic(config, resources)
+        doubt = [f"{WARNING}{resources.peak_doubt}"] if resources.peak_doubt else []
+        reasons, training_reasons = (*doubt, *sized.reasons), sized.training_reasons
     constraints = constraints_of(config, job.shape, job.batch_sequences)
     check_named_workers(resources, constraints.degrees)
-    notes += named_workers_lines(resources)
-    arithmetic = replace(derived.arithmetic, compile=compile_of(config, resources.machines, notes))
+    compiled = compile_of(config, resources.machines)
+    notes = [*reasons, *chosen.reasons, *named_workers_lines(resources), *compiled.reasons]
+    arithmetic = replace(chosen.value, compile=compiled.value)
     resources = resources.probed(
         ProbeNeed(
             shape=job.shape,
@@ -123,7 +126,10 @@ def request_of(
     calibration = resources.load_calibration(name, basis)
     if not resources.has_known_devices:
         notes.append(f"{resources.machine.name} is not in plait's catalogue: laid out as an {STAND_IN} with its memory")
-    counts = [_named_count(resources, constraints.degrees, notes)] if constraints.degrees else resources.worker_counts()
+    counts = resources.worker_counts()
+    if constraints.degrees:
+        count = _named_count(resources, constraints.degrees)
+        counts, notes = [count.value], [*notes, *count.reasons]
     return Request(
         job=job,
         arithmetic=arithmetic,
@@ -141,7 +147,7 @@ def request_of(
         shares_may_change=balance_every_steps(config, "unequal") > 0,
         has_forecast=resources.has_known_devices,
         notes=tuple(notes),
-        training_notes=derived.training_reasons,
+        training_notes=training_reasons,
     )
 
 
@@ -153,7 +159,7 @@ def _options(resources: Resources, counts: Sequence[int]) -> tuple[WorkerOption,
     )
 
 
-def _named_count(resources: Resources, named: Layout, notes: list[str]) -> int:
+def _named_count(resources: Resources, named: Layout) -> Derived[int]:
     machine, fixed, count = resources.machine, resources.fixed_workers, named.world_size
     if fixed and fixed.workers != count:
         raise PlaitError(
@@ -163,7 +169,8 @@ def _named_count(resources: Resources, named: Layout, notes: list[str]) -> int:
     if not fixed and resources.is_here:
         check_devices(named, machine)
         if machine.device == "cpu" and count > machine.cores:
-            notes.append(
+            turns = (
                 f"{counted(count, 'worker')} on {counted(machine.cores, 'core')}: as asked, though they will take turns"
             )
-    return count
+            return Derived(value=count, reasons=(turns,))
+    return Derived(value=count)

@@ -5,6 +5,7 @@ Pure. `draft` decides all but the layout among several and, for a time budget, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -12,6 +13,14 @@ from typing import Literal
 
 from plait.model.shape import parameter_count
 from plait.model.weights import training_flops_per_token
+from plait.planner.calibration.factors import (
+    LEAST_MESSAGE_SHARE_TO_LEARN,
+    MEASURED_STEP_ERROR,
+    Calibration,
+    with_calibration,
+    without_calibration,
+)
+from plait.planner.derive.derived import Derived
 from plait.planner.derive.hyperparameters import warmup_steps
 from plait.planner.derive.intervals import (
     balance_every_steps,
@@ -20,14 +29,13 @@ from plait.planner.derive.intervals import (
     report_every_steps,
     steps_in_budget,
 )
-from plait.planner.derive.micro_batch import usual_micro_sequences
 from plait.planner.derive.model_size import CorpusFacts
 from plait.planner.derive.resources import Resources
 from plait.planner.derive.training_job import SizedJob
 from plait.planner.memory.state_copies import with_copies_reasoned
-from plait.planner.plan import Cadence, Machines, Plan
-from plait.planner.resolve.forecast_update import updated_forecast
-from plait.planner.resolve.named_workers import with_named_workers
+from plait.planner.plan import Cadence, Forecast, Machines, Plan
+from plait.planner.resolve.constrained_search import usual_micro_sequences
+from plait.planner.resolve.named import with_named_workers
 from plait.planner.resolve.request import Request, request_of
 from plait.planner.resolve.worker_layouts import (
     MEASURED_TOLERANCE,
@@ -74,9 +82,7 @@ def draft(
         request = request_of(config, corpus, resources, rate=rate)
         layouts = worth_measuring(request)
     machine, first = resources.machine, layouts[0]
-    why = [*request.notes, *lines_without_effect(config, layouts)]
-    balance = _balance(config, resources, request, first, why)
-    why += request.training_notes
+    balance, saving = _balance(config, resources, first), checkpoint_every(config)
     plan = Plan(
         job=request.job,
         placement=first.placement,
@@ -88,17 +94,23 @@ def draft(
             fingerprint=machine.fingerprint(),
         ),
         cadence=Cadence(
-            checkpoint_every=checkpoint_every(config, why),
+            checkpoint_every=saving.value,
             checkpoint_keep=config.checkpoint.keep,
             checkpoint_keep_s=parse_every(config.checkpoint.keep_for).value,
             report_every_steps=report_every_steps(config, machine.device),
             evaluate_every_steps=0,
-            balance_every_steps=balance,
+            balance_every_steps=balance.value,
         ),
         forecast=first.forecast,
         step_s=None,
         recipe_hash=recipe_hash,
-        reasons=tuple(why),
+        reasons=(
+            *request.notes,
+            *lines_without_effect(config, layouts),
+            *balance.reasons,
+            *request.training_notes,
+            *saving.reasons,
+        ),
     )
     return Draft(
         request=request,
@@ -124,14 +136,21 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) ->
     budget turned into steps."""
     best = choose(measured)
     plan = with_layout(draft.plan, best)
-    why = [*_choice_reasons(measured, best), *best.reasons, *plan.reasons, *_micro_batch_reasons(config, plan)]
-    steps, evaluate_every = _steps_and_evaluations(draft, plan, why)
-    optimizer = replace(plan.job.optimizer, warmup_steps=warmup_steps(config, steps, why))
+    length = _run_length(draft, plan)
+    warmup = warmup_steps(config, length.value.steps)
+    optimizer = replace(plan.job.optimizer, warmup_steps=warmup.value)
     plan = replace(
         plan,
-        job=replace(plan.job, steps=steps, optimizer=optimizer),
-        cadence=replace(plan.cadence, evaluate_every_steps=evaluate_every),
-        reasons=tuple(why),
+        job=replace(plan.job, steps=length.value.steps, optimizer=optimizer),
+        cadence=replace(plan.cadence, evaluate_every_steps=length.value.evaluate_every_steps),
+        reasons=(
+            *_choice_reasons(measured, best),
+            *best.reasons,
+            *plan.reasons,
+            *_micro_batch_reasons(config, plan),
+            *length.reasons,
+            *warmup.reasons,
+        ),
     )
     return with_copies_reasoned(config.recover, plan, best.search.cluster.n_nodes if best.search else 1)
 
@@ -164,7 +183,7 @@ def lines_without_effect(config: RunConfig, layouts: Sequence[WorkerLayout]) -> 
     ]
 
 
-def _balance(config: RunConfig, resources: Resources, request: Request, split: WorkerLayout, why: list[str]) -> int:
+def _balance(config: RunConfig, resources: Resources, split: WorkerLayout) -> Derived[int]:
     """Steps between changes of the shares while the run goes on, 0 for never."""
     here = resources.machine
     several_hosts = split.search is not None and split.search.cluster.n_nodes > 1
@@ -172,14 +191,15 @@ def _balance(config: RunConfig, resources: Resources, request: Request, split: W
     every = balance_every_steps(config, "unequal" if unlike else "alike")
     unequal = f"beside {here.name} it has {', '.join(here.unlike)}" if here.unlike else "they are not equal"
     reason = "machines of a run over several hosts may slow down" if several_hosts else unequal
-    if every and config.balance.every == "auto" and split.layout.data_parallel_degree > 1:
-        why.append(f"shares of the batch may change every {counted(every, 'step')}: {reason} (balance.every)")
-    elif every and config.balance.every == "auto" and split.layout.pipeline > 1 and split.layout.virtual_stages == 1:
-        why.append(
-            f"layers may move between stages every {counted(every, 'step')}: {reason}, or be faster than they "
-            "were while they were measured (balance.every)"
-        )
-    return every
+    if not every or config.balance.every != "auto":
+        return Derived(value=every)
+    often, reasons = f"every {counted(every, 'step')}: {reason}", tuple[str, ...]()
+    if split.layout.data_parallel_degree > 1:
+        reasons = (f"shares of the batch may change {often} (balance.every)",)
+    elif split.layout.pipeline > 1 and split.layout.virtual_stages == 1:
+        measured = "or be faster than they were while they were measured"
+        reasons = (f"layers may move between stages {often}, {measured} (balance.every)",)
+    return Derived(value=every, reasons=reasons)
 
 
 def _choice_reasons(measured: Sequence[WorkerLayout], best: WorkerLayout) -> list[str]:
@@ -202,9 +222,15 @@ def _layout_words(split: WorkerLayout) -> str:
     return f"{split.layout}{what}"
 
 
-def _steps_and_evaluations(draft: Draft, plan: Plan, why: list[str]) -> tuple[int, int]:
-    """Steps, and steps between evaluations (0: only at the end)."""
-    budget = plan.job.budget
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunLength:
+    steps: int
+    evaluate_every_steps: int
+    """0: only at the end."""
+
+
+def _run_length(draft: Draft, plan: Plan) -> Derived[_RunLength]:
+    budget, why = plan.job.budget, list[str]()
     # An evaluation is a forward pass, a third of a step's work, over the held-out tokens.
     evaluation_steps = draft.heldout_tokens / (3 * plan.batch_tokens)
     step_s = plan.step_s or (plan.forecast.step_s if plan.forecast else None)
@@ -223,7 +249,8 @@ def _steps_and_evaluations(draft: Draft, plan: Plan, why: list[str]) -> tuple[in
         why.append(
             "measuring the held-out loss adds over a fifth to the training time; a smaller data.holdout is faster"
         )
-    return steps, (ceil(steps / rounds) if rounds > 1 else 0) if requested is None else requested
+    between = (ceil(steps / rounds) if rounds > 1 else 0) if requested is None else requested
+    return Derived(value=_RunLength(steps=steps, evaluate_every_steps=between), reasons=tuple(why))
 
 
 def _evaluating(rough: int, every: int, evaluation_steps: float) -> float:
@@ -243,4 +270,36 @@ def plan_summary(plan: Plan) -> str:
         f"{shape.width}, {counted(shape.heads, 'head')}, vocabulary {shape.vocabulary}), "
         f"{counted(plan.job.steps, 'step')} of {plan.job.batch_sequences} × {plan.job.sequence} "
         f"tokens, {format_si(training_flops_per_token(shape, plan.job.sequence, 'full'), 'FLOP')} a token"
+    )
+
+
+def updated_forecast(forecast: Forecast, runs: Calibration, step_s: float | None) -> Forecast:
+    """The forecast with the factors of `runs` and, where a step was timed (`step_s`), scaled to it.
+
+    See note [steps that were timed before the run] in calibration/factors.py. Forecasts without items, of earlier
+    versions, stay as they are.
+    """
+    if forecast.items is None:
+        return forecast
+    said, before, now = (
+        without_calibration(forecast.items, forecast.calibration),
+        forecast.calibration,
+        replace(runs, timed=1.0),
+    )
+    measured = step_s if forecast.basis == "formulas" else None
+    if measured is not None:
+        now = replace(now, timed=measured / with_calibration(said, now).step_s)
+    if math.isclose(now.timed, before.timed) and replace(now, timed=before.timed) == before:
+        return forecast  # removing and reapplying the same factor would only add rounding errors
+    items, alone_s = with_calibration(said, now), forecast.one_device_step_s
+    moved = now.compute / before.compute
+    if items.messages_s + items.within_s + items.bubble_s <= LEAST_MESSAGE_SHARE_TO_LEARN * items.step_s:
+        moved *= now.timed / before.timed  # nearly all is computing, which one device alone does, too
+    return replace(
+        forecast,
+        step_s=items.step_s,
+        items=items,
+        calibration=now,
+        one_device_step_s=None if alone_s is None else alone_s * moved,
+        error=forecast.error if measured is None else min(MEASURED_STEP_ERROR, forecast.error),
     )

@@ -11,16 +11,17 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.calibration.factors import step_items
 from plait.planner.derive.model_size import TrainingRate
+from plait.planner.derive.published_rules import training_flops_of_weights
 from plait.planner.derive.resources import Resources, probe_digest
-from plait.planner.derive.scaling_rules import training_flops_of_weights
-from plait.planner.explain.report import runners_up, short_reasons
+from plait.planner.explain.choice import short_reasons
+from plait.planner.explain.compared_layouts import runners_up
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_shares_of
 from plait.planner.heterogeneous.host_permutations import node_alone
 from plait.planner.plan import Forecast, Placement
 from plait.planner.resolve.constrained_search import found_layout, searched_devices
 from plait.planner.resolve.request import Request, WorkerOption
-from plait.planner.search.constraints import Constraints
 from plait.planner.search.cost_breakdown import cluster_peak_flops, time_items
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.search import search, simplest
 

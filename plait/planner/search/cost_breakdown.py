@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from math import fsum
 
 from plait.machines.cluster import Cluster
@@ -34,6 +33,7 @@ MEMORY_NAMES = {
     "activations": "activations kept for the backward pass",
     "logits": "logits",
     "fixed": "buffers",
+    "reserve": "the allocator's and the driver's own",
 }
 ROUNDING = 1e-12
 """Share of a step's time below which a difference of sums is rounding (`sum` rounds otherwise from Python 3.12 on)."""
@@ -61,8 +61,7 @@ def time_items(found: Search, index: int) -> dict[str, float]:
 def memory_items(found: Search, index: int) -> dict[str, float]:
     """Bytes by item on the device with least room left; "reserve" is what allocator and driver take on top."""
     needed = found.memory(index)
-    known = {field.name for field in fields(needed)}
-    items = {name: float(getattr(needed, name)[0]) for name in MEMORY_NAMES if name in known}
+    items = {name: float(getattr(needed, name)[0]) for name in MEMORY_NAMES if name != "reserve"}
     return items | {"reserve": found.bytes_per_device(index) - sum(items.values())}
 
 

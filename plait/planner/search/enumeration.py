@@ -1,13 +1,15 @@
-"""Every layout that a number of devices allows for a workload: as candidates, or counted by the reason against them."""
+"""Every layout that a number of devices allows for a workload, within what a recipe has settled: as candidates, or
+counted by the reason against them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from math import ceil
+from math import ceil, gcd
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -16,9 +18,43 @@ from plait.layout import Layout, conflict_sentence
 from plait.planner.problem.candidates import CANDIDATE_COLUMNS, RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SendModel, SoftwareProfile
 from plait.planner.problem.workload import Workload
-from plait.planner.search.constraints import Constraints
-from plait.planner.search.expert_groups import experts_and_ranks, shares_out_experts
 from plait.units import counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """The part of a layout that a person has named; whatever is not named here is for the search to choose."""
+
+    degrees: Layout | None = None
+    """The degrees of all axes, of which only the degrees count; None where the search is free to choose them."""
+    knobs: Mapping[str, int | str] = field(default_factory=dict)
+    """Named values of other columns of `Candidates`: virtual, schedule, recompute, shard_what, micro_sequences,
+    expert."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage of the named pipeline, as validity.check_layout accepts them; they settle how many stages a
+    rank holds, too."""
+    shares: tuple[int, ...] = ()
+    """Sequences per step of each data-parallel rank, as validity.check_shares accepts them."""
+    micro_sequences_exactly: int = 0
+    """Sequences of a micro-batch even if that is more than an equal share of the batch; 0 leaves it open."""
+
+    def __bool__(self) -> bool:
+        named = self.degrees or self.knobs or self.stage_layers or self.shares or self.micro_sequences_exactly
+        return bool(named)
+
+    @property
+    def has_micro_sequences(self) -> bool:
+        """Whether the size of a micro-batch is settled."""
+        return bool(self.micro_sequences_exactly or self.knobs.get("micro_sequences"))
+
+    @property
+    def virtual_stages(self) -> int | None:
+        """Stages on each rank of the pipeline, where that is settled."""
+        if self.stage_layers:
+            return len(self.stage_layers) // (self.degrees.pipeline if self.degrees else 1)
+        named = self.knobs.get("virtual")
+        return None if named is None else int(named)
+
 
 LONGEST_MICRO_TOKENS = 65536
 """Tokens of a micro-batch on one device beyond which products become no faster."""
@@ -50,6 +86,17 @@ class EnumeratedLayouts:
     refused: Mapping[str, int]
 
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept(Generic[T]):
+    """What is left of some choices, and how many layouts are refused, by reason."""
+
+    values: T
+    refused: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
 def enumerate_layouts(
     workload: Workload, devices: int, constraints: Constraints, profile: SoftwareProfile = PLAIT_PROFILE
 ) -> EnumeratedLayouts:
@@ -66,7 +113,9 @@ def enumerate_layouts(
         if reason := _against(workload, degrees, 1 if constraints.degrees else SHORTEST_PIECE_TOKENS):
             refused[reason] += 1
             continue
-        for name, column in _options(workload, degrees, constraints, profile, refused).items():
+        options = _options(workload, degrees, constraints, profile)
+        refused.update(options.refused)
+        for name, column in options.values.items():
             columns[name].append(column)
     if not sum(map(len, columns["tensor"])):
         raise PlaitError(_nothing_left(workload, devices, constraints, refused))
@@ -106,12 +155,14 @@ def _against(w: Workload, degrees: Layout, least_piece_tokens: int) -> str | Non
 
 
 def _options(
-    w: Workload, degrees: Layout, constraints: Constraints, profile: SoftwareProfile, refused: Counter[str]
-) -> dict[str, np.ndarray]:
+    w: Workload, degrees: Layout, constraints: Constraints, profile: SoftwareProfile
+) -> _Kept[dict[str, np.ndarray]]:
     """The product of all other knobs for these degrees."""
-    micros = _micros(w, degrees, constraints, refused)
-    splits = _splits(degrees, constraints)
-    orders = _orders(w, degrees.pipeline, constraints, profile.send_model, refused)
+    sizes = _micros(w, degrees, constraints)
+    schedules = _orders(w, degrees.pipeline, constraints, profile.send_model)
+    micros, splits, orders = sizes.values, _splits(degrees, constraints), schedules.values
+    refused = Counter(sizes.refused)
+    refused.update(schedules.refused)
     named = constraints.knobs.get("expert")
     experts = [int(named)] if named else divisors(experts_and_ranks(w, degrees))
     combinations = []
@@ -147,7 +198,7 @@ def _options(
     columns = {name: column[possible] for name, column in columns.items()}
     useful = constraints.has_micro_sequences | ~_outgrows_caches(w, columns, profile)
     refused[MICRO_BATCH_TOO_LONG] += int((~useful).sum())
-    return {name: column[useful] for name, column in columns.items()}
+    return _Kept(values={name: column[useful] for name, column in columns.items()}, refused=refused)
 
 
 def _gathers_a_shared_table(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -163,17 +214,16 @@ def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: So
     return (tokens > profile.cpu_cache_tokens * columns["context"]) & (columns["micro_sequences"] > 1) & ~gathers
 
 
-def _micros(w: Workload, degrees: Layout, constraints: Constraints, refused: Counter[str]) -> list[int]:
+def _micros(w: Workload, degrees: Layout, constraints: Constraints) -> _Kept[list[int]]:
     """Micro-batch sizes to enumerate: the divisors of a replica's share of the batch."""
     part = ceil(w.batch_sequences / degrees.replicate)
     if constraints.micro_sequences_exactly:
-        return [constraints.micro_sequences_exactly]
+        return _Kept(values=[constraints.micro_sequences_exactly])
     if requested := constraints.knobs.get("micro_sequences"):
-        return [min(int(requested), part)]
+        return _Kept(values=[min(int(requested), part)])
     every = divisors(part)
     useful = [m for m in every if m == 1 or m * w.sequence <= LONGEST_MICRO_TOKENS * degrees.context]
-    refused[MICRO_BATCH_TOO_LONG] += len(every) - len(useful)
-    return useful
+    return _Kept(values=useful, refused=Counter({MICRO_BATCH_TOO_LONG: len(every) - len(useful)}))
 
 
 def _splits(degrees: Layout, constraints: Constraints) -> list[tuple[int, str]]:
@@ -184,12 +234,11 @@ def _splits(degrees: Layout, constraints: Constraints) -> list[tuple[int, str]]:
     return [(shard, what) for shard in shards for what in (whats if shard > 1 else ["nothing"])]
 
 
-def _orders(
-    w: Workload, pipeline: int, constraints: Constraints, sends: SendModel, refused: Counter[str]
-) -> list[tuple[int, str]]:
+def _orders(w: Workload, pipeline: int, constraints: Constraints, sends: SendModel) -> _Kept[list[tuple[int, str]]]:
     """Chunks of layers on a device and the schedule of the pipeline."""
     if pipeline == 1:
-        return [(1, "1f1b")]
+        return _Kept(values=[(1, "1f1b")])
+    refused: Counter[str] = Counter()
     requested, requested_chunks = constraints.knobs.get("schedule"), constraints.virtual_stages
     found = [(1, "1f1b"), (1, "zero-bubble")] if pipeline > 1 else []
     for virtual in range(2, min(MOST_VIRTUAL_STAGES, w.layers // pipeline) + 1):
@@ -203,13 +252,14 @@ def _orders(
         refused[GPIPE_NEEDLESS] += 1
     kept = [(v, s) for v, s in found if requested in (None, s) and requested_chunks in (None, v)]
     if kept or not constraints.degrees:
-        return kept
+        return _Kept(values=kept, refused=refused)
     # A person may ask for chunks that do not divide evenly, if there are layers for them.
     chunks = requested_chunks or (2 if requested == "interleaved" else 1)
     if chunks * pipeline > w.layers:
         refused[TOO_FEW_LAYERS] += 1
-        return []
-    return [(chunks, str(requested or ("interleaved" if chunks > 1 else "1f1b")))]
+        return _Kept(values=[], refused=refused)
+    named = (chunks, str(requested or ("interleaved" if chunks > 1 else "1f1b")))
+    return _Kept(values=[named], refused=refused)
 
 
 def _pinned(constraints: Constraints, knob: str, names: Sequence[str]) -> list[int]:
@@ -241,3 +291,29 @@ def _nothing_left(w: Workload, devices: int, constraints: Constraints, refused: 
         f"{counted(w.layers, 'layer')} and {counted(w.heads, 'head')}; raise train.batch_tokens to "
         f"{devices * w.sequence} or more, or take fewer devices"
     )
+
+
+def experts_and_ranks(w: Workload, degrees: Layout) -> int:
+    """The number whose divisors `expert` may be: what divides the experts and the ranks that may share them out. In
+    `degrees`, `replicate` stands for all data-parallel ranks, sharded or not."""
+    if not w.experts:
+        return 1
+    ranks = degrees.replicate * degrees.context
+    return gcd(w.experts, ranks if w.expert_ranks == "copies" else ranks * degrees.tensor)
+
+
+def shares_out_experts(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Mask of layouts whose ranks can share out experts so: where plait runs it, by the list of what excludes what."""
+    if not w.experts or w.expert_ranks == "any":
+        return np.ones(len(columns["expert"]), dtype=bool)
+    names = ("replicate", "shard", "shard_what", "context", "expert")
+    kinds, place = np.unique(np.stack([columns[name] for name in names]), axis=1, return_inverse=True)
+    possible = [_may_share_out(*(int(value) for value in kind)) for kind in kinds.T]
+    return np.array(possible, dtype=bool)[place.ravel()]
+
+
+@cache
+def _may_share_out(replicate: int, shard: int, shard_what: int, context: int, expert: int) -> bool:
+    what = "parameters" if SHARDED_STATES[shard_what] == "parameters" else "optimizer"
+    layout = Layout(replicate=replicate, shard=shard, shard_what=what, context=context, expert=expert)
+    return expert == 1 or (replicate * shard * context % expert == 0 and conflict_sentence(layout) is None)

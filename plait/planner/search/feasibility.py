@@ -15,7 +15,7 @@ from plait.planner.heterogeneous.micro_batch_limits import memory_fit
 from plait.planner.heterogeneous.replica_memory import MemoryBudget
 from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.workload import Workload
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.layout_cost import bytes_of
 from plait.planner.search.model_error import memory_error
 from plait.units import format_bytes, format_count

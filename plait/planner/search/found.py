@@ -18,7 +18,7 @@ from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import stages_of
 from plait.planner.problem.workload import Workload
-from plait.planner.search.constraints import Constraints
+from plait.planner.search.enumeration import Constraints
 from plait.planner.search.feasibility import sparing_budget
 from plait.planner.search.layout_cost import batches_of_candidates, closed_form_step_time
 from plait.planner.step_time.cost_inputs import CostInputs

@@ -16,8 +16,7 @@ from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.search.complexity import complexity_of
-from plait.planner.search.constraints import Constraints
-from plait.planner.search.enumeration import enumerate_layouts
+from plait.planner.search.enumeration import Constraints, enumerate_layouts
 from plait.planner.search.feasibility import feasible_candidates, sparing_budget
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import step_seconds

@@ -11,8 +11,7 @@ from plait.model.names import Dim
 from plait.model.shape import ModelShape
 from plait.model.weights import active_ahead_products, active_layer_products
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
-from plait.planner.problem.head_places import balanced_with_heads
-from plait.planner.problem.stage_partition import balanced_stages_by_cost
+from plait.planner.problem.stage_partition import balanced_stages_by_cost, balanced_with_heads
 from plait.units import counted
 
 STAGES_WITHOUT_PIPELINE = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from plait.planner.problem.candidates import SCHEDULES, SHARDED_STATES, Reals
-from plait.planner.problem.distinct_tokens import expected_distinct_tokens
 from plait.planner.problem.stage_partition import (
     data_ranks_of_expert_group,
     expert_shard_ranks,
@@ -17,6 +16,7 @@ from plait.planner.problem.trained_weights import (
     fullest_trained_parameters,
     repeated_adapter_parameters,
 )
+from plait.planner.problem.workload import expected_distinct_tokens
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.network_model import Collective, collective_s, stage_message_s
 from plait.planner.step_time.roofline import LayerTime, local_tokens, shard_group_size

@@ -1,7 +1,7 @@
 """Which links between hosts a group of ranks uses, where a probe found some of them to be far slower than others.
 
 Examples are two groups of machines joined by a slow cable, or one machine on Wi-Fi. The cost of a message then depends
-on which hosts are neighbours, and so does the best host order (search/host_order.py).
+on which hosts are neighbours, and so does the best host order (search/host_choice.py).
 """
 
 from __future__ import annotations

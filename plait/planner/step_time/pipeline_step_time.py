@@ -10,8 +10,7 @@ import numpy as np
 from plait.partition.pipeline_schedule import ActionKind
 from plait.partition.pipeline_simulation import StageTimes, durations_s
 from plait.planner.problem.candidates import SCHEDULES, Counts, Reals
-from plait.planner.problem.head_places import heads_of_stages
-from plait.planner.problem.stage_partition import messages_each_way, micro_batches_per_step, stages_of
+from plait.planner.problem.stage_partition import heads_of_stages, messages_each_way, micro_batches_per_step, stages_of
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.stage_messages import hop_shares
 from plait.planner.step_time.step_time import StepTime, estimate_step_time

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.planner.problem.candidates import Reals
-from plait.planner.problem.head_places import heads_of_stages
-from plait.planner.problem.stage_partition import messages_each_way, stages_of
+from plait.planner.problem.stage_partition import heads_of_stages, messages_each_way, stages_of
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.network_model import cpu_overhead_s, hop_message_s, stage_message_s
 from plait.planner.step_time.roofline import local_tokens

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
 from plait.errors import PlaitError, installing
 from plait.planner.explain.glossary import GLOSSARY
-from plait.planner.explain.report import PlanSection
-from plait.planner.page.bandwidth import bandwidth_sweep, sweep_caption
-from plait.planner.page.bar_charts import draw_memory, draw_pipeline, draw_waterfall
-from plait.planner.page.layout_map import layout_map, map_caption
-from plait.planner.page.line_charts import draw_map, draw_sweep
-from plait.planner.page.memory import memory_bars, memory_caption
-from plait.planner.page.pipeline import pipeline_caption, pipeline_picture
-from plait.planner.page.time import waterfall, waterfall_caption
-from plait.planner.search.cost_breakdown import model_flops_utilisation
+from plait.planner.report.bandwidth import bandwidth_sweep, draw_sweep, sweep_caption
+from plait.planner.report.bars import (
+    draw_memory,
+    draw_pipeline,
+    draw_waterfall,
+    memory_bars,
+    memory_caption,
+    pipeline_caption,
+    pipeline_picture,
+    waterfall,
+    waterfall_caption,
+)
+from plait.planner.report.figures import Picture
+from plait.planner.report.layout_map import draw_map, layout_map, map_caption
+from plait.planner.report.report import PlanReport, PlanSection
 from plait.planner.search.found import Search
-from plait.planner.search.layout_kinds import layout_text
-from plait.report.figures import Drawing
-from plait.units import counted, format_bytes, format_count, format_duration
+from plait.units import format_bytes, format_count, format_duration
 
 CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Content security policy: the browser loads nothing from the network, whatever the page contains."""
-HEADINGS = {
+PAGE_HEADINGS = {
     "layout": "what was chosen",
     "step": "a step",
     "memory": "memory",
@@ -42,27 +45,6 @@ HEADINGS = {
 """Short titles of the report's sections, for the page."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chapter:
-    """The plan for one cluster, as a page shows it."""
-
-    found: Search
-    parameters: int
-    machines: str
-    notes: tuple[str, ...]
-    """What was derived or assumed about the model and its batch."""
-    sections: tuple[PlanSection, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """A figure with its title, what one sees in words, and the drawing where there is something to draw."""
-
-    title: str
-    caption: str
-    drawing: Drawing | None
-
-
 def plotly_script() -> str:
     """The script that draws; raises PlaitError where plotly is not installed. Call it before long work."""
     try:
@@ -72,16 +54,16 @@ def plotly_script() -> str:
     return get_plotlyjs()
 
 
-def page_html(chapters: Sequence[Chapter], script: str) -> str:
+def page_html(reports: Sequence[PlanReport], script: str) -> str:
     """The page's text; `script` is plotly's, and without it only words show."""
-    name = f"plait plan: {_subject(chapters)}"
-    bodies = [_chapter(chapter, number) for number, chapter in enumerate(chapters)]
+    name = f"plait plan: {_subject(reports)}"
+    bodies = [_chapter(report, number) for number, report in enumerate(reports)]
     guard = f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
     parts = [
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{guard}',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(name)}</title>\n<style>\n{_resource('page.css')}</style>\n</head>\n<body>",
-        _opening(chapters),
+        _opening(reports),
         *bodies,
         _terms(),
         f"<script>{script}</script>\n<script>\n{_resource('page.js')}</script>\n</body>\n</html>\n",
@@ -111,69 +93,62 @@ def pictures(found: Search) -> tuple[Picture, ...]:
     )
 
 
-def _subject(chapters: Sequence[Chapter]) -> str:
-    """What all chapters are about."""
-    models = {f"{format_count(chapter.parameters)} parameters" for chapter in chapters}
-    where = f"{len(chapters)} sets of machines" if len(chapters) > 1 else chapters[0].found.cluster.name
+def _subject(reports: Sequence[PlanReport]) -> str:
+    """What all reports are about."""
+    models = {report.model for report in reports}
+    where = f"{len(reports)} sets of machines" if len(reports) > 1 else reports[0].cluster
     return f"{models.pop()} on {where}" if len(models) == 1 else where
 
 
-def _opening(chapters: Sequence[Chapter]) -> str:
+def _opening(reports: Sequence[PlanReport]) -> str:
     lines = [
-        f"<h1>A plan for {escape(_subject(chapters))}</h1>",
+        f"<h1>A plan for {escape(_subject(reports))}</h1>",
         '<p class="soft">Every way to lay the model out over the devices was priced; chosen is the simplest of those '
         "that are about as fast as the fastest. All times are forecasts.</p>",
     ]
-    if len(chapters) > 1:
+    if len(reports) > 1:
         lines.append("<table><tr><th>machines</th><th>a step</th><th>tokens a second</th><th>chosen layout</th></tr>")
-        lines += [_table_row(chapter, number) for number, chapter in enumerate(chapters)]
+        lines += [_table_row(report, number) for number, report in enumerate(reports)]
         lines.append("</table>")
     lines.append("<noscript><p>The pictures need JavaScript; the words do without.</p></noscript>")
     return "\n".join(lines)
 
 
-def _table_row(chapter: Chapter, number: int) -> str:
-    found = chapter.found
-    step_s = float(found.step_s[found.chosen])
-    link = f'<a href="#machines-{number}">{escape(found.cluster.name)}</a>'
-    cells = [link, format_duration(step_s), format_count(found.workload.batch_tokens / step_s), _layout(found)]
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+def _table_row(report: PlanReport, number: int) -> str:
+    link = f'<a href="#machines-{number}">{escape(report.cluster)}</a>'
+    step, tokens = format_duration(report.chosen.step_s), format_count(report.tokens_per_s)
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in (link, step, tokens, escape(report.layout)))}</tr>"
 
 
-def _layout(found: Search) -> str:
-    return escape(layout_text(found.candidates.row(found.chosen)))
-
-
-def _chapter(chapter: Chapter, number: int) -> str:
-    found, first = chapter.found, ' class="first"' if number == 0 else ""
-    w = found.workload
-    model = f"{format_count(chapter.parameters)} parameters"
-    batch = f"{counted(w.batch_sequences, 'sequence', ',')} of {w.sequence:,} tokens a step, {w.precision}"
+def _chapter(report: PlanReport, number: int) -> str:
+    first = ' class="first"' if number == 0 else ""
+    facts = {
+        "a step takes": format_duration(report.chosen.step_s),
+        "tokens a second": format_count(report.tokens_per_s),
+        "of the arithmetic peak (MFU)": f"{report.mfu:.0%}",
+        f"memory, of {format_bytes(report.capacity_bytes)}": format_bytes(report.chosen.bytes_per_device),
+        "points of complexity": str(report.chosen.complexity),
+        "layouts priced": f"{len(report.search.candidates):,}",
+    }
+    cells = "".join(f"<div><dt>{what}</dt><dd>{value}</dd></div>" for what, value in facts.items())
+    words = "\n".join(map(_section, report.sections))
     lines = [
-        f'<section>\n<h2 id="machines-{number}"{first}>{escape(found.cluster.name)}</h2>',
-        f'<p class="soft">{model} on {escape(chapter.machines)}; {batch}.</p>',
-        *(f'<p class="soft">{escape(note)}.</p>' for note in chapter.notes),
-        f'<p class="answer">{_layout(found)}</p>',
-        _facts(found),
-        *(_figure(picture, f"figure-{number}-{place}") for place, picture in enumerate(pictures(found))),
-        f"<h3>The answer in words</h3>\n{_words(chapter.sections)}\n</section>",
+        f'<section>\n<h2 id="machines-{number}"{first}>{escape(report.cluster)}</h2>',
+        f'<p class="soft">{report.model} on {escape(report.machines)}; {report.batch}.</p>',
+        *(f'<p class="soft">{escape(note)}.</p>' for note in report.notes),
+        f'<p class="answer">{escape(report.layout)}</p>',
+        f'<dl class="facts">{cells}</dl>',
+        *(_figure(picture, f"figure-{number}-{place}") for place, picture in enumerate(pictures(report.search))),
+        f'<h3>The answer in words</h3>\n<dl class="words">\n{words}\n</dl>\n</section>',
     ]
     return "\n".join(lines)
 
 
-def _facts(found: Search) -> str:
-    step_s = float(found.step_s[found.chosen])
-    capacity = found.capacity_bytes(found.chosen)
-    facts = {
-        "a step takes": format_duration(step_s),
-        "tokens a second": format_count(found.workload.batch_tokens / step_s),
-        "of the arithmetic peak (MFU)": f"{model_flops_utilisation(found, found.chosen)[0]:.0%}",
-        f"memory, of {format_bytes(capacity)}": format_bytes(found.bytes_per_device(found.chosen)),
-        "points of complexity": str(int(found.complexity[found.chosen])),
-        "layouts priced": f"{len(found.candidates):,}",
-    }
-    cells = "".join(f"<div><dt>{what}</dt><dd>{value}</dd></div>" for what, value in facts.items())
-    return f'<dl class="facts">{cells}</dl>'
+def _section(section: PlanSection) -> str:
+    lines = "".join(f"<p>{escape(line)}</p>" for line in section.lines)
+    points = "".join(f"<li>{escape(point)}</li>" for point in section.points)
+    heading = escape(PAGE_HEADINGS.get(section.title, section.title))
+    return f"<dt>{heading}</dt>\n<dd>{lines}{f'<ul>{points}</ul>' if points else ''}</dd>"
 
 
 def _figure(picture: Picture, name: str) -> str:
@@ -191,18 +166,6 @@ def _figure(picture: Picture, name: str) -> str:
     return "\n".join([*lines, "</figure>"])
 
 
-def _words(sections: Sequence[PlanSection]) -> str:
-    rows = [f"<dt>{escape(HEADINGS.get(s.title, s.title))}</dt>\n<dd>{_lines(s.lines)}</dd>" for s in sections]
-    return '<dl class="words">\n' + "\n".join(rows) + "\n</dl>"
-
-
-def _lines(lines: Sequence[str]) -> str:
-    """Paragraphs, and a list of those that begin with a dot."""
-    plain = "".join(f"<p>{escape(line)}</p>" for line in lines if not line.startswith("· "))
-    dotted = "".join(f"<li>{escape(line[2:])}</li>" for line in lines if line.startswith("· "))
-    return plain + (f"<ul>{dotted}</ul>" if dotted else "")
-
-
 def _terms() -> str:
     rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(meaning)}</dd>" for term, meaning in GLOSSARY.items())
     return (
@@ -212,4 +175,4 @@ def _terms() -> str:
 
 
 def _resource(name: str) -> str:
-    return (files("plait.planner.page") / name).read_text(encoding="utf-8")
+    return (files("plait.planner.report") / name).read_text(encoding="utf-8")

@@ -40,6 +40,15 @@ class Drawing:
     legend: tuple[LegendKey, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A figure with its title, what one sees in words, and the drawing where there is something to draw."""
+
+    title: str
+    caption: str
+    drawing: Drawing | None
+
+
 def chart_layout(height_px: int, x: Values, y: Values, **more: Any) -> Values:
     """The layout that all pictures have; `x` and `y` are what their axes have of their own."""
     margin = {"l": 10, "r": 20, "t": 30, "b": 45}
@@ -56,6 +65,12 @@ def chart_layout(height_px: int, x: Values, y: Values, **more: Any) -> Values:
         "yaxis": {**common, **y},
         **more,
     }
+
+
+def horizontal_bars(rows: Sequence[int], lengths: Sequence[float], starts: Sequence[float] = ()) -> Values:
+    """A trace of bars that lie, each in its row, from `starts` or from 0 on."""
+    base = {"base": five_digits(starts)} if starts else {}
+    return {"type": "bar", "orientation": "h", "y": list(rows), **base, "x": five_digits(lengths)}
 
 
 def title(words: str) -> Values:

@@ -3,15 +3,25 @@ that turns, whether a pipeline hurts the balance, and how unequal the loads may 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from plait.planner.explain.axis_choice import AxisChoice, CutAxis, axis_choice
-from plait.planner.explain.compared_layouts import slower_than_fastest, time_compared, tolerance_text, why_not
-from plait.planner.explain.confidence import inside_rate_text, link_rate_text
-from plait.planner.explain.tipping_points import LARGEST_FACTOR_TRIED
-from plait.planner.problem.candidates import SHARDED_STATES, Candidates
+from plait.planner.explain.changes import (
+    LARGEST_FACTOR_TRIED,
+    LinkPlace,
+    crossing,
+    is_quick,
+    rate_text,
+    representatives,
+    searched_with,
+    step_s_elsewhere,
+    with_faster_links,
+)
+from plait.planner.explain.compared_layouts import slower_than_fastest, time_compared, why_not
+from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.expert_loads import EARLY_LOAD, busiest_rank_load
 from plait.planner.problem.stage_partition import rank_layers
 from plait.planner.search.cost_breakdown import time_items
@@ -21,6 +31,11 @@ from plait.planner.search.layout_kinds import layout_text
 from plait.planner.step_time.expert_traffic import exchanges, expert_traffic, most_nodes_met, nodes_met
 from plait.units import format_bytes, format_count, format_duration, plain_number
 
+CutAxis = Literal["pipeline", "expert"]
+AXIS_BITS = {"pipeline": 4, "expert": 8}
+"""The axes' bits in a kind of layout (layout_kinds.kinds_of), above the three of what copies split."""
+NEARBY = 1.1
+"""Power of a turning point's factor at which a whole search must agree with it."""
 AXIS_NAMES: dict[CutAxis, str] = {"expert": "expert parallelism (EP)", "pipeline": "a pipeline (PP)"}
 LEAST_LOAD_MENTIONED = 1.005
 LOAD_REASONS = {
@@ -128,7 +143,7 @@ def _axis_line(found: Search, axis: CutAxis, on: str) -> str:
         return f"{question} Not for speed: without it, {layout} takes {why_not(found, other)}{_turn(found, choice)}"
     less = (
         f"; the chosen layout is {slower_than_fastest(found, found.chosen)}, and this forecast cannot tell less than "
-        f"{tolerance_text(found)}"
+        f"{found.tolerance:.1%}"
         if found.step_s[other] < found.step_s[found.chosen]
         else ""
     )
@@ -137,18 +152,12 @@ def _axis_line(found: Search, axis: CutAxis, on: str) -> str:
 
 def _turn(found: Search, choice: AxisChoice) -> str:
     """At what bandwidth the answer would be another one."""
-    cluster, island = found.cluster, found.cluster.islands[0]
-    between = choice.link == "between"
-    where = "between the nodes" if between else "inside a node"
-
-    def rate(factor: float) -> str:
-        return link_rate_text(cluster.between, factor) if between else f"{inside_rate_text(island, factor)} a device"
-
-    sides = [f"below about {rate(choice.slower)}"] if choice.slower else []
-    sides += [f"above about {rate(choice.faster)}"] if choice.faster else []
+    where, each = ("between the nodes", "") if choice.link == "between" else ("inside a node", " a device")
+    turns = (("below", choice.slower), ("above", choice.faster))
+    sides = [f"{side} about {rate_text(found.cluster, choice.link, at)}{each}" for side, at in turns if at]
     if not sides:
         return f"; no bandwidth {where}, {LARGEST_FACTOR_TRIED:.0f} times less or more, would change that"
-    at = f"{' and '.join(sides)} {where} (here: {rate(1.0)})"
+    at = f"{' and '.join(sides)} {where} (here: {rate_text(found.cluster, choice.link)}{each})"
     if not choice.pays:
         return f". It pays {at}{'' if choice.slower else '; on no slower network'}"
     buys = ": bandwidth buys simplicity" if choice.faster else ""
@@ -187,3 +196,78 @@ def load_lines(found: Search) -> list[str]:
             f"mean: the device that holds it then needs up to {format_bytes(more)} more, {fits}"
         )
     return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisChoice:
+    """Whether an axis pays, and where the answer turns."""
+
+    axis: CutAxis
+    with_axis: int | None
+    """Index of the fastest layout with the axis; None where none fits."""
+    without: int | None
+    leanest_without_bytes: float
+    """Bytes a device of the leanest layout without it, whether it fits or not."""
+    pays: bool
+    link: LinkPlace
+    """The link whose bandwidth was altered: between nodes where there are several, else inside one."""
+    slower: float | None
+    """Times the present bandwidth, below 1, at which the answer turns; None where no slower link turns it."""
+    faster: float | None
+    """The same above 1."""
+
+
+def axis_choice(found: Search, axis: CutAxis) -> AxisChoice:
+    """The answer for one axis: it pays where the fastest layout with it beats the fastest one without by more than the
+    forecast can tell."""
+    has_axis = getattr(found.candidates, axis) > 1
+    with_axis, without = _fastest(found, has_axis), _fastest(found, ~has_axis)
+    link: LinkPlace = "between" if found.cluster.n_nodes > 1 else "inside"
+    both = with_axis is not None and without is not None
+    slower, faster = _turns(found, axis, link) if both else (None, None)
+    return AxisChoice(
+        axis=axis,
+        with_axis=with_axis,
+        without=without,
+        leanest_without_bytes=min(
+            (needed for kind, needed in found.leanest_bytes.items() if not kind // 8 & AXIS_BITS[axis]), default=np.inf
+        ),
+        pays=with_axis is not None and (without is None or _pays(found, found.step_s, has_axis)),
+        link=link,
+        slower=slower,
+        faster=faster,
+    )
+
+
+def _fastest(found: Search, among: NDArray[np.bool_]) -> int | None:
+    return int(np.where(among, found.step_s, np.inf).argmin()) if among.any() else None
+
+
+def _pays(found: Search, step_s: Reals, has_axis: NDArray[np.bool_]) -> bool:
+    return bool(step_s[has_axis].min() * (1 + found.tolerance) < step_s[~has_axis].min())
+
+
+def _turns(found: Search, axis: CutAxis, link: LinkPlace) -> tuple[float | None, float | None]:
+    """The multiples of the present bandwidth, below and above 1, at which the answer turns: found among
+    representatives, and where whole searches are quick and say otherwise nearby, by these."""
+    rows: Counts = representatives(found)
+    has_axis = getattr(found.candidates, axis)[rows] > 1
+    step_s_on = step_s_elsewhere(found, rows)
+    here = _pays(found, found.step_s[rows], has_axis)
+
+    def quick(factor: float) -> bool:
+        return _pays(found, step_s_on(with_faster_links(found.cluster, link, factor)), has_axis) != here
+
+    def whole(factor: float) -> bool:
+        other = searched_with(found, link, factor)
+        return _pays(other, other.step_s, getattr(other.candidates, axis) > 1) != here
+
+    def turn(step: float) -> float | None:
+        limits = crossing(quick, 1.0, step, step)
+        if limits is not None and is_quick(found):
+            same, other = limits
+            if whole(same ** (1 / NEARBY)) or not whole(other**NEARBY):
+                limits = crossing(whole, same**0.7, other, step**0.5)
+        return limits[1] if limits else None
+
+    return turn(0.5), turn(2.0)

@@ -1,4 +1,4 @@
-"""The page's map of layouts: how long each takes against how complicated it is."""
+"""The page's map of layouts: how long each takes against how complicated it is, and why it lost."""
 
 from __future__ import annotations
 
@@ -6,15 +6,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.planner.explain.compared_layouts import SAME_TIME, complexity_compared, slower_than_fastest
-from plait.planner.explain.report import best_of_kinds, runners_up
+from plait.planner.explain.compared_layouts import (
+    SAME_TIME,
+    best_of_kinds,
+    complexity_compared,
+    runners_up,
+    slower_than_fastest,
+)
 from plait.planner.problem.candidates import Counts, Reals
+from plait.planner.report.figures import (
+    COLOURS,
+    GREY,
+    Drawing,
+    LegendKey,
+    Values,
+    chart_layout,
+    five_digits,
+    ratio_axis,
+    seconds_unit,
+    time_words,
+    title,
+    wrapped_text,
+)
 from plait.planner.search.cost_breakdown import TIME_NAMES
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import filled_batches
 from plait.planner.search.layout_kinds import kinds_of, layout_text
 from plait.planner.step_time.step_time import estimate_step_time
-from plait.report.figures import time_words
 
 DOTS_DRAWN = 500
 SLOWEST_DRAWN = 8.0
@@ -102,7 +120,7 @@ def _sample(found: Search, within: Counts) -> Counts:
 
 
 def _items(found: Search, rows: Counts) -> Reals:
-    """Seconds of each item of time, (items, rows); simulated pipelines differ in their bubble."""
+    """Seconds of each item of time, shape [items, rows]; simulated pipelines differ in their bubble."""
     distinct, place = np.unique(rows, return_inverse=True)
     spent = np.empty((len(TIME_NAMES), len(found.candidates)))
     for some, inputs in filled_batches(found.cost_inputs, distinct):
@@ -144,3 +162,55 @@ def _why(found: Search, row: int, more_s: Reals) -> str:
 
 def _family(kind: int) -> str:
     return " + ".join(words for bit, words in CUT_TEXTS.items() if kind // 8 & bit) or UNCUT_TEXT
+
+
+def draw_map(layout_map: LayoutMap) -> Drawing:
+    """Dots by time and points, a colour for what cuts the model, the tolerance as a band."""
+    families = sorted(
+        {dot.family for dot in layout_map.dots}, key=lambda family: (family != UNCUT_TEXT, len(family), family)
+    )
+    colours = {family: COLOURS[place % len(COLOURS)] for place, family in enumerate(families)}
+    times = [dot.step_s for dot in layout_map.dots]
+    factor, unit = seconds_unit(max(times))
+    least, most = min(times) * factor / 1.04, max(times) * factor * 1.04
+    # Points are whole numbers: a little scatter lets one see many dots on one line. The same at each writing.
+    shift = dict(zip(map(id, layout_map.dots), np.random.default_rng(1).uniform(-0.28, 0.28, len(times)), strict=True))
+    data = []
+    for family in families:
+        if own := [dot for dot in layout_map.dots if dot.family == family and dot is not layout_map.chosen]:
+            round_ = {"color": colours[family], "size": 7, "opacity": 0.6}
+            heights = [dot.points + float(shift[id(dot)]) for dot in own]
+            data.append(_dots(own, factor, heights) | {"marker": round_})
+    edge = {"width": 1.5, "color": "black"}
+    star = {"symbol": "star", "size": 20, "color": colours[layout_map.chosen.family], "line": edge}
+    data.append(_dots([layout_map.chosen], factor, [float(layout_map.chosen.points)]) | {"marker": star})
+    band = {
+        "type": "rect",
+        "x0": layout_map.fastest.step_s * factor,
+        "x1": layout_map.enough_s * factor,
+        "y0": 0,
+        "y1": 1,
+    }
+    layout = chart_layout(
+        460,
+        ratio_axis(f"{unit} a step", least, most),
+        {"title": title("points of complexity"), "range": [-1, max(dot.points for dot in layout_map.dots) + 1]},
+        shapes=[band | {"yref": "paper", "line": {"width": 0}, "fillcolor": GREY, "opacity": 0.25, "layer": "below"}],
+    )
+    legend = tuple(LegendKey(colour=colours[family], words=family) for family in families)
+    return Drawing(data=tuple(data), layout=layout, legend=legend)
+
+
+def _dots(dots: list[Dot], factor: float, heights: list[float]) -> Values:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": five_digits([dot.step_s * factor for dot in dots]),
+        "y": five_digits(heights),
+        "hovertext": [
+            f"<b>{time_words(dot.step_s)}, {dot.points} points</b><br>{wrapped_text(dot.words, 60)}<br>"
+            f"<i>{wrapped_text(dot.why, 60)}</i>"
+            for dot in dots
+        ],
+        "hoverinfo": "text",
+    }

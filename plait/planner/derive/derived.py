@@ -1,0 +1,16 @@
+"""A value that a recipe left open, and why it is what it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived(Generic[T]):
+    """A value with the sentences that a plan says of its choice; none where the recipe named it."""
+
+    value: T
+    reasons: tuple[str, ...] = ()
