@@ -20,12 +20,12 @@ import time
 from dataclasses import asdict, dataclass
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.remote.agent import LeaderNotReached, connect, serve
-from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.listener import listener_at
-from plait.launch.remote.secret import Secret, new_secret
-from plait.launch.remote.wire import Wire
+from plait.hosts.connectivity import ConnectivityListener, check_connectivity
+from plait.hosts.handshake import Secret, new_secret
+from plait.hosts.joining import listener_at
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.member import LeaderNotReached, connect, serve
+from plait.hosts.wire import Wire
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job, Message
 

@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import cast
 
-from plait.commands.hosts.host_info import own_host_info
-from plait.commands.hosts.invitation import check_first_address, network_text
-from plait.commands.hosts.joined_host import JoinedHostFiles
 from plait.commands.programs.program_file import PROGRAM_ENTRIES, program_hash, program_in_environment
 from plait.errors import PlaitError
-from plait.launch.remote.agent import connect, serve
-from plait.launch.remote.connectivity import ConnectivityListener
-from plait.launch.remote.secret import read_secret
+from plait.hosts.connectivity import ConnectivityListener
+from plait.hosts.handshake import read_secret
+from plait.hosts.job_files import JoinedHostFiles
+from plait.hosts.joining import check_first_address, network_text, own_host_info
+from plait.hosts.member import connect, serve
 from plait.launch.values.job import SIGNAL_OF_LEAVING, Job, ReleasedBy, StoppedBy
 from plait.screen.screen import Screen
 from plait.workers import ENTRIES

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.checked_json import typed_value
-from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
-from plait.commands.hosts.members.invited import leader_workers
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.errors import PlaitError, RunFailed
+from plait.hosts.joining import ONE_HOST, HostsRequest
+from plait.hosts.workers import leader_workers
 from plait.launch.values.job import Job
 from plait.machines.catalog import link_at_rate
 from plait.machines.cluster import Cluster, cluster_json, cluster_of_hosts, cluster_of_machine

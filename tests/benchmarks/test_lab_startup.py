@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from benchmarks.lab.startup import share_for
-from plait.commands.hosts.host_info import joined_host_text
-from plait.commands.hosts.members import invited
+from plait.hosts import leader
+from plait.hosts.joining import joined_host_text
 from plait.probing import survey
 
-PLAIT = Path(invited.__file__).read_text(), Path(survey.__file__).read_text()
+PLAIT = Path(leader.__file__).read_text(), Path(survey.__file__).read_text()
 
 
 def test_hosts_are_measured_at_their_own_share() -> None:

@@ -10,10 +10,10 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
-from plait.commands.hosts.joined_host import JoinedHostFiles
-from plait.launch.remote.agent import connect, serve
-from plait.launch.remote.link import Heartbeat
-from plait.launch.remote.secret import read_secret
+from plait.hosts.connection import Heartbeat
+from plait.hosts.handshake import read_secret
+from plait.hosts.job_files import JoinedHostFiles
+from plait.hosts.member import connect, serve
 from plait.launch.values.job import RankContext
 from plait.planner.plan_file import read_plan
 from tests.entry_tables import entries_of

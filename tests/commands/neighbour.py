@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.commands.hosts.joined_host import JoinedHostFiles
-from plait.launch.remote.link import Reply
-from plait.launch.remote.wire import Frame
+from plait.hosts.connection import Reply
+from plait.hosts.job_files import JoinedHostFiles
+from plait.hosts.wire import Frame
 
 
 class Neighbour:

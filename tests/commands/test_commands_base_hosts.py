@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from plait.commands.hosts.file_stager import FileStager
-from plait.commands.hosts.file_transfer import named_entries
 from plait.errors import PlaitError
+from plait.hosts.files import named_entries
+from plait.hosts.job_files import FileStager
 from plait.interop.base_model import needed_files, read_base_model
 from plait.launch.values.job import HostRanks, Job
 from plait.planner.plan_file import plan_text, read_plan, write_plan

@@ -11,12 +11,11 @@ from typing import Any, Literal
 import pytest
 
 from plait.checkpoint.store import newest_good
-from plait.commands.hosts.collect_checkpoint import CheckpointCollector
-from plait.commands.hosts.file_names import read_block
 from plait.errors import PlaitError, RunFailed
+from plait.hosts.checkpoints import OUTBOX_KIND, CheckpointCollector
+from plait.hosts.connection import Reply
+from plait.hosts.files import read_block
 from plait.launch.local.run import ForkServer
-from plait.launch.remote.held_copies import OUTBOX_KIND
-from plait.launch.remote.link import Reply
 from plait.launch.values.failed_job import WorkersFailed
 from plait.launch.values.job import Job, Message
 from tests.entry_tables import entries_of

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from plait.commands.hosts.file_stager import FileStager
-from plait.commands.hosts.file_transfer import file_entries_of
-from plait.commands.hosts.joined_run import refuse_joined_folder
-from plait.commands.planning.run_folder import RunFolder
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError, RunFailed
-from plait.launch.remote.link import Reply
+from plait.hosts.connection import Reply
+from plait.hosts.files import file_entries_of
+from plait.hosts.job_files import FileStager, refuse_joined_folder
 from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.load import recipe_text
+from plait.run_folder import RunFolder
 from plait.workers import ROUTING
 from tests.commands.neighbour import Neighbour
 from tests.plans import changed

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 
 from plait.checked_json import typed_value
-from plait.commands.hosts.file_names import TRANSFER_BLOCK_BYTES, read_block, safe_path
-from plait.commands.hosts.file_transfer import (
+from plait.errors import PlaitError
+from plait.hosts.files import (
+    TRANSFER_BLOCK_BYTES,
     FileEntry,
     IncomingFolder,
     fetch_file,
     file_entries_of,
+    read_block,
+    safe_path,
     send_folder,
 )
-from plait.commands.hosts.shared_folder import has_nonce, write_nonce
-from plait.errors import PlaitError
+from plait.hosts.shared_folder import has_nonce, write_nonce
 
 
 @dataclass(frozen=True, kw_only=True)

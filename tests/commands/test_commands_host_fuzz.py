@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from plait.commands.hosts.file_transfer import FileEntry, fetch_file, send_folder
-from plait.commands.hosts.host_info import machine_survey, own_host_info, why_host_cannot_join
 from plait.errors import PlaitError
-from plait.launch.remote.link import Reply
-from plait.launch.remote.wire import Frame
+from plait.hosts.connection import Reply
+from plait.hosts.files import FileEntry, fetch_file, send_folder
+from plait.hosts.joining import machine_survey, own_host_info, why_host_cannot_join
+from plait.hosts.wire import Frame
 from tests.commands.neighbour import Neighbour
 from tests.launch.mutants import mutants
 from tests.planner.machines import LAPTOP

@@ -16,9 +16,9 @@ import pytest
 
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError
-from plait.launch.remote.link import Heartbeat, HostConnection
-from plait.launch.remote.listener import JoinListener
-from plait.launch.remote.secret import new_secret
+from plait.hosts.connection import Heartbeat, HostConnection
+from plait.hosts.handshake import new_secret
+from plait.hosts.joining import JoinListener
 from plait.launch.values.job import HostRanks, Job
 from plait.planner.plan_file import plan_text, read_plan
 from plait.recipe.load import recipe_text

@@ -12,17 +12,23 @@ from typing import Any, cast
 import pytest
 
 from plait.checked_json import parse_object, typed_value
-from plait.commands.hosts import invitation
-from plait.commands.hosts.host_info import code_hash, machine_survey, own_host_info, why_host_cannot_join
-from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
-from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
-from plait.commands.hosts.job_argument import read_job_argument
-from plait.commands.hosts.leader_workers import LeaderWorkers
 from plait.errors import PlaitError
-from plait.launch.network import interface
-from plait.launch.network.interface import local_addresses
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.link import Reply
+from plait.hosts import joining
+from plait.hosts.connection import Reply
+from plait.hosts.job_files import read_job_argument
+from plait.hosts.joining import (
+    HostsRequest,
+    choose_address,
+    choose_secret,
+    code_hash,
+    machine_survey,
+    own_host_info,
+    why_host_cannot_join,
+)
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.workers import LeaderWorkers, check_worker_count, default_host_shares, host_shares_text
+from plait.launch import network
+from plait.launch.network import local_addresses
 from plait.launch.values.job import Job, JobResult, Message
 from plait.machines.machine import Machine, make_names_unique
 from plait.machines.requested_workers import SurveyRequest
@@ -336,7 +342,7 @@ def test_an_address_must_be_of_this_machine() -> None:
 
 def test_a_second_address_of_an_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"127.0.0.1": "lo", "192.168.1.5": "eth0", "10.0.0.1": "eth0", "10.0.0.2": "eth1", "fd00::1": "eth0"}
-    for module in (interface, invitation):
+    for module in (network, joining):
         monkeypatch.setattr(module, "local_addresses", lambda: known)
     assert [choose_address(one) for one in ("192.168.1.5", "10.0.0.2")]
     for second in ("10.0.0.1", "fd00::1"):

@@ -9,31 +9,27 @@ from typing import Any, cast
 
 import pytest
 
-from plait.commands.hosts.invitation import choose_secret
-from plait.commands.membership import run_hosts
-from plait.commands.membership.one_machine import OneMachine
-from plait.commands.membership.run_hosts import RunHosts
-from plait.commands.membership.run_on_hosts import RunOnHosts
 from plait.commands.monitoring.elastic_workers import (
-    CannotGoOn,
-    Renewed,
-    came_and_went,
+    OneMachine,
     change_of_speed,
     change_text,
     in_place_of,
 )
-from plait.commands.planning.run_folder import RunFolder
 from plait.errors import PlaitError, StopSignal
-from plait.launch.remote.leader import Hosts
-from plait.launch.remote.membership import Departure, HostChange, Member
-from plait.launch.remote.secret import new_secret, read_secret
+from plait.hosts import run_hosts
+from plait.hosts.handshake import new_secret, read_secret
+from plait.hosts.joining import choose_secret
+from plait.hosts.leader import Hosts
+from plait.hosts.membership import Departure, HostChange, Member
+from plait.hosts.run_hosts import RunHosts, RunOnHosts, came_and_went
 from plait.launch.values.failed_job import FailureFacts
 from plait.layout import Layout
 from plait.machines.machine import Machine, usable_cores
 from plait.planner.plan import Forecast, Plan
 from plait.probing.survey import places_in
+from plait.run_folder import RunFolder
 from plait.screen.screen import SilentScreen
-from plait.workers import HostWorkers
+from plait.workers import CannotGoOn, HostWorkers, Renewed
 from tests.planner.machines import LAPTOP, PLAYS, SERVER, planned, recipe
 from tests.plans import changed
 

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from plait.errors import PlaitError
-from plait.launch.remote.agent import connect, serve
-from plait.launch.remote.link import Heartbeat, Reply
-from plait.launch.remote.secret import read_secret
-from plait.launch.remote.wire import Frame
+from plait.hosts.connection import Heartbeat, Reply
+from plait.hosts.handshake import read_secret
+from plait.hosts.member import connect, serve
+from plait.hosts.wire import Frame
 from tests.launch.processes import ENTRIES, WITH_TORCH
 
 HEARTBEAT = Heartbeat(period_s=0.3, lost_after_s=3.0)

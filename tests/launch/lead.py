@@ -9,8 +9,8 @@ import json
 import sys
 
 from plait.errors import PlaitError
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.secret import read_secret
+from plait.hosts.handshake import read_secret
+from plait.hosts.leader import HostPart, Hosts
 from plait.launch.values.job import Job, Message
 from tests.launch.host import HEARTBEAT
 from tests.launch.processes import ENTRIES

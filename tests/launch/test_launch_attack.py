@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from plait.errors import PlaitError, RunFailed
+from plait.hosts.connection import HostConnection
+from plait.hosts.handshake import new_secret
+from plait.hosts.joining import JoinListener
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.member import connect
+from plait.hosts.wire import Frame, Wire
 from plait.launch.local.run import ForkServer
-from plait.launch.remote.agent import connect
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.link import HostConnection
-from plait.launch.remote.listener import JoinListener
-from plait.launch.remote.secret import new_secret
-from plait.launch.remote.wire import Frame, Wire
 from plait.launch.values.job import HostRanks
 from tests.launch.host import HEARTBEAT
 from tests.launch.joined import HostProcess

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from plait.errors import PlaitError
-from plait.launch.remote import connectivity
-from plait.launch.remote.connectivity import (
+from plait.hosts import connectivity
+from plait.hosts.connection import Reply
+from plait.hosts.connectivity import (
     ALL_PAIRS_AT_MOST,
     ConnectivityListener,
     check_connectivity,
     host_cut_off,
     neighbours_of,
 )
-from plait.launch.remote.link import Reply
 
 
 class Firewalled(ConnectivityListener):
@@ -124,7 +124,7 @@ link set plaitreach0 up
 -netns {SPACE} addr add {FAR}/24 dev eth0
 -netns {SPACE} link set eth0 up"""
 OPENED = f"""import sys
-from plait.launch.remote.connectivity import ConnectivityListener
+from plait.hosts.connectivity import ConnectivityListener
 listener = ConnectivityListener("far", "{FAR}")
 print(listener.ask("listen", {{}}).values["port"], flush=True)
 sys.stdin.readline()"""

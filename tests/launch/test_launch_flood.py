@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from plait.errors import RunFailed
-from plait.launch.remote.agent import connect
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.link import UNREAD_BYTES_AT_MOST, Heartbeat, HostConnection, Reply
-from plait.launch.remote.listener import CROWDED_SENTENCE, JoinListener, listener_at, refuse_host
-from plait.launch.remote.messages import RequestKind
-from plait.launch.remote.secret import new_secret
-from plait.launch.remote.wire import Frame, SessionKeys, Wire, WireEnded
+from plait.hosts.connection import UNREAD_BYTES_AT_MOST, Heartbeat, HostConnection, Reply
+from plait.hosts.handshake import new_secret
+from plait.hosts.joining import CROWDED_SENTENCE, JoinListener, listener_at, refuse_host
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.member import connect
+from plait.hosts.protocol import RequestKind
+from plait.hosts.wire import Frame, SessionKeys, Wire, WireEnded
 from tests.launch.processes import ENTRIES, Record, job, open_descriptors, wait_until
 
 SECRET = new_secret()

@@ -18,11 +18,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from plait.errors import Interrupted, PlaitError, RunFailed
-from plait.launch.remote.agent import connect
-from plait.launch.remote.held_copies import copied_steps
-from plait.launch.remote.host_numbering import by_address, host_numbers
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.secret import Secret, new_secret
+from plait.hosts.checkpoints import copied_steps
+from plait.hosts.handshake import Secret, new_secret
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.member import connect
+from plait.hosts.membership import by_address, host_numbers
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import NOTE, STOP_IN_WORDS, Job, JobResult, Message
 from tests.launch.host import HEARTBEAT

@@ -14,14 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from plait.hosts.connection import ConnectionLoop, Heartbeat, HostConnection, Reply, part_from_all
+from plait.hosts.handshake import greet_leader, new_secret
+from plait.hosts.joining import JoinListener
+from plait.hosts.protocol import RequestKind
+from plait.hosts.wire import SessionKeys, Wire
 from plait.launch.local.run import ForkServer
-from plait.launch.network.connection_loop import ConnectionLoop
-from plait.launch.remote.handshake import greet_leader
-from plait.launch.remote.link import Heartbeat, HostConnection, Reply, part_from_all
-from plait.launch.remote.listener import JoinListener
-from plait.launch.remote.messages import RequestKind
-from plait.launch.remote.secret import new_secret
-from plait.launch.remote.wire import SessionKeys, Wire
 from tests.launch.processes import ENTRIES, Record, job, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +119,7 @@ def test_an_end_that_takes_nothing_is_lost_and_holds_up_no_other(pairs: list[tup
 def test_farewells_to_many_that_do_not_hang_up_are_one_wait(
     pairs: list[tuple[Wire, Wire]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.launch.remote.link._PART_S", 0.3)
+    monkeypatch.setattr("plait.hosts.connection._PART_S", 0.3)
     ours, theirs = linked(pairs)
     began_s = time.monotonic()
     part_from_all(ours, "end", {"stopped_by": "finished"})

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from plait.launch.remote.handshake import Refused, greet_joiner, greet_leader
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.membership import OVER_SENTENCE, WAITS_SENTENCE, HostChange
-from plait.launch.remote.secret import Secret, new_secret
+from plait.hosts.handshake import Refused, Secret, greet_joiner, greet_leader, new_secret
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.membership import OVER_SENTENCE, WAITS_SENTENCE, HostChange
 from plait.launch.values.failed_job import WorkersFailed
 from plait.launch.values.job import STOP_IN_WORDS, STOPPING, JobResult, Message
 from tests.launch.host import HEARTBEAT

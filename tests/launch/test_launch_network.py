@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.launch.network.facts import NetworkFacts, RdmaPort, network_facts
-from plait.launch.network.firewall import FIREWALLS, opening_advice, own_firewall
-from plait.launch.network.variables import network_lines, network_variables
+from plait.hosts.connectivity import FIREWALLS, opening_advice, own_firewall
+from plait.launch.network import NetworkFacts, RdmaPort, network_facts, network_lines, network_variables
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.remote.handshake import Refused, greet_joiner, greet_leader
-from plait.launch.remote.link import Heartbeat, HostConnection, Reply
-from plait.launch.remote.listener import FailedAttempts, JoinListener, listener_at, refuse_host
-from plait.launch.remote.secret import Secret, new_secret
-from plait.launch.remote.wire import BLOB_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded
+from plait.hosts.connection import Heartbeat, HostConnection, Reply
+from plait.hosts.handshake import Refused, Secret, greet_joiner, greet_leader, new_secret
+from plait.hosts.joining import FailedAttempts, JoinListener, listener_at, refuse_host
+from plait.hosts.wire import BLOB_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded
 from tests.launch.processes import wait_until
 
 SECRET = new_secret()

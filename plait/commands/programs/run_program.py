@@ -9,16 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from plait.commands.hosts.host_info import failed_attempts_text, joined_host_text, own_host_info, why_host_cannot_join
-from plait.commands.hosts.invitation import (
-    ONE_HOST,
-    HostsRequest,
-    choose_address,
-    choose_secret,
-    invitation_text,
-    network_text,
-)
-from plait.commands.hosts.members.invited import JOIN_TIMEOUT_S
 from plait.commands.programs.program_file import (
     COUNT_ENTRY,
     PROGRAM_ENTRIES,
@@ -27,9 +17,21 @@ from plait.commands.programs.program_file import (
     program_in_environment,
 )
 from plait.errors import PlaitError
+from plait.hosts.connectivity import ConnectivityListener, check_connectivity
+from plait.hosts.joining import (
+    ONE_HOST,
+    HostsRequest,
+    choose_address,
+    choose_secret,
+    failed_attempts_text,
+    invitation_text,
+    joined_host_text,
+    network_text,
+    own_host_info,
+    why_host_cannot_join,
+)
+from plait.hosts.leader import JOIN_TIMEOUT_S, HostPart, Hosts
 from plait.launch.local.run import ForkServer
-from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
-from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message, StoppedBy
 from plait.machines.machine import usable_cores
 from plait.private_folder import make_private_folder

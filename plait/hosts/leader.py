@@ -5,29 +5,45 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from plait.errors import Interrupted, PlaitError
+from plait.hosts.connection import DEFAULT_HEARTBEAT, Heartbeat
+from plait.hosts.connectivity import ConnectivityListener, check_connectivity
+from plait.hosts.handshake import Secret
+from plait.hosts.joining import (
+    HostsRequest,
+    JoinListener,
+    choose_address,
+    choose_secret,
+    failed_attempts_text,
+    invitation_text,
+    joined_host_text,
+    joined_text,
+    listener_at,
+    network_text,
+    own_host_info,
+    why_host_cannot_join,
+)
+from plait.hosts.membership import HostIdentity, JoinPolicy, Member, Membership
+from plait.hosts.remote_ranks import RemoteWorkerHost
 from plait.launch.local.guard import allow_open_files
 from plait.launch.local.run import ForkServer, Rendezvous
 from plait.launch.local.signals import collected_signals
 from plait.launch.local.site import MembershipEvents, WorkerHost
 from plait.launch.local.supervise import Supervision
-from plait.launch.network.interface import interface_of
-from plait.launch.remote.host_numbering import HostIdentity
-from plait.launch.remote.link import DEFAULT_HEARTBEAT, Heartbeat
-from plait.launch.remote.listener import JoinListener, joined_text, listener_at
-from plait.launch.remote.membership import JoinPolicy, Member, Membership
-from plait.launch.remote.remote_site import RemoteWorkerHost
-from plait.launch.remote.secret import Secret
+from plait.launch.network import interface_of
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.failed_job import lost_host
 from plait.launch.values.job import HostRanks, Job, JobResult, Message, StoppedBy
 from plait.launch.values.phase import PhaseTimeouts
+from plait.screen.screen import Log
+from plait.workers import ENTRIES
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 _FILES_OF_A_MEMBER = 4  # the connection, both ends of its link's bell, and one to spare
 
@@ -214,3 +230,64 @@ def _as_sentence(error: BaseException) -> str:
     if isinstance(error, PlaitError | KeyboardInterrupt):
         return str(error) or "stopped by Ctrl-C there"
     return f"ended by {type(error).__name__} there; see what it printed"
+
+
+# Hosts are invited to a run, and admitted: the secret, the address, who may join, and what is said of it.
+
+
+JOIN_TIMEOUT_S = 3600.0
+
+
+@contextmanager
+def invited_hosts(
+    request: HostsRequest,
+    *,
+    log: Log,
+    previous_hosts: Sequence[HostIdentity] = (),
+    working: WorkingFolder = CURRENT_FOLDER,
+    joining: JoinPolicy = "closed",
+    kept_secret: Path | None = None,
+    why_full: Callable[[int], str | None] = lambda others: None,
+    entries: EntryTable = ENTRIES,
+) -> Iterator[Hosts]:
+    """Invite other hosts and wait until all have joined; the end of the block releases them.
+
+    Hosts in `previous_hosts`, matched by mark or name, keep their order; the others follow, sorted by address. A secret
+    that is shown on a terminal is kept in the file `kept_secret`, for those that join later. By an "open" door others
+    join later, unless `why_full` gives a sentence for the number of those that are in. Raises as leader_workers.
+    """
+    address = choose_address(request.address)
+    secret, told = choose_secret(request.secret_file, kept=kept_secret)
+    members = request.n_hosts - 1
+    with Hosts(
+        address=address,
+        port=request.port,
+        secret=secret,
+        members=members,
+        entries=entries,
+        working_folder=working.path,
+    ) as hosts:
+        log(network_text(address))
+        log(invitation_text(members, hosts.join_address, told))
+
+        def check(host_info: Mapping[str, Any]) -> str | None:
+            sentence = why_host_cannot_join(host_info, own_host_info())
+            if sentence is None and hosts.membership.is_complete:
+                sentence = why_full(len(hosts.members))
+            name = " ".join(str(host_info.get("name")).split())[:80]
+            if sentence is None:
+                log(f"joined   {joined_host_text(name, host_info)}")
+            else:
+                log(f"refused  {name}: {' '.join(sentence.split())}")
+            return sentence
+
+        arrived = hosts.admit(
+            check,
+            JOIN_TIMEOUT_S,
+            order=previous_hosts,
+            on_lost=lambda name: log(f"lost     {name}"),
+            on_failed=lambda count: log(f"refused  {failed_attempts_text(count)}"),
+            joining=joining,
+        )
+        check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
+        yield hosts

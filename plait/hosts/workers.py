@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plait.commands.hosts.collect_checkpoint import CheckpointCollector
-from plait.commands.hosts.file_stager import FileStager
-from plait.commands.hosts.host_info import machine_survey, own_host_info
-from plait.commands.hosts.host_shares import (
-    check_worker_count,
-    default_host_shares,
-    host_shares_text,
-    steps_copied_by_all,
-)
-from plait.commands.hosts.job_argument import joined_host_part, own_part, read_job_argument
-from plait.commands.planning.make_plan import Log
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.link import HostConnection
-from plait.launch.remote.membership import JoinPolicy, Member
+from plait.errors import PlaitError
+from plait.hosts.checkpoints import CheckpointCollector, copied_steps
+from plait.hosts.connection import HostConnection
+from plait.hosts.job_files import FileStager, joined_host_part, own_part, read_job_argument
+from plait.hosts.joining import HostsRequest, machine_survey, own_host_info
+from plait.hosts.leader import HostPart, Hosts, invited_hosts
+from plait.hosts.membership import JoinPolicy, Member
 from plait.launch.values.job import Job, JobResult, Message
 from plait.machines.machine import Machine, make_names_unique, usable_cores
-from plait.machines.requested_workers import PeakNeed, SurveyRequest
+from plait.machines.requested_workers import (
+    ANY_WORKERS,
+    PeakNeed,
+    RequestedWorkers,
+    SurveyRequest,
+    check_requested_workers,
+)
 from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import HostShare, Plan, refreshed_hosts
 from plait.planner.plan_file import read_plan, write_plan
+from plait.planner.resolve.named_layout import named_degrees
 from plait.planner.resolve.named_workers import named_workers
 from plait.probing.survey import MachineSurvey
 from plait.recipe.schema import RunConfig
+from plait.screen.screen import Log
+from plait.units import counted
 from plait.workers import (
     MACHINE_CHECK_ENTRY,
     MEASURE_ENTRY,
@@ -257,3 +260,67 @@ class LeaderWorkers:
 def _of_rank_0(on_message: OnMessage) -> OnMessage:
     """What the caller hears: rank 0's messages, which is on this host. Others have nothing to say to it."""
     return lambda message: on_message(message) if message.rank == 0 else None
+
+
+# How many workers each host of a run has, and how many threads each of them.
+
+
+def default_host_shares(
+    names: Sequence[str], machines: Sequence[Machine], requested: RequestedWorkers = ANY_WORKERS
+) -> tuple[HostShare, ...]:
+    """One worker for each GPU of a host, or one with all its cores, unless the recipe names workers and threads of each
+    host; raises PlaitError where only some have GPUs, or one has too few cores."""
+    kinds = {machine.device for machine in machines}
+    if len(kinds) > 1:
+        by_kind = {machine.device: name for name, machine in zip(names, machines, strict=True)}
+        raise PlaitError(
+            f"{by_kind['cuda']} has GPUs and {by_kind['cpu']} has none that torch sees, and a run takes one kind; "
+            'leave out one of the two, or write run.devices = "cpu"'
+        )
+    for name, machine in zip(names, machines, strict=True):
+        check_requested_workers(requested, machine, name)
+    counts = [machine.devices if requested.workers == "auto" else requested.workers for machine in machines]
+    return tuple(
+        HostShare(
+            name=name,
+            workers=workers,
+            threads=requested.threads_of_each(machine, workers),
+            machine=machine.digest(),
+        )
+        for name, machine, workers in zip(names, machines, counts, strict=True)
+    )
+
+
+def host_shares_text(shares: Sequence[HostShare]) -> str:
+    """Workers and threads of each host, on one line."""
+    each = [f"{s.name} {counted(s.workers, 'worker')} × {counted(s.threads, 'thread')}" for s in shares]
+    return ", ".join(each)
+
+
+def check_worker_count(config: RunConfig, shares: Sequence[HostShare]) -> None:
+    """Raise PlaitError where the recipe names another number of workers than the hosts have."""
+    named, workers = named_degrees(config), sum(share.workers for share in shares)
+    if named and named.world_size != workers:
+        listed = ", ".join(f"{share.name} {share.workers}" for share in shares)
+        raise PlaitError(
+            f"the recipe's layout needs {named.world_size} workers, and the hosts have {workers} ({listed}); name "
+            f"degrees whose product is {workers}, or leave them out of [layout]"
+        )
+
+
+def steps_copied_by_all(hosts: Hosts, shares: Sequence[HostShare], lineage: int) -> Sequence[int]:
+    """The steps of which all workers of all hosts have copies of their state, as `WorkerPool.copied_steps`."""
+    return copied_steps(hosts.server, hosts.members, [share.workers for share in shares], lineage)
+
+
+@contextmanager
+def leader_workers(
+    request: HostsRequest, *, config: RunConfig, folder: Path, log: Log, working: WorkingFolder = CURRENT_FOLDER
+) -> Iterator[LeaderWorkers]:
+    """Invite other hosts, wait until all have joined, and lead them; the end of the block releases them.
+
+    Hosts are sorted by address. Raises PlaitError where the address, the port or the secret cannot be used, or nobody
+    came for an hour.
+    """
+    with invited_hosts(request, log=log, working=working) as hosts:
+        yield LeaderWorkers(hosts, folder=folder, config=config, log=log, working=working)

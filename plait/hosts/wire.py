@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.checked_json import typed_value
+from plait.checked_json import parse_json, printable, typed_value
 from plait.errors import RunFailed
-from plait.launch.remote.json_text import parse_frame_text
 from plait.units import format_bytes
 
 BLOB_BYTES_AT_MOST = 1 << 20
@@ -297,3 +296,22 @@ def _ready(connection: socket.socket, event: int, within_s: float) -> bool:
     poll = select.poll()
     poll.register(connection, event)
     return bool(poll.poll(max(0.0, within_s) * 1000))
+
+
+# JSON that another host sent: plain values of bounded depth, without what could do harm where it is printed.
+
+
+def parse_frame_text(text: bytes) -> Any:
+    """The value of a JSON text; raises ValueError unless it is UTF-8 without NUL, of bounded depth and with finite
+    numbers of bounded length alone.
+
+    Its strings come without control characters other than line breaks and tabs: an escape sequence would be obeyed by
+    the terminal that shows it.
+    """
+    return parse_json(text.decode("utf-8"), text=_checked_text)
+
+
+def _checked_text(text: str) -> str:
+    if "\0" in text:  # ends a name for the system, and so would make it another one
+        raise ValueError("its text has a NUL")
+    return printable(text)

@@ -14,15 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.local.run import ForkServer, Rendezvous
-from plait.launch.local.signals import SignalMailbox, collected_signals
-from plait.launch.local.site import LocalWorkerHost
-from plait.launch.network.interface import interface_of
-from plait.launch.remote.handshake import JOINER_S, greet_leader
-from plait.launch.remote.held_copies import copies_handlers
-from plait.launch.remote.link import DEFAULT_HEARTBEAT, Handler, Heartbeat, HostConnection
-from plait.launch.remote.listener import joined_text
-from plait.launch.remote.messages import (
+from plait.hosts.checkpoints import copies_handlers
+from plait.hosts.connection import DEFAULT_HEARTBEAT, Handler, Heartbeat, HostConnection
+from plait.hosts.handshake import JOINER_S, Secret, greet_leader
+from plait.hosts.joining import joined_text
+from plait.hosts.protocol import (
     KillServerOrder,
     Notice,
     Refusal,
@@ -32,8 +28,11 @@ from plait.launch.remote.messages import (
     UnexpectedMessage,
     parse_message,
 )
-from plait.launch.remote.secret import Secret
-from plait.launch.remote.wire import Frame, Wire
+from plait.hosts.wire import Frame, Wire
+from plait.launch.local.run import ForkServer, Rendezvous
+from plait.launch.local.signals import SignalMailbox, collected_signals
+from plait.launch.local.site import LocalWorkerHost
+from plait.launch.network import interface_of
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import STOP_IN_WORDS, Job, ReleasedBy
 from plait.launch.values.phase import HangTimeouts

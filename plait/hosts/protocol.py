@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from plait.checked_json import SingleLine, typed_value
 from plait.errors import PlaitError
+from plait.hosts.wire import BLOB_BYTES_AT_MOST
 from plait.launch.local.signals import StopSignal
 from plait.launch.local.site import KillOrder, RankEvent
-from plait.launch.remote.wire import BLOB_BYTES_AT_MOST
 from plait.launch.values.failure import RankRaised
 from plait.launch.values.job import RANKS_AT_MOST, Job, ReleasedBy
 from plait.launch.values.progress import RankProgress

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,14 +16,17 @@ from typing import Any, Literal
 from plait.checkpoint.arrival import parse_list, part_files, refuse_part
 from plait.checkpoint.durable import earlier_checkpoints, is_full_disk
 from plait.checkpoint.file_check import check_file
-from plait.commands.hosts.file_transfer import fetch_file
-from plait.commands.hosts.replies import Peer
-from plait.commands.hosts.requests import STAGING_NAME
 from plait.errors import PlaitError, disk_advice
-from plait.launch.remote.held_copies import OUTBOX_KIND
+from plait.hosts.connection import Handler, Reply
+from plait.hosts.files import STAGING_NAME, Peer, fetch_file
+from plait.hosts.leader import Member
+from plait.hosts.protocol import CopiesAnswer, CopiesQuestion, parse_message
+from plait.hosts.wire import Frame
+from plait.launch.in_memory.memory import OutboxFile
+from plait.launch.local.run import ForkServer
 from plait.launch.values.failed_job import FailureFacts, WorkersFailed
 from plait.launch.values.failure import RESUME_ADVICE
-from plait.launch.values.job import NOTE, Message
+from plait.launch.values.job import NOTE, RANKS_AT_MOST, Message
 from plait.workers import OnMessage
 
 _CONCURRENT_FETCHES = 8
@@ -162,3 +165,60 @@ def _refusal_text(peer: Peer, error: OSError | PlaitError, folder: Path) -> str:
         f"could not save the checkpoint: the part from {peer.name} did not arrive ({why}); "
         f"{earlier_checkpoints(folder)}: {advice} and give the same command again"
     )
+
+
+# What the memory of the hosts of a run holds of their ranks' state: host 0 asks, each agent replies.
+
+
+OUTBOX_KIND = "outbox"
+_KIND = "copies"
+_BLOCK_BYTES_AT_MOST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxQuestion:
+    """Some bytes of one of the files of a rank's part of a checkpoint, which its host keeps in memory."""
+
+    local_rank: int
+    step: int
+    what: OutboxFile
+    offset: int
+    bytes: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.local_rank < RANKS_AT_MOST or min(self.offset, self.bytes) < 0:
+            raise ValueError("no rank, or no place in a file")
+
+
+def copied_steps(own: ForkServer, members: Sequence[Member], ranks: Sequence[int], lineage: int) -> Sequence[int]:
+    """The steps of which all ranks of all hosts, this many on each, have left whole copies of their state, of this
+    lineage, on their hosts, the newest first; none where a host is lost. Between jobs; blocks."""
+    here, *others = ranks
+    kept = [set(own.whole_steps(here, lineage))] if here else []
+    for member, count in zip(members, others, strict=True):
+        if not count:
+            continue
+        try:
+            answer = member.ask(_KIND, asdict(CopiesQuestion(ranks=count, lineage=lineage)))
+            kept.append(set(parse_message(CopiesAnswer, answer.values).steps))
+        except PlaitError:
+            return ()
+    return sorted(set.intersection(*kept), reverse=True) if kept else ()
+
+
+def copies_handlers(server: ForkServer) -> Mapping[str, Handler]:
+    """An agent's replies to host 0's questions."""
+
+    def answer(frame: Frame) -> Reply:
+        asked = parse_message(CopiesQuestion, frame.values)
+        return Reply(values={"steps": list(server.whole_steps(asked.ranks, asked.lineage))})
+
+    def outbox(frame: Frame) -> Reply:
+        asked = parse_message(OutboxQuestion, frame.values)
+        wanted = min(asked.bytes, _BLOCK_BYTES_AT_MOST)
+        found = server.outbox(asked.local_rank, asked.step, asked.what, asked.offset, wanted)
+        if found is None:
+            raise PlaitError(f"no part of step {asked.step} is kept in memory; give the same command again")
+        return Reply(values={"size": found[0]}, blob=found[1])
+
+    return {_KIND: answer, OUTBOX_KIND: outbox}

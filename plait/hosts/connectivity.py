@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import socket
 import struct
 import termios
@@ -17,15 +18,15 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
 
 from plait.checked_json import SingleLine
 from plait.errors import PlaitError
-from plait.launch.network.firewall import Firewall, opening_advice, own_firewall
-from plait.launch.remote.link import Handler, Reply
-from plait.launch.remote.listener import joined_text, listener_at
-from plait.launch.remote.messages import parse_message
-from plait.launch.remote.wire import Frame
+from plait.hosts.connection import Handler, Reply
+from plait.hosts.joining import joined_text, listener_at
+from plait.hosts.protocol import parse_message
+from plait.hosts.wire import Frame
 
 CONNECT_S = 5.0
 ALL_PAIRS_AT_MOST = 16
@@ -76,7 +77,7 @@ class ConnectResults:
 
 
 class Neighbour(Protocol):
-    """A host of the run that answers requests: launch.remote.leader.Member, or this host itself."""
+    """A host of the run that answers requests: plait.hosts.membership.Member, or this host itself."""
 
     @property
     def name(self) -> str: ...
@@ -221,3 +222,53 @@ def _translated(host: Neighbour, own: str) -> str:
         f"{host.name} is {own} to itself and {host.address} to this host: an address translation or a tunnel lies in "
         "between, and workers could not meet; join from a network in which all hosts reach each other"
     )
+
+
+# Which firewall this machine says that it has, so that a person is told what to type where one is in the way.
+
+
+Firewall = Literal["unknown", "ufw", "firewalld", "nftables", "iptables", "NetworkPolicy"]
+FIREWALLS: tuple[Firewall, ...] = get_args(Firewall)
+
+
+def own_firewall(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Firewall:
+    """The firewall by the traces that anybody may read; "unknown" where there are none, which does not mean that there
+    is no firewall."""
+    if "KUBERNETES_SERVICE_HOST" in environment:
+        return "NetworkPolicy"
+    if "ENABLED=yes" in _text(root / "etc/ufw/ufw.conf"):
+        return "ufw"
+    if (root / "run/firewalld").is_dir() or (root / "run/firewalld.pid").is_file():
+        return "firewalld"
+    if (
+        "hook input" in _text(root / "etc/nftables.conf")
+        and (root / "etc/systemd/system/sysinit.target.wants/nftables.service").is_symlink()
+    ):
+        return "nftables"
+    return "iptables" if "filter" in _text(root / "proc/net/ip_tables_names") else "unknown"
+
+
+def opening_advice(firewall: Firewall, source: str) -> str:
+    """What to type where the firewall is, so that it takes what comes from an address."""
+    family = "ip6" if ":" in source else "ip"
+    tables = "ip6tables" if ":" in source else "iptables"
+    match firewall:
+        case "ufw":
+            return f"ufw allow from {source}"
+        case "firewalld":
+            return f"firewall-cmd --zone=trusted --add-source={source}"
+        case "nftables":
+            return f"nft insert rule inet filter input {family} saddr {source} accept"
+        case "iptables":
+            return f"{tables} --insert INPUT --source {source} --jump ACCEPT"
+        case "NetworkPolicy":
+            return "a NetworkPolicy of the namespace that lets the run's pods talk to each other, as plait submit makes"
+        case "unknown":
+            return f"for example: ufw allow from {source}"
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

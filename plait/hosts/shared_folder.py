@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.checkpoint.shared_disk import names_now
-from plait.commands.hosts.file_names import safe_path
-from plait.commands.hosts.file_transfer import convert_disk_errors
-from plait.commands.planning.folder_lock import hold_lock
 from plait.errors import PlaitError
+from plait.hosts.files import convert_disk_errors, safe_path
 from plait.private_folder import make_private_folder
 from plait.regular_file import append_to_file
+from plait.run_folder import hold_lock
 
 
 @contextmanager

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 
-from plait.commands.hosts.file_stager import FileStager
-from plait.commands.hosts.host_info import own_host_info
-from plait.commands.hosts.invitation import HostsRequest
-from plait.commands.hosts.leader_workers import KnownMachines, LeaderWorkers
-from plait.commands.hosts.members.invited import invited_hosts
-from plait.commands.membership.run_on_hosts import PlanFor, RunOnHosts
-from plait.commands.monitoring.elastic_workers import CannotGoOn, Renewed, came_and_went
-from plait.commands.monitoring.finish import is_finished
 from plait.errors import PlaitError, StopSignal
-from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity, host_cut_off
-from plait.launch.remote.host_numbering import HostIdentity
-from plait.launch.remote.leader import Hosts
-from plait.launch.remote.membership import Departure, Member
+from plait.hosts.connectivity import ConnectivityListener, check_connectivity, host_cut_off
+from plait.hosts.job_files import FileStager
+from plait.hosts.joining import HostsRequest, own_host_info
+from plait.hosts.leader import Hosts, invited_hosts
+from plait.hosts.membership import Departure, HostIdentity, JoinPolicy, Member
+from plait.hosts.workers import KnownMachines, LeaderWorkers
+from plait.launch.values.entries import EntryTable
 from plait.launch.values.failed_job import FailureFacts
+from plait.machines.requested_workers import PeakNeed
 from plait.planner.plan import Plan
+from plait.planner.resolve.named_layout import named_degrees
+from plait.recipe.schema import RunConfig
+from plait.run_folder import RunFolder
+from plait.screen.screen import Screen
+from plait.units import counted
+from plait.workers import ENTRIES, CannotGoOn, PlanFor, Renewed
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 _MAY_BE_OF_A_LINK = ("hung", "lost connection", "no answer")
 """Causes of failures after which hosts look whether they still reach each other."""
@@ -150,7 +155,7 @@ def run_hosts(
         ) as hosts:
             yield RunHosts(hosts, run, plan_for)
     finally:
-        if not run.folder.has_begun or is_finished(run.folder):
+        if not run.folder.has_begun or run.folder.is_finished:
             with suppress(OSError):
                 kept.unlink(missing_ok=True)
 
@@ -172,3 +177,53 @@ def _names(members: Sequence[Member]) -> list[str]:
 
 def _links(members: Sequence[Member]) -> list[object]:
     return [one.link for one in members]
+
+
+def came_and_went(gone: Sequence[str], came: Sequence[str]) -> str:
+    """Names of hosts as a sentence."""
+    left = f"{_listed(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
+    joined = f"{_listed(came)} joined" if came else ""
+    return " and ".join(part for part in (left, joined) if part)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+# A run that machines are found for, and on which terms hosts may come and go.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOnHosts:
+    """The recipe and folder of a run, and the screen that its command prints on."""
+
+    config: RunConfig
+    folder: RunFolder
+    screen: Screen
+    working: WorkingFolder = CURRENT_FOLDER
+    peak: PeakNeed = "measured"
+    """What is asked of machines at once; a run that goes on by its plan measures them only where that must change."""
+
+    entries: EntryTable = ENTRIES
+    """What the ranks of this machine run."""
+
+    @property
+    def joining(self) -> JoinPolicy:
+        """Whether hosts may come and go while the run goes on."""
+        return "open" if self.config.recover.mode == "auto" else "closed"
+
+    @property
+    def secret_file(self) -> Path:
+        """Where a secret that was shown on a terminal lives as long as the run."""
+        return self.folder.path / ".secret"
+
+    def why_full(self, others: int) -> str | None:
+        """Why a further host is of no use beside host 0 and this many others, where that is known of any host."""
+        named = named_degrees(self.config)
+        if named is None or named.world_size > 1 + others:
+            return None
+        needed = counted(named.world_size, "worker")
+        return (
+            f"the recipe's layout needs {needed}, and the run has {1 + others} hosts; leave this one out, or leave the "
+            "degrees out of [layout], so that the planner can use it"
+        )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from plait.hosts.connection import HostConnection
+from plait.hosts.protocol import EventReport, UnexpectedMessage, parse_event, parse_message
+from plait.hosts.wire import Frame
 from plait.launch.local.site import KillOrder, RankEvent
-from plait.launch.remote.link import HostConnection
-from plait.launch.remote.messages import EventReport, UnexpectedMessage, parse_event, parse_message
-from plait.launch.remote.wire import Frame
 from plait.launch.values.failure import RESUME_ADVICE
 from plait.launch.values.job import Job
 from plait.launch.values.progress import RankProgress
