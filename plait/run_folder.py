@@ -269,9 +269,6 @@ def _value_text(value: Any) -> str:
     return "not given" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-# Who may write a run's folder: one process, for as long as the folder stays where it is.
-
-
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 

@@ -19,7 +19,7 @@ from plait.errors import PlaitError, RunFailed, StopSignal
 from plait.launch.local.run import ForkServer
 from plait.launch.local.torchrun import launch_variables, threads_of, torchrun_context
 from plait.launch.values.entries import EntryTable
-from plait.launch.values.failed_job import FailureFacts
+from plait.launch.values.failure import FailureFacts
 from plait.launch.values.job import Job, JobResult, Message, RankContext
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed

@@ -43,13 +43,11 @@ def join(
     def say(line: str) -> None:
         screen.print(line)
 
-    host_info = own_host_info(working)
-    if program is not None:
-        host_info["program"] = program_hash(program)
+    host_info = own_host_info(working, program="" if program is None else program_hash(program))
     with (
         program_in_environment(program),
         closing(JoinedHostFiles(working.path.absolute(), say)) as files,
-        closing(ConnectivityListener(host_info["name"], wire.local_address)) as connectivity,
+        closing(ConnectivityListener(host_info.name, wire.local_address)) as connectivity,
     ):
         try:
             # With a program there are no run's files: nothing here is read, written or listed for the leader.

@@ -30,7 +30,8 @@ from plait.commands.verifying.gradient_check import check_new_layout
 from plait.errors import Interrupted, StopSignal
 from plait.hosts.job_files import refuse_joined_folder
 from plait.hosts.joining import ONE_HOST, HostsRequest
-from plait.hosts.run_hosts import RunHosts, RunOnHosts, run_hosts
+from plait.hosts.run_hosts import RunHosts, run_hosts
+from plait.hosts.workers import RunOnHosts
 from plait.launch.values.entries import EntryTable
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
@@ -123,9 +124,6 @@ def stopped_early_text(signal: StopSignal, *, has_begun: bool) -> str:
     return f"stopped by {signal} before training began; the same command starts it again"
 
 
-# The plans of one run: the one that it begins or goes on with, and those for the machines that are there later.
-
-
 CheckMode = Literal["new layouts", "never"]
 ReplanScope = Literal["all", "plan", "nothing"]
 """What is made again: the probe of several hosts and the plan, the plan alone, or nothing."""
@@ -188,9 +186,6 @@ class RunPlans:
         """Compare the gradients of a new layout with one process, unless that is not wanted."""
         if self._check == "new layouts":
             check_new_layout(self._run.config, plan, workers, self._run.screen)
-
-
-# The machines of a run at its begin: this one, or all hosts that were asked for, once they have joined.
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Brings what ranks on other hosts wrote of a checkpoint to host 0, while the run goes on."""
+"""Checkpoints of several hosts: host 0 fetches what their ranks wrote while the run goes on, and knows which steps
+the hosts hold copies of in memory."""
 
 from __future__ import annotations
 
@@ -7,25 +8,22 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from plait.checkpoint.arrival import parse_list, part_files, refuse_part
 from plait.checkpoint.durable import earlier_checkpoints, is_full_disk
 from plait.checkpoint.file_check import check_file
-from plait.errors import PlaitError, disk_advice
-from plait.hosts.connection import Handler, Reply
-from plait.hosts.files import STAGING_NAME, Peer, fetch_file
-from plait.hosts.leader import Member
-from plait.hosts.protocol import CopiesAnswer, CopiesQuestion, parse_message
-from plait.hosts.wire import Frame
+from plait.errors import PlaitError, RunFailed, disk_advice
+from plait.hosts.files import READ_FILE, STAGING_NAME, TRANSFER_BLOCK_BYTES, ReadReply, ReadRequest, fetch_file
+from plait.hosts.membership import Member
+from plait.hosts.protocol import Handlers, Peer, Reply, RequestKind, parse_message
 from plait.launch.in_memory.memory import OutboxFile
 from plait.launch.local.run import ForkServer
-from plait.launch.values.failed_job import FailureFacts, WorkersFailed
-from plait.launch.values.failure import RESUME_ADVICE
+from plait.launch.values.failure import RESUME_ADVICE, FailureFacts, WorkersFailed
 from plait.launch.values.job import NOTE, RANKS_AT_MOST, Message
 from plait.workers import OnMessage
 
@@ -34,12 +32,79 @@ FULL_CHECKPOINTS = 2
 """This many checkpoints in a row that a host has no room for, on its disk or in memory, and it is left out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartSource:
-    """The question that asks another host for a file: its kind, and its values without the offset."""
+UNFINISHED_CHECKPOINTS = 64
+"""This many checkpoints of which parts may lie here and none was completed: plait writes one after another."""
 
-    kind: str
-    values: Mapping[str, Any]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiesQuestion:
+    """Of which steps do you hold whole copies of the state of all your ranks, of this lineage?"""
+
+    ranks: int
+    lineage: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ranks <= RANKS_AT_MOST:
+            raise ValueError(f"{self.ranks} ranks on one host")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiesReply:
+    """Of these."""
+
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxQuestion:
+    """Some bytes of one of the files of a rank's part of a checkpoint, which its host keeps in memory."""
+
+    local_rank: int
+    step: int
+    what: OutboxFile
+    offset: int = 0
+    bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.local_rank < RANKS_AT_MOST or min(self.offset, self.bytes) < 0:
+            raise ValueError("no rank, or no place in a file")
+
+
+LIST_COPIES = RequestKind(name="copies", question=CopiesQuestion, reply=CopiesReply)
+READ_OUTBOX = RequestKind(
+    name="outbox", question=OutboxQuestion, reply=ReadReply, reply_blob_bytes=TRANSFER_BLOCK_BYTES
+)
+
+
+def memory_handlers(server: ForkServer) -> Handlers:
+    """A joined host's replies about what its memory holds of its ranks' state."""
+
+    def copies(asked: CopiesQuestion, blob: bytes) -> Reply[CopiesReply]:
+        return Reply(values=CopiesReply(steps=tuple(server.whole_steps(asked.ranks, asked.lineage))))
+
+    def outbox(asked: OutboxQuestion, blob: bytes) -> Reply[ReadReply]:
+        wanted = min(asked.bytes, TRANSFER_BLOCK_BYTES)
+        found = server.outbox(asked.local_rank, asked.step, asked.what, asked.offset, wanted)
+        if found is None:
+            raise PlaitError(f"no part of step {asked.step} is kept in memory; give the same command again")
+        return Reply(values=ReadReply(size=found[0]), blob=found[1])
+
+    return {LIST_COPIES: copies, READ_OUTBOX: outbox}
+
+
+def copied_steps(own: ForkServer, members: Sequence[Member], ranks: Sequence[int], lineage: int) -> Sequence[int]:
+    """The steps of which all ranks of all hosts, this many on each, have left whole copies of their state, of this
+    lineage, on their hosts, the newest first; none where a host is lost. Between jobs; blocks."""
+    here, *others = ranks
+    kept = [set(own.whole_steps(here, lineage))] if here else []
+    for member, count in zip(members, others, strict=True):
+        if not count:
+            continue
+        try:
+            kept.append(set(member.ask(LIST_COPIES, CopiesQuestion(ranks=count, lineage=lineage)).values.steps))
+        except PlaitError:
+            return ()
+    return sorted(set.intersection(*kept), reverse=True) if kept else ()
 
 
 class CheckpointCollector:
@@ -66,6 +131,7 @@ class CheckpointCollector:
         """The staging folders of the checkpoints in a row that each host has had no room for."""
         self._pool = ThreadPoolExecutor(_CONCURRENT_FETCHES, thread_name_prefix="gather")
         self._staging_folders: set[Path] = set()
+        """Where parts were copied, and rank 0 has not yet published the checkpoint."""
         self._on_the_way: set[tuple[int, Path]] = set()
         """The ranks whose parts are being fetched, each with the staging folder."""
         self._cancelled = threading.Event()
@@ -82,7 +148,7 @@ class CheckpointCollector:
 
     def handle_message(self, message: Message) -> None:
         """What the supervisor calls with every word of a rank; returns at once. Raises WorkersFailed where a host is to
-        be left out."""
+        be left out, and RunFailed for one that announces checkpoints without end."""
         if message.kind == "saved":
             self._full.clear()
         if message.kind not in ("wrote", "no room"):
@@ -92,17 +158,24 @@ class CheckpointCollector:
             if message.kind == "no room":
                 self._note_full(message)
             elif (message.rank, staging) not in self._on_the_way:
-                self._staging_folders.add(staging)
-                self._on_the_way.add((message.rank, staging))
-                source = self._source(message, staging)
-                self._pool.submit(self._fetch, message.rank, staging, source)
+                self._note_staging(message.rank, staging)
+                memory = message.values.get("memory")
+                if memory is not None:
+                    self._note_from_memory(message.rank)
+                self._pool.submit(self._fetch, message.rank, staging, memory)
 
-    def _source(self, message: Message, staging: Path) -> Callable[[str], PartSource]:
-        """Where a file of a rank's part is read from, by the file's name."""
-        memory = message.values.get("memory")
-        if not isinstance(memory, Mapping):
-            return lambda name: PartSource(kind="read", values={"name": name, "staging": staging.name})
-        host, tensors = str(self._peer_of(message.rank)), part_files(message.rank)[0]
+    def _note_staging(self, rank: int, staging: Path) -> None:
+        awaited = {folder for _, folder in tuple(self._on_the_way)}
+        self._staging_folders = {one for one in self._staging_folders if one in awaited or one.exists()} | {staging}
+        if len(self._staging_folders) > UNFINISHED_CHECKPOINTS:
+            raise RunFailed(
+                f"{self._peer_of(rank)} announced more than {UNFINISHED_CHECKPOINTS} checkpoints that were never "
+                "completed; install the same commit of plait on all hosts"
+            )
+        self._on_the_way.add((rank, staging))
+
+    def _note_from_memory(self, rank: int) -> None:
+        host = str(self._peer_of(rank))
         self._from_memory[host] = count = self._from_memory.get(host, 0) + 1
         if count.bit_count() == 1:  # the first, second, fourth, … time
             text = (
@@ -110,29 +183,30 @@ class CheckpointCollector:
                 "free some space there"
             )
             self._on_message(Message(rank=0, kind=NOTE, values={"text": text}))
-        return lambda name: PartSource(
-            kind=OUTBOX_KIND, values={**memory, "what": "tensors" if name == tensors else "list"}
-        )
 
     def _note_full(self, message: Message) -> None:
         """Count a checkpoint for which a host had no room, on disk or in memory."""
         peer = self._peer_of(message.rank)
         full = self._full.setdefault(str(peer), set())
-        full.add(str(message.values["staging"]))
+        if len(full) < FULL_CHECKPOINTS:
+            full.add(str(message.values["staging"]))
         if self._on_full_host == "leave out" and len(full) >= FULL_CHECKPOINTS:
             why = f"no room for its part of {len(full)} checkpoints in a row ({message.values.get('why')})"
             facts = FailureFacts(cause="no room", host=str(peer), what=why)
             raise WorkersFailed(f"{peer} has {why}; {RESUME_ADVICE}", facts)
 
-    def _fetch(self, rank: int, staging: Path, source: Callable[[str], PartSource]) -> None:
-        """Copy a rank's files into the staging folder, its list last; on failure leave a note there for rank 0."""
+    def _fetch(self, rank: int, staging: Path, memory: object) -> None:
+        """Copy a rank's files into the staging folder, its list last; on failure leave a note there for rank 0.
+
+        `memory` is what the rank says of its part where its host keeps it in memory, None where it is on the disk.
+        """
         peer = self._peer_of(rank)
         tensors, their_list = (staging / name for name in part_files(rank))
         try:
             staging.mkdir(exist_ok=True)
             if not their_list.exists():  # else it was found whole, and is not replaced
-                self._fetch_file(peer, tensors, source, lambda path: None)
-                self._fetch_file(peer, their_list, source, partial(_check_part, rank, tensors))
+                self._fetch_file(peer, tensors, memory, "tensors", lambda path: None)
+                self._fetch_file(peer, their_list, memory, "list", partial(_check_part, rank, tensors))
         except (OSError, PlaitError) as error:
             with contextlib.suppress(OSError):  # then rank 0 finds by itself that nothing comes
                 why = "no room" if is_full_disk(error) else "another reason"
@@ -141,10 +215,16 @@ class CheckpointCollector:
             self._on_the_way.discard((rank, staging))
 
     def _fetch_file(
-        self, peer: Peer, path: Path, source: Callable[[str], PartSource], check: Callable[[Path], None]
+        self, peer: Peer, path: Path, memory: object, what: OutboxFile, check: Callable[[Path], None]
     ) -> None:
-        wanted = source(path.name)
-        fetch_file(peer, wanted.values, path, kind=wanted.kind, is_cancelled=self._cancelled.is_set, check=check)
+        is_cancelled = self._cancelled.is_set
+        if memory is None:
+            question = ReadRequest(name=path.name, staging=path.parent.name)
+            fetch_file(peer, READ_FILE, question, path, is_cancelled=is_cancelled, check=check)
+        else:
+            values = {**memory, "what": what} if isinstance(memory, Mapping) else memory
+            question = parse_message(OutboxQuestion, values)
+            fetch_file(peer, READ_OUTBOX, question, path, is_cancelled=is_cancelled, check=check)
 
 
 def _check_part(rank: int, tensors: Path, their_list: Path) -> None:
@@ -165,60 +245,3 @@ def _refusal_text(peer: Peer, error: OSError | PlaitError, folder: Path) -> str:
         f"could not save the checkpoint: the part from {peer.name} did not arrive ({why}); "
         f"{earlier_checkpoints(folder)}: {advice} and give the same command again"
     )
-
-
-# What the memory of the hosts of a run holds of their ranks' state: host 0 asks, each agent replies.
-
-
-OUTBOX_KIND = "outbox"
-_KIND = "copies"
-_BLOCK_BYTES_AT_MOST = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutboxQuestion:
-    """Some bytes of one of the files of a rank's part of a checkpoint, which its host keeps in memory."""
-
-    local_rank: int
-    step: int
-    what: OutboxFile
-    offset: int
-    bytes: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.local_rank < RANKS_AT_MOST or min(self.offset, self.bytes) < 0:
-            raise ValueError("no rank, or no place in a file")
-
-
-def copied_steps(own: ForkServer, members: Sequence[Member], ranks: Sequence[int], lineage: int) -> Sequence[int]:
-    """The steps of which all ranks of all hosts, this many on each, have left whole copies of their state, of this
-    lineage, on their hosts, the newest first; none where a host is lost. Between jobs; blocks."""
-    here, *others = ranks
-    kept = [set(own.whole_steps(here, lineage))] if here else []
-    for member, count in zip(members, others, strict=True):
-        if not count:
-            continue
-        try:
-            answer = member.ask(_KIND, asdict(CopiesQuestion(ranks=count, lineage=lineage)))
-            kept.append(set(parse_message(CopiesAnswer, answer.values).steps))
-        except PlaitError:
-            return ()
-    return sorted(set.intersection(*kept), reverse=True) if kept else ()
-
-
-def copies_handlers(server: ForkServer) -> Mapping[str, Handler]:
-    """An agent's replies to host 0's questions."""
-
-    def answer(frame: Frame) -> Reply:
-        asked = parse_message(CopiesQuestion, frame.values)
-        return Reply(values={"steps": list(server.whole_steps(asked.ranks, asked.lineage))})
-
-    def outbox(frame: Frame) -> Reply:
-        asked = parse_message(OutboxQuestion, frame.values)
-        wanted = min(asked.bytes, _BLOCK_BYTES_AT_MOST)
-        found = server.outbox(asked.local_rank, asked.step, asked.what, asked.offset, wanted)
-        if found is None:
-            raise PlaitError(f"no part of step {asked.step} is kept in memory; give the same command again")
-        return Reply(values={"size": found[0]}, blob=found[1])
-
-    return {_KIND: answer, OUTBOX_KIND: outbox}

@@ -13,24 +13,29 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeVar, cast
 
 from plait.checked_json import one_line
 from plait.errors import PlaitError, RunFailed
 from plait.hosts.protocol import (
-    REQUESTS,
+    MESSAGE_NAMES,
+    MESSAGES,
     Answer,
     Farewell,
+    Handlers,
+    HostMessage,
     Question,
+    Reply,
     RequestKind,
     UnexpectedMessage,
+    answer_request,
     parse_message,
+    parse_reply,
 )
 from plait.hosts.wire import Frame, Wire, WireEnded, parse_frame
-from plait.launch.values.failed_job import error_for_caller, lost_host
-from plait.launch.values.failure import describe_exception
+from plait.launch.values.failure import describe_exception, error_for_caller, lost_host
 from plait.units import format_bytes
 
 UNREAD_BYTES_AT_MOST = 8 << 20
@@ -40,17 +45,9 @@ NEWEST_ONLY = frozenset({"progress"})
 _FRAME_OVERHEAD_BYTES = 1024
 _ROOM_BYTES = 1 << 20
 _PART_S = 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """A handler's reply to a request from the other host: JSON values, and bytes beside them."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    blob: bytes = b""
-
-
-Handler = Callable[[Frame], Reply]
+_LOOK_AT_LATEST_S = 1.0
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +75,13 @@ class HostConnection:
         self,
         wire: Wire,
         *,
-        handlers: Mapping[str, Handler],
+        handlers: Handlers,
         heartbeat: Heartbeat,
         loop: ConnectionLoop | None = None,
-        requests: Mapping[str, RequestKind] = REQUESTS,
     ) -> None:
         self.address = wire.address
         self._wire = wire
         self._handlers = handlers
-        self._requests = requests
         self._heartbeat = heartbeat
         self._lost: str | None = None
         self._ending = threading.Event()
@@ -97,8 +92,8 @@ class HostConnection:
         """Of unread frames and unanswered questions."""
         self._awake, self._wake = bell()
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[str, queue.SimpleQueue[tuple[Answer, bytes] | None]]] = {}
-        """The kind of each request that waits for its reply, and where to put that."""
+        self._waiting: dict[int, tuple[RequestKind[Any, Any], queue.SimpleQueue[tuple[Answer, bytes] | None]]] = {}
+        """Each request that waits for its reply, and where to put that."""
         self._questions: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self.descriptor = wire.fileno()
         self._heard_s = self._beaten_s = self._answered_s = time.monotonic()
@@ -116,20 +111,27 @@ class HostConnection:
         """Readable when there is mail or the other end is lost."""
         return self._awake.fileno()
 
-    def read(self) -> list[Frame]:
-        """The frames that have arrived since the last call; never blocks."""
+    def read(self) -> list[HostMessage]:
+        """The messages that have arrived since the last call; never blocks. An end that sent anything else is left."""
         with contextlib.suppress(OSError):  # nothing rings, or all is closed
             while self._awake.recv(4096):
                 pass
         with self._unread:
             mail, self._mail = self._mail, {}
             self._unread_bytes -= sum(map(_kept_bytes, mail.values()))
-        return [parse_frame(text) for text in mail.values()]
+        messages: list[HostMessage] = []
+        for text in mail.values():
+            try:
+                messages.append(_message(parse_frame(text)))
+            except UnexpectedMessage as error:
+                self.leave(str(error))
+                break
+        return messages
 
-    def send(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Send one frame to the other end's mailbox, without waiting for that end; a lost one is no error here, but
+    def send(self, message: HostMessage) -> None:
+        """Send a message to the other end's mailbox, without waiting for that end; a lost one is no error here, but
         shows in `lost`."""
-        self._push(kind, values, b"")
+        self._push(MESSAGE_NAMES[type(message)], asdict(message), b"")
 
     def wait_for_room(self, within_s: float) -> bool:
         """Block until little is left that the other end has not taken; false when the time is up first."""
@@ -139,47 +141,52 @@ class HostConnection:
             self._end(end.how)
             return True
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes, *, host: str) -> Frame:
-        """What the other end's handler of this kind replies; blocks for as long as that end lives and replies to
+    def ask(self, request: RequestKind[_Q, _A], question: _Q, blob: bytes, *, host: str) -> Reply[_A]:
+        """What the other end's handler of this request replies; blocks for as long as that end lives and replies to
         something now and then, see `RequestKind`. Any thread.
 
         `host` names the other end in errors: RunFailed when it is lost, or the PlaitError that its handler raised.
         """
         number = next(self._numbers)
         answers = queue.SimpleQueue[tuple[Answer, bytes] | None]()
-        self._waiting[number] = kind, answers
+        self._waiting[number] = request, answers
         try:
             if self._lost is None:
-                self._push("ask", {"number": number, "kind": kind, "values": values}, blob)
-                answer = self._answer_to(kind, answers)
-                if answer is not None:
-                    return _opened(*answer, host)
+                values = asdict(cast(Any, question))
+                self._push("ask", {"number": number, "kind": request.name, "values": values}, blob)
+                if found := self._answer_to(request, answers):
+                    answer, beside = found
+                    if answer.raised is not None:
+                        raise error_for_caller(answer.raised, f"on {host}", host=host)
+                    return parse_reply(request, answer.values, beside, host)
         finally:
             self._waiting.pop(number, None)
         raise lost_host(host, self._lost)
 
     def _answer_to(
-        self, kind: str, answers: queue.SimpleQueue[tuple[Answer, bytes] | None]
+        self, request: RequestKind[Any, Any], answers: queue.SimpleQueue[tuple[Answer, bytes] | None]
     ) -> tuple[Answer, bytes] | None:
         """The answer, or None from whoever notices that the other end is lost: here, when it answers nothing."""
-        asked_s, limit_s = time.monotonic(), self._request_kind(kind).reply_within_s
+        asked_s, limit_s = time.monotonic(), request.reply_within_s
         while True:
             due_s = max(asked_s, self._answered_s) + limit_s
             try:
                 return answers.get(timeout=max(0.0, due_s - time.monotonic()))
             except queue.Empty:
                 if time.monotonic() >= max(asked_s, self._answered_s) + limit_s:
-                    self._end(f"it did not reply to {kind!r} within {limit_s:g} s")
+                    self._end(f"it did not reply to {request.name!r} within {limit_s:g} s")
 
     def leave(self, why: str) -> None:
         """Tell the other end why this end leaves, as the end of a sentence, and close; what that end has not taken by
         now is not waited for."""
-        self.send("bye", {"why": why})
+        self._lost = self._lost or why  # before the other end hangs up
+        self._push("bye", {"why": why}, b"")
+        self._end(why)
         self.close()
 
-    def part(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Send a last frame and close as soon as the other end has hung up, or a few seconds later; never blocks."""
-        self.send(kind, values)
+    def part(self, message: HostMessage) -> None:
+        """Send a last message and close as soon as the other end has hung up, or a few seconds later; never blocks."""
+        self.send(message)
         self._parting_until_s = time.monotonic() + _PART_S
         if self._lost is None:
             self._loop.attend_again(self)
@@ -283,12 +290,11 @@ class HostConnection:
 
     def _sort(self, frame: Frame) -> None:
         if frame.kind == "ask":
-            self._take_question(frame)
-        elif frame.kind == "answer":
-            self._take_answer(frame)
-        elif frame.blob:
-            raise _odd_blob(frame.kind, len(frame.blob), 0)
-        elif frame.kind == "bye":
+            return self._take_question(frame)
+        if frame.kind == "answer":
+            return self._take_answer(frame)
+        _check_blob(frame.kind, len(frame.blob), 0)
+        if frame.kind == "bye":
             self._end(parse_message(Farewell, frame.values).why)
         elif frame.kind != "beat":
             key = frame.kind if frame.kind in NEWEST_ONLY else next(self._numbers)
@@ -303,8 +309,7 @@ class HostConnection:
         if not self._handlers:
             raise UnexpectedMessage("it asked what nobody asks of this host; install the same commit on both")
         kind, nbytes = parse_message(Question, frame.values).kind, len(frame.blob)
-        if nbytes > self._request_kind(kind).blob_bytes:
-            raise _odd_blob(kind, nbytes, self._request_kind(kind).blob_bytes)
+        _check_blob(kind, nbytes, max((one.blob_bytes for one in self._handlers if one.name == kind), default=0))
         with self._unread:
             self._count_unread(_kept_bytes(frame.text) + nbytes)
         self._questions.put(Frame(kind="ask", values={}, blob=frame.blob, text=frame.text))
@@ -312,17 +317,14 @@ class HostConnection:
 
     def _take_answer(self, frame: Frame) -> None:
         answer = parse_message(Answer, frame.values)
-        kind, answers = self._waiting.get(answer.number, ("", None))
-        if answers is None:  # whoever asked has gone: the answer is dropped
+        waiting = self._waiting.get(answer.number)
+        if waiting is None:  # whoever asked has gone: the answer is dropped
             return
-        if len(frame.blob) > self._request_kind(kind).reply_blob_bytes:
-            raise _odd_blob(f"reply to {kind}", len(frame.blob), self._request_kind(kind).reply_blob_bytes)
+        request, answers = waiting
+        _check_blob(f"reply to {request.name}", len(frame.blob), request.reply_blob_bytes)
         self._waiting.pop(answer.number, None)
         self._answered_s = time.monotonic()
         answers.put((answer, frame.blob))
-
-    def _request_kind(self, kind: str) -> RequestKind:
-        return self._requests.get(kind, RequestKind())
 
     def _count_unread(self, nbytes: int) -> None:
         """Note that so much more waits; the caller holds the lock."""
@@ -337,16 +339,13 @@ class HostConnection:
             self._answering.start()
 
     def _handled(self, question: Question, blob: bytes) -> tuple[dict[str, Any], bytes]:
-        kind = question.kind
         try:
-            if kind not in self._handlers:
-                raise UnexpectedMessage("it was asked what nobody asks it; install the same commit on both")
-            reply = self._handlers[kind](Frame(kind=kind, values=question.values, blob=blob))
+            reply = answer_request(self._handlers, question.kind, question.values, blob)
         except PlaitError as error:
             return {"raised": asdict(describe_exception(error, None))}, b""
         except Exception as error:
-            return _bug_in(kind, error), b""
-        return {"values": reply.values}, reply.blob
+            return _bug_in(question.kind, error), b""
+        return {"values": asdict(reply.values)}, reply.blob
 
     def _end(self, how: str) -> None:
         if self._lost is None:
@@ -363,10 +362,10 @@ class HostConnection:
             self._wake.send(b"!")
 
 
-def part_from_all(links: Sequence[HostConnection], kind: str, values: Mapping[str, Any]) -> None:
-    """Send a last frame to all, wait a moment until they have taken it and hung up, and close; one wait for all."""
+def part_from_all(links: Sequence[HostConnection], message: HostMessage) -> None:
+    """Send a last message to all, wait a moment until they have taken it and hung up, and close; one wait for all."""
     for link in links:
-        link.part(kind, values)
+        link.part(message)
     deadline = time.monotonic() + _PART_S
     for link in links:
         link.wait_for_end(max(0.0, deadline - time.monotonic()))
@@ -385,82 +384,48 @@ def _kept_bytes(text: bytes) -> int:
     return len(text) + _FRAME_OVERHEAD_BYTES
 
 
-def _odd_blob(kind: str, nbytes: int, allowed: int) -> UnexpectedMessage:
-    return UnexpectedMessage(
-        f"it sent {nbytes} bytes beside {one_line(kind)[:80]!r}, where plait sends {allowed or 'none'}"
-        f"{' at most' if allowed else ''}; install the same commit on both"
-    )
+def _check_blob(kind: str, nbytes: int, allowed: int) -> None:
+    """Raise UnexpectedMessage for more bytes beside a frame than plait sends."""
+    if nbytes > allowed:
+        raise UnexpectedMessage(
+            f"it sent {nbytes} bytes beside {one_line(kind)[:80]!r}, where plait sends {allowed or 'none'}"
+            f"{' at most' if allowed else ''}; install the same commit on both"
+        )
 
 
-def _opened(answer: Answer, blob: bytes, host: str) -> Frame:
-    if answer.raised is not None:
-        raise error_for_caller(answer.raised, f"on {host}", host=host)
-    return Frame(kind="answer", values=answer.values or {}, blob=blob)
-
-
-# One thread for all of a process's connections to other hosts: it reads what arrives, and looks after each in time.
-
-
-_LOOK_AT_LATEST_S = 1.0
-
-
-class Attended(Protocol):
-    """A connection in the loop's care; its methods are called by the loop's thread alone, and never block."""
-
-    @property
-    def descriptor(self) -> int:
-        """Of the socket that is readable when something has arrived."""
-        ...
-
-    @property
-    def lost(self) -> str | None: ...
-
-    def take(self) -> None:
-        """Take what has arrived."""
-        ...
-
-    def look(self, now_s: float) -> float:
-        """Do what is due by the monotonic clock; returns when the next of it is."""
-        ...
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether anything waits until the socket takes it."""
-        ...
-
-    def flush(self) -> None:
-        """Send what the socket takes now."""
-        ...
-
-    def forgotten(self) -> None:
-        """The loop does not attend to the connection any more."""
-        ...
+def _message(frame: Frame) -> HostMessage:
+    """A frame of the mailbox as what it must be; raises UnexpectedMessage."""
+    if frame.kind not in MESSAGES:
+        kind = one_line(frame.kind)[:80]
+        raise UnexpectedMessage(f"it sent {kind!r}, which plait does not send; install the same commit on both")
+    return parse_message(MESSAGES[frame.kind], frame.values)
 
 
 class ConnectionLoop:
-    """Attends to connections from `add` to `remove`; its thread is there while there are any."""
+    """One thread for all of a process's connections: it reads what arrives, and looks after each in time, from `add` to
+    `remove`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._changes: deque[Callable[[selectors.BaseSelector], None]] = deque()
         """What other threads want changed; the loop's thread carries it out."""
-        self._attended: dict[Attended, int] = {}
+        self._attended: dict[HostConnection, int] = {}
         self._wake: socket.socket | None = None
         self._next_look_s = 0.0
 
-    def add(self, connection: Attended) -> None:
+    def add(self, connection: HostConnection) -> None:
         """Attend to a connection from now on; any thread."""
         self._change(partial(self._add, connection))
 
-    def remove(self, connection: Attended) -> None:
+    def remove(self, connection: HostConnection) -> None:
         """Attend to it no more; when this returns, nothing of it is being called. Any thread."""
         if threading.current_thread() is not self._thread:
             removed = threading.Event()
             self._change(partial(self._remove, connection, removed))
             removed.wait()
 
-    def attend_again(self, connection: Attended) -> None:
+    def attend_again(self, connection: HostConnection) -> None:
         """Look after a connection soon: it has something left to send, or became due earlier. Any thread."""
         self._change(partial(self._attend_again, connection))
 
@@ -501,22 +466,22 @@ class ConnectionLoop:
                 change = self._changes.popleft()
             change(selector)
 
-    def _add(self, connection: Attended, selector: selectors.BaseSelector) -> None:
+    def _add(self, connection: HostConnection, selector: selectors.BaseSelector) -> None:
         self._attended[connection] = connection.descriptor
         selector.register(connection.descriptor, selectors.EVENT_READ, connection)
         self._serve(connection, selectors.EVENT_READ, selector)  # what came with the frames before it was added
         self._next_look_s = 0.0
 
-    def _remove(self, connection: Attended, removed: threading.Event, selector: selectors.BaseSelector) -> None:
+    def _remove(self, connection: HostConnection, removed: threading.Event, selector: selectors.BaseSelector) -> None:
         self._forget(connection, selector)
         removed.set()
 
-    def _attend_again(self, connection: Attended, selector: selectors.BaseSelector) -> None:
+    def _attend_again(self, connection: HostConnection, selector: selectors.BaseSelector) -> None:
         if connection in self._attended:
             self._serve(connection, selectors.EVENT_WRITE, selector)
             self._next_look_s = 0.0
 
-    def _serve(self, connection: Attended, events: int, selector: selectors.BaseSelector) -> None:
+    def _serve(self, connection: HostConnection, events: int, selector: selectors.BaseSelector) -> None:
         """Take and send what is possible now, and wait for room only while something is left to send."""
         if connection not in self._attended:  # forgotten a moment ago
             return
@@ -538,7 +503,7 @@ class ConnectionLoop:
             self._forget(connection, selector)
         self._next_look_s = min([*due, now_s + _LOOK_AT_LATEST_S])
 
-    def _forget(self, connection: Attended, selector: selectors.BaseSelector) -> None:
+    def _forget(self, connection: HostConnection, selector: selectors.BaseSelector) -> None:
         descriptor = self._attended.pop(connection, None)
         if descriptor is not None:
             selector.unregister(descriptor)

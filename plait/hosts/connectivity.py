@@ -19,14 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, TypeVar
 
 from plait.checked_json import SingleLine
 from plait.errors import PlaitError
-from plait.hosts.connection import Handler, Reply
 from plait.hosts.joining import joined_text, listener_at
-from plait.hosts.protocol import parse_message
-from plait.hosts.wire import Frame
+from plait.hosts.protocol import DONE, Handlers, Nothing, Peer, Reply, RequestKind
 
 CONNECT_S = 5.0
 ALL_PAIRS_AT_MOST = 16
@@ -35,6 +33,11 @@ FULL_SIZED_BYTES = 32 << 10
 """Several packets of any size that is usual, and less than a kernel keeps for who has not looked yet."""
 LARGE_PACKETS_LOST = "large packets are lost"
 _LOOK_EVERY_S = 0.005
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
+
+
+Firewall = Literal["unknown", "ufw", "firewalld", "nftables", "iptables", "NetworkPolicy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,36 +57,34 @@ class ListenAddress:
 class OpenListener:
     """Where a host listens, and the firewall that it says it has, for the advice when nobody reaches it."""
 
-    address: str
-    port: int
+    at: ListenAddress
     firewall: Firewall = "unknown"
-
-    def __post_init__(self) -> None:
-        ListenAddress(address=self.address, port=self.port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectRequest:
+class ConnectQuestion:
     """The addresses to try."""
 
     addresses: tuple[ListenAddress, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectResults:
+class ConnectReply:
     """For each address why it was not reached; empty where it was."""
 
     whys: tuple[SingleLine, ...]
 
 
-class Neighbour(Protocol):
-    """A host of the run that answers requests: plait.hosts.membership.Member, or this host itself."""
+OPEN_LISTENER = RequestKind(name="listen", question=Nothing, reply=OpenListener)
+TRY_CONNECTING = RequestKind(name="connect", question=ConnectQuestion, reply=ConnectReply)
+CLOSE_LISTENER = RequestKind(name="close", question=Nothing, reply=Nothing)
+
+
+class Neighbour(Peer, Protocol):
+    """A host of the run that answers requests: hosts.membership.Member, or this host itself."""
 
     @property
-    def name(self) -> str: ...
-    @property
     def address(self) -> str: ...
-    def ask(self, kind: str, values: Mapping[str, Any]) -> Frame | Reply: ...
 
 
 class ConnectivityListener:
@@ -94,13 +95,13 @@ class ConnectivityListener:
         self._listener: socket.socket | None = None
 
     @property
-    def handlers(self) -> Mapping[str, Handler]:
-        """Handlers of host 0's requests, by kind."""
-        return {"listen": self._listen, "connect": self._connect, "close": self._close}
+    def handlers(self) -> Handlers:
+        """Handlers of host 0's requests."""
+        return {OPEN_LISTENER: self._listen, TRY_CONNECTING: self._connect, CLOSE_LISTENER: self._close}
 
-    def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
+    def ask(self, request: RequestKind[_Q, _A], question: _Q, blob: bytes = b"") -> Reply[_A]:
         """Handle a request here, as `Member.ask` does on another host."""
-        return self.handlers[kind](Frame(kind=kind, values=values))
+        return self.handlers[request](question, blob)
 
     def close(self) -> None:
         """Close the listening socket."""
@@ -108,17 +109,16 @@ class ConnectivityListener:
             self._listener.close()
             self._listener = None
 
-    def _listen(self, frame: Frame) -> Reply:
+    def _listen(self, _: Nothing, blob: bytes) -> Reply[OpenListener]:
         self.close()
         self._listener = listener_at(self.address, 0)
-        port = self._listener.getsockname()[1]
-        return Reply(values={"port": port, "address": self.address, "firewall": own_firewall()})
+        at = ListenAddress(address=self.address, port=self._listener.getsockname()[1])
+        return Reply(values=OpenListener(at=at, firewall=own_firewall()))
 
-    def _connect(self, frame: Frame) -> Reply:
+    def _connect(self, asked: ConnectQuestion, blob: bytes) -> Reply[ConnectReply]:
         """Try all addresses at once; the other kernel takes what is sent, so nobody needs to answer."""
-        addresses = parse_message(ConnectRequest, frame.values).addresses
-        with ThreadPoolExecutor(max(1, min(len(addresses), AT_ONCE))) as pool:
-            return Reply(values={"whys": list(pool.map(self._why_unreached, addresses))})
+        with ThreadPoolExecutor(max(1, min(len(asked.addresses), AT_ONCE))) as pool:
+            return Reply(values=ConnectReply(whys=tuple(pool.map(self._why_unreached, asked.addresses))))
 
     def _why_unreached(self, place: ListenAddress) -> str:
         try:
@@ -130,9 +130,9 @@ class ConnectivityListener:
         except OSError as error:
             return str(error) or type(error).__name__
 
-    def _close(self, frame: Frame) -> Reply:
+    def _close(self, _: Nothing, blob: bytes) -> Reply[Nothing]:
         self.close()
-        return Reply()
+        return DONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,20 +167,20 @@ def _attempts(first: ConnectivityListener, others: Sequence[Neighbour]) -> Gener
     """Each host's attempts to reach others, see `neighbours_of`."""
     hosts: list[Neighbour] = [first, *others]
     with contextlib.closing(first), ThreadPoolExecutor(min(len(hosts), AT_ONCE)) as pool:
-        listeners = list(pool.map(lambda host: parse_message(OpenListener, host.ask("listen", {}).values), hosts))
+        listeners = list(pool.map(lambda host: host.ask(OPEN_LISTENER, Nothing()).values, hosts))
         for host, opened in zip(hosts, listeners, strict=True):
-            if opened.address != host.address:
-                raise PlaitError(_translated(host, opened.address))
+            if opened.at.address != host.address:
+                raise PlaitError(_translated(host, opened.at.address))
         rounds = [neighbours_of(at, len(hosts)) for at in range(len(hosts))]
 
         def connect(at: int) -> tuple[str, ...]:
-            places = [{"address": listeners[to].address, "port": listeners[to].port} for to in rounds[at]]
-            return parse_message(ConnectResults, hosts[at].ask("connect", {"addresses": places}).values).whys
+            asked = ConnectQuestion(addresses=tuple(listeners[to].at for to in rounds[at]))
+            return hosts[at].ask(TRY_CONNECTING, asked).values.whys
 
         for at, whys in enumerate(pool.map(connect, range(len(hosts)))):
             for to, why in zip(rounds[at], whys, strict=True):
                 yield _Attempt(host=hosts[to], neighbour=hosts[at], listener=listeners[to], why=why)
-        list(pool.map(lambda host: host.ask("close", {}), hosts))
+        list(pool.map(lambda host: host.ask(CLOSE_LISTENER, Nothing()), hosts))
 
 
 def neighbours_of(at: int, hosts: int) -> list[int]:
@@ -202,7 +202,7 @@ def _is_acknowledged(connection: socket.socket) -> bool:
 
 
 def _unreachable(host: Neighbour, neighbour: Neighbour, opened: OpenListener, why: str) -> str:
-    place = joined_text(host.address, opened.port)
+    place = joined_text(host.address, opened.at.port)
     if why == LARGE_PACKETS_LOST:
         return (
             f"{neighbour.name} ({neighbour.address}) reaches {host.name} at {place}, but large packets between them "
@@ -222,13 +222,6 @@ def _translated(host: Neighbour, own: str) -> str:
         f"{host.name} is {own} to itself and {host.address} to this host: an address translation or a tunnel lies in "
         "between, and workers could not meet; join from a network in which all hosts reach each other"
     )
-
-
-# Which firewall this machine says that it has, so that a person is told what to type where one is in the way.
-
-
-Firewall = Literal["unknown", "ufw", "firewalld", "nftables", "iptables", "NetworkPolicy"]
-FIREWALLS: tuple[Firewall, ...] = get_args(Firewall)
 
 
 def own_firewall(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Firewall:

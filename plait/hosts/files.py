@@ -1,4 +1,8 @@
-"""Copies files between the hosts of a run in blocks; a file gets its name only when it is complete."""
+"""Copies files between the hosts of a run, in blocks: what may travel, how it is offered, sent, fetched and received.
+
+A file gets its name only when it is complete. Names from another host are plain names inside one folder, never a way
+out of it, and no links are followed.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,29 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
-from plait.checked_json import typed_value
 from plait.checkpoint.arrival import partial_name
 from plait.checkpoint.durable import NoRoom
 from plait.data.index import file_sha256
 from plait.errors import PlaitError, disk_advice
+from plait.hosts.protocol import Nothing, Peer, RequestKind
 from plait.hosts.wire import BLOB_BYTES_AT_MOST
 from plait.private_folder import make_private_folder
 from plait.report.atomic import cannot_write
 from plait.units import format_bytes
 
 TRANSFER_BLOCK_BYTES = BLOB_BYTES_AT_MOST
+CHECKPOINT_NAME = re.compile(r"step-[0-9]{1,12}")
+STAGING_NAME = re.compile(r"\.step-[0-9]{1,12}(\.gen-[0-9]{1,12})?\.staging")
+"""The folder in which ranks write a checkpoint before it is published."""
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_OWN_FOLDERS = ("checkpoints", "logs")
 _FIRST_BLOCK_BYTES, _LEAST_BLOCK_BYTES, _BLOCK_S = TRANSFER_BLOCK_BYTES // 4, 1 << 14, 1.0
 
 
@@ -38,6 +47,131 @@ class FileEntry:
     def __post_init__(self) -> None:
         if self.nbytes < 0:
             raise ValueError(f"{self.name[:80]!r} has {self.nbytes} bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Which of these files are missing in a folder of the cache (prepared data, or a model to go on from), or in one
+    below the current folder?"""
+
+    root: Literal["cache", "folder"]
+    path: str
+    files: tuple[FileEntry, ...]
+
+    def __post_init__(self) -> None:
+        if self.root == "cache":
+            top, _, name = self.path.partition("/")
+            require_valid(top in ("data", "models") and check_file_name(name), "Offer.path")
+        elif self.checkpoint is None:
+            require_valid(check_file_name(self.path) and self.path not in _OWN_FOLDERS, "Offer.path")
+
+    @property
+    def content(self) -> Literal["data", "model"]:
+        """What a folder of the cache holds."""
+        return "model" if self.path.startswith("models/") else "data"
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The name of the checkpoint that is offered ("step-10"); None for data."""
+        top, _, name = self.path.partition("/")
+        return name if self.root == "folder" and top == "checkpoints" and CHECKPOINT_NAME.fullmatch(name) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockHeader:
+    """The bytes beside this are those of an offered file, from `offset` on."""
+
+    name: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRequest:
+    """Give me at most this many bytes of a file of the current folder, or of a checkpoint that its ranks now write."""
+
+    name: str
+    offset: int = 0
+    bytes: int = 0
+    staging: str | None = None
+
+    def __post_init__(self) -> None:
+        require_valid(self.offset >= 0 and self.bytes >= 0, "ReadRequest.offset or ReadRequest.bytes")
+        require_valid(self.staging is None or STAGING_NAME.fullmatch(self.staging), "ReadRequest.staging")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferReply:
+    """Where the offered files will lie on the other host, and which of them it lacks."""
+
+    folder: str
+    lacking: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadReply:
+    """How many bytes a file has in all; some of them come beside it."""
+
+    size: int
+
+
+OFFER_FILES = RequestKind(
+    name="take", question=Offer, reply=OfferReply, reply_within_s=6 * 3600.0
+)  # it hashes the files that it has
+SEND_BLOCK = RequestKind(
+    name="block", question=BlockHeader, reply=Nothing, blob_bytes=BLOB_BYTES_AT_MOST, reply_within_s=3600.0
+)  # after the last one it waits for disks
+READ_FILE = RequestKind(name="read", question=ReadRequest, reply=ReadReply, reply_blob_bytes=BLOB_BYTES_AT_MOST)
+
+
+def require_valid(fact: object, what: str) -> None:
+    """Raise ValueError for a message's field that no plait fills so."""
+    if not fact:
+        raise ValueError(f"{what} is invalid")
+
+
+def safe_path(folder: Path, name: str) -> Path:
+    """A path in a folder, by the name that another host gave; raises PlaitError unless it is one plain name, and not
+    that of a link."""
+    if not check_file_name(name):
+        raise PlaitError(f"another host named the file {name[:80]!r}, which plait never does; is it one of yours?")
+    refuse_links(folder, folder / name)
+    return folder / name
+
+
+def check_file_name(name: str) -> bool:
+    """Whether a name from another host is one plain component of a path; runs and files that travel have such names."""
+    return _FILE_NAME.fullmatch(name) is not None
+
+
+def refuse_links(folder: Path, path: Path) -> None:
+    """Raise PlaitError where a link stands between a folder and a path below it: another host must not be led by it.
+
+    The folder itself may be reached over links, which are then this host's own choice.
+    """
+    if path.resolve() != folder.resolve() / path.relative_to(folder):
+        raise PlaitError(
+            f"{path} is a link or lies behind one, and plait follows none for another host; put a folder of this "
+            "host's own there, then join again"
+        )
+
+
+def read_block(folder: Path, name: str, offset: int, nbytes: int) -> tuple[int, bytes]:
+    """A file's size and some of its bytes, for a host that fetches it; raises PlaitError for a name that leads out."""
+    # Not what a link leads to, should the file have become one, nor a wait for a pipe's writer.
+    descriptor = os.open(safe_path(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise PlaitError(
+                f"{name!r} is no file, and only files are fetched; install the same commit of plait on both"
+            )
+        file = os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    with file:
+        file.seek(offset)
+        return status.st_size, file.read(min(nbytes, TRANSFER_BLOCK_BYTES))
 
 
 def file_entries_of(
@@ -65,44 +199,48 @@ def named_entries(folder: Path, names: Iterable[str], known_hashes: Mapping[str,
     )
 
 
-def send_folder(
-    peer: Peer, folder: Path, entries: Sequence[FileEntry], destination: Mapping[str, str]
-) -> tuple[str, int]:
+def send_folder(peer: Peer, folder: Path, offer: Offer) -> tuple[str, int]:
     """Send the files of a folder that the other host lacks; returns the folder's path there, and how many bytes
-    travelled.
-
-    `destination` is what the other host's "take" handler understands. If it is cut off half-way, the next call
-    continues after the last complete file.
-    """
-    offer = {**destination, "files": [asdict(fact) for fact in entries]}
-    found = parse_reply(OfferReply, peer, peer.ask("take", offer))
-    sizes = {fact.name: fact.nbytes for fact in entries}
+    travelled. If it is cut off half-way, the next call continues after the last complete file."""
+    found = peer.ask(OFFER_FILES, offer).values
+    sizes = {fact.name: fact.nbytes for fact in offer.files}
     if unknown := set(found.lacking) - sizes.keys():
         raise PlaitError(
             f"{peer.name} asked for {min(unknown)[:80]!r}, which nobody offered; install the same commit on both"
         )
     for name in found.lacking:
         for offset, block in _blocks(folder / name, sizes[name]):
-            peer.ask("block", {"name": name, "offset": offset}, block)
+            peer.ask(SEND_BLOCK, BlockHeader(name=name, offset=offset), block)
     return found.folder, sum(sizes[name] for name in found.lacking)
+
+
+class BlockQuestion(Protocol):
+    """A question for some bytes of a file: a ReadRequest, or the like."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+_Q = TypeVar("_Q", bound=BlockQuestion)
 
 
 def fetch_file(
     peer: Peer,
-    source: Mapping[str, Any],
+    request: RequestKind[_Q, ReadReply],
+    question: _Q,
     target: Path,
     *,
-    kind: str = "read",
     is_cancelled: Callable[[], bool] = lambda: False,
     check: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Copy a file from the other host; it appears as `target` only when all of it is on the disk.
 
-    `source` is what that host is asked for by a question of this `kind`: a file's "name" in its current folder, and
-    "staging" if it belongs to a checkpoint. `is_cancelled` is called before each block; raises PlaitError as soon as it
-    returns True. `check` looks at the file before it gets its name, and raises where it may not. Blocks are so small
-    that one takes about a second of a slow link, on which heartbeats travel as well. Raises NoRoom where this host's
-    disk is full.
+    `question` names the file there; its place and number of bytes are filled in here. `is_cancelled` is called before
+    each block; raises PlaitError as soon as it returns True. `check` looks at the file before it gets its name, and
+    raises where it may not. Blocks are so small that one takes about a second of a slow link, on which heartbeats
+    travel as well. Raises NoRoom where this host's disk is full.
     """
     part = target.with_name(partial_name(target.name))
     with part.open("wb") as file:
@@ -111,15 +249,14 @@ def fetch_file(
             if is_cancelled():
                 raise PlaitError(f"nobody waits for {target.name} any more; give the same command again")
             asked_at_s = time.monotonic()
-            answer = peer.ask(kind, {**source, "offset": file.tell(), "bytes": wanted})
+            answer = peer.ask(request, replace(cast(Any, question), offset=file.tell(), bytes=wanted))
             took_s = time.monotonic() - asked_at_s
             wanted = min(2 * wanted, TRANSFER_BLOCK_BYTES) if took_s < _BLOCK_S / 2 else wanted
             wanted = max(wanted // 2, _LEAST_BLOCK_BYTES) if took_s > _BLOCK_S else wanted
-            total = parse_reply(ReadReply, peer, answer).size
             if size is None:
-                size = total
+                size = answer.values.size
                 _refuse_without_space(peer, target, size)
-            if size != total or file.tell() + len(answer.blob) > size:
+            if size != answer.values.size or file.tell() + len(answer.blob) > size:
                 raise PlaitError(f"{peer.name} changed {target.name} while it was sent; give the same command again")
             if not answer.blob and file.tell() < size:
                 raise PlaitError(f"{peer.name} sent less of {target.name} than it has; give the same command again")
@@ -270,244 +407,3 @@ def _verify_and_rename(part: Path, path: Path, *, whole: bool) -> None:
     with part.open("rb") as file:
         os.fsync(file.fileno())
     part.rename(path)
-
-
-# Files that another host names: plain names inside one folder, never a way out of it, and no links.
-
-
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-def safe_path(folder: Path, name: str) -> Path:
-    """A path in a folder, by the name that another host gave; raises PlaitError unless it is one plain name, and not
-    that of a link."""
-    if not check_file_name(name):
-        raise PlaitError(f"another host named the file {name[:80]!r}, which plait never does; is it one of yours?")
-    refuse_links(folder, folder / name)
-    return folder / name
-
-
-def check_file_name(name: str) -> bool:
-    """Whether a name from another host is one plain component of a path; runs and files that travel have such names."""
-    return _FILE_NAME.fullmatch(name) is not None
-
-
-def refuse_links(folder: Path, path: Path) -> None:
-    """Raise PlaitError where a link stands between a folder and a path below it: another host must not be led by it.
-
-    The folder itself may be reached over links, which are then this host's own choice.
-    """
-    if path.resolve() != folder.resolve() / path.relative_to(folder):
-        raise PlaitError(
-            f"{path} is a link or lies behind one, and plait follows none for another host; put a folder of this "
-            "host's own there, then join again"
-        )
-
-
-def read_block(folder: Path, name: str, offset: int, nbytes: int) -> tuple[int, bytes]:
-    """A file's size and some of its bytes, for a host that fetches it; raises PlaitError for a name that leads out."""
-    # Not what a link leads to, should the file have become one, nor a wait for a pipe's writer.
-    descriptor = os.open(safe_path(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise PlaitError(
-                f"{name!r} is no file, and only files are fetched; install the same commit of plait on both"
-            )
-        file = os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    with file:
-        file.seek(offset)
-        return status.st_size, file.read(min(nbytes, TRANSFER_BLOCK_BYTES))
-
-
-# What host 0 may ask of a host that joined, as frozen values: nothing else is answered.
-
-
-_T = TypeVar("_T")
-CHECKPOINT_NAME = re.compile(r"step-[0-9]{1,12}")
-STAGING_NAME = re.compile(r"\.step-[0-9]{1,12}(\.gen-[0-9]{1,12})?\.staging")
-"""The folder in which ranks write a checkpoint before it is published."""
-
-MEND_ODD_REQUEST = "the host that leads asks for it; install the same commit of plait on both"
-"""The end of a sentence about what host 0 asked, and plait never does."""
-
-StagedKind = Literal["run", "job"]
-_NONCE_NAME, _NONCE = re.compile(r"nonce-[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}")
-_OWN_FOLDERS = ("checkpoints", "logs")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nonce:
-    """A file with a random name and content that host 0 has just written into `folder`: a run's, or the cache."""
-
-    folder: str
-    name: str
-    content: str
-
-    def __post_init__(self) -> None:
-        _require(_NONCE_NAME.fullmatch(self.name) and _NONCE.fullmatch(self.content), "Nonce.name or Nonce.content")
-        top, _, run = self.folder.partition("/")
-        _require(self.folder == ".plait" or (top == "runs" and check_file_name(run)), "Nonce.folder")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedQuestion:
-    """Do you see these nonces at the same places below your working folder?"""
-
-    nonces: tuple[Nonce, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRequest:
-    """Have a folder ready for the run `name`, or for one job; what follows is about this folder."""
-
-    kind: StagedKind
-    name: str
-    recipe: str
-
-    def __post_init__(self) -> None:
-        _require(check_file_name(self.name), "OpenRequest.name")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """Which of these files are missing in a folder of the cache (prepared data, or a model to go on from), or in one
-    below the current folder?"""
-
-    root: Literal["cache", "folder"]
-    path: str
-    files: tuple[FileEntry, ...]
-
-    def __post_init__(self) -> None:
-        if self.root == "cache":
-            top, _, name = self.path.partition("/")
-            _require(top in ("data", "models") and check_file_name(name), "Offer.path")
-        elif self.checkpoint is None:
-            _require(check_file_name(self.path) and self.path not in _OWN_FOLDERS, "Offer.path")
-
-    @property
-    def content(self) -> Literal["data", "model"]:
-        """What a folder of the cache holds."""
-        return "model" if self.path.startswith("models/") else "data"
-
-    @property
-    def checkpoint(self) -> str | None:
-        """The name of the checkpoint that is offered ("step-10"); None for data."""
-        top, _, name = self.path.partition("/")
-        return name if self.root == "folder" and top == "checkpoints" and CHECKPOINT_NAME.fullmatch(name) else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockHeader:
-    """The bytes beside this are those of an offered file, from `offset` on."""
-
-    name: str
-    offset: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmallFile:
-    """A block of a file in the joined host's working folder; the block's bytes are the frame's blob. `nbytes` is the
-    size of the whole file; None if the blob is all of it."""
-
-    name: Literal["recipe.toml", "plan.json", "routing.safetensors"]
-    offset: int = 0
-    nbytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRequest:
-    """Give me at most this many bytes of a file of the current folder, or of a checkpoint that its ranks now write."""
-
-    name: str
-    offset: int
-    bytes: int
-    staging: str | None = None
-
-    def __post_init__(self) -> None:
-        _require(self.offset >= 0 and self.bytes >= 0, "ReadRequest.offset or ReadRequest.bytes")
-        _require(self.staging is None or STAGING_NAME.fullmatch(self.staging), "ReadRequest.staging")
-
-
-def parse_request(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """A request's values as what they must be; raises PlaitError for anything that host 0's plait never asks."""
-    try:
-        return typed_value(kind, values)
-    except ValueError as error:
-        raise PlaitError(
-            f"the host that leads asked for what plait never asks ({error}); install the same commit on both"
-        ) from None
-
-
-def _require(fact: object, what: str) -> None:
-    if not fact:
-        raise ValueError(f"{what} is invalid")
-
-
-# What a host that joined replies to host 0, as frozen values; and that host, as what asks it sees it.
-
-
-class PeerReply(Protocol):
-    """What another host replies: JSON values and bytes."""
-
-    @property
-    def values(self) -> Mapping[str, Any]: ...
-    @property
-    def blob(self) -> bytes: ...
-
-
-class Peer(Protocol):
-    """Another host that answers requests; `ask` blocks until it has replied."""
-
-    @property
-    def name(self) -> str: ...
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> PeerReply: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfferReply:
-    """Where the offered files will lie on the other host, and which of them it lacks."""
-
-    folder: str
-    lacking: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadReply:
-    """How many bytes a file has in all; some of them come beside it."""
-
-    size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedReply:
-    """Whether the host works in the folder that host 0 works in."""
-
-    shared: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderReply:
-    """Where the folder lies that the host was asked to have ready."""
-
-    folder: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamesReply:
-    """The names of the files in the current folder."""
-
-    names: tuple[str, ...]
-
-
-def parse_reply(kind: type[_T], peer: Peer, reply: PeerReply) -> _T:
-    """A reply's values as what they must be; raises PlaitError, with the host's name, for anything else."""
-    try:
-        return typed_value(kind, reply.values)
-    except ValueError as error:
-        raise PlaitError(
-            f"{peer.name} replied what plait never replies ({error}); install the same commit on both"
-        ) from None

@@ -1,4 +1,4 @@
-"""How two hosts prove to each other that they know the run's secret, without ever sending it.
+"""The one-time secret of a run, and how two hosts prove to each other that they know it, without ever sending it.
 
     joiner ──► mark, protocol, nonce          ──► host 0
            ◄── mark, protocol, nonce          ◄──
@@ -138,9 +138,6 @@ def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
             raise ConnectionError("closed")
         taken += chunk
     return taken
-
-
-# The one-time secret of a run on several hosts: made on host 0, typed on the others, kept in memory alone.
 
 
 SECRET_VARIABLE = "PLAIT_SECRET"

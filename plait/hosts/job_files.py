@@ -1,5 +1,5 @@
-"""Sends each joined host what a job needs there, once: recipe, plan, prepared data, weights to begin with, the
-checkpoint to go on from."""
+"""The files of a job on a joined host: what host 0 sends there once (recipe, plan, prepared data, weights, checkpoint),
+what that host keeps of it, and what a job may use there."""
 
 from __future__ import annotations
 
@@ -7,53 +7,58 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from plait.checkpoint.store import clean_staging
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError, RunFailed
-from plait.hosts.connection import Handler, Reply
 from plait.hosts.files import (
     CHECKPOINT_NAME,
-    MEND_ODD_REQUEST,
+    OFFER_FILES,
+    READ_FILE,
+    SEND_BLOCK,
     TRANSFER_BLOCK_BYTES,
     BlockHeader,
     FileEntry,
-    FolderReply,
     IncomingFolder,
-    NamesReply,
     Offer,
-    OpenRequest,
-    Peer,
+    OfferReply,
+    ReadReply,
     ReadRequest,
-    SharedQuestion,
-    SharedReply,
-    SmallFile,
-    StagedKind,
     append_block,
     check_file_name,
     convert_disk_errors,
     fetch_file,
     file_entries_of,
     named_entries,
-    parse_reply,
-    parse_request,
     read_block,
     refuse_links,
+    require_valid,
     safe_path,
     send_folder,
 )
+from plait.hosts.joining import HostInfo
 from plait.hosts.leader import HostPart
-from plait.hosts.shared_folder import has_nonce, mount_of, shared_folder_lines, working_folder_held, write_nonce
-from plait.hosts.wire import Frame
+from plait.hosts.protocol import DONE, ODD_REQUEST_ADVICE, Handlers, Nothing, Peer, Reply, RequestKind
+from plait.hosts.shared_folder import (
+    SEE_FOLDER,
+    Nonce,
+    SharedQuestion,
+    SharedReply,
+    has_nonce,
+    mount_of,
+    shared_folder_lines,
+    working_folder_held,
+    write_nonce,
+)
 from plait.interop.base_model import CONFIG, needed_files, read_base_model
-from plait.launch.values.failed_job import HostNotServed
+from plait.launch.values.failure import HostNotServed
 from plait.launch.values.job import Job
 from plait.planner.plan import HostShare, Plan
 from plait.planner.plan_file import plan_text, read_plan, write_plan
@@ -75,7 +80,54 @@ from plait.workers import (
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 _T = TypeVar("_T")
+_Handler = Callable[[Any, bytes], Reply[Any]]
 _MOUNTS = Path("/proc/self/mountinfo")
+
+
+StagedKind = Literal["run", "job"]
+SmallFileName = Literal["recipe.toml", "plan.json", "routing.safetensors"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRequest:
+    """Have a folder ready for the run `name`, or for one job; what follows is about this folder."""
+
+    kind: StagedKind
+    name: str
+    recipe: str
+
+    def __post_init__(self) -> None:
+        require_valid(check_file_name(self.name), "OpenRequest.name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallFile:
+    """A block of a file in the joined host's working folder; the block's bytes are the frame's blob. `nbytes` is the
+    size of the whole file; None if the blob is all of it."""
+
+    name: SmallFileName
+    offset: int = 0
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderReply:
+    """Where the folder lies that the host was asked to have ready."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamesReply:
+    """The names of the files in the current folder."""
+
+    names: tuple[str, ...]
+
+
+OPEN_FOLDER = RequestKind(name="open", question=OpenRequest, reply=FolderReply)
+PUT_FILE = RequestKind(name="put", question=SmallFile, reply=Nothing, blob_bytes=TRANSFER_BLOCK_BYTES)
+LIST_FILES = RequestKind(name="list", question=Nothing, reply=NamesReply)
+RELEASE_FOLDER = RequestKind(name="release", question=Nothing, reply=Nothing)
 
 
 class JoinedHost(Peer, Protocol):
@@ -84,7 +136,7 @@ class JoinedHost(Peer, Protocol):
     @property
     def host(self) -> int: ...
     @property
-    def host_info(self) -> Mapping[str, Any]: ...
+    def host_info(self) -> HostInfo: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +148,23 @@ class JobFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """A folder whose files travel."""
+
+    path: Path
+    entries: tuple[FileEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _StagedFiles:
     """The files that a host needs before a job can begin, unless it shares the job's folder with host 0."""
 
     kind: StagedKind
     folder: Path
-    corpus: Path
-    corpus_entries: tuple[FileEntry, ...]
-    base: Path | None
-    """The folder of the model whose weights a job begins with; None where it draws them."""
-    base_entries: tuple[FileEntry, ...]
-    checkpoint: Path | None
-    checkpoint_entries: tuple[FileEntry, ...]
+    corpus: _Sent
+    base: _Sent | None
+    """The model whose weights a job begins with; None where it draws them."""
+    checkpoint: _Sent | None
 
 
 class FileStager:
@@ -146,7 +203,7 @@ class FileStager:
         recipe = read_regular_text(RunFolder(self._run_folder).recipe, SMALL_FILE_BYTES)
         for member in self._members:
             if not self._is_shared_by_host[member.host]:
-                member.ask("open", {"kind": "run", "name": self._run_folder.name, "recipe": recipe})
+                member.ask(OPEN_FOLDER, OpenRequest(kind="run", name=self._run_folder.name, recipe=recipe))
 
     def collect_job_files(self, folder: Path) -> None:
         """Fetch what a job's ranks left in its folder on other hosts, and delete it there; call it after the job.
@@ -156,24 +213,23 @@ class FileStager:
         for member, place in zip(self._members, self._job_folders, strict=True):
             if place.is_shared:
                 continue
-            for name in parse_reply(NamesReply, member, member.ask("list", {})).names:
+            for name in member.ask(LIST_FILES, Nothing()).values.names:
                 target = safe_path(folder, name)
                 if not target.exists():
-                    fetch_file(member, {"name": name}, target)
-            member.ask("release", {})
+                    fetch_file(member, READ_FILE, ReadRequest(name=name), target)
+            member.ask(RELEASE_FOLDER, Nothing())
 
     def _find_shared_hosts(self) -> dict[int, bool]:
         """Which hosts work in the folder that this one works in: they see what was just written, at the same place."""
         make_private_folder(self._working.cache)
         with ExitStack() as stack:
-            nonces = [
-                {"folder": str(folder.relative_to(self._working.path)), "name": name, "content": content}
+            nonces = tuple(
+                Nonce(folder=str(folder.relative_to(self._working.path)), name=name, content=content)
                 for folder in (self._run_folder, self._working.cache)
                 for name, content in [stack.enter_context(write_nonce(folder))]
-            ]
-            replies = _run_on_all_hosts(
-                self._members, lambda member: parse_reply(SharedReply, member, member.ask("see", {"nonces": nonces}))
             )
+            question = SharedQuestion(nonces=nonces)
+            replies = _run_on_all_hosts(self._members, lambda member: member.ask(SEE_FOLDER, question).values)
         found = {member.host: reply.shared for member, reply in zip(self._members, replies, strict=True)}
         shared = [member.name for member in self._members if found[member.host]]
         apart = [member.name for member in self._members if not found[member.host]]
@@ -187,7 +243,7 @@ class FileStager:
         for top in (self._run_folder, self._working.cache):  # as they are named here: either may be a link elsewhere
             if self._is_shared_by_host[member.host] and folder.resolve().is_relative_to(top.resolve()):
                 below = top.relative_to(self._working.path) / folder.resolve().relative_to(top.resolve())
-                return JobFolder(path=str(Path(member.host_info["folder"]) / below), is_shared=True)
+                return JobFolder(path=str(Path(member.host_info.folder) / below), is_shared=True)
         return None
 
     def _name_base_by_shared_path(self, folder: Path) -> None:
@@ -213,30 +269,27 @@ class FileStager:
         return _StagedFiles(
             kind=kind,
             folder=folder,
-            corpus=corpus,
-            corpus_entries=self._file_entries(corpus, "index.json"),
-            base=base,
-            base_entries=self._base_entries(base) if base else (),
-            checkpoint=checkpoint,
-            checkpoint_entries=self._file_entries(checkpoint, "manifest.json") if checkpoint else (),
+            corpus=self._sent(corpus, "index.json"),
+            base=self._sent_base(base) if base else None,
+            checkpoint=self._sent(checkpoint, "manifest.json") if checkpoint else None,
         )
 
-    def _file_entries(self, folder: Path, last: str) -> tuple[FileEntry, ...]:
+    def _sent(self, folder: Path, last: str) -> _Sent:
         if folder not in self._entries_by_folder:
             known: dict[str, str] = {}
             if last == "index.json":  # where the hashes of all large files are written down
                 for entry in open_corpus(folder).entries:
                     known |= entry.files
             self._entries_by_folder[folder] = file_entries_of(folder, final_name=last, known_hashes=known)
-        return self._entries_by_folder[folder]
+        return _Sent(path=folder, entries=self._entries_by_folder[folder])
 
-    def _base_entries(self, base: Path) -> tuple[FileEntry, ...]:
+    def _sent_base(self, base: Path) -> _Sent:
         if base not in self._entries_by_folder:
             names = needed_files(read_base_model(base))
             if odd := next((name for name in names if not check_file_name(name)), None):
                 raise PlaitError(f"{base / odd} has a name that does not travel to other hosts; rename it")
             self._entries_by_folder[base] = named_entries(base, names, {})
-        return self._entries_by_folder[base]
+        return _Sent(path=base, entries=self._entries_by_folder[base])
 
     def _stage_on_host(self, member: JoinedHost, folder: Path, staged: _StagedFiles | None) -> JobFolder:
         if shared := self._shared_job_folder(member, folder):
@@ -251,33 +304,34 @@ class FileStager:
 
     def _send_staged_files(self, member: JoinedHost, folder: Path, staged: _StagedFiles) -> JobFolder:
         recipe = read_regular_text(RunFolder(folder).recipe, SMALL_FILE_BYTES)
-        request = {"kind": staged.kind, "name": folder.name, "recipe": recipe}
-        path = parse_reply(FolderReply, member, member.ask("open", request)).folder
+        request = OpenRequest(kind=staged.kind, name=folder.name, recipe=recipe)
+        path = member.ask(OPEN_FOLDER, request).values.folder
         corpus, base = self._send_corpus(member, staged), self._send_base(member, staged)
-        if staged.checkpoint:
-            place = {"root": "folder", "path": f"checkpoints/{staged.checkpoint.name}"}
-            _, sent = send_folder(member, staged.checkpoint, staged.checkpoint_entries, place)
-            self._log_sent(sent, staged.checkpoint.name, member)
+        if sent := staged.checkpoint:
+            offer = Offer(root="folder", path=f"checkpoints/{sent.path.name}", files=sent.entries)
+            _, nbytes = send_folder(member, sent.path, offer)
+            self._log_sent(nbytes, sent.path.name, member)
         plan = read_plan(folder / "plan.json")
         plan = replace(plan, job=replace(plan.job, corpus=corpus, base=base))
-        small = {"recipe.toml": recipe.encode(), "plan.json": plan_text(plan).encode()}
+        small: dict[SmallFileName, bytes] = {"recipe.toml": recipe.encode(), "plan.json": plan_text(plan).encode()}
         if (routing := folder / ROUTING).exists():  # of a proof: where one process sent a mixture's tokens
             small[ROUTING] = read_regular_file(routing)
         for name, content in small.items():
             for offset in range(0, max(1, len(content)), TRANSFER_BLOCK_BYTES):
-                header = {"name": name, "offset": offset, "nbytes": len(content)}
-                member.ask("put", header, content[offset : offset + TRANSFER_BLOCK_BYTES])
+                header = SmallFile(name=name, offset=offset, nbytes=len(content))
+                member.ask(PUT_FILE, header, content[offset : offset + TRANSFER_BLOCK_BYTES])
         return JobFolder(path=path, is_shared=False)
 
     def _send_corpus(self, member: JoinedHost, staged: _StagedFiles) -> str:
         """Send the prepared data that another host lacks; returns their path there."""
-        inside = staged.corpus.is_relative_to(staged.folder.resolve())
-        place = {"root": "cache", "path": f"data/{staged.corpus.name}"}
+        folder = staged.corpus.path
+        inside = folder.is_relative_to(staged.folder.resolve())
+        offer = Offer(root="cache", path=f"data/{folder.name}", files=staged.corpus.entries)
         if inside:  # made for this job alone
-            place = {"root": "folder", "path": staged.corpus.name}
-        path, sent = send_folder(member, staged.corpus, staged.corpus_entries, place)
+            offer = replace(offer, root="folder", path=folder.name)
+        path, nbytes = send_folder(member, folder, offer)
         if not inside:
-            self._log_sent(sent, "prepared data", member)
+            self._log_sent(nbytes, "prepared data", member)
         return path
 
     def _send_base(self, member: JoinedHost, staged: _StagedFiles) -> str:
@@ -285,12 +339,13 @@ class FileStager:
         found again by its content, whatever the folder is called here."""
         if staged.base is None:
             return ""
+        folder, entries = staged.base.path, staged.base.entries
         if self._is_shared_by_host[member.host]:
-            return str(staged.base.resolve().relative_to(self._working.path.resolve()))
-        digest = sha256("".join(f"{entry.name} {entry.sha256}\n" for entry in staged.base_entries).encode())
-        place = {"root": "cache", "path": f"models/{digest.hexdigest()[:32]}"}
-        path, sent = send_folder(member, staged.base, staged.base_entries, place)
-        self._log_sent(sent, "weights to begin with", member)
+            return str(folder.resolve().relative_to(self._working.path.resolve()))
+        digest = sha256("".join(f"{entry.name} {entry.sha256}\n" for entry in entries).encode())
+        offer = Offer(root="cache", path=f"models/{digest.hexdigest()[:32]}", files=entries)
+        path, nbytes = send_folder(member, folder, offer)
+        self._log_sent(nbytes, "weights to begin with", member)
         return path
 
     def _log_sent(self, nbytes: int, what: str, member: JoinedHost) -> None:
@@ -308,9 +363,6 @@ def _run_on_all_hosts(members: Sequence[JoinedHost], act: Callable[[JoinedHost],
         return tuple(one.result() for one in futures)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-# What a joined host keeps for a run that another host leads: its folder, its data, its answers to that host.
 
 
 class JoinedHostFiles:
@@ -350,19 +402,19 @@ class JoinedHostFiles:
         self._locks.close()
 
     @property
-    def handlers(self) -> Mapping[str, Handler]:
-        """Handlers of the leader's requests, by kind."""
-        changes = {
-            "see": self._check_shared,
-            "open": self._open,
-            "take": self._accept_offer,
-            "block": self._write_block,
-            "put": self._write_file,
-            "release": self._release,
+    def handlers(self) -> Handlers:
+        """Handlers of the leader's requests."""
+        changes: Handlers = {
+            SEE_FOLDER: self._check_shared,
+            OPEN_FOLDER: self._open,
+            OFFER_FILES: self._accept_offer,
+            SEND_BLOCK: self._write_block,
+            PUT_FILE: self._write_file,
+            RELEASE_FOLDER: self._release,
         }
-        answers = {"read": self._read, "list": self._list}
-        answers |= {kind: self._between_jobs(change) for kind, change in changes.items()}
-        return {kind: self._recording_error(answer) for kind, answer in answers.items()}
+        answers: Handlers = {READ_FILE: self._read, LIST_FILES: self._list}
+        answers = {**answers, **{request: self._between_jobs(change) for request, change in changes.items()}}
+        return {request: self._recording_error(answer) for request, answer in answers.items()}
 
     @contextmanager
     def running(self, job: Job) -> Iterator[None]:
@@ -379,16 +431,16 @@ class JoinedHostFiles:
     def _changing(self) -> Iterator[None]:
         """Never waits: host 0 has its answer before it starts a job, and asks again when it has heard of the end."""
         if not self._changes.acquire(blocking=False):
-            raise PlaitError(f"the files of a job change while it runs on this host, and {MEND_ODD_REQUEST}")
+            raise PlaitError(f"the files of a job change while it runs on this host, and {ODD_REQUEST_ADVICE}")
         try:
             yield
         finally:
             self._changes.release()
 
-    def _between_jobs(self, change: Handler) -> Handler:
-        def guarded(frame: Frame) -> Reply:
+    def _between_jobs(self, change: _Handler) -> _Handler:
+        def guarded(question: Any, blob: bytes) -> Reply[Any]:
             with self._changing():
-                return change(frame)
+                return change(question, blob)
 
         return guarded
 
@@ -408,10 +460,10 @@ class JoinedHostFiles:
         base, own = (self._working_folder / plan.job.base).resolve(), self._working_folder.resolve()
         return self._shares_leader_folder and base.is_relative_to(own)
 
-    def _recording_error(self, answer: Handler) -> Handler:
-        def recorded(frame: Frame) -> Reply:
+    def _recording_error(self, answer: _Handler) -> _Handler:
+        def recorded(question: Any, blob: bytes) -> Reply[Any]:
             try:
-                return answer(frame)
+                return answer(question, blob)
             except PlaitError as error:
                 self.local_error = error
                 raise
@@ -424,19 +476,17 @@ class JoinedHostFiles:
 
         return recorded
 
-    def _check_shared(self, frame: Frame) -> Reply:
+    def _check_shared(self, asked: SharedQuestion, blob: bytes) -> Reply[SharedReply]:
         """Whether the leader's working folder is this one: each nonce lies at its place below it."""
-        nonces = parse_request(SharedQuestion, frame.values).nonces
-        found = [has_nonce(self._working_folder / one.folder, one.name, one.content) for one in nonces]
+        found = [has_nonce(self._working_folder / one.folder, one.name, one.content) for one in asked.nonces]
         before, self._shares_leader_folder = self._shares_leader_folder, bool(found) and all(found)
         place = "shared with it" if self._shares_leader_folder else "not shared: what this host needs is sent"
         if before != self._shares_leader_folder or self._folder is None:  # asked at each start, told once
             self._log(f"folder   {self._working_folder} is {place}")
-        return Reply(values={"shared": self._shares_leader_folder})
+        return Reply(values=SharedReply(shared=self._shares_leader_folder))
 
-    def _open(self, frame: Frame) -> Reply:
+    def _open(self, request: OpenRequest, blob: bytes) -> Reply[FolderReply]:
         """Make this host's folder for a run, which stays, or for a single job."""
-        request = parse_request(OpenRequest, frame.values)
         if not (self._shares_leader_folder or self._holds_working_folder):  # shared, it has all its files already
             self._locks.enter_context(working_folder_held(self._working_folder))
             self._holds_working_folder = True
@@ -448,7 +498,7 @@ class JoinedHostFiles:
                 self._folder = Path(tempfile.mkdtemp(prefix="plait-joined-", dir=cache))
         else:
             self._folder = self._open_run(request)
-        return Reply(values={"folder": str(self._folder)})
+        return Reply(values=FolderReply(folder=str(self._folder)))
 
     def _open_run(self, request: OpenRequest) -> Path:
         """The folder of the one run that this host joined."""
@@ -461,9 +511,8 @@ class JoinedHostFiles:
             raise PlaitError(f"the host that leads named a second run, {request.name!r}; join again")
         return path
 
-    def _accept_offer(self, frame: Frame) -> Reply:
-        """Log which of the offered files are lacking here, and be ready for them."""
-        offer = parse_request(Offer, frame.values)
+    def _accept_offer(self, offer: Offer, blob: bytes) -> Reply[OfferReply]:
+        """Find which of the offered files are lacking here, and be ready for them."""
         in_cache = offer.root == "cache"
         root = self._working_folder / ".plait" if in_cache else self._current_folder
         # Apart from what this host itself prepared: nobody's own data are replaced by what somebody else sends.
@@ -478,50 +527,49 @@ class JoinedHostFiles:
         self._logs_arrival = in_cache or self._in_run_folder
         if not self._incoming.missing and in_cache and folder not in self._received:
             self._log(f"{offer.content:8} {folder}, here already")
-        return Reply(values={"folder": str(folder), "lacking": list(self._incoming.missing)})
+        return Reply(values=OfferReply(folder=str(folder), lacking=self._incoming.missing))
 
-    def _write_block(self, frame: Frame) -> Reply:
+    def _write_block(self, header: BlockHeader, blob: bytes) -> Reply[Nothing]:
         """The next bytes of a file that was offered."""
         if self._incoming is None:
             raise PlaitError("the host that leads sent a piece of no file; give the same command again")
-        header = parse_request(BlockHeader, frame.values)
-        self._incoming.write_block(header.name, header.offset, frame.blob)
+        self._incoming.write_block(header.name, header.offset, blob)
         self._folders.admit(self._incoming)
         if self._incoming.is_complete and self._logs_arrival:
             self._received.add(self._incoming.folder)
             self._log(f"received {self._incoming.folder}")
-        return Reply()
+        return DONE
 
-    def _write_file(self, frame: Frame) -> Reply:
+    def _write_file(self, file: SmallFile, blob: bytes) -> Reply[Nothing]:
         """The next bytes of a small file, which gets its name, and replaces an earlier one, with the last of them. One
         that is here already, and came whole, needs no room on a disk that may be full by now."""
-        request = parse_request(SmallFile, frame.values)
-        path = safe_path(self._current_folder, request.name)
-        whole = len(frame.blob) if request.nbytes is None else request.nbytes
-        if len(frame.blob) == whole:
+        path = safe_path(self._current_folder, file.name)
+        whole = len(blob) if file.nbytes is None else file.nbytes
+        if len(blob) == whole:
             with suppress(OSError, ValueError):
-                if read_regular_file(path) == frame.blob:
-                    return Reply()
-        append_block(path, request.offset, frame.blob, nbytes=whole)
-        return Reply()
+                if read_regular_file(path) == blob:
+                    return DONE
+        append_block(path, file.offset, blob, nbytes=whole)
+        return DONE
 
-    def _read(self, frame: Frame) -> Reply:
+    def _read(self, asked: ReadRequest, blob: bytes) -> Reply[ReadReply]:
         """Some bytes of a file in the current folder; those of a checkpoint lie in its staging folder."""
-        request, folder = parse_request(ReadRequest, frame.values), self._current_folder
-        if request.staging is not None:
-            folder = folder / "checkpoints" / request.staging
+        folder = self._current_folder
+        if asked.staging is not None:
+            folder = folder / "checkpoints" / asked.staging
             refuse_links(self._current_folder, folder)
-        size, data = read_block(folder, request.name, request.offset, request.bytes)
-        return Reply(values={"size": size}, blob=data)
+        size, data = read_block(folder, asked.name, asked.offset, asked.bytes)
+        return Reply(values=ReadReply(size=size), blob=data)
 
-    def _list(self, frame: Frame) -> Reply:
+    def _list(self, _: Nothing, blob: bytes) -> Reply[NamesReply]:
         """The names of the files in the current folder."""
-        return Reply(values={"names": sorted(path.name for path in self._current_folder.iterdir() if path.is_file())})
+        names = sorted(path.name for path in self._current_folder.iterdir() if path.is_file())
+        return Reply(values=NamesReply(names=tuple(names)))
 
-    def _release(self, frame: Frame) -> Reply:
+    def _release(self, _: Nothing, blob: bytes) -> Reply[Nothing]:
         """Take away the folder of a single job."""
         self._remove_job_folder()
-        return Reply()
+        return DONE
 
     def _remove_job_folder(self) -> None:
         if self._folder is not None and not self._in_run_folder:
@@ -537,10 +585,6 @@ class JoinedHostFiles:
         if self._folder is None:
             raise PlaitError("the host that leads named no folder first; give the same command again")
         return self._folder
-
-
-# What a job says of files (its folder, the checkpoint that it goes on from, the data and the model in its plan), and
-# whether a joined host lets it use them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -567,13 +611,13 @@ def check_job(job: Job, may_use: Callable[[Path], bool]) -> None:
     """Raise PlaitError for a job that would read or write outside of the folders that it may use."""
     if job.entry in (MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY, MACHINE_CHECK_ENTRY):  # without files
         if job.log_dir is not None:
-            raise PlaitError(f"{job.entry} has no logs, and {MEND_ODD_REQUEST}")
+            raise PlaitError(f"{job.entry} has no logs, and {ODD_REQUEST_ADVICE}")
         return
     asked = read_job_argument(job.argument)
     if asked.resume is not None and not CHECKPOINT_NAME.fullmatch(asked.resume):
-        raise PlaitError(f"{asked.resume[:80]!r} is no checkpoint, and {MEND_ODD_REQUEST}")
+        raise PlaitError(f"{asked.resume[:80]!r} is no checkpoint, and {ODD_REQUEST_ADVICE}")
     if job.log_dir not in (None, asked.folder, f"{asked.folder}/logs") or not may_use(Path(asked.folder)):
-        raise PlaitError(f"{asked.folder[:200]} is no folder of this run on this host, and {MEND_ODD_REQUEST}")
+        raise PlaitError(f"{asked.folder[:200]} is no folder of this run on this host, and {ODD_REQUEST_ADVICE}")
 
 
 class ReceivedFolders:
@@ -596,11 +640,11 @@ class ReceivedFolders:
         if "index.json" in incoming.hashes:
             for entry in open_corpus(incoming.folder).entries:
                 if not entry.files.items() <= incoming.hashes.items():
-                    raise PlaitError(f"the data offered lack files of {entry.name}, and {MEND_ODD_REQUEST}")
+                    raise PlaitError(f"the data offered lack files of {entry.name}, and {ODD_REQUEST_ADVICE}")
             self._corpora.add(incoming.folder)
         elif CONFIG in incoming.hashes:
             if not set(needed_files(read_base_model(incoming.folder))) <= incoming.hashes.keys():
-                raise PlaitError(f"the model offered lacks files of its own, and {MEND_ODD_REQUEST}")
+                raise PlaitError(f"the model offered lacks files of its own, and {ODD_REQUEST_ADVICE}")
             self._models.add(incoming.folder)
 
     def allow(self, plan: Plan) -> bool:
@@ -621,9 +665,6 @@ def joined_host_part(job: Job, share: HostShare, job_folder: JobFolder) -> HostP
         argument = json.dumps({**json.loads(job.argument), "folder": job_folder.path, **sent})
     log_dir = f"{job_folder.path}/logs" if training else job_folder.path
     return HostPart(ranks=share.workers, threads=share.threads, argument=argument, log_dir=log_dir)
-
-
-# The folder runs/NAME of a host that joined: it holds what host 0 sent, and nothing else is touched there.
 
 
 _MARKER_FILE = "joined.json"

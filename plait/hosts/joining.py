@@ -1,4 +1,7 @@
-"""The port of host 0 for hosts that join: those that know the secret get in, others cost next to nothing."""
+"""A host joins a run: the invitation for its user, the port of host 0, what the host says of itself, who may join.
+
+Hosts that know the secret get in; others cost host 0 next to nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from ipaddress import ip_address
@@ -26,11 +29,11 @@ from plait.checked_json import SingleLine, one_line, typed_value
 from plait.errors import PlaitError
 from plait.hosts.connection import DEFAULT_HEARTBEAT, ConnectionLoop, Heartbeat, HostConnection, bell
 from plait.hosts.handshake import SECRET_VARIABLE, Refused, Secret, greet_joiner, new_secret, read_secret
+from plait.hosts.protocol import Refusal
 from plait.hosts.wire import Wire, WireEnded
 from plait.launch.network import interface_of, local_addresses, network_facts, network_lines
-from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST
-from plait.machines.machine import Machine, software_versions, usable_cores
-from plait.probing.survey import MachineSurvey
+from plait.launch.values.job import THREADS_AT_MOST
+from plait.machines.machine import software_versions, usable_cores
 from plait.units import counted, format_duration
 from plait.version import wheel_install_line
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -47,12 +50,12 @@ class Arrival:
     """A host that has proven to know the secret and waits to be admitted, with what it reports about itself."""
 
     link: HostConnection
-    host_info: Mapping[str, Any]
+    hello: Mapping[str, Any]
 
     @property
     def name(self) -> str:
         """What it calls itself, else its address."""
-        return one_line(str(self.host_info.get("name", self.link.address)))
+        return one_line(str(self.hello.get("name", self.link.address)))
 
 
 class FailedAttempts:
@@ -100,6 +103,8 @@ class JoinListener:
         self._loop = loop or ConnectionLoop()
         self._listener = listener_at(address, port)
         self.port: int = self._listener.getsockname()[1]
+        self.join_address = joined_text(address, self.port)
+        """HOST:PORT, for the others to type."""
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._awake, self._wake = bell()
         self._strangers: deque[socket.socket] = deque()
@@ -181,9 +186,9 @@ class JoinListener:
         else:
             self._take_arrival(wire, hello)
 
-    def _take_arrival(self, wire: Wire, host_info: Mapping[str, Any]) -> None:
+    def _take_arrival(self, wire: Wire, hello: Mapping[str, Any]) -> None:
         link = HostConnection(wire, handlers={}, heartbeat=self._heartbeat, loop=self._loop)
-        arrival = Arrival(link=link, host_info=host_info)
+        arrival = Arrival(link=link, hello=hello)
         with self._lock:
             why = self._turned_away_because
             if why is None and self._arrivals.qsize() >= self._greeted_at_most:
@@ -212,7 +217,7 @@ def _hello(wire: Wire) -> Mapping[str, Any]:
 
 def refuse_host(link: HostConnection, sentence: str) -> None:
     """Tell a host why it is not admitted, and hang up; never blocks."""
-    link.part("refused", {"sentence": sentence})
+    link.part(Refusal(sentence=sentence))
 
 
 def listener_at(address: str, port: int) -> socket.socket:
@@ -242,14 +247,10 @@ def _hang_up(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-# What a host reports about itself when it joins a run, and the reasons for the leading host to refuse it.
-
-
 MAX_CLOCK_SKEW_S = 60.0
 _LATEST_CLOCK_S = 1e11  # some three thousand years after 1970
 # What travels as a name is printed on other hosts: no brackets, which rich takes for markup.
-_HOST_NAME, _DEVICE_NAME = re.compile(r"[\w.-][\w .-]{0,63}"), re.compile(r"[^\[\]\n]{0,200}")
-_REASON = re.compile(r"[^\[\]\x00-\x1f\x7f]{0,300}")
+_HOST_NAME = re.compile(r"[\w.-][\w .-]{0,63}")
 _HEXADECIMAL = re.compile(r"[0-9a-f]{0,64}")
 
 
@@ -284,63 +285,57 @@ class HostInfo:
             raise ValueError("HostInfo is invalid")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MachineReport:
-    fingerprint: Mapping[str, Any]
-    peak_flops: float | None
-    peak_doubt: SingleLine = ""
-    reason: str | None = None
-
-
-def own_host_info(working: WorkingFolder = CURRENT_FOLDER) -> dict[str, Any]:
-    """This host's name, software, clock, cores and working folder, as a HostInfo's values."""
+def own_host_info(working: WorkingFolder = CURRENT_FOLDER, program: str = "") -> HostInfo:
+    """What this host says of itself now; `program` is the hash of the program file that it runs, if any."""
     versions = dict(software_versions())
-    return {
-        "name": re.sub(r"[^\w.-]", "-", platform.node())[:64] or "a host without a name",
-        "mark": hardware_id(),
-        "plait": versions["plait"],
-        "code": code_hash(),
-        "torch": versions["torch"],
-        "python": versions["python"],
-        "clock_s": time.time(),
-        "cores": usable_cores(),
-        "folder": str(working.path.absolute()),
-    }
+    return HostInfo(
+        name=re.sub(r"[^\w.-]", "-", platform.node())[:64] or "a host without a name",
+        mark=hardware_id(),
+        plait=versions["plait"],
+        code=code_hash(),
+        torch=versions["torch"],
+        python=versions["python"],
+        clock_s=time.time(),
+        cores=usable_cores(),
+        folder=str(working.path.absolute()),
+        program=program,
+    )
 
 
-def why_host_cannot_join(host_info: Mapping[str, Any], leader_info: Mapping[str, Any]) -> str | None:
-    """Why a host may not join, as one sentence for its own terminal; None if it may.
+def admitted_info(hello: Mapping[str, Any], leader: HostInfo) -> HostInfo:
+    """What a host that may join says of itself; raises PlaitError, with one sentence for that host's own terminal, for
+    one that may not.
 
-    `leader_info` is the leading host's info at this moment. The part of a version after "+" (which build of torch it
-    is) may differ.
+    `leader` is the leading host at this moment. The part of a version after "+" (which build of torch it is) may
+    differ.
     """
-    lead = leader_info["name"]
-    install = f"copy the wheel of its plait here and type: {_install_line(leader_info)}"
+    lead, install = leader.name, f"copy the wheel of its plait here and type: {_install_line(leader)}"
     try:
-        typed_value(HostInfo, host_info)
+        host = typed_value(HostInfo, hello)
     except ValueError:
-        lacking = f"install plait {leader_info['plait']} here, too"
-        return f"{lead} does not understand this host's greeting; {lacking}; {install}"
-    for package in ("plait", "torch"):
-        here, there = (str(one[package]).partition("+")[0] for one in (host_info, leader_info))
+        raise PlaitError(
+            f"{lead} does not understand this host's greeting; install plait {leader.plait} here, too; {install}"
+        ) from None
+    for package, own, theirs in (("plait", host.plait, leader.plait), ("torch", host.torch, leader.torch)):
+        here, there = own.partition("+")[0], theirs.partition("+")[0]
         if here != there:
-            return (
+            raise PlaitError(
                 f"this host has {package} {here} and {lead} has {there}; install {package} {there} here, too; {install}"
             )
-    if host_info["code"] != leader_info["code"]:
-        return (
-            f"this host's plait is of the same version as {lead}'s, {leader_info['plait']}, but its files differ; "
+    if host.code != leader.code:
+        raise PlaitError(
+            f"this host's plait is of the same version as {lead}'s, {leader.plait}, but its files differ; "
             f"install the same commit on both; {install}"
         )
-    if sentence := _why_not_its_program(str(host_info.get("program", "")), str(leader_info.get("program", "")), lead):
-        return sentence
-    ahead_s = host_info["clock_s"] - leader_info["clock_s"]
+    if sentence := _why_not_its_program(host.program, leader.program, lead):
+        raise PlaitError(sentence)
+    ahead_s = host.clock_s - leader.clock_s
     if abs(ahead_s) > MAX_CLOCK_SKEW_S:
-        return (
+        raise PlaitError(
             f"this host's clock is {format_duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} {lead}'s; "
             "set it right (for example: timedatectl set-ntp true) and join again"
         )
-    return None
+    return host
 
 
 def _why_not_its_program(here: str, there: str, lead: str) -> str | None:
@@ -354,13 +349,8 @@ def _why_not_its_program(here: str, there: str, lead: str) -> str | None:
     return None
 
 
-def _install_line(leader_info: Mapping[str, Any]) -> str:
-    return wheel_install_line(str(leader_info["plait"]), torch=str(leader_info["torch"]).partition("+")[0])
-
-
-def joined_host_text(name: str, host_info: Mapping[str, Any]) -> str:
-    """A host that joined, in words."""
-    return f"{name}: {counted(host_info['cores'], 'core')}"
+def _install_line(leader: HostInfo) -> str:
+    return wheel_install_line(leader.plait, torch=leader.torch.partition("+")[0])
 
 
 def failed_attempts_text(count: int) -> str:
@@ -390,32 +380,6 @@ def code_hash() -> str:
         if path.suffix in (".py", ".toml") and path.parent.name != "examples":
             digest.update(os.fsencode(path.relative_to(package)) + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-def machine_survey(values: Mapping[str, Any] | None, host: str) -> MachineSurvey:
-    """The machine that a host's worker described; raises PlaitError, with the host's name, where it did not or where
-    no machine is like that."""
-    try:
-        report = typed_value(_MachineReport, values)
-        pairs = {"versions": [list(pair) for pair in dict(report.fingerprint["versions"]).items()]}
-        machine = typed_value(Machine, {**report.fingerprint, **pairs})
-        names = (machine.name, *machine.unlike)
-        is_right = 1 <= machine.devices <= RANKS_AT_MOST and 1 <= machine.cores <= THREADS_AT_MOST
-        if not is_right or machine.memory_bytes < 0 or (report.peak_flops is not None and report.peak_flops <= 0):
-            raise ValueError("a size is out of range")
-        if not all(_DEVICE_NAME.fullmatch(name) for name in names) or any(len(pair) != 2 for pair in machine.versions):
-            raise ValueError("a name has signs that no device's has")
-        if not set(machine.without) <= {"bf16"} or not _REASON.fullmatch(machine.uncompiled):
-            raise ValueError("what its GPUs lack is not what GPUs can lack")
-    except (ValueError, KeyError, TypeError) as error:
-        raise PlaitError(
-            f"{host} does not say what machine it is ({one_line(str(error))}); install the same commit on both"
-        ) from None
-    machine = replace(machine, versions=tuple(sorted(machine.versions)))
-    return MachineSurvey(machine=machine, peak_flops=report.peak_flops, peak_doubt=report.peak_doubt)
-
-
-# The hosts that a person requested for a run, and the invitation for the others: where to join, and with which secret.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

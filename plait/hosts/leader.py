@@ -1,4 +1,5 @@
-"""Host 0 of a run on several hosts: admits the others, and runs jobs on all of them as if they were one machine."""
+"""Host 0 of a run on several hosts: invites and admits the others, and runs jobs on all of them as if they were one
+machine."""
 
 from __future__ import annotations
 
@@ -11,25 +12,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from plait.checked_json import one_line
 from plait.errors import Interrupted, PlaitError
 from plait.hosts.connection import DEFAULT_HEARTBEAT, Heartbeat
 from plait.hosts.connectivity import ConnectivityListener, check_connectivity
 from plait.hosts.handshake import Secret
 from plait.hosts.joining import (
+    HostInfo,
     HostsRequest,
     JoinListener,
+    admitted_info,
     choose_address,
     choose_secret,
     failed_attempts_text,
     invitation_text,
-    joined_host_text,
     joined_text,
     listener_at,
     network_text,
     own_host_info,
-    why_host_cannot_join,
 )
 from plait.hosts.membership import HostIdentity, JoinPolicy, Member, Membership
+from plait.hosts.protocol import RunEnd
 from plait.hosts.remote_ranks import RemoteWorkerHost
 from plait.launch.local.guard import allow_open_files
 from plait.launch.local.run import ForkServer, Rendezvous
@@ -38,13 +41,15 @@ from plait.launch.local.site import MembershipEvents, WorkerHost
 from plait.launch.local.supervise import Supervision
 from plait.launch.network import interface_of
 from plait.launch.values.entries import EntryTable
-from plait.launch.values.failed_job import lost_host
+from plait.launch.values.failure import lost_host
 from plait.launch.values.job import HostRanks, Job, JobResult, Message, StoppedBy
 from plait.launch.values.phase import PhaseTimeouts
 from plait.screen.screen import Log
+from plait.units import counted
 from plait.workers import ENTRIES
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
+JOIN_TIMEOUT_S = 3600.0
 _FILES_OF_A_MEMBER = 4  # the connection, both ends of its link's bell, and one to spare
 
 
@@ -103,7 +108,7 @@ class Hosts:
         failed = None if isinstance(error, Interrupted) else error
         if isinstance(error, Interrupted):
             self._stopped_by = error.signal
-        last = {"stopped_by": self._stopped_by} if failed is None else {"failed": _as_sentence(failed)}
+        last = RunEnd(stopped_by=self._stopped_by) if failed is None else RunEnd(failed=_as_sentence(failed))
         self.membership.close(last)
         self.server.__exit__(kind, error, at)
 
@@ -128,35 +133,7 @@ class Hosts:
     def join_address(self) -> str:
         """HOST:PORT, for the others to type."""
         assert self._listener is not None, "Hosts serve only within their with block"
-        return joined_text(self._address, self._listener.port)
-
-    def admit(
-        self,
-        check_host_info: Callable[[Mapping[str, Any]], str | None],
-        within_s: float,
-        order: Sequence[HostIdentity] = (),
-        on_lost: Callable[[str], None] = lambda name: None,
-        on_failed: Callable[[int], None] = lambda count: None,
-        joining: JoinPolicy = "closed",
-    ) -> tuple[Member, ...]:
-        """Wait until all hosts are in. If `joining` is "closed" nobody listens then, and the secret opens nothing any
-        more; if it is "open" others may join for as long as the block lasts, see Membership.
-
-        Hosts are numbered by their addresses, except that those in `order`, host 0 first, come before all others in
-        that order: each known by its "mark", or else by its "name". `check_host_info` is called with each host's info
-        in turn, here; a sentence from it is shown there and sends the host away. `on_lost` gets the name of a host that
-        left; `on_failed`, each minute and when all are in, how many came in vain. Raises PlaitError when time is up.
-        """
-        admitted = self.membership.admit(
-            check_host_info, within_s, order=order, on_lost=on_lost, on_failed=on_failed, joining=joining
-        )
-        if admitted is None:
-            raise self.membership.who_is_missing(self.join_address, within_s)
-        return admitted
-
-    def renumber(self, order: Sequence[int]) -> None:
-        """Make host n the one that was admitted as order[n]; host 0 stays, those not in `order` are sent home."""
-        self.membership.renumber(order)
+        return self._listener.join_address
 
     def run(
         self,
@@ -232,12 +209,6 @@ def _as_sentence(error: BaseException) -> str:
     return f"ended by {type(error).__name__} there; see what it printed"
 
 
-# Hosts are invited to a run, and admitted: the secret, the address, who may join, and what is said of it.
-
-
-JOIN_TIMEOUT_S = 3600.0
-
-
 @contextmanager
 def invited_hosts(
     request: HostsRequest,
@@ -249,12 +220,19 @@ def invited_hosts(
     kept_secret: Path | None = None,
     why_full: Callable[[int], str | None] = lambda others: None,
     entries: EntryTable = ENTRIES,
+    program: str = "",
+    join_options: str = "",
 ) -> Iterator[Hosts]:
     """Invite other hosts and wait until all have joined; the end of the block releases them.
 
+    With a `program`, which is the hash of its file, only hosts that run the same one may join, and are told to do it
+    with `join_options`.
+
     Hosts in `previous_hosts`, matched by mark or name, keep their order; the others follow, sorted by address. A secret
-    that is shown on a terminal is kept in the file `kept_secret`, for those that join later. By an "open" door others
-    join later, unless `why_full` gives a sentence for the number of those that are in. Raises as leader_workers.
+    that is shown on a terminal is kept in the file `kept_secret`, for those that join later: with `joining` "open",
+    unless `why_full` gives a sentence for the number of those that are in.
+
+    Raises PlaitError where the address, the port or the secret cannot be used, or nobody came for an hour.
     """
     address = choose_address(request.address)
     secret, told = choose_secret(request.secret_file, kept=kept_secret)
@@ -268,20 +246,20 @@ def invited_hosts(
         working_folder=working.path,
     ) as hosts:
         log(network_text(address))
-        log(invitation_text(members, hosts.join_address, told))
+        log(invitation_text(members, hosts.join_address, told, join_options))
 
-        def check(host_info: Mapping[str, Any]) -> str | None:
-            sentence = why_host_cannot_join(host_info, own_host_info())
-            if sentence is None and hosts.membership.is_complete:
-                sentence = why_full(len(hosts.members))
-            name = " ".join(str(host_info.get("name")).split())[:80]
-            if sentence is None:
-                log(f"joined   {joined_host_text(name, host_info)}")
-            else:
-                log(f"refused  {name}: {' '.join(sentence.split())}")
-            return sentence
+        def check(hello: Mapping[str, Any]) -> HostInfo:
+            try:
+                info = admitted_info(hello, own_host_info(program=program))
+                if hosts.membership.is_complete and (sentence := why_full(len(hosts.members))):
+                    raise PlaitError(sentence)
+            except PlaitError as error:
+                log(f"refused  {one_line(str(hello.get('name')))[:80]}: {one_line(str(error))}")
+                raise
+            log(f"joined   {info.name}: {counted(info.cores, 'core')}")
+            return info
 
-        arrived = hosts.admit(
+        arrived = hosts.membership.admit(
             check,
             JOIN_TIMEOUT_S,
             order=previous_hosts,
@@ -289,5 +267,5 @@ def invited_hosts(
             on_failed=lambda count: log(f"refused  {failed_attempts_text(count)}"),
             joining=joining,
         )
-        check_connectivity(ConnectivityListener(own_host_info()["name"], address), arrived)
+        check_connectivity(ConnectivityListener(own_host_info().name, address), arrived)
         yield hosts

@@ -7,31 +7,34 @@ import contextlib
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from plait.errors import PlaitError, RunFailed
-from plait.hosts.checkpoints import copies_handlers
-from plait.hosts.connection import DEFAULT_HEARTBEAT, Handler, Heartbeat, HostConnection
+from plait.hosts.checkpoints import memory_handlers
+from plait.hosts.connection import DEFAULT_HEARTBEAT, Heartbeat, HostConnection
 from plait.hosts.handshake import JOINER_S, Secret, greet_leader
-from plait.hosts.joining import joined_text
+from plait.hosts.joining import HostInfo, joined_text
 from plait.hosts.protocol import (
+    EventReport,
+    Handlers,
+    HostMessage,
     KillServerOrder,
     Notice,
+    RanksProgress,
     Refusal,
     RunEnd,
     SignalOrder,
     StartOrder,
     UnexpectedMessage,
-    parse_message,
 )
-from plait.hosts.wire import Frame, Wire
+from plait.hosts.wire import Wire
 from plait.launch.local.run import ForkServer, Rendezvous
 from plait.launch.local.signals import SignalMailbox, collected_signals
-from plait.launch.local.site import LocalWorkerHost
+from plait.launch.local.site import LocalWorkerHost, RankEvent
 from plait.launch.network import interface_of
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import STOP_IN_WORDS, Job, ReleasedBy
@@ -74,8 +77,8 @@ def connect(address: str, port: int, secret: Secret, *, local_address: str | Non
 def serve(
     wire: Wire,
     *,
-    host_info: Mapping[str, Any],
-    handlers: Mapping[str, Handler],
+    host_info: HostInfo,
+    handlers: Handlers,
     entries: EntryTable,
     while_running: Callable[[Job], AbstractContextManager[None]] = lambda job: nullcontext(),
     say: Say = lambda subject, sentence: None,
@@ -94,8 +97,8 @@ def serve(
     """
     starts = "at once" if entries.preload else "with a job"
     with collected_signals() as signals, ForkServer(entries, working_folder=working_folder, starts=starts) as server:
-        wire.send("hello", host_info)
-        link = HostConnection(wire, handlers={**handlers, **copies_handlers(server)}, heartbeat=heartbeat)
+        wire.send("hello", asdict(host_info))
+        link = HostConnection(wire, handlers={**handlers, **memory_handlers(server)}, heartbeat=heartbeat)
         with contextlib.closing(link):
             return _Agent(link, server, signals, wire, while_running, say).run()
 
@@ -138,34 +141,33 @@ class _Agent:
         return self._stopped_by
 
     def _read_link(self) -> None:
-        for frame in self._link.read():
+        for message in self._link.read():
             try:
-                self._obey(frame)
+                self._obey(message)
             except UnexpectedMessage as error:
                 self._link.leave(str(error))
-                raise RunFailed(f"{self._leader} was lost: {error}; {_JOIN_AGAIN}") from None
         if self._link.lost is not None and self._stopped_by is None:
             raise RunFailed(f"{self._leader} was lost: {self._link.lost}; {_JOIN_AGAIN}")
 
-    def _obey(self, frame: Frame) -> None:
-        values = frame.values
-        if frame.kind == "run":
-            self._start(parse_message(StartOrder, values))
-        elif frame.kind == "refused":
-            raise PlaitError(parse_message(Refusal, values).sentence)
-        elif frame.kind == "end":
-            end = parse_message(RunEnd, values)
-            if end.failed is not None:
-                raise RunFailed(f"{self._leader} ended the run: {end.failed}")
-            self._stopped_by = end.stopped_by
-        elif frame.kind == "notice":
-            self._say("hosts", parse_message(Notice, values).sentence)
-        elif frame.kind == "signal":
-            self._signal(parse_message(SignalOrder, values))
-        elif frame.kind == "kill":
-            order = parse_message(KillServerOrder, values)
-            if self._site is not None and order.number == self._number:
-                self._site.kill()
+    def _obey(self, message: HostMessage) -> None:
+        match message:
+            case StartOrder():
+                self._start(message)
+            case Refusal():
+                raise PlaitError(message.sentence)
+            case RunEnd():
+                if message.failed is not None:
+                    raise RunFailed(f"{self._leader} ended the run: {message.failed}")
+                self._stopped_by = message.stopped_by
+            case Notice():
+                self._say("hosts", message.sentence)
+            case SignalOrder():
+                self._signal(message)
+            case KillServerOrder():
+                if self._site is not None and message.number == self._number:
+                    self._site.kill()
+            case EventReport() | RanksProgress():
+                raise UnexpectedMessage("it reported ranks to a host that leads none; install the same commit on both")
 
     def _signal(self, order: SignalOrder) -> None:
         if self._site is not None and order.number == self._number:
@@ -222,10 +224,10 @@ class _Agent:
         if self._server_stopped_looks * LOOK_EVERY_S >= HangTimeouts().stopped_s:
             site.kill()
         if ranks := site.observe():
-            self._send_event({"progress": [asdict(rank) for rank in ranks]}, "progress")
+            self._link.send(RanksProgress(number=self._number, ranks=tuple(ranks)))
 
-    def _send_event(self, event: Mapping[str, Any], kind: Literal["event", "progress"] = "event") -> None:
-        self._link.send(kind, {"number": self._number, "event": event, "sent_at_s": time.monotonic()})
+    def _send_event(self, event: RankEvent) -> None:
+        self._link.send(EventReport(number=self._number, event=event, sent_at_s=time.monotonic()))
 
     def _read_signals(self) -> None:
         for name in self._signals.read():

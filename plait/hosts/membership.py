@@ -1,24 +1,28 @@
 """Who takes part in a run over several hosts beside host 0: those that were admitted, those that wait, those that
-leave. It may change whenever no ranks run."""
+leave. It may change whenever no ranks run. Hosts of a run that continues keep the numbers that they had."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from ipaddress import ip_address
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from plait.checked_json import typed_value
 from plait.errors import PlaitError, StopSignal
 from plait.hosts.connection import HostConnection, part_from_all
-from plait.hosts.joining import CROWDED_SENTENCE, FULL_SENTENCE, Arrival, JoinListener, refuse_host
+from plait.hosts.joining import CROWDED_SENTENCE, FULL_SENTENCE, Arrival, HostInfo, JoinListener, refuse_host
+from plait.hosts.protocol import Notice, Reply, RequestKind, RunEnd
 from plait.hosts.remote_ranks import RemoteWorkerHost
-from plait.hosts.wire import Frame
 from plait.launch.local.site import WorkerHost
-from plait.launch.values.job import SIGNAL_OF_LEAVING
+from plait.launch.values.job import SIGNAL_OF_LEAVING, LeftBy
 from plait.machines.machine import strip_name_number
 
 _LOOK_S = 0.2
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
 WAITING_AT_MOST = 64
 """Hosts that wait to be taken in at the next checkpoint; later ones are asked to come again."""
 GIVEN_UP_SENTENCE = "host 0 gave up the run before all hosts were in; see what it printed"
@@ -26,28 +30,34 @@ OVER_SENTENCE = "the run ended before this host was taken in; see what host 0 pr
 WAITS_SENTENCE = "the run is at work; this host is taken in at its next checkpoint"
 JoinPolicy = Literal["closed", "open"]
 """Whether hosts may still join once all that were wanted are in."""
-_LEFT_BY = {signal: left for left, signal in SIGNAL_OF_LEAVING.items()}
+_LEFT_BY: Mapping[StopSignal, LeftBy] = {signal: left for left, signal in SIGNAL_OF_LEAVING.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """An admitted host, numbered from 1; `host_info` is what it sent about itself, with its "name" if it has one."""
+    """An admitted host, numbered from 1."""
 
     host: int
-    name: str
-    address: str
-    host_info: Mapping[str, Any]
+    host_info: HostInfo
     link: HostConnection = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.host_info.name
+
+    @property
+    def address(self) -> str:
+        return self.link.address
 
     def __str__(self) -> str:
         return self.name if self.name == self.address else f"{self.name} ({self.address})"
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Frame:
-        """What the host's handler of this kind replies; from any thread, at any time, also while a job runs.
+    def ask(self, request: RequestKind[_Q, _A], question: _Q, blob: bytes = b"") -> Reply[_A]:
+        """What the host's handler of this request replies; from any thread, at any time, also while a job runs.
 
         Blocks for as long as the host lives. Raises RunFailed when it is lost, and the handler's PlaitError.
         """
-        return self.link.ask(kind, values, blob, host=str(self))
+        return self.link.ask(request, question, blob, host=str(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,43 +90,54 @@ class Membership:
         self._listener, self._wanted = listener, wanted
         self._joining: JoinPolicy = "closed"
         self._arrived: tuple[Member, ...] = ()
-        self._admitted: list[Arrival] = []
-        self._waiting: list[Arrival] = []
+        self._admitted: list[Member] = []
+        self._waiting: list[Member] = []
         self._leaving: dict[HostConnection, StopSignal] = {}
         self.is_complete = False
         """Whether all wanted hosts came, so that those who come now are late."""
         self._wants_pause = False
-        self._check: Callable[[Mapping[str, Any]], str | None] = lambda host_info: None
+        self._check: Callable[[Mapping[str, Any]], HostInfo] = partial(typed_value, HostInfo)
         self._on_failed: Callable[[int], None] = lambda count: None
 
     def admit(
         self,
-        check_host_info: Callable[[Mapping[str, Any]], str | None],
+        check: Callable[[Mapping[str, Any]], HostInfo],
         within_s: float,
-        *,
-        order: Sequence[HostIdentity],
-        on_lost: Callable[[str], None],
-        on_failed: Callable[[int], None],
-        joining: JoinPolicy,
-    ) -> tuple[Member, ...] | None:
-        """Wait for all wanted hosts; see `Hosts.admit`. None when time is up."""
-        self._check, self._on_failed, self._joining = check_host_info, on_failed, joining
+        order: Sequence[HostIdentity] = (),
+        on_lost: Callable[[str], None] = lambda name: None,
+        on_failed: Callable[[int], None] = lambda count: None,
+        joining: JoinPolicy = "closed",
+    ) -> tuple[Member, ...]:
+        """Wait until all wanted hosts are in. If `joining` is "closed" nobody listens then, and the secret opens
+        nothing any more; if it is "open" others may join later.
+
+        Hosts are numbered by their addresses, except that those in `order`, host 0 first, come before all others in
+        that order: each known by its mark, or else by its name. `check` gets what each host says of itself and returns
+        it as its HostInfo; a PlaitError that it raises is shown there and sends the host away. `on_lost` gets the name
+        of a host that left; `on_failed`, each minute and when all are in, how many came in vain. Raises PlaitError when
+        time is up.
+        """
+        self._check, self._on_failed, self._joining = check, on_failed, joining
         deadline = time.monotonic() + within_s
         while len(self._admitted) < self._wanted:
             if time.monotonic() > deadline:
-                return None
+                raise PlaitError(
+                    f"{len(self._admitted)} of {self._wanted} other hosts joined {self._listener.join_address} within "
+                    f"{within_s:g} s; start plait join on each, see that they reach this address, and run the same "
+                    "command again"
+                )
             arrival = self._listener.next(min(_LOOK_S, deadline - time.monotonic()))
-            if arrival is not None and self._is_let_in(arrival):
-                self._admitted.append(arrival)
+            if arrival is not None and (member := self._let_in(arrival)):
+                self._admitted.append(member)
             self._drop_the_lost(on_lost)
             self._tell_failed(time.monotonic() if len(self._admitted) < self._wanted else float("inf"))
         self.is_complete = True
         if joining == "closed":
             self._listener.stop(FULL_SENTENCE)
-        came = sorted(self._admitted, key=lambda one: by_address(one.link.address))
-        places = host_numbers([(one.host_info.get("mark", ""), one.name) for one in came], order)
+        came = sorted(self._admitted, key=lambda one: by_address(one.address))
+        places = host_numbers([(one.host_info.mark, one.name) for one in came], order)
         arrived = sorted(zip(places, came, strict=True), key=lambda pair: pair[0])
-        self._arrived = self.members = tuple(_member(host, one) for host, (_, one) in enumerate(arrived, start=1))
+        self._arrived = self.members = _numbered([one for _, one in arrived])
         return self.members
 
     def renumber(self, order: Sequence[int]) -> None:
@@ -124,7 +145,7 @@ class Membership:
         assert order[0] == 0 and len(set(order)) == len(order), order
         stay = [self._arrived[host - 1] for host in order[1:]]
         for left in [one for one in self.members if all(one.link is not other.link for other in stay)]:
-            left.link.part("end", {"stopped_by": "not needed"})
+            left.link.part(RunEnd(stopped_by="not needed"))
         self.members = _numbered(stay)
 
     def renew(self) -> HostChange:
@@ -134,10 +155,10 @@ class Membership:
         gone = [(one, departure) for one in self.members if (departure := self._departure_of(one)) is not None]
         for one, departure in gone:
             if departure.by is not None:
-                one.link.part("end", {"stopped_by": _LEFT_BY[departure.by]})
+                one.link.part(RunEnd(stopped_by=_LEFT_BY[departure.by]))
             one.link.close()
         left = [one for one, _ in gone]
-        came = [_member(0, arrival) for arrival in self._waiting if arrival.link.lost is None]
+        came = [one for one in self._waiting if one.link.lost is None]
         for arrival in self._waiting:
             if arrival.link.lost is not None:
                 arrival.link.close()
@@ -153,12 +174,12 @@ class Membership:
             refuse_host(link, sentence)
         self._arrived = self.members = _numbered([one for one in self.members if one.link not in links])
 
-    def close(self, last: Mapping[str, Any]) -> None:
+    def close(self, last: RunEnd) -> None:
         """Stop listening, send those that wait home, and the members the last message of the run."""
         self._listener.close(OVER_SENTENCE if self.is_complete else GIVEN_UP_SENTENCE)
         for arrival in self._waiting:
             refuse_host(arrival.link, OVER_SENTENCE)  # while the members are waited for below
-        part_from_all([one.link for one in (self.members if self.is_complete else self._admitted)], "end", last)
+        part_from_all([one.link for one in (self.members if self.is_complete else self._admitted)], last)
 
     # As the MembershipEvents of a job.
 
@@ -173,9 +194,9 @@ class Membership:
         while self._joining == "open" and (arrival := self._listener.next(0)) is not None:
             if len(self._waiting) >= WAITING_AT_MOST:
                 refuse_host(arrival.link, CROWDED_SENTENCE)
-            elif self._is_let_in(arrival):
-                self._waiting.append(arrival)
-                arrival.link.send("notice", {"sentence": WAITS_SENTENCE})
+            elif member := self._let_in(arrival):
+                self._waiting.append(member)
+                member.link.send(Notice(sentence=WAITS_SENTENCE))
         self._tell_failed(time.monotonic())
 
     def may_take_in(self) -> None:
@@ -200,11 +221,12 @@ class Membership:
             return Departure(name=member.name, why=f"was lost: {member.link.lost}", by=None)
         return None
 
-    def _is_let_in(self, arrival: Arrival) -> bool:
-        sentence = self._check(arrival.host_info)
-        if sentence:
-            refuse_host(arrival.link, sentence)
-        return not sentence
+    def _let_in(self, arrival: Arrival) -> Member | None:
+        try:
+            return Member(host=0, host_info=self._check(arrival.hello), link=arrival.link)
+        except PlaitError as error:
+            refuse_host(arrival.link, str(error))
+            return None
 
     def _tell_failed(self, now_s: float) -> None:
         if failed := self._listener.failed_attempts.due(now_s):
@@ -217,24 +239,9 @@ class Membership:
             self._admitted.remove(arrival)
             on_lost(arrival.name)
 
-    def who_is_missing(self, join_address: str, within_s: float) -> PlaitError:
-        """That not all wanted hosts came in time."""
-        return PlaitError(
-            f"{len(self._admitted)} of {self._wanted} other hosts joined {join_address} within {within_s:g} s; "
-            "start plait join on each, see that they reach this address, and run the same command again"
-        )
-
 
 def _numbered(members: Sequence[Member]) -> tuple[Member, ...]:
     return tuple(replace(member, host=host) for host, member in enumerate(members, start=1))
-
-
-def _member(host: int, arrival: Arrival) -> Member:
-    host_info, link = arrival.host_info, arrival.link
-    return Member(host=host, name=arrival.name, address=link.address, host_info=host_info, link=link)
-
-
-# Gives the hosts of a run that continues the numbers that they had before.
 
 
 HostIdentity = tuple[str, str]

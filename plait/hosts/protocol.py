@@ -1,47 +1,107 @@
-"""The frames that hosts exchange, as frozen values: nothing that arrives is used before it was checked here."""
+"""What the hosts of a run say to each other, as frozen values; what arrives is used only after it was checked here.
+
+Host 0 sends orders, and requests that a joined host answers; a joined host sends reports about its ranks. A request
+stands with its question, its reply and its handler in the file of its subject.
+"""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from plait.checked_json import SingleLine, typed_value
 from plait.errors import PlaitError
-from plait.hosts.wire import BLOB_BYTES_AT_MOST
-from plait.launch.local.signals import StopSignal
-from plait.launch.local.site import KillOrder, RankEvent
+from plait.launch.local.site import KillOrder
 from plait.launch.values.failure import RankRaised
-from plait.launch.values.job import RANKS_AT_MOST, Job, ReleasedBy
+from plait.launch.values.job import Job, ReleasedBy
 from plait.launch.values.progress import RankProgress
 
 _T = TypeVar("_T")
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
 _RENDEZVOUS = re.compile(r"tcp://(\[[0-9a-f:.]+\]|[0-9.]+):[0-9]{1,5}/job-[0-9]{1,9}")
+ODD_REQUEST_ADVICE = "the host that leads asks for it; install the same commit of plait on both"
+"""The end of a sentence about a request that plait never sends."""
+
+
+class UnexpectedMessage(PlaitError):
+    """The other end of a connection sent what no plait of this version sends."""
+
+
+def parse_message(kind: type[_T], values: object) -> _T:
+    """A frame's values as the message that it must be; raises UnexpectedMessage for anything else."""
+    try:
+        return typed_value(kind, values)
+    except ValueError as error:
+        raise UnexpectedMessage(
+            f"it sent what plait does not send ({error}); install the same commit on both"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestKind:
-    """How many bytes may stand beside a request's and its reply's values, and how long the reply may take."""
+class RequestKind(Generic[_Q, _A]):
+    """Something that host 0 may ask of a joined host: the types of the question and of the reply, how many bytes may
+    stand beside each, and how long the reply may take."""
 
+    name: str
+    question: type[_Q]
+    reply: type[_A]
     blob_bytes: int = 0
     reply_blob_bytes: int = 0
     reply_within_s: float = 600.0
     """Seconds in which the other host replies to nothing at all, after which it counts as lost."""
 
 
-REQUESTS: Mapping[str, RequestKind] = {
-    "take": RequestKind(reply_within_s=6 * 3600.0),  # it hashes the files that it has
-    "block": RequestKind(blob_bytes=BLOB_BYTES_AT_MOST, reply_within_s=3600.0),  # after the last one it waits for disks
-    "put": RequestKind(blob_bytes=BLOB_BYTES_AT_MOST),
-    "read": RequestKind(reply_blob_bytes=BLOB_BYTES_AT_MOST),
-}
-"""The requests that carry bytes or take long; all other requests, and all other frames, carry none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nothing:
+    """A question or a reply without values."""
 
 
-class UnexpectedMessage(PlaitError):
-    """The other end of a connection sent what no plait of this version sends."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply(Generic[_A]):
+    """The reply to a request, and the bytes beside it."""
+
+    values: _A
+    blob: bytes = b""
+
+
+DONE = Reply(values=Nothing())
+Handlers = Mapping[RequestKind[Any, Any], Callable[[Any, bytes], Reply[Any]]]
+"""What a joined host answers: for each request a function of the question and the bytes beside it."""
+
+
+class Peer(Protocol):
+    """Another host that answers requests; `ask` blocks until it has replied."""
+
+    @property
+    def name(self) -> str: ...
+    def ask(self, request: RequestKind[_Q, _A], question: _Q, blob: bytes = b"") -> Reply[_A]: ...
+
+
+def answer_request(handlers: Handlers, name: str, values: object, blob: bytes) -> Reply[Any]:
+    """What this host answers; raises PlaitError for anything that host 0's plait never asks."""
+    request = next((one for one in handlers if one.name == name), None)
+    if request is None:
+        raise UnexpectedMessage("it was asked what nobody asks it; install the same commit on both")
+    try:
+        question = typed_value(request.question, values)
+    except ValueError as error:
+        raise PlaitError(
+            f"the host that leads asked for what plait never asks ({error}); install the same commit on both"
+        ) from None
+    return handlers[request](question, blob)
+
+
+def parse_reply(request: RequestKind[Any, _A], values: object, blob: bytes, host: str) -> Reply[_A]:
+    """Another host's reply; raises PlaitError, with the host's name, for what is none."""
+    try:
+        return Reply(values=typed_value(request.reply, values), blob=blob)
+    except ValueError as error:
+        raise PlaitError(
+            f"{host} replied what plait never replies ({error}); install the same commit on both"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +120,7 @@ class StartOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalOrder:
-    """Host 0: send a signal to your ranks of job `number`, and tell a person why, if it says so."""
+    """Host 0: send a signal to your ranks of job `number`; `why`, if any, is for the user there."""
 
     number: int
     order: KillOrder
@@ -97,6 +157,38 @@ class RunEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventReport:
+    """A joined host: what happened to a rank of job `number` (see remote_ranks.py), and when this was sent, by that
+    host's clock."""
+
+    number: int
+    event: Mapping[str, Any]
+    sent_at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksProgress:
+    """A joined host: how far its ranks of job `number` are."""
+
+    number: int
+    ranks: tuple[RankProgress, ...]
+
+
+HostMessage = StartOrder | SignalOrder | KillServerOrder | Refusal | Notice | RunEnd | EventReport | RanksProgress
+MESSAGES: Mapping[str, type[HostMessage]] = {
+    "run": StartOrder,
+    "signal": SignalOrder,
+    "kill": KillServerOrder,
+    "refused": Refusal,
+    "notice": Notice,
+    "end": RunEnd,
+    "event": EventReport,
+    "progress": RanksProgress,
+}
+MESSAGE_NAMES = {kind: name for name, kind in MESSAGES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Farewell:
     """Either end: I am about to hang up, and why, as the end of a sentence."""
 
@@ -105,7 +197,7 @@ class Farewell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Host 0: what does your handler of this kind reply?"""
+    """Host 0: a request of this kind, with the values of its question."""
 
     number: int
     kind: str
@@ -114,7 +206,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A joined host: what the handler replied to question `number`, or the error that it raised."""
+    """A joined host: the values of the answer to request `number`, or the error that the handler raised."""
 
     number: int
     values: Mapping[str, Any] | None = None
@@ -123,144 +215,3 @@ class Answer:
     def __post_init__(self) -> None:
         if (self.values is None) == (self.raised is None):
             raise ValueError("an answer holds either values or an error")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopiesQuestion:
-    """Host 0: of which steps do you hold whole copies of the state of all your ranks, of this lineage?"""
-
-    ranks: int
-    lineage: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ranks <= RANKS_AT_MOST:
-            raise ValueError(f"{self.ranks} ranks on one host")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopiesAnswer:
-    """A joined host: of these."""
-
-    steps: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventReport:
-    """A joined host: what happened to a rank of job `number`, and when this was sent, by that host's clock."""
-
-    number: int
-    event: Mapping[str, Any]
-    sent_at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Started:
-    rank: int
-    started: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    rank: int
-    told: str
-    values: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Returned:
-    rank: int
-    returned: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Raised:
-    raised: RankRaised
-    rank: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
-    rank: int
-    ended: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Died:
-    died: int
-    code: int
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Over:
-    over: bool
-    reason: SingleLine | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Forked:
-    forked: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Progress:
-    progress: tuple[RankProgress, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stop:
-    stop: StopSignal
-
-
-_Event = _Started | _Told | _Returned | _Raised | _Ended | _Died | _Over | _Forked | _Progress | _Stop
-_EVENTS: Mapping[str, type[_Event]] = {
-    "started": _Started,
-    "told": _Told,
-    "returned": _Returned,
-    "raised": _Raised,
-    "ended": _Ended,
-    "died": _Died,
-    "over": _Over,
-    "forked": _Forked,
-    "progress": _Progress,
-    "stop": _Stop,
-}
-"""What can happen at a joined host, by the key that says it (see the note on events in local/site.py)."""
-
-
-def parse_message(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """A frame's values as the message that it must be; raises UnexpectedMessage for anything else."""
-    try:
-        return typed_value(kind, values)
-    except ValueError as error:
-        raise UnexpectedMessage(
-            f"it sent what plait does not send ({error}); install the same commit on both"
-        ) from None
-
-
-def parse_event(report: EventReport, job: Job) -> RankEvent:
-    """An event of another host's part of a job, with moments of our clock; the journey's own time is left in them.
-
-    Raises UnexpectedMessage for what is no event, and for one of a rank that this host does not run.
-    """
-    kinds = [kind for key, kind in _EVENTS.items() if key in report.event]
-    event = parse_message(kinds[0] if kinds else _Forked, report.event)
-    if any(rank is not None and rank not in job.own_ranks for rank in _ranks_of(event)):
-        raise UnexpectedMessage("it sent word of a rank that it does not run; install the same commit on both")
-    later_s = time.monotonic() - report.sent_at_s
-    if isinstance(event, _Died):
-        event = replace(event, at_s=event.at_s + later_s)
-    if isinstance(event, _Raised):
-        event = replace(event, raised=replace(event.raised, at_s=event.raised.at_s + later_s))
-    return asdict(event)
-
-
-def _ranks_of(event: _Event) -> list[int | None]:
-    """Every rank that an event speaks of; None for an error before there were ranks."""
-    if isinstance(event, _Raised):
-        return [event.rank, event.raised.rank]
-    if isinstance(event, _Died):
-        return [event.died]
-    if isinstance(event, _Progress):
-        return [one.rank for one in event.progress]
-    return [] if isinstance(event, _Over | _Forked | _Stop) else [event.rank]

@@ -1,30 +1,21 @@
-"""The hosts of a run as they come and go: who is there is asked again between any two starts of its workers."""
+"""The hosts of a run as they come and go, by loss or by wish: who is there is asked again between any two starts of its
+workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 from plait.errors import PlaitError, StopSignal
 from plait.hosts.connectivity import ConnectivityListener, check_connectivity, host_cut_off
 from plait.hosts.job_files import FileStager
 from plait.hosts.joining import HostsRequest, own_host_info
 from plait.hosts.leader import Hosts, invited_hosts
-from plait.hosts.membership import Departure, HostIdentity, JoinPolicy, Member
-from plait.hosts.workers import KnownMachines, LeaderWorkers
-from plait.launch.values.entries import EntryTable
-from plait.launch.values.failed_job import FailureFacts
-from plait.machines.requested_workers import PeakNeed
+from plait.hosts.membership import Departure, HostIdentity, Member
+from plait.hosts.workers import KnownMachines, LeaderWorkers, RunOnHosts
+from plait.launch.values.failure import FailureFacts
 from plait.planner.plan import Plan
-from plait.planner.resolve.named_layout import named_degrees
-from plait.recipe.schema import RunConfig
-from plait.run_folder import RunFolder
-from plait.screen.screen import Screen
-from plait.units import counted
-from plait.workers import ENTRIES, CannotGoOn, PlanFor, Renewed
-from plait.working_folder import CURRENT_FOLDER, WorkingFolder
+from plait.workers import CannotGoOn, PlanFor, Renewed
 
 _MAY_BE_OF_A_LINK = ("hung", "lost connection", "no answer")
 """Causes of failures after which hosts look whether they still reach each other."""
@@ -96,7 +87,7 @@ class RunHosts:
                 yield Departure(name=member.name, why=f"cannot take part ({failure.what})", by=None)
 
     def _own_listener(self) -> ConnectivityListener:
-        return ConnectivityListener(own_host_info()["name"], self._hosts.addresses[0])
+        return ConnectivityListener(own_host_info().name, self._hosts.addresses[0])
 
     def _usable(self, came: Sequence[Member]) -> list[Member]:
         """Those who reach all others, and whose folder takes this run; the others are sent home."""
@@ -119,17 +110,7 @@ class RunHosts:
         self._hosts.membership.send_home(members, sentence)
 
     def _new_workers(self) -> LeaderWorkers:
-        run = self._run
-        return LeaderWorkers(
-            self._hosts,
-            folder=run.folder.path,
-            config=run.config,
-            log=run.screen.print,
-            working=run.working,
-            joining=run.joining,
-            peak=run.peak,
-            known=self._known,
-        )
+        return LeaderWorkers(self._hosts, self._run, self._known)
 
 
 @contextmanager
@@ -188,42 +169,3 @@ def came_and_went(gone: Sequence[str], came: Sequence[str]) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-# A run that machines are found for, and on which terms hosts may come and go.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOnHosts:
-    """The recipe and folder of a run, and the screen that its command prints on."""
-
-    config: RunConfig
-    folder: RunFolder
-    screen: Screen
-    working: WorkingFolder = CURRENT_FOLDER
-    peak: PeakNeed = "measured"
-    """What is asked of machines at once; a run that goes on by its plan measures them only where that must change."""
-
-    entries: EntryTable = ENTRIES
-    """What the ranks of this machine run."""
-
-    @property
-    def joining(self) -> JoinPolicy:
-        """Whether hosts may come and go while the run goes on."""
-        return "open" if self.config.recover.mode == "auto" else "closed"
-
-    @property
-    def secret_file(self) -> Path:
-        """Where a secret that was shown on a terminal lives as long as the run."""
-        return self.folder.path / ".secret"
-
-    def why_full(self, others: int) -> str | None:
-        """Why a further host is of no use beside host 0 and this many others, where that is known of any host."""
-        named = named_degrees(self.config)
-        if named is None or named.world_size > 1 + others:
-            return None
-        needed = counted(named.world_size, "worker")
-        return (
-            f"the recipe's layout needs {needed}, and the run has {1 + others} hosts; leave this one out, or leave the "
-            "degrees out of [layout], so that the planner can use it"
-        )

@@ -4,6 +4,7 @@ what that means for a run, and its lock."""
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,44 @@ from pathlib import Path
 
 from plait.checkpoint.shared_disk import names_now
 from plait.errors import PlaitError
-from plait.hosts.files import convert_disk_errors, safe_path
+from plait.hosts.files import check_file_name, convert_disk_errors, require_valid, safe_path
+from plait.hosts.protocol import RequestKind
 from plait.private_folder import make_private_folder
 from plait.regular_file import append_to_file
 from plait.run_folder import hold_lock
+
+_NONCE_NAME, _NONCE = re.compile(r"nonce-[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nonce:
+    """A file with a random name and content that host 0 has just written into `folder`: a run's, or the cache."""
+
+    folder: str
+    name: str
+    content: str
+
+    def __post_init__(self) -> None:
+        require_valid(_NONCE_NAME.fullmatch(self.name) and _NONCE.fullmatch(self.content), "Nonce.name or .content")
+        top, _, run = self.folder.partition("/")
+        require_valid(self.folder == ".plait" or (top == "runs" and check_file_name(run)), "Nonce.folder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedQuestion:
+    """Do you see these nonces at the same places below your working folder?"""
+
+    nonces: tuple[Nonce, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedReply:
+    """Whether the host works in the folder that host 0 works in."""
+
+    shared: bool
+
+
+SEE_FOLDER = RequestKind(name="see", question=SharedQuestion, reply=SharedReply)
 
 
 @contextmanager

@@ -298,9 +298,6 @@ def _ready(connection: socket.socket, event: int, within_s: float) -> bool:
     return bool(poll.poll(max(0.0, within_s) * 1000))
 
 
-# JSON that another host sent: plain values of bounded depth, without what could do harm where it is printed.
-
-
 def parse_frame_text(text: bytes) -> Any:
     """The value of a JSON text; raises ValueError unless it is UTF-8 without NUL, of bounded depth and with finite
     numbers of bounded length alone.

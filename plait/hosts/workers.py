@@ -1,22 +1,26 @@
-"""A run over several hosts, seen from host 0: who may join, how many workers each has, and how a job runs on all."""
+"""The workers of several hosts, seen from host 0: what machines they are, how many workers each has, and how a job runs
+on all."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from plait.checked_json import SingleLine, one_line, typed_value
 from plait.errors import PlaitError
 from plait.hosts.checkpoints import CheckpointCollector, copied_steps
 from plait.hosts.connection import HostConnection
 from plait.hosts.job_files import FileStager, joined_host_part, own_part, read_job_argument
-from plait.hosts.joining import HostsRequest, machine_survey, own_host_info
+from plait.hosts.joining import HostsRequest, own_host_info
 from plait.hosts.leader import HostPart, Hosts, invited_hosts
 from plait.hosts.membership import JoinPolicy, Member
-from plait.launch.values.job import Job, JobResult, Message
+from plait.launch.values.entries import EntryTable
+from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST, Job, JobResult, Message
 from plait.machines.machine import Machine, make_names_unique, usable_cores
 from plait.machines.requested_workers import (
     ANY_WORKERS,
@@ -32,9 +36,11 @@ from plait.planner.resolve.named_layout import named_degrees
 from plait.planner.resolve.named_workers import named_workers
 from plait.probing.survey import MachineSurvey
 from plait.recipe.schema import RunConfig
-from plait.screen.screen import Log
+from plait.run_folder import RunFolder
+from plait.screen.screen import Screen
 from plait.units import counted
 from plait.workers import (
+    ENTRIES,
     MACHINE_CHECK_ENTRY,
     MEASURE_ENTRY,
     PROBE_ENTRY,
@@ -45,7 +51,45 @@ from plait.workers import (
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 STOP_GRACE_S = 120.0
+# What travels as a name is printed on other hosts: no brackets, which rich takes for markup.
+_DEVICE_NAME, _REASON = re.compile(r"[^\[\]\n]{0,200}"), re.compile(r"[^\[\]\x00-\x1f\x7f]{0,300}")
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOnHosts:
+    """The recipe and folder of a run, and the screen that its command prints on."""
+
+    config: RunConfig
+    folder: RunFolder
+    screen: Screen
+    working: WorkingFolder = CURRENT_FOLDER
+    peak: PeakNeed = "measured"
+    """What is asked of machines at once; a run that goes on by its plan measures them only where that must change."""
+
+    entries: EntryTable = ENTRIES
+    """What the ranks of this machine run."""
+
+    @property
+    def joining(self) -> JoinPolicy:
+        """Whether hosts may come and go while the run goes on."""
+        return "open" if self.config.recover.mode == "auto" else "closed"
+
+    @property
+    def secret_file(self) -> Path:
+        """Where a secret that was shown on a terminal lives as long as the run."""
+        return self.folder.path / ".secret"
+
+    def why_full(self, others: int) -> str | None:
+        """Why a further host is of no use beside host 0 and this many others, where that is known of any host."""
+        named = named_degrees(self.config)
+        if named is None or named.world_size > 1 + others:
+            return None
+        needed = counted(named.world_size, "worker")
+        return (
+            f"the recipe's layout needs {needed}, and the run has {1 + others} hosts; leave this one out, or leave the "
+            "degrees out of [layout], so that the planner can use it"
+        )
 
 
 KnownMachines = dict[tuple[HostConnection | None, PeakNeed], MachineSurvey]
@@ -56,27 +100,12 @@ class LeaderWorkers:
     """The workers of this host and of the members that it has now, ranks numbered host by host.
 
     `hosts` must have admitted its members; when they change another LeaderWorkers takes over, with the same `known`
-    machines. `folder` is the run's. With `joining` "open" a training job is paused, after a checkpoint, for hosts
-    that wait to be taken in. With `peak` "as known" no processor is measured before somebody asks for its rate.
+    machines. With `run.joining` "open" a training job is paused, after a checkpoint, for hosts that wait.
     """
 
-    def __init__(
-        self,
-        hosts: Hosts,
-        *,
-        folder: Path,
-        config: RunConfig,
-        log: Log,
-        working: WorkingFolder = CURRENT_FOLDER,
-        joining: JoinPolicy = "closed",
-        peak: PeakNeed = "measured",
-        known: KnownMachines | None = None,
-    ) -> None:
-        self._hosts, self._folder, self._config, self._log = hosts, folder, config, log
-        self.working_folder = working
-        self._joining: JoinPolicy = joining
-        self._peak: PeakNeed = peak
-        self._known: KnownMachines = {} if known is None else known
+    def __init__(self, hosts: Hosts, run: RunOnHosts, known: KnownMachines) -> None:
+        self._hosts, self._run, self._known = hosts, run, known
+        self.working_folder = run.working
         self._members_as_admitted = hosts.members
         self._host_order = tuple(range(1 + len(hosts.members)))
         """For each host number, the index of that host in the order of admission."""
@@ -90,12 +119,13 @@ class LeaderWorkers:
     @cached_property
     def _host_shares_as_admitted(self) -> tuple[HostShare, ...]:
         infos = [own_host_info(), *(member.host_info for member in self._hosts.members)]
-        names = [own_host_info()["name"], *(member.name for member in self._hosts.members)]
-        machines = [site.machine for site in self._surveys_as_admitted(self._peak)]
-        bare = default_host_shares(make_names_unique(names), machines, named_workers(self._config))
-        shares = tuple(replace(share, mark=info["mark"]) for share, info in zip(bare, infos, strict=True))
-        check_worker_count(self._config, shares)
-        self._log(f"hosts    {host_shares_text(shares)}")
+        machines = [site.machine for site in self._surveys_as_admitted(self._run.peak)]
+        bare = default_host_shares(
+            make_names_unique([info.name for info in infos]), machines, named_workers(self._run.config)
+        )
+        shares = tuple(replace(share, mark=info.mark) for share, info in zip(bare, infos, strict=True))
+        check_worker_count(self._run.config, shares)
+        self._run.screen.print(f"hosts    {host_shares_text(shares)}")
         return shares
 
     @property
@@ -157,13 +187,13 @@ class LeaderWorkers:
             )
         assert job.world_size == self.fixed_workers.workers, job
         self._file_stager = self._file_stager or FileStager(
-            self._hosts.members, self._folder, self._log, self.working_folder
+            self._hosts.members, self._run.folder.path, self._run.screen.print, self.working_folder
         )
         places = self._file_stager.stage_job_files(folder, "run" if training else "job", asked.resume)
         first, *others = self.host_shares
         parts = [own_part(job, first.workers, first.threads)]
         parts += [joined_host_part(job, share, place) for share, place in zip(others, places, strict=True)]
-        membership = self._hosts.membership if training and self._joining == "open" else None
+        membership = self._hosts.membership if training and self._run.joining == "open" else None
         heard = _of_rank_0(self._noting_saves(folder, on_message) if membership else on_message)
         on_full_host = "leave out" if membership else "wait"
         with CheckpointCollector(self._member_of, folder / "checkpoints", heard, on_full_host) as gathering:
@@ -185,7 +215,8 @@ class LeaderWorkers:
         return heard
 
     def copied_steps(self, lineage: int) -> Sequence[int]:
-        return steps_copied_by_all(self._hosts, self.host_shares, lineage)
+        counts = [share.workers for share in self.host_shares]
+        return copied_steps(self._hosts.server, self._hosts.members, counts, lineage)
 
     def _probe_parts(self, job: Job) -> list[HostPart]:
         """The part of every host in a probe: all its workers, and no files."""
@@ -198,9 +229,11 @@ class LeaderWorkers:
         if host_order != self._host_order:
             assert self._file_stager is None, "somebody was served in another order"
             self._host_order = host_order
-            self._hosts.renumber(host_order)
+            self._hosts.membership.renumber(host_order)
             if names := ", ".join(share.name for host, share in enumerate(shares) if host not in host_order):
-                self._log(f"left out {names}: a step takes no less time with it; it may be used for something else")
+                self._run.screen.print(
+                    f"left out {names}: a step takes no less time with it; it may be used for something else"
+                )
 
     def _order_without_left_out(self, plan: Plan) -> tuple[int, ...]:
         """The hosts that a begun run's plan uses, where those it leaves out have joined again; else nothing."""
@@ -220,7 +253,7 @@ class LeaderWorkers:
     def _surveys_as_admitted(self, peak: PeakNeed) -> tuple[MachineSurvey, ...]:
         """Survey all hosts that are not known side by side, each in a worker that uses all its cores."""
         links = [None, *(member.link for member in self._members_as_admitted)]
-        cores = [usable_cores(), *(member.host_info["cores"] for member in self._members_as_admitted)]
+        cores = [usable_cores(), *(member.host_info.cores for member in self._members_as_admitted)]
         unknown = [self._known_survey(link, peak) is None for link in links]
         if any(unknown):
             assert self._hosts.members == self._members_as_admitted, "surveyed before any host moves"
@@ -238,7 +271,7 @@ class LeaderWorkers:
 
     def _survey(self, cores: Sequence[int], chosen: Sequence[bool], peak: PeakNeed) -> dict[int, Mapping[str, Any]]:
         """What the worker of each chosen host says of its machine, by rank."""
-        argument = SurveyRequest(requested=named_workers(self._config), peak=peak).to_json()
+        argument = SurveyRequest(requested=named_workers(self._run.config), peak=peak).to_json()
         job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=sum(chosen), threads=1, at_stop="abandon")
         found: dict[int, Mapping[str, Any]] = {}
 
@@ -262,7 +295,35 @@ def _of_rank_0(on_message: OnMessage) -> OnMessage:
     return lambda message: on_message(message) if message.rank == 0 else None
 
 
-# How many workers each host of a run has, and how many threads each of them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MachineReport:
+    fingerprint: Mapping[str, Any]
+    peak_flops: float | None
+    peak_doubt: SingleLine = ""
+    reason: str | None = None
+
+
+def machine_survey(values: Mapping[str, Any] | None, host: str) -> MachineSurvey:
+    """The machine that a host's worker described; raises PlaitError, with the host's name, where it did not or where
+    no machine is like that."""
+    try:
+        report = typed_value(_MachineReport, values)
+        pairs = {"versions": [list(pair) for pair in dict(report.fingerprint["versions"]).items()]}
+        machine = typed_value(Machine, {**report.fingerprint, **pairs})
+        names = (machine.name, *machine.unlike)
+        is_right = 1 <= machine.devices <= RANKS_AT_MOST and 1 <= machine.cores <= THREADS_AT_MOST
+        if not is_right or machine.memory_bytes < 0 or (report.peak_flops is not None and report.peak_flops <= 0):
+            raise ValueError("a size is out of range")
+        if not all(_DEVICE_NAME.fullmatch(name) for name in names) or any(len(pair) != 2 for pair in machine.versions):
+            raise ValueError("a name has signs that no device's has")
+        if not set(machine.without) <= {"bf16"} or not _REASON.fullmatch(machine.uncompiled):
+            raise ValueError("what its GPUs lack is not what GPUs can lack")
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlaitError(
+            f"{host} does not say what machine it is ({one_line(str(error))}); install the same commit on both"
+        ) from None
+    machine = replace(machine, versions=tuple(sorted(machine.versions)))
+    return MachineSurvey(machine=machine, peak_flops=report.peak_flops, peak_doubt=report.peak_doubt)
 
 
 def default_host_shares(
@@ -308,19 +369,9 @@ def check_worker_count(config: RunConfig, shares: Sequence[HostShare]) -> None:
         )
 
 
-def steps_copied_by_all(hosts: Hosts, shares: Sequence[HostShare], lineage: int) -> Sequence[int]:
-    """The steps of which all workers of all hosts have copies of their state, as `WorkerPool.copied_steps`."""
-    return copied_steps(hosts.server, hosts.members, [share.workers for share in shares], lineage)
-
-
 @contextmanager
-def leader_workers(
-    request: HostsRequest, *, config: RunConfig, folder: Path, log: Log, working: WorkingFolder = CURRENT_FOLDER
-) -> Iterator[LeaderWorkers]:
-    """Invite other hosts, wait until all have joined, and lead them; the end of the block releases them.
-
-    Hosts are sorted by address. Raises PlaitError where the address, the port or the secret cannot be used, or nobody
-    came for an hour.
-    """
-    with invited_hosts(request, log=log, working=working) as hosts:
-        yield LeaderWorkers(hosts, folder=folder, config=config, log=log, working=working)
+def leader_workers(request: HostsRequest, run: RunOnHosts) -> Iterator[LeaderWorkers]:
+    """Invite other hosts, wait until all have joined, and lead them; the end of the block releases them. See
+    `invited_hosts`."""
+    with invited_hosts(request, log=run.screen.print, working=run.working) as hosts:
+        yield LeaderWorkers(hosts, run, {})

@@ -1,4 +1,5 @@
-"""Which network interface owns an address: gloo and NCCL are given interfaces, people choose addresses."""
+"""The network interface on which a run's hosts meet: which one owns an address, what this machine says of it, and the
+variables that gloo and NCCL get for it, with the reasons."""
 
 from __future__ import annotations
 
@@ -84,9 +85,6 @@ def _address_text(address: _SocketAddress) -> str:
     return ""
 
 
-# What this machine says of the interface that a run's hosts meet on: size of packets, speed, RDMA, and what limits it.
-
-
 _ROOT = Path("/")
 
 
@@ -165,9 +163,6 @@ def _size(folder: Path) -> int | None:
     except OSError:
         return None
     return found.f_blocks * found.f_frsize
-
-
-# What the ranks' own traffic is told of the network by variables, each with the fact that is its reason.
 
 
 FAST_MEGABITS = 100_000

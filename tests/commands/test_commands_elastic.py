@@ -15,7 +15,7 @@ import pytest
 from plait.commands.monitoring.account import LedgerLine, ledger_of
 from plait.commands.monitoring.training import TrainingEnd, run_training
 from plait.launch.local.run import ForkServer
-from plait.launch.values.failed_job import FailureFacts
+from plait.launch.values.failure import FailureFacts
 from plait.launch.values.job import Job, JobResult, Message
 from plait.layout import Layout
 from plait.planner.plan import Plan

@@ -18,11 +18,12 @@ from plait.commands.monitoring.elastic_workers import (
 from plait.errors import PlaitError, StopSignal
 from plait.hosts import run_hosts
 from plait.hosts.handshake import new_secret, read_secret
-from plait.hosts.joining import choose_secret
+from plait.hosts.joining import choose_secret, own_host_info
 from plait.hosts.leader import Hosts
 from plait.hosts.membership import Departure, HostChange, Member
-from plait.hosts.run_hosts import RunHosts, RunOnHosts, came_and_went
-from plait.launch.values.failed_job import FailureFacts
+from plait.hosts.run_hosts import RunHosts, came_and_went
+from plait.hosts.workers import RunOnHosts
+from plait.launch.values.failure import FailureFacts
 from plait.layout import Layout
 from plait.machines.machine import Machine, usable_cores
 from plait.planner.plan import Forecast, Plan
@@ -82,6 +83,9 @@ def test_other_layouts_are_named_and_unknown_times_left_out(plan: Plan) -> None:
 class _Link:
     lost: str | None = None
 
+    def __init__(self, address: str) -> None:
+        self.address = address
+
 
 class _Membership:
     """Answers `renew` with one change after another."""
@@ -114,7 +118,8 @@ class _Hosts:
 
 
 def member(name: str) -> Member:
-    return Member(host=1, name=name, address=f"10.0.0.{ord(name)}", host_info={}, link=cast(Any, _Link()))
+    link = _Link(f"10.0.0.{ord(name)}")
+    return Member(host=1, host_info=replace(own_host_info(), name=name), link=cast(Any, link))
 
 
 def gone(*names: str, by: StopSignal | None = None) -> HostChange:

@@ -11,7 +11,7 @@ from plait.commands.monitoring.newest_state import newest_checkpoint
 from plait.commands.monitoring.recovery import Recovery
 from plait.commands.monitoring.session import Session, Start
 from plait.errors import PlaitError
-from plait.launch.values.failed_job import FailureFacts, WorkersFailed
+from plait.launch.values.failure import FailureFacts, WorkersFailed
 from plait.recipe.schema import RecoverSection
 from plait.report.incidents import read_incidents
 from plait.report.metrics import StepReport

@@ -28,9 +28,9 @@ from plait.hosts.protocol import (
     SignalOrder,
     StartOrder,
     UnexpectedMessage,
-    parse_event,
     parse_message,
 )
+from plait.hosts.remote_ranks import parse_event
 from plait.hosts.wire import FRAME_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded, parse_frame_text
 from plait.launch.values.failure import RankRaised
 from plait.launch.values.job import HostRanks, Job

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from plait.commands.planning.introduction import layout_in_words
 from plait.errors import PlaitError
-from plait.launch.values.failed_job import FailureFacts
+from plait.launch.values.failure import FailureFacts
 from plait.layout import Layout
 from plait.machines.machine import Machine, usable_cores
 from plait.planner.plan import Plan
@@ -55,9 +55,6 @@ def change_of_speed(before: Plan, after: Plan) -> str:
 
 def _without_copies(layout: Layout) -> list[int]:
     return [degree for axis, degree in {**layout.degrees, "expert": layout.expert}.items() if axis != "replicate"]
-
-
-# The workers of a run on one machine, whose GPUs or processor cores may be lost for good.
 
 
 _NOT_OF_A_DEVICE = ("SIGKILL", "SIGTERM", "SIGINT")

@@ -16,7 +16,7 @@ from plait.commands.monitoring.bad_numbers import after_bad_step, guard_argument
 from plait.commands.monitoring.newest_state import NewestState
 from plait.commands.monitoring.session import Session, Start
 from plait.errors import GaveUp, PlaitError
-from plait.launch.values.failed_job import FailureFacts, HostNotServed, WorkersFailed
+from plait.launch.values.failure import FailureFacts, HostNotServed, WorkersFailed
 from plait.planner.plan import Plan
 from plait.recipe.schema import RecoverSection
 from plait.report.atomic import cannot_write

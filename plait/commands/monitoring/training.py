@@ -24,7 +24,7 @@ from plait.commands.planning.introduction import Details
 from plait.commands.planning.running_runs import listed_as_running, registry_folder, run_on_this_machine
 from plait.commands.preparing.base import keep_base_files
 from plait.errors import PlaitError
-from plait.launch.values.failed_job import FailureFacts, HostNotServed, WorkersFailed
+from plait.launch.values.failure import FailureFacts, HostNotServed, WorkersFailed
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
