@@ -33,7 +33,7 @@ FULL_CHECKPOINTS = 2
 
 
 UNFINISHED_CHECKPOINTS = 64
-"""This many checkpoints of which parts may lie here and none was completed: plait writes one after another."""
+"""The most checkpoints that may be half copied at one time; plait writes them one after another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class CopiesQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiesReply:
-    """Of these."""
+    """The steps of these copies."""
 
     steps: tuple[int, ...]
 

@@ -124,7 +124,7 @@ READ_FILE = RequestKind(name="read", question=ReadRequest, reply=ReadReply, repl
 
 
 def require_valid(fact: object, what: str) -> None:
-    """Raise ValueError for a message's field that no plait fills so."""
+    """Raise ValueError, which names the field of the message, unless the fact holds."""
     if not fact:
         raise ValueError(f"{what} is invalid")
 

@@ -109,7 +109,7 @@ class RemoteWorkerHost:
         self._number = number
         self._over = False
         self._reported = set[tuple[str, int | None]]()
-        """What may be reported once of each rank, and was."""
+        """The reports that may come once for each rank, and came: their kind and the rank."""
         self._progress: Sequence[RankProgress] = ()
 
     def start(self, rendezvous: str | None) -> None:
