@@ -17,15 +17,17 @@ import signal
 import struct
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
+from plait.checked_json import typed_value
 from plait.errors import PlaitError, RunFailed
-from plait.launch.remote.agent import LeaderNotReached, connect, serve
-from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.listener import listener_at
-from plait.launch.remote.secret import Secret, new_secret
-from plait.launch.remote.wire import Wire
+from plait.hosts.connectivity import ConnectivityListener, check_connectivity
+from plait.hosts.handshake import Secret, new_secret
+from plait.hosts.joining import HostInfo, listener_at, own_host_info
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.member import LeaderNotReached, connect, serve
+from plait.hosts.wire import Wire
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job, Message
 
@@ -95,6 +97,7 @@ def main() -> int:
 def one_round(agents: int) -> ControlPlaneTimes:
     """Fork the agents, have them join, run a rank on each, kill one."""
     secret, board, port = new_secret(), Board(agents), _free_port()
+    own_host_info()  # so that not every agent reads all of plait for its hash
     began_s = time.monotonic()
     pids = [_forked_agent(number, port, secret, board) for number in range(agents)]
     try:
@@ -129,7 +132,7 @@ def _lead(
     parts = [HostPart(ranks=1, threads=1, argument="")] * (agents + 1)
     try:
         with Hosts(address=_LEADER, port=port, secret=secret, members=agents, entries=ENTRIES) as hosts:
-            members = hosts.admit(lambda hello: None, within_s=60)
+            members = hosts.membership.admit(partial(typed_value, HostInfo), within_s=60)
             joined_s = time.monotonic() - began_s
             check_connectivity(ConnectivityListener("host 0", _LEADER), members)
             reached_s = time.monotonic() - began_s
@@ -168,7 +171,13 @@ def _serve(number: int, port: int, secret: Secret, board: Board) -> None:
             board.note(number, time.monotonic())
 
     try:
-        serve(wire, host_info={"name": _name(number)}, handlers=connectivity.handlers, entries=ENTRIES, say=hear)
+        serve(
+            wire,
+            host_info=replace(own_host_info(), name=_name(number)),
+            handlers=connectivity.handlers,
+            entries=ENTRIES,
+            say=hear,
+        )
     except RunFailed as error:
         if " was lost: " not in str(error) or "ended the run" not in str(error):
             raise

@@ -79,8 +79,8 @@ def train(
     came and the state is saved. With several hosts it first waits until the others have joined. Call it from the main
     thread.
     """
-    from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.train import train as run
+    from plait.hosts.joining import HostsRequest
 
     check_arguments(hosts=hosts, address=address, port=port, secret_file=secret_file, progress=progress)
     config, working = load_recipe(recipe, overrides), named_folder(folder)

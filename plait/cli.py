@@ -61,8 +61,8 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", help="At the end, also print the whole receipt.")] = False,
 ) -> None:
     """Train a model as a recipe says. The same command continues a run that was stopped."""
-    from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.train import train
+    from plait.hosts.joining import HostsRequest
 
     check = "never" if no_check else "new layouts"
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
@@ -158,8 +158,8 @@ def probe(
     secret_file: SecretFile = None,
 ) -> None:
     """Measure this machine: arithmetic, memory and links. Also how much communication overlaps with arithmetic."""
-    from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.probe import probe
+    from plait.hosts.joining import HostsRequest
 
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
     if check:

@@ -9,16 +9,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, RunFailed, StopSignal
 from plait.launch.local.run import ForkServer
 from plait.launch.local.torchrun import launch_variables, threads_of, torchrun_context
 from plait.launch.values.entries import EntryTable
+from plait.launch.values.failure import FailureFacts
 from plait.launch.values.job import Job, JobResult, Message, RankContext
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
@@ -114,6 +115,52 @@ class HostWorkers(WorkerPool, Protocol):
     def host_machines(self, peak: PeakNeed = "measured") -> tuple[tuple[Machine, float | None, int], ...]:
         """Each host's machine, the rate of its processor and its number of workers; empty for a single host."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """A run's plan for the machines that are there now, and who came and went since the plan before, as a sentence
+    (`who`). `until` says how long it is slower for it."""
+
+    plan: Plan
+    subject: Literal["hosts", "devices"]
+    who: str
+    until: str = ""
+
+
+class CannotGoOn(RunFailed):
+    """The machines that are left cannot carry the run, which is saved; `left_by` is the signal by which the one that is
+    missing was stopped there, None where it was lost."""
+
+    def __init__(self, sentence: str, left_by: StopSignal | None) -> None:
+        super().__init__(sentence)
+        self.left_by: StopSignal | None = left_by
+
+
+class ElasticWorkers(Protocol):
+    """The workers of a run, on machines that may come and go between its starts."""
+
+    @property
+    def workers(self) -> WorkerPool:
+        """Those of the present machines."""
+        ...
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether the run may go on without a machine that it lost."""
+        ...
+
+    def renewed(self, plan: Plan, failure: FailureFacts | None) -> Renewed | None:
+        """Look at who is there, and plan again where that is not who was there before; None where nothing changed. Call
+        it while no ranks run. `failure` is what ended the start before; None where it was paused.
+
+        Raises CannotGoOn where the machines that are left cannot carry the run.
+        """
+        ...
+
+
+PlanFor = Callable[[HostWorkers], Plan]
+"""Makes a begun run's plan for the workers that are there; raises PlaitError where they cannot carry the run."""
 
 
 class ForkedWorkers:

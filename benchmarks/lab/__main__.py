@@ -56,7 +56,7 @@ def _flags() -> argparse.Namespace:
 def _runner(name: str) -> Runner:
     if name == "torchrun":
         return TorchrunRunner()
-    from plait.launch.remote.secret import new_secret
+    from plait.hosts.handshake import new_secret
 
     return JoinedRunner(new_secret().text)
 

@@ -25,7 +25,7 @@ from benchmarks.lab.orders import JoinedRunner
 from benchmarks.lab.turns import take_turn
 from benchmarks.machine import describe
 from plait.errors import RunFailed
-from plait.launch.remote.secret import new_secret
+from plait.hosts.handshake import new_secret
 from plait.planner.plan_file import read_plan
 
 WORK = Path(__file__).parents[2] / ".plait" / "rooms"

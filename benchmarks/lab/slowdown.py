@@ -32,7 +32,7 @@ from benchmarks.lab.leftovers import sweep
 from benchmarks.lab.orders import JoinedRunner
 from benchmarks.lab.turns import start_party
 from benchmarks.machine import describe
-from plait.launch.remote.secret import new_secret
+from plait.hosts.handshake import new_secret
 
 WORK = Path(__file__).parents[2] / ".plait" / "slowdown"
 CORES, SLOW = 0.6, 0.3

@@ -31,7 +31,7 @@ from benchmarks.lab.turns import take_turn
 from benchmarks.lab.unequal import speeds_at
 from benchmarks.machine import describe
 from plait.errors import RunFailed
-from plait.launch.remote.secret import new_secret
+from plait.hosts.handshake import new_secret
 
 WORK = Path(__file__).parents[2] / ".plait" / "speedup"
 CORES = 0.18

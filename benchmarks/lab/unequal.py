@@ -32,7 +32,7 @@ from benchmarks.lab.turns import take_turn
 from benchmarks.lab.wiring import Rate
 from benchmarks.machine import describe
 from plait.errors import RunFailed
-from plait.launch.remote.secret import new_secret
+from plait.hosts.handshake import new_secret
 from plait.planner.heterogeneous.batch_shares import shares_by_speed
 from plait.planner.plan_file import read_plan
 from plait.planner.problem.stage_partition import head_cost_in_layers

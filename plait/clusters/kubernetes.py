@@ -32,7 +32,7 @@ from plait.clusters.request import JobKind, Option, SubmitRequest
 from plait.clusters.tools import DESCRIBE, archive_command, tool_answer, unpack_answer
 from plait.commands.programs.program_file import program_bytes
 from plait.errors import PlaitError
-from plait.launch.remote.secret import new_secret
+from plait.hosts.handshake import new_secret
 from plait.machines.catalog import find_device_by_driver_name
 from plait.machines.cluster import Cluster
 from plait.recipe.schema import RunConfig

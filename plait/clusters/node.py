@@ -20,24 +20,22 @@ from plait.checkpoint.store import published_checkpoints, read_manifest
 from plait.clusters.job import AGAIN_SUFFIX, GPUS_VARIABLE, LEADER_VARIABLE, RANK_VARIABLE, USUAL_PORT
 from plait.clusters.slurm import REQUEUES_AT_MOST
 from plait.clusters.tools import tool_answer
-from plait.commands.hosts.invitation import ONE_HOST, HostsRequest, choose_secret
 from plait.commands.join import join
-from plait.commands.monitoring.elastic_workers import CannotGoOn
-from plait.commands.monitoring.finish import is_finished
-from plait.commands.planning.folder_lock import FolderTaken
-from plait.commands.planning.run_folder import run_folder
 from plait.commands.programs.run_program import run_program
 from plait.commands.train import train
 from plait.errors import REQUEUE_EXIT, GaveUp, PlaitError, RunFailed
-from plait.launch.network.interface import local_addresses
-from plait.launch.remote.agent import LeaderNotReached
-from plait.launch.remote.secret import SECRET_VARIABLE, Secret, read_secret
+from plait.hosts.handshake import SECRET_VARIABLE, Secret, read_secret
+from plait.hosts.joining import ONE_HOST, HostsRequest, choose_secret
+from plait.hosts.member import LeaderNotReached
+from plait.launch.network import local_addresses
 from plait.launch.values.job import StoppedBy
 from plait.private_folder import make_private_folder
 from plait.recipe.load import load_recipe
 from plait.report.atomic import replace_file
+from plait.run_folder import FolderTaken, run_folder
 from plait.screen.screen import Screen
 from plait.units import counted
+from plait.workers import CannotGoOn
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 JOIN_AT_LATEST_S = 3600.0
@@ -267,7 +265,7 @@ def _is_over(target: Sequence[str]) -> bool:
     if is_program(target):
         return False
     folder = run_folder(load_recipe(Path(target[0]), target[1:]).run.name)
-    return folder.has_begun and is_finished(folder)
+    return folder.has_begun and folder.is_finished
 
 
 def _holds_text(file: Path) -> bool:

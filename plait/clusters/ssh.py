@@ -35,7 +35,7 @@ from plait.clusters.machines import SERVER, NodeKind, cluster_of_node_kinds
 from plait.clusters.request import Option, SubmitRequest
 from plait.clusters.tools import archive_command, complaint_text, tool_answer, unpack_answer
 from plait.errors import PlaitError, RunFailed
-from plait.launch.remote.secret import new_secret
+from plait.hosts.handshake import new_secret
 from plait.machines.catalog import find_device_by_driver_name
 from plait.machines.cluster import Cluster
 from plait.recipe.schema import RunConfig

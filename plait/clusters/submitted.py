@@ -10,11 +10,11 @@ from plait.clusters.kubernetes import KUBERNETES
 from plait.clusters.request import Scheduler
 from plait.clusters.slurm import SLURM
 from plait.clusters.ssh import SSH
-from plait.commands.monitoring.finish import is_finished, print_finished
-from plait.commands.planning.run_folder import run_folder
+from plait.commands.monitoring.finish import print_finished
 from plait.errors import PlaitError
 from plait.private_folder import make_private_folder
 from plait.report.atomic import replace_file
+from plait.run_folder import run_folder
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -66,7 +66,7 @@ def fetch_job(name: str, screen: Screen, working: WorkingFolder = CURRENT_FOLDER
             raise
     if not folder.has_begun:
         raise PlaitError(f"{name} has not begun to train: {system.state(record)}; see plait logs {name}")
-    if is_finished(folder):
+    if folder.is_finished:
         print_finished(folder, screen, ())
     else:
         screen.print(f"fetched  {folder.path}; it is not finished: plait status {name}")

@@ -16,7 +16,7 @@ from plait.version import __version__
 
 def _run_names() -> list[str]:
     """For the shell's completion, which itself leaves out what does not fit the word that was begun."""
-    from plait.commands.planning.run_folder import run_names
+    from plait.run_folder import run_names
     from plait.working_folder import CURRENT_FOLDER
 
     return run_names(CURRENT_FOLDER)

@@ -39,8 +39,8 @@ def run_command(
     secret_file: SecretFile = None,
 ) -> None:
     """Run your own program on many devices. Over several hosts the others type plait join HOST:PORT --program."""
-    from plait.commands.hosts.invitation import HostsRequest
     from plait.commands.programs.run_program import run_program
+    from plait.hosts.joining import HostsRequest
 
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
     ended_by = run_program(program, arguments or [], workers=workers, hosts=requested, screen=screen_on(sys.stderr))

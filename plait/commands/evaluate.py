@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 
 from plait.commands.evaluating.measure import MeasuredText, run_evaluation
 from plait.commands.models.found_model import FoundModel, TrainedBy, find_model, template_folders
-from plait.commands.planning.run_folder import find_run
 from plait.commands.preparing.base import is_model_source
 from plait.commands.preparing.corpus import data_request
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
@@ -20,6 +19,7 @@ from plait.data.shards import open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
 from plait.planner.plan import Plan
+from plait.run_folder import find_run
 from plait.screen.screen import Screen, ShowProgress
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 

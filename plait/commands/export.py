@@ -29,7 +29,6 @@ from plait.commands.models.exported_run import (
     write_learnt_template,
 )
 from plait.commands.models.model_card import model_card
-from plait.commands.planning.run_folder import find_run
 from plait.data.preparation.tokens import corpus_tokenizer, load_tokenizer
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError, disk_advice
@@ -43,6 +42,7 @@ from plait.interop.write_weights import SHARD_BYTES, files_bytes, write_weights,
 from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
 from plait.planner.problem.model_words import objectives_left_out, without_objectives
+from plait.run_folder import find_run
 from plait.screen.screen import Screen
 from plait.units import format_bytes
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder

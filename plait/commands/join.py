@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import cast
 
-from plait.commands.hosts.host_info import own_host_info
-from plait.commands.hosts.invitation import check_first_address, network_text
-from plait.commands.hosts.joined_host import JoinedHostFiles
 from plait.commands.programs.program_file import PROGRAM_ENTRIES, program_hash, program_in_environment
 from plait.errors import PlaitError
-from plait.launch.remote.agent import connect, serve
-from plait.launch.remote.connectivity import ConnectivityListener
-from plait.launch.remote.secret import read_secret
+from plait.hosts.connectivity import ConnectivityListener
+from plait.hosts.handshake import read_secret
+from plait.hosts.job_files import JoinedHostFiles
+from plait.hosts.joining import check_first_address, network_text, own_host_info
+from plait.hosts.member import connect, serve
 from plait.launch.values.job import SIGNAL_OF_LEAVING, Job, ReleasedBy, StoppedBy
 from plait.screen.screen import Screen
 from plait.workers import ENTRIES
@@ -44,13 +43,11 @@ def join(
     def say(line: str) -> None:
         screen.print(line)
 
-    host_info = own_host_info(working)
-    if program is not None:
-        host_info["program"] = program_hash(program)
+    host_info = own_host_info(working, program="" if program is None else program_hash(program))
     with (
         program_in_environment(program),
         closing(JoinedHostFiles(working.path.absolute(), say)) as files,
-        closing(ConnectivityListener(host_info["name"], wire.local_address)) as connectivity,
+        closing(ConnectivityListener(host_info.name, wire.local_address)) as connectivity,
     ):
         try:
             # With a program there are no run's files: nothing here is read, written or listed for the leader.

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.checked_json import typed_value
-from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
-from plait.commands.hosts.members.invited import leader_workers
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.errors import PlaitError, RunFailed
+from plait.hosts.joining import ONE_HOST, HostsRequest
+from plait.hosts.workers import RunOnHosts, leader_workers
 from plait.launch.values.job import Job
 from plait.machines.catalog import link_at_rate
 from plait.machines.cluster import Cluster, cluster_json, cluster_of_hosts, cluster_of_machine
@@ -35,6 +35,7 @@ from plait.probing.request import (
 from plait.probing.survey import MachineSurvey, probe_cluster, resources_of, survey_machine
 from plait.recipe.load import load_recipe
 from plait.recipe.schema import RunConfig
+from plait.run_folder import run_folder
 from plait.screen.screen import Screen
 from plait.units import counted, format_duration
 from plait.workers import (
@@ -212,7 +213,8 @@ def probe_hosts(
     """
     check_output_file(out)
     config = load_recipe(recipe, overrides)
-    with leader_workers(hosts, config=config, folder=Path("runs") / config.run.name, log=screen.print) as workers:
+    run = RunOnHosts(config=config, folder=run_folder(config.run.name), screen=screen)
+    with leader_workers(hosts, run) as workers:
         found = workers.host_machines()
         corpus, _ = corpus_facts_or_usual(config)
         seen = on_paper(cluster_of_hosts(found, link_at_rate(1, "machine")))
@@ -281,8 +283,8 @@ def _checked(config: RunConfig | None, working: WorkingFolder) -> MachineCheck:
 
 def _checked_hosts(config: RunConfig, hosts: HostsRequest, screen: Screen, working: WorkingFolder) -> MachineCheck:
     """All hosts once they have joined, with all workers that they bring."""
-    folder = working.runs / config.run.name
-    with leader_workers(hosts, config=config, folder=folder, log=screen.print, working=working) as workers:
+    run = RunOnHosts(config=config, folder=run_folder(config.run.name, working), screen=screen, working=working)
+    with leader_workers(hosts, run) as workers:
         fixed = workers.fixed_workers
         assert fixed is not None, "hosts that joined bring their workers"
         first = workers.host_machines("as known")[0][0]

@@ -12,9 +12,7 @@ from plait.arguments import check_arguments
 from plait.checked_json import printable
 from plait.checkpoint.store import published_checkpoints
 from plait.commands.monitoring.account import RunAccount, account_of
-from plait.commands.monitoring.finish import is_finished
 from plait.commands.monitoring.run_end import run_end
-from plait.commands.planning.run_folder import find_run, run_names
 from plait.commands.python_call import in_call_words
 from plait.errors import PlaitError, installing
 from plait.planner.plan import Plan
@@ -22,6 +20,7 @@ from plait.recipe.schema import RunConfig
 from plait.report.metrics import read_metrics
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import read_receipt
+from plait.run_folder import find_run, run_names
 from plait.working_folder import named_folder
 
 MetricsForm = Literal["auto", "list", "frame"]
@@ -62,7 +61,7 @@ class Run:
     @property
     def receipt(self) -> Receipt | None:
         """The receipt of the finished run; None while steps of its plan are left, also of a larger `train.budget`."""
-        return read_receipt(self._folder.receipt) if is_finished(self._folder) else None
+        return read_receipt(self._folder.receipt) if self._folder.is_finished else None
 
     @property
     def checkpoints(self) -> Sequence[Path]:

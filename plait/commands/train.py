@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
-from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
-from plait.commands.hosts.joined_run import refuse_joined_folder
-from plait.commands.membership.open_workers import open_workers
-from plait.commands.membership.run_on_hosts import RunOnHosts
-from plait.commands.membership.run_plans import CheckMode, ReplanScope, RunPlans
-from plait.commands.monitoring.finish import is_finished, print_finished
+from plait.commands.monitoring.elastic_workers import OneMachine
+from plait.commands.monitoring.finish import print_finished
 from plait.commands.monitoring.training import TrainingEnd, run_training
-from plait.commands.planning.begun_plan import refuse_impossible_layout, refuse_lowered_budget, refuse_other_text
-from plait.commands.planning.folder_lock import lock_run_folder
+from plait.commands.planning.begun_plan import (
+    refuse_impossible_layout,
+    refuse_lowered_budget,
+    refuse_other_text,
+    resumed_plan,
+)
 from plait.commands.planning.introduction import Details, run_start, running_runs_text
-from plait.commands.planning.run_folder import NEW_PLAN_KEYS, check_changes, run_folder
-from plait.commands.preparing.corpus import prepared_corpus
+from plait.commands.planning.make_plan import make_plan
+from plait.commands.preparing.corpus import (
+    corpus_facts,
+    heldout_lines,
+    learnt_facts,
+    overlong_lines,
+    prepared_corpus,
+    run_facts,
+)
+from plait.commands.verifying.gradient_check import check_new_layout
 from plait.errors import Interrupted, StopSignal
+from plait.hosts.job_files import refuse_joined_folder
+from plait.hosts.joining import ONE_HOST, HostsRequest
+from plait.hosts.run_hosts import RunHosts, run_hosts
+from plait.hosts.workers import RunOnHosts
 from plait.launch.values.entries import EntryTable
+from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
+from plait.planner.plan import Plan
+from plait.planner.resolve.named import named_workers, refuse_unfit_names
+from plait.probing.survey import HostMachine, MachineSurvey, survey_machine, survey_machines
 from plait.recipe.load import RecipeSource, load_recipe, run_name_of
+from plait.run_folder import NEW_PLAN_KEYS, check_changes, lock_run_folder, run_folder
 from plait.screen.screen import Screen
-from plait.workers import ENTRIES, dismiss_torchrun_ranks, serve_under_torchrun
+from plait.workers import (
+    ENTRIES,
+    HostWorkers,
+    PlanFor,
+    dismiss_torchrun_ranks,
+    refuse_torchrun,
+    serve_under_torchrun,
+    worker_pool,
+)
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
@@ -56,7 +83,7 @@ def train(
         if folder.has_begun:
             refuse_lowered_budget(config, folder.saved_plan())
             refuse_impossible_layout(config, folder.saved_plan())
-        if folder.has_begun and "train.budget" not in changed and is_finished(folder):
+        if folder.has_begun and "train.budget" not in changed and folder.is_finished:
             refuse_other_text(prepared_corpus(config, working, screen), folder.saved_plan())
             receipt = print_finished(folder, screen, details)
             dismiss_torchrun_ranks()
@@ -94,3 +121,93 @@ def stopped_early_text(signal: StopSignal, *, has_begun: bool) -> str:
     if has_begun:
         return f"stopped by {signal} while no worker trained; the same command goes on with the run as it was saved"
     return f"stopped by {signal} before training began; the same command starts it again"
+
+
+CheckMode = Literal["new layouts", "never"]
+ReplanScope = Literal["all", "plan", "nothing"]
+"""What is made again: the probe of several hosts and the plan, the plan alone, or nothing."""
+
+
+class RunPlans:
+    """Makes the plans of a run for the workers that are there; raises PlaitError where they cannot carry it."""
+
+    def __init__(self, run: RunOnHosts, check: CheckMode) -> None:
+        self._run, self._check = run, check
+        self._before: Sequence[HostMachine] = ()
+        """The hosts that the last plan was made for: what was measured of some of them still holds."""
+
+    def first(self, workers: HostWorkers, renew: ReplanScope) -> Plan:
+        """Prepare the data, survey the machines, and make or load the plan."""
+        config, folder, screen = self._run.config, self._run.folder, self._run.screen
+        corpus = prepared_corpus(config, workers.working_folder, screen)
+        screen.print(str(learnt_facts(config, corpus)))
+        for line in heldout_lines(corpus):
+            screen.print(line)
+        if not self._run.folder.has_begun:
+            refuse_unfit_names(config, run_facts(config, corpus, workers.working_folder))
+        fresh, probe = renew != "nothing", "again" if renew == "all" else "kept"
+        with screen.progress() as show:
+            show(0, 0, "looking at the machine")
+
+            def survey(peak: PeakNeed) -> MachineSurvey:
+                return survey_machines(config, workers, screen.print, probe, show, peak=peak)
+
+            if folder.has_begun:
+                begun = folder.saved_plan()
+                plan = resumed_plan(config, begun, corpus, survey, workers, fresh=fresh, log=screen.print, show=show)
+            else:
+                plan = make_plan(config, corpus, survey("measured"), workers, fresh=fresh, say=screen.print, show=show)
+        for line in overlong_lines(corpus_facts(corpus), plan.job.sequence, config.data.overlong):
+            screen.print(line)
+        return self._on_hosts(plan, workers)
+
+    def further(self, workers: HostWorkers) -> Plan:
+        """The plan for the rest of a run that has begun, on other machines than before."""
+        run = self._run
+        corpus = prepared_corpus(run.config, workers.working_folder, run.screen)
+        with run.screen.progress() as show:
+            show(0, 0, "looking at the machines that are there")
+            begun, log = run.folder.saved_plan(), run.screen.print
+
+            def survey(peak: PeakNeed) -> MachineSurvey:
+                return survey_machines(run.config, workers, log, "kept", show, self._before, peak)
+
+            plan = resumed_plan(run.config, begun, corpus, survey, workers, fresh=False, log=log, show=show)
+        plan = self._on_hosts(plan, workers)
+        self.check(plan, workers)
+        return plan
+
+    def _on_hosts(self, plan: Plan, workers: HostWorkers) -> Plan:
+        self._before = workers.host_machines(self._run.peak)  # as they were probed, before some are left out
+        return workers.with_hosts(plan)
+
+    def check(self, plan: Plan, workers: HostWorkers) -> None:
+        """Compare the gradients of a new layout with one process, unless that is not wanted."""
+        if self._check == "new layouts":
+            check_new_layout(self._run.config, plan, workers, self._run.screen)
+
+
+@contextmanager
+def open_workers(
+    hosts: HostsRequest, run: RunOnHosts, plan_for: PlanFor, begun: Plan | None
+) -> Iterator[RunHosts | OneMachine]:
+    """The workers of this machine, or of all hosts once they have joined, numbered as in the plan of a `begun` run.
+    `plan_for` makes the plans for those that are there later.
+
+    Raises PlaitError for an error in the recipe's text, before anybody is invited.
+    """
+    if hosts.n_hosts == 1:
+        with worker_pool(run.working, run.entries) as workers:
+
+            def survey() -> Machine:
+                return survey_machine(workers, named_workers(run.config), "as known").machine
+
+            yield OneMachine(workers, survey, plan_for)
+        return
+    refuse_torchrun()
+    prepared_corpus(run.config, run.working, run.screen)
+    previous = (
+        [(share.mark, share.name) for share in (*begun.machines.hosts, *begun.machines.left_out)] if begun else []
+    )
+    with run_hosts(hosts, run, plan_for, previous) as elastic:
+        yield elastic

@@ -13,6 +13,8 @@ from plait.report.metrics import EvalReport, StepReport
 
 ShowProgress = Callable[[int, int, str], None]
 """Takes how much is done, of how much (0: unknown), and the stage in words."""
+Log = Callable[[str], None]
+"""Prints one or several lines."""
 
 
 TextPiece = tuple[str, Literal["plain", "emphasized"]]

@@ -24,16 +24,15 @@ FLOORS = {
     "partition": 2,
     "recipe": 3, "machines": 3, "data": 3, "checkpoint": 3, "report": 3,
     "planner": 4, "screen": 4, "parallel": 4, "launch": 4, "proof": 4, "interop": 4,
-    "trainer": 5, "workers": 5,
+    "trainer": 5, "workers": 5, "run_folder": 5,
     "probing": 6,
-    "custom": 7,
+    "custom": 7, "hosts": 7,
     "commands": 8, "process_exit": 8, "clusters": 9,
     "api": 10, "api_models": 10, "command_line": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
-    "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "hosts": 2,
-                 "programs": 3, "membership": 4,
+    "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "programs": 3,
                  "data": 4, "evaluate": 4, "join": 4, "plan": 4, "probe": 4, "prove": 4,
                  "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4, "answering": 5,
                  "evaluating": 3, "drilling": 6},
@@ -47,7 +46,7 @@ INNER_FLOORS = {
     "interop": {"families": 0, "links": 0, "configs": 0, "config_in": 1, "tensor_files": 1, "gguf": 1, "peft_names": 1,
                 "small_files": 2, "config_out": 2, "base_model": 2, "hub": 3, "base_fingerprint": 3, "read_weights": 3,
                 "write_weights": 3, "adapter_out": 3, "adapter_in": 4},
-    "launch": {"values": 0, "network": 0, "watching": 1, "in_memory": 1, "local": 2, "remote": 3},
+    "launch": {"values": 0, "network": 0, "watching": 1, "in_memory": 1, "local": 2},
     "model": {"names": 0, "adapter_shape": 0, "rope_scaling": 0, "matmul": 0, "parts": 0, "shape": 1, "router": 1,
               "weights": 2, "sizes": 2, "requested_size": 3, "norm": 2, "rotary": 2, "blocked_attention": 2,
               "linear": 2, "attention": 3, "feedforward": 3, "prediction_heads": 3, "mixture": 4,
@@ -65,13 +64,13 @@ INNER_FLOORS = {
                 "observers": 6, "worker": 7, "time_steps": 8},
 }  # fmt: skip
 SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "probing.steps", "probing.processor_arithmetic",
-                  "probing.survey", "commands.", "clusters.", "api", "cli")  # fmt: skip
+                  "probing.survey", "run_folder", "hosts.", "commands.", "clusters.", "api", "cli")  # fmt: skip
 WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.planner.resolve.resolve", "plait.recipe.load", "plait.model.shape",
                  "plait.model.sizes", "plait.model.names", "plait.model.weights",
                  "plait.machines.machine", "plait.probing.survey", "plait.probing.measurements", "plait.commands.probe",
                  "plait.data.preparation.prepare",
                  "plait.data.order", "plait.checkpoint.store", "plait.report.sinks", "plait.launch.local.run",
-                 "plait.partition.boxes", "plait.partition.pipeline_schedule", "plait.commands.planning.run_folder",
+                 "plait.partition.boxes", "plait.partition.pipeline_schedule", "plait.run_folder",
                  "plait.commands.train", "plait.commands.plan")  # fmt: skip
 
 

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from benchmarks.lab.startup import share_for
-from plait.commands.hosts.host_info import joined_host_text
-from plait.commands.hosts.members import invited
+from plait.hosts import leader
 from plait.probing import survey
 
-PLAIT = Path(invited.__file__).read_text(), Path(survey.__file__).read_text()
+PLAIT = Path(leader.__file__).read_text(), Path(survey.__file__).read_text()
 
 
 def test_hosts_are_measured_at_their_own_share() -> None:
@@ -24,5 +23,5 @@ def test_hosts_are_measured_at_their_own_share() -> None:
 
 
 def test_plait_still_says_so() -> None:
-    assert 'f"joined   {joined_host_text(' in PLAIT[0] and joined_host_text("b", {"cores": 1}) == "b: 1 core"
+    assert "f\"joined   {info.name}: {counted(info.cores, 'core')}\"" in PLAIT[0]
     assert "f\"probe    {format_si(rate, 'bit/s')} between the hosts" in PLAIT[1]

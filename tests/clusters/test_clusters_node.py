@@ -20,11 +20,11 @@ from plait.clusters.node import (
     tell_scheduler,
     work_on_node,
 )
-from plait.commands.monitoring.elastic_workers import CannotGoOn
 from plait.errors import GaveUp, PlaitError, RunFailed, StopSignal
-from plait.launch.remote.secret import new_secret
+from plait.hosts.handshake import new_secret
 from plait.process_exit import exit_code_of
 from plait.screen.screen import SilentScreen
+from plait.workers import CannotGoOn
 from plait.working_folder import WorkingFolder
 from tests.slurm.cluster import free_ports
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
-from plait.commands.hosts.joined_host import JoinedHostFiles
-from plait.launch.remote.agent import connect, serve
-from plait.launch.remote.link import Heartbeat
-from plait.launch.remote.secret import read_secret
+from plait.hosts.connection import Heartbeat
+from plait.hosts.handshake import read_secret
+from plait.hosts.job_files import JoinedHostFiles
+from plait.hosts.joining import own_host_info
+from plait.hosts.member import connect, serve
 from plait.launch.values.job import RankContext
 from plait.planner.plan_file import read_plan
 from tests.entry_tables import entries_of
@@ -38,7 +40,7 @@ def main(join_address: str) -> None:
     with closing(JoinedHostFiles(Path.cwd(), lambda line: None)) as files:
         serve(
             wire,
-            host_info={"name": "victim"},
+            host_info=replace(own_host_info(), name="victim"),
             handlers=files.handlers,
             entries=entries_of("tests.commands.joined_process"),
             while_running=files.running,

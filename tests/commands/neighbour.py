@@ -1,15 +1,19 @@
-"""Another host of a run, in this process: it answers by a real depot in a folder of its own."""
+"""Another host of a run, in this process: it answers by real files in a folder of its own."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from plait.commands.hosts.joined_host import JoinedHostFiles
-from plait.launch.remote.link import Reply
-from plait.launch.remote.wire import Frame
+from plait.hosts.job_files import JoinedHostFiles
+from plait.hosts.joining import own_host_info
+from plait.hosts.protocol import Reply, RequestKind, answer_request, parse_reply
+
+KINDS = {request.name: request for request in JoinedHostFiles(Path(), print).handlers}
+"""All that a joined host answers about files, by name."""
 
 
 class Neighbour:
@@ -18,13 +22,16 @@ class Neighbour:
     def __init__(self, folder: Path, host: int = 1) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.host, self.name = folder, host, f"host-{host}"
-        self.host_info = {"folder": str(folder), "name": self.name}
+        self.host_info = replace(own_host_info(), name=self.name, folder=str(folder))
         self.said: list[str] = []
         self.asked: list[str] = []
         self.depot = JoinedHostFiles(folder, self.said.append)
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
-        self.asked.append(kind)
-        frame = Frame(kind=kind, values=json.loads(json.dumps(values)), blob=blob)
-        reply = self.depot.handlers[kind](frame)
-        return Reply(values=json.loads(json.dumps(reply.values)), blob=reply.blob)
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+        self.asked.append(request.name)
+        reply = answer_request(self.depot.handlers, request.name, json.loads(json.dumps(asdict(question))), blob)
+        return parse_reply(request, json.loads(json.dumps(asdict(reply.values))), reply.blob, self.name)
+
+    def attack(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply[Any]:
+        """What it answers to a request with any values."""
+        return answer_request(self.depot.handlers, kind, json.loads(json.dumps(values)), blob)

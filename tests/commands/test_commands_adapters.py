@@ -14,12 +14,12 @@ from plait.checkpoint.transfer import whole_slice, write_rank
 from plait.commands.evaluate import evaluate
 from plait.commands.export import write_export
 from plait.commands.models.opened_model import open_each, open_model
-from plait.commands.planning.run_folder import run_folder
 from plait.commands.sample import sample, sample_each
 from plait.errors import PlaitError
 from plait.model.gpt import GPT
 from plait.model.weights import trained_weights
 from plait.planner.plan_file import write_plan
+from plait.run_folder import run_folder
 from plait.screen.screen import SilentScreen
 from plait.trainer.checkpointing.persist import described_model
 from plait.working_folder import WorkingFolder

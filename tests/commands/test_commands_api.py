@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 import plait
 from plait.cli import app
-from plait.commands.planning.run_folder import run_folder
 from plait.commands.python_call import as_command, in_call_words, screen_for
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.machines.cluster import cluster_from_json, read_cluster
 from plait.planner.derive.intervals import with_raised_budget
 from plait.recipe.load import load_recipe
+from plait.run_folder import run_folder
 from plait.working_folder import WorkingFolder
 from tests.end_to_end.command import some_text
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from plait.commands.hosts.file_stager import FileStager
-from plait.commands.hosts.file_transfer import named_entries
 from plait.errors import PlaitError
+from plait.hosts.files import named_entries
+from plait.hosts.job_files import FileStager
 from plait.interop.base_model import needed_files, read_base_model
 from plait.launch.values.job import HostRanks, Job
 from plait.planner.plan_file import plan_text, read_plan, write_plan
@@ -126,15 +126,15 @@ def test_a_model_of_the_hosts_own_is_never_begun_with(here: Path, other: Neighbo
         Path(sent.job.base).parent,
         Path(sent.job.base) / ".." / "x",
     ):
-        other.ask("put", {"name": "plan.json"}, plan_text(changed(sent, base=str(base))).encode())
+        other.attack("put", {"name": "plan.json"}, plan_text(changed(sent, base=str(base))).encode())
         with pytest.raises(PlaitError, match="is no folder of this run on this host"):
             trains(other, theirs)
-    other.ask("put", {"name": "plan.json"}, plan_text(sent).encode())
+    other.attack("put", {"name": "plan.json"}, plan_text(sent).encode())
     trains(other, theirs)
 
 
 def offer(host: Neighbour, files: list[Mapping[str, Any]], name: str = "m") -> None:
-    host.ask("take", {"root": "cache", "path": f"models/{name}", "files": files})
+    host.attack("take", {"root": "cache", "path": f"models/{name}", "files": files})
 
 
 def test_what_another_leader_sent_is_used_only_by_whoever_has_all_of_it(here: Path, other: Neighbour) -> None:
@@ -172,9 +172,9 @@ NO_MODELS = (
 
 @pytest.mark.parametrize("text", ["", "{", "[]", *map(json.dumps, NO_MODELS)])
 def test_a_model_that_is_none_is_one_sentence(here: Path, other: Neighbour, text: str) -> None:
-    other.ask("open", {"kind": "run", "name": "x", "recipe": (HOME / "recipe.toml").read_text()})
+    other.attack("open", {"kind": "run", "name": "x", "recipe": (HOME / "recipe.toml").read_text()})
     digest = sha256(text.encode()).hexdigest()
     offer(other, [{"name": "config.json", "nbytes": len(text), "sha256": digest}])
     with pytest.raises(PlaitError) as caught:
-        other.ask("block", {"name": "config.json", "offset": 0}, text.encode())
+        other.attack("block", {"name": "config.json", "offset": 0}, text.encode())
     assert "\n" not in str(caught.value)

@@ -11,13 +11,12 @@ from typing import Any, Literal
 import pytest
 
 from plait.checkpoint.store import newest_good
-from plait.commands.hosts.collect_checkpoint import CheckpointCollector
-from plait.commands.hosts.file_names import read_block
 from plait.errors import PlaitError, RunFailed
+from plait.hosts.checkpoints import READ_OUTBOX, UNFINISHED_CHECKPOINTS, CheckpointCollector
+from plait.hosts.files import READ_FILE, ReadReply, read_block
+from plait.hosts.protocol import Reply, RequestKind
 from plait.launch.local.run import ForkServer
-from plait.launch.remote.held_copies import OUTBOX_KIND
-from plait.launch.remote.link import Reply
-from plait.launch.values.failed_job import WorkersFailed
+from plait.launch.values.failure import WorkersFailed
 from plait.launch.values.job import Job, Message
 from tests.entry_tables import entries_of
 from tests.launch.processes import wait_until
@@ -34,12 +33,12 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.folder, self.fails = folder, False
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
-        assert kind == "read"
-        if self.fails and values["offset"]:
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+        assert request is READ_FILE
+        if self.fails and question.offset:
             raise RunFailed("host-1 was lost: its cable was pulled; run the same command again")
-        size, data = read_block(self.folder / BELOW / values["staging"], values["name"], values["offset"], 1000)
-        return Reply(values={"size": size}, blob=data)
+        size, data = read_block(self.folder / BELOW / question.staging, question.name, question.offset, 1000)
+        return Reply(values=ReadReply(size=size), blob=data)
 
 
 class EvilHost(Host):
@@ -49,10 +48,10 @@ class EvilHost(Host):
         super().__init__(folder)
         self.change = change
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
-        path = self.folder / BELOW / values["staging"] / values["name"]
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+        path = self.folder / BELOW / question.staging / question.name
         data = self.change(path.name, path.read_bytes())
-        return Reply(values={"size": len(data)}, blob=data[values["offset"] :][:1000])
+        return Reply(values=ReadReply(size=len(data)), blob=data[question.offset :][:1000])
 
 
 class SlowHost:
@@ -64,10 +63,10 @@ class SlowHost:
     def __init__(self) -> None:
         self.blocks, self.begun = 0, threading.Event()
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
         self.blocks += 1
         self.begun.set()
-        return Reply(values={"size": self.of_blocks}, blob=b"x")
+        return Reply(values=ReadReply(size=self.of_blocks), blob=b"x")
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +184,9 @@ class KeepingHost(Host):
         super().__init__(folder)
         self.part: dict[str, bytes] = {}
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
-        self.part = self.part or files(self.folder / BELOW / values["staging"])
-        return super().ask(kind, values, blob)
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+        self.part = self.part or files(self.folder / BELOW / question.staging)
+        return super().ask(request, question, blob)
 
 
 class FullHost:
@@ -198,10 +197,10 @@ class FullHost:
     def __init__(self, part: Mapping[str, bytes]) -> None:
         self.part = part
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
-        assert kind == OUTBOX_KIND and (values["local_rank"], values["step"]) == (0, 1)
-        data = self.part["rank-00001.safetensors" if values["what"] == "tensors" else "rank-00001.json"]
-        return Reply(values={"size": len(data)}, blob=data[values["offset"] :][:1000])
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+        assert request is READ_OUTBOX and (question.local_rank, question.step) == (0, 1)
+        data = self.part["rank-00001.safetensors" if question.what == "tensors" else "rank-00001.json"]
+        return Reply(values=ReadReply(size=len(data)), blob=data[question.offset :][:1000])
 
     def __str__(self) -> str:
         return "host-1 (10.0.0.2)"
@@ -271,3 +270,28 @@ def test_an_end_with_an_error_does_not_wait_for_parts_on_their_way(tmp_path: Pat
 def test_a_name_that_is_no_part_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(PlaitError):
         read_block(tmp_path, "../x", 0, 1)
+
+
+def test_a_host_that_announces_checkpoints_without_end_ends_the_job(tmp_path: Path) -> None:
+    """Each would keep a folder, a file and a task on host 0."""
+    with (
+        pytest.raises(RunFailed, match=r"announced more than 64 checkpoints that were never completed"),
+        CheckpointCollector(lambda rank: Host(tmp_path), tmp_path, lambda message: None) as gathering,
+    ):
+        for step in range(UNFINISHED_CHECKPOINTS + 1):
+            gathering.handle_message(Message(rank=1, kind="wrote", values={"staging": f".step-{step}.staging"}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_completed_checkpoints_are_not_kept_in_mind(tmp_path: Path) -> None:
+    """A long job: each staging folder is gone once rank 0 has published the checkpoint."""
+    host = SlowHost()
+    with CheckpointCollector(lambda rank: host, tmp_path, lambda message: None) as gathering:
+        for step in range(3 * UNFINISHED_CHECKPOINTS):
+            staging = tmp_path / f".step-{step}.staging"
+            staging.mkdir()
+            (staging / "rank-00001.json").write_text("[]")
+            gathering.handle_message(Message(rank=1, kind="wrote", values={"staging": staging.name}))
+            wait_until(lambda: not gathering._on_the_way, within_s=10)
+            (staging / "rank-00001.json").unlink()
+            staging.rmdir()

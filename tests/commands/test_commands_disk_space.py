@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from plait.commands.monitoring.disk_space import checkpoint_bytes, free_bytes, space_warning
-from plait.commands.planning.run_folder import RunFolder
 from plait.model.shape import parameter_count
 from plait.planner.plan import Plan
+from plait.run_folder import RunFolder
 from tests.planner.machines import LAPTOP, PLAYS, planned, recipe
 
 TINY = ("model.layers=2", "model.width=32", "model.heads=2", "train.sequence=16", "train.batch_tokens=112")

@@ -13,18 +13,17 @@ from typing import Literal
 import pytest
 
 from plait.commands.monitoring.account import LedgerLine, ledger_of
-from plait.commands.monitoring.elastic_workers import Renewed
 from plait.commands.monitoring.training import TrainingEnd, run_training
-from plait.commands.planning.run_folder import RunFolder
 from plait.launch.local.run import ForkServer
-from plait.launch.values.failed_job import FailureFacts
+from plait.launch.values.failure import FailureFacts
 from plait.launch.values.job import Job, JobResult, Message
 from plait.layout import Layout
 from plait.planner.plan import Plan
 from plait.report.incidents import read_incidents, read_starts
 from plait.report.metrics import read_metrics
+from plait.run_folder import RunFolder
 from plait.screen.screen import SilentScreen
-from plait.workers import ENTRIES, ForkedWorkers, OnMessage
+from plait.workers import ENTRIES, ForkedWorkers, OnMessage, Renewed
 from plait.working_folder import WorkingFolder
 from tests.trainer.tiny import make_tiny
 

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from plait.commands.monitoring.finish import finish_run
-from plait.commands.planning.run_folder import RunFolder, RunTotals
 from plait.machines.cluster import read_cluster
 from plait.model.parts.mixture import MixtureShape
 from plait.planner.problem.workload import Workload
@@ -18,6 +17,7 @@ from plait.planner.resolve.request import request_of
 from plait.probing.calibration_store import read_expert_load, store_expert_load
 from plait.probing.survey import resources_on_paper
 from plait.report.metrics import StepReport
+from plait.run_folder import RunFolder, RunTotals
 from plait.screen.terminal import TerminalScreen
 from plait.working_folder import WorkingFolder
 from tests.planner.machines import LAPTOP, PLAYS, planned, recipe

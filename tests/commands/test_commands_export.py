@@ -20,7 +20,6 @@ from plait.checkpoint.transfer import TensorSlice, write_rank
 from plait.commands.answering.chat import open_chat
 from plait.commands.export import write_export
 from plait.commands.models.opened_model import open_model
-from plait.commands.planning.run_folder import run_folder
 from plait.commands.preparing.base import keep_base_files
 from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate, find_template
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
@@ -35,6 +34,7 @@ from plait.model.rope_scaling import RopeScaling
 from plait.model.shape import ModelShape
 from plait.partition.boxes import weight_boxes
 from plait.planner.plan_file import write_plan
+from plait.run_folder import run_folder
 from plait.screen.screen import SilentScreen
 from plait.working_folder import WorkingFolder
 from tests.commands.test_commands_adapters import adapter_run

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plait.commands.hosts.file_stager import FileStager
-from plait.commands.hosts.file_transfer import file_entries_of
-from plait.commands.hosts.joined_run import refuse_joined_folder
-from plait.commands.planning.run_folder import RunFolder
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError, RunFailed
-from plait.launch.remote.link import Reply
+from plait.hosts.files import ReadReply, file_entries_of
+from plait.hosts.job_files import FileStager, NamesReply, refuse_joined_folder
+from plait.hosts.protocol import Reply, RequestKind
 from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.load import recipe_text
+from plait.run_folder import RunFolder
 from plait.workers import ROUTING
 from tests.commands.neighbour import Neighbour
 from tests.plans import changed
@@ -56,12 +55,12 @@ class Liar:
         self.host, self.name, self.host_info = honest.host, honest.name, honest.host_info
         self._honest, self._name_of_file = honest, name_of_file
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
-        if kind == "list":
-            return Reply(values={"names": [self._name_of_file]})
-        if kind == "read":
-            return Reply(values={"size": 4}, blob=b"evil")
-        return self._honest.ask(kind, values, blob)
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+        if request.name == "list":
+            return Reply(values=NamesReply(names=(self._name_of_file,)))
+        if request.name == "read":
+            return Reply(values=ReadReply(size=4), blob=b"evil")
+        return self._honest.ask(request, question, blob)
 
 
 def job_folder(at: Path) -> Path:
@@ -284,8 +283,8 @@ def test_a_disk_that_takes_no_file_of_the_run_there_ends_before_it_begins(
 
 def test_of_a_run_that_never_came_whole_nothing_is_left(here: Path, other: Neighbour) -> None:
     asked = {"kind": "run", "name": "x", "recipe": (HOME / "recipe.toml").read_text()}
-    other.ask("open", asked)
-    other.ask("put", {"name": "recipe.toml"}, b"half of it")
+    other.attack("open", asked)
+    other.attack("put", {"name": "recipe.toml"}, b"half of it")
     assert (other.folder / HOME / "joined.json").exists()
     other.depot.close()
     assert not (other.folder / HOME).exists()
@@ -305,14 +304,14 @@ def test_of_a_job_that_failed_the_logs_stay_and_of_one_that_was_released_nothing
     asked = {"kind": "job", "name": "x", "recipe": (HOME / "recipe.toml").read_text()}
     folders = []
     for said in ("fine", "Traceback"):
-        folders.append(Path(other.ask("open", asked).values["folder"]))
-        other.ask("put", {"name": "recipe.toml"}, b"")
+        folders.append(Path(other.attack("open", asked).values.folder))
+        other.attack("put", {"name": "recipe.toml"}, b"")
         (folders[-1] / "corpus").mkdir()
         (folders[-1] / "corpus" / "index.json").write_text("{}")
         (folders[-1] / "rank-1.log").write_text(said)
         (folders[-1] / "rank-2.log").touch()
         if said == "fine":
-            other.ask("release", {})
+            other.attack("release", {})
     other.depot.close()
     assert not folders[0].exists()
     assert [(path.name, path.read_text()) for path in folders[1].rglob("*")] == [("rank-1.log", "Traceback")]
@@ -323,18 +322,18 @@ def test_what_leads_out_of_the_folders_is_refused(here: Path, other: Neighbour) 
     (other.folder / "private").write_text("secret")
     for values in ({"name": "../../private"}, {"name": "x", "staging": "../.."}):
         with pytest.raises(PlaitError):
-            other.ask("read", {**values, "offset": 0, "bytes": 10})
+            other.attack("read", {**values, "offset": 0, "bytes": 10})
     with pytest.raises(PlaitError):
-        other.ask("put", {"name": "../../../private"}, b"overwritten")
+        other.attack("put", {"name": "../../../private"}, b"overwritten")
     with pytest.raises(PlaitError):
-        other.ask("take", {"root": "cache", "path": "../x", "files": []})
+        other.attack("take", {"root": "cache", "path": "../x", "files": []})
     assert (other.folder / "private").read_text() == "secret"
 
 
 def test_before_a_folder_was_named_nothing_is_taken_or_given(other: Neighbour) -> None:
     for kind, values in (("put", {"name": "a"}), ("read", {"name": "a"}), ("list", {}), ("block", {"name": "a"})):
         with pytest.raises(PlaitError, match="the host that leads"):
-            other.ask(kind, {"offset": 0, "bytes": 1, **values})
+            other.attack(kind, {"offset": 0, "bytes": 1, **values})
 
 
 def test_a_lost_host_is_told_while_another_is_still_served(here: Path, other: Neighbour, tmp_path: Path) -> None:
@@ -342,17 +341,17 @@ def test_a_lost_host_is_told_while_another_is_still_served(here: Path, other: Ne
     ended, served = threading.Event(), threading.Event()
 
     class Slow(Neighbour):
-        def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
-            if kind == "take":
+        def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+            if request.name == "take":
                 ended.wait(20)
                 served.set()
-            return super().ask(kind, values, blob)
+            return super().ask(request, question, blob)
 
     class Lost(Neighbour):
-        def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
-            if kind == "take":
+        def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+            if request.name == "take":
                 raise RunFailed("host-2 was lost")
-            return super().ask(kind, values, blob)
+            return super().ask(request, question, blob)
 
     slow, lost = Slow(tmp_path / "slow"), Lost(tmp_path / "lost", host=2)
     sender, _ = freight(slow, lost)

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plait.checked_json import typed_value
-from plait.commands.hosts.file_names import TRANSFER_BLOCK_BYTES, read_block, safe_path
-from plait.commands.hosts.file_transfer import (
+from plait.errors import PlaitError
+from plait.hosts.files import (
+    READ_FILE,
+    TRANSFER_BLOCK_BYTES,
+    BlockHeader,
     FileEntry,
     IncomingFolder,
+    Offer,
+    OfferReply,
+    ReadReply,
+    ReadRequest,
     fetch_file,
     file_entries_of,
+    read_block,
+    safe_path,
     send_folder,
 )
-from plait.commands.hosts.shared_folder import has_nonce, write_nonce
-from plait.errors import PlaitError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Said:
-    values: Mapping[str, Any]
-    blob: bytes = b""
+from plait.hosts.protocol import DONE, Reply, RequestKind
+from plait.hosts.shared_folder import has_nonce, write_nonce
 
 
 class Other:
@@ -40,19 +43,19 @@ class Other:
         self.cut_after = 10**9
         self._intake: IncomingFolder | None = None
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Said:
-        if kind == "take":
-            self._intake = IncomingFolder(self.folder, [typed_value(FileEntry, row) for row in values["files"]])
-            return Said(values={"folder": str(self.folder), "lacking": list(self._intake.missing)})
-        if kind == "read":
-            size, data = read_block(self.folder, values["name"], values["offset"], values["bytes"])
-            return Said(values={"size": size}, blob=data)
-        assert kind == "block" and self._intake is not None
-        self.blocks.append((values["name"], values["offset"], len(blob)))
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+        if isinstance(question, Offer):
+            self._intake = IncomingFolder(self.folder, question.files)
+            return Reply(values=OfferReply(folder=str(self.folder), lacking=self._intake.missing))
+        if isinstance(question, ReadRequest):
+            size, data = read_block(self.folder, question.name, question.offset, question.bytes)
+            return Reply(values=ReadReply(size=size), blob=data)
+        assert isinstance(question, BlockHeader) and self._intake is not None
+        self.blocks.append((question.name, question.offset, len(blob)))
         if len(self.blocks) > self.cut_after:
             raise PlaitError("the cable was pulled; plug it in")
-        self._intake.write_block(values["name"], values["offset"], blob)
-        return Said(values={})
+        self._intake.write_block(question.name, question.offset, blob)
+        return DONE
 
 
 @pytest.fixture
@@ -66,13 +69,17 @@ def sender(tmp_path: Path) -> Path:
     return folder
 
 
+def offer_of(files: Sequence[FileEntry]) -> Offer:
+    return Offer(root="cache", path="data/x", files=tuple(files))
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_folder_travels_once_in_blocks_and_its_last_file_comes_last(sender: Path, tmp_path: Path) -> None:
     other, facts = Other(tmp_path / "there"), file_entries_of(sender, final_name="index.json")
-    folder, nbytes = send_folder(other, sender, facts, {})
+    folder, nbytes = send_folder(other, sender, offer_of(facts))
     assert folder == str(other.folder) and nbytes == sum(path.stat().st_size for path in sender.iterdir())
     assert contents(other.folder) == contents(sender)
     assert other.blocks[-1][0] == "index.json"
@@ -83,16 +90,16 @@ def test_a_folder_travels_once_in_blocks_and_its_last_file_comes_last(sender: Pa
         4,
     ]
     other.blocks.clear()
-    assert send_folder(other, sender, facts, {}) == (str(other.folder), 0) and not other.blocks
+    assert send_folder(other, sender, offer_of(facts)) == (str(other.folder), 0) and not other.blocks
 
 
 def test_only_what_differs_travels_again(sender: Path, tmp_path: Path) -> None:
     other, facts = Other(tmp_path / "there"), file_entries_of(sender, final_name="index.json")
-    send_folder(other, sender, facts, {})
+    send_folder(other, sender, offer_of(facts))
     other.blocks.clear()
     (other.folder / "exact.bin").write_bytes(b"f" * TRANSFER_BLOCK_BYTES)
     (other.folder / "large.bin").write_bytes(b"")
-    send_folder(other, sender, facts, {})
+    send_folder(other, sender, offer_of(facts))
     assert {name for name, _, _ in other.blocks} == {"exact.bin", "large.bin"}
     assert contents(other.folder) == contents(sender)
 
@@ -101,11 +108,11 @@ def test_cut_off_half_way_the_next_call_goes_on_after_the_last_whole_file(sender
     other, facts = Other(tmp_path / "there"), file_entries_of(sender, final_name="index.json")
     other.cut_after = 3
     with pytest.raises(PlaitError, match="cable"):
-        send_folder(other, sender, facts, {})
+        send_folder(other, sender, offer_of(facts))
     assert "index.json" not in contents(other.folder) and "large.bin" not in contents(other.folder)
     other.cut_after = 10**9
     other.blocks.clear()
-    send_folder(other, sender, facts, {})
+    send_folder(other, sender, offer_of(facts))
     assert {name for name, _, _ in other.blocks} == {"large.bin", "index.json"}
     assert contents(other.folder) == contents(sender)
 
@@ -114,7 +121,7 @@ def test_what_is_not_as_offered_does_not_appear(sender: Path, tmp_path: Path) ->
     other = Other(tmp_path / "there")
     lie = FileEntry(name="exact.bin", nbytes=TRANSFER_BLOCK_BYTES, sha256="0" * 64)
     with pytest.raises(PlaitError, match=r"exact.bin did not arrive as it was sent"):
-        send_folder(other, sender, [lie], {})
+        send_folder(other, sender, offer_of([lie]))
     assert contents(other.folder) == {}
 
 
@@ -172,7 +179,7 @@ def test_a_full_disk_is_told_and_nothing_half_written_stays(tmp_path: Path) -> N
 
 def test_a_file_is_fetched_and_appears_whole(sender: Path, tmp_path: Path) -> None:
     for name in ("large.bin", "empty.bin"):
-        fetch_file(Other(sender), {"name": name}, tmp_path / name)
+        fetch_file(Other(sender), READ_FILE, ReadRequest(name=name), tmp_path / name)
         assert (tmp_path / name).read_bytes() == (sender / name).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.bin", "here", "large.bin"]
 
@@ -185,7 +192,8 @@ def test_a_file_that_nobody_wants_any_more_does_not_appear(sender: Path, tmp_pat
         return len(asked) > 1
 
     with pytest.raises(PlaitError, match=r"nobody waits for large\.bin any more"):
-        fetch_file(Other(sender), {"name": "large.bin"}, tmp_path / "large.bin", is_cancelled=after_one_block)
+        target = tmp_path / "large.bin"
+        fetch_file(Other(sender), READ_FILE, ReadRequest(name="large.bin"), target, is_cancelled=after_one_block)
     assert len(asked) == 2 and not (tmp_path / "large.bin").exists()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from plait.errors import PlaitError
+from plait.hosts.shared_folder import SharedReply
 from plait.launch.values.job import HostRanks, Job
 from plait.workers import CHECK_ENTRY, MEASURE_ENTRY, PROBE_ENTRY, TIMING_ENTRY, TRAINING_ENTRY
 from tests.commands.neighbour import Neighbour
@@ -47,13 +48,13 @@ def victim(tmp_path: Path) -> Iterator[Neighbour]:
 
 
 def open_run(victim: Neighbour, name: str = "x") -> None:
-    victim.ask("open", {"kind": "run", "name": name, "recipe": RECIPE})
+    victim.attack("open", {"kind": "run", "name": name, "recipe": RECIPE})
 
 
 def refused(victim: Neighbour, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> None:
     """Whatever was wrong, a sentence says it."""
     with pytest.raises(PlaitError) as caught:
-        victim.ask(kind, values, blob)
+        victim.attack(kind, values, blob)
     assert "\n" not in str(caught.value)
 
 
@@ -66,15 +67,15 @@ def test_the_name_of_a_run_is_one_component(victim: Neighbour, name: str) -> Non
 def test_a_folder_with_files_of_this_hosts_own_is_not_opened(victim: Neighbour, name: str) -> None:
     refused(victim, "open", {"kind": "run", "name": name, "recipe": RECIPE})
     refused(victim, "take", {"root": "folder", "path": "checkpoints/step-1", "files": []})
-    victim.ask("release", {})
+    victim.attack("release", {})
 
 
 def test_a_second_run_is_not_opened_and_so_not_released(victim: Neighbour) -> None:
     open_run(victim)
     refused(victim, "open", {"kind": "run", "name": "own", "recipe": RECIPE})
-    victim.ask("release", {})
-    victim.ask("open", {"kind": "job", "name": "own", "recipe": RECIPE})
-    victim.ask("release", {})
+    victim.attack("release", {})
+    victim.attack("open", {"kind": "job", "name": "own", "recipe": RECIPE})
+    victim.attack("release", {})
 
 
 @pytest.mark.parametrize(
@@ -96,8 +97,8 @@ def test_of_checkpoints_only_those_go_that_were_sent(victim: Neighbour) -> None:
     kept.mkdir(parents=True)  # by somebody else, meanwhile
     for step in (10, 20):
         files = [{"name": "a", "nbytes": 1, "sha256": sha256(b"a").hexdigest()}]
-        victim.ask("take", {"root": "folder", "path": f"checkpoints/step-{step}", "files": files})
-        victim.ask("block", {"name": "a", "offset": 0}, b"a")
+        victim.attack("take", {"root": "folder", "path": f"checkpoints/step-{step}", "files": files})
+        victim.attack("block", {"name": "a", "offset": 0}, b"a")
     assert sorted(path.name for path in kept.parent.iterdir()) == ["step-20", "step-3"]
 
 
@@ -153,9 +154,9 @@ def test_a_folder_is_not_taken_for_shared_by_a_file_that_was_sent(
     victim: Neighbour, folder: str, name: str, content: str
 ) -> None:
     open_run(victim)
-    victim.ask("put", {"name": "recipe.toml"}, b"mine")
+    victim.attack("put", {"name": "recipe.toml"}, b"mine")
     refused(victim, "see", {"nonces": [{"folder": folder, "name": name, "content": content}]})
-    assert victim.ask("see", {"nonces": []}).values == {"shared": False}
+    assert victim.attack("see", {"nonces": []}).values == SharedReply(shared=False)
 
 
 def order(entry: str, argument: str, log_dir: str | None = None) -> Job:
@@ -189,5 +190,5 @@ def test_ranks_work_in_the_folder_of_the_run_alone(victim: Neighbour) -> None:
 )  # fmt: skip
 def test_what_is_no_request_is_refused_with_a_sentence(victim: Neighbour, kind: str, values: dict[str, Any]) -> None:
     open_run(victim)
-    victim.ask("take", {"root": "cache", "path": "data/y", "files": [{"name": "a", "nbytes": 1, "sha256": ""}]})
+    victim.attack("take", {"root": "cache", "path": "data/y", "files": [{"name": "a", "nbytes": 1, "sha256": ""}]})
     refused(victim, kind, values)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plait.commands.hosts.file_transfer import FileEntry, fetch_file, send_folder
-from plait.commands.hosts.host_info import machine_survey, own_host_info, why_host_cannot_join
 from plait.errors import PlaitError
-from plait.launch.remote.link import Reply
-from plait.launch.remote.wire import Frame
+from plait.hosts.files import READ_FILE, FileEntry, Offer, ReadRequest, fetch_file, send_folder
+from plait.hosts.joining import admitted_info, own_host_info
+from plait.hosts.protocol import Reply, RequestKind, answer_request, parse_reply
+from plait.hosts.workers import machine_survey
 from tests.commands.neighbour import Neighbour
 from tests.launch.mutants import mutants
 from tests.planner.machines import LAPTOP
@@ -43,19 +43,19 @@ class Lying:
     def __init__(self, values: Any, blob: bytes = b"") -> None:
         self.values, self.blob = values, blob
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
-        return Reply(values=self.values, blob=self.blob)
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+        return parse_reply(request, self.values, self.blob, self.name)
 
 
 def test_a_damaged_request_is_answered_or_refused_with_a_sentence(tmp_path: Path) -> None:
     victim = Neighbour(tmp_path / "victim")
     (tmp_path / "victim" / "notes.txt").write_text("own")
-    victim.ask("open", {"kind": "run", "name": "x", "recipe": RECIPE})
+    victim.attack("open", {"kind": "run", "name": "x", "recipe": RECIPE})
     refused = 0
     for number, (kind, values) in enumerate(REQUESTS):
         for damaged in mutants(json.loads(json.dumps(values)), 40, SEED + number):
             try:
-                victim.depot.handlers[kind](frame(kind, damaged))
+                answer_request(victim.depot.handlers, kind, damaged, b"x")
             except PlaitError as error:
                 refused += 1
                 assert "\n" not in str(error)
@@ -67,19 +67,15 @@ def test_a_damaged_request_is_answered_or_refused_with_a_sentence(tmp_path: Path
     assert (victim.folder / "notes.txt").read_text() == "own"
 
 
-def frame(kind: str, values: Any) -> Frame:
-    return Frame(kind=kind, values=values if isinstance(values, dict) else {}, blob=b"x")
-
-
 @pytest.mark.parametrize("honest", [{"folder": "/a", "lacking": ["a"]}, {"size": 1}])
 def test_a_damaged_reply_ends_with_a_sentence(honest: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a")
     (tmp_path / "private").write_bytes(b"private")
-    entries = [FileEntry(name="a", nbytes=1, sha256="")]
+    offer = Offer(root="cache", path="data/x", files=(FileEntry(name="a", nbytes=1, sha256=""),))
     for damaged in mutants(honest, 60, SEED):
         for act in (
-            lambda peer: send_folder(peer, tmp_path, entries, {}),
-            lambda peer: fetch_file(peer, {"name": "a"}, tmp_path / "fetched"),
+            lambda peer: send_folder(peer, tmp_path, offer),
+            lambda peer: fetch_file(peer, READ_FILE, ReadRequest(name="a"), tmp_path / "fetched"),
         ):
             try:
                 act(Lying(damaged, b"a"))
@@ -89,9 +85,11 @@ def test_a_damaged_reply_ends_with_a_sentence(honest: dict[str, Any], tmp_path: 
 
 def test_damaged_words_of_a_host_on_itself_are_refused_or_right() -> None:
     own = own_host_info()
-    for damaged in mutants(json.loads(json.dumps(own)), 150, SEED):
-        sentence = why_host_cannot_join(damaged, own)
-        assert sentence is None or "\n" not in sentence
+    for damaged in mutants(json.loads(json.dumps(asdict(own))), 150, SEED):
+        try:
+            assert admitted_info(damaged, own).code == own.code
+        except PlaitError as error:
+            assert "\n" not in str(error)
     machine = {"fingerprint": LAPTOP.fingerprint(), "peak_flops": 1e11, "reason": None}
     for damaged in mutants(json.loads(json.dumps(machine)), 150, SEED):
         try:

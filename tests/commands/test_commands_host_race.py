@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import make_dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ import pytest
 
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError
-from plait.launch.remote.link import Heartbeat, HostConnection
-from plait.launch.remote.listener import JoinListener
-from plait.launch.remote.secret import new_secret
+from plait.hosts.connection import Heartbeat, HostConnection
+from plait.hosts.handshake import new_secret
+from plait.hosts.joining import JoinListener
+from plait.hosts.protocol import EventReport, StartOrder
 from plait.launch.values.job import HostRanks, Job
 from plait.planner.plan_file import plan_text, read_plan
 from plait.recipe.load import recipe_text
-from tests.commands.neighbour import Neighbour
+from tests.commands.neighbour import KINDS, Neighbour
 from tests.launch.processes import wait_until
 from tests.trainer.tiny import make_tiny
 
@@ -69,18 +70,19 @@ class Peer:
     def __init__(self, link: HostConnection) -> None:
         self.link = link
 
-    def ask(self, kind: str, values: dict[str, Any], blob: bytes = b"") -> Any:
-        return self.link.ask(kind, values, blob, host=self.name)
+    def attack(self, kind: str, values: dict[str, Any], blob: bytes = b"") -> Any:
+        question = make_dataclass("Question", list(values))(**values)
+        return self.link.ask(KINDS[kind], question, blob, host=self.name)
 
     def start(self, number: int, job: Job) -> None:
-        self.link.send("run", {"number": number, "job": asdict(job), "rendezvous": None})
+        self.link.send(StartOrder(number=number, job=job, rendezvous=None))
 
     def events_until(self, key: str, value: Any = True) -> list[dict[str, Any]]:
         """What is heard of the job, up to the event that says so."""
         found: list[dict[str, Any]] = []
 
         def has_come() -> bool:
-            found.extend(frame.values["event"] for frame in self.link.read())
+            found.extend(dict(one.event) for one in self.link.read() if isinstance(one, EventReport))
             assert self.link.lost is None, self.link.lost
             return any(event.get(key) == value for event in found)
 
@@ -120,12 +122,12 @@ def attacker(tmp_path: Path) -> Attacker:
 
 def send_all(attacker: Attacker, peer: Any) -> None:
     """All that an honest job needs."""
-    peer.ask("open", {"kind": "run", "name": "x", "recipe": attacker.recipe})
-    peer.ask("take", attacker.offer(*attacker.names()))
+    peer.attack("open", {"kind": "run", "name": "x", "recipe": attacker.recipe})
+    peer.attack("take", attacker.offer(*attacker.names()))
     for name in attacker.names():
-        peer.ask("block", {"name": name, "offset": 0}, (attacker.data / name).read_bytes())
-    peer.ask("put", {"name": "recipe.toml"}, attacker.recipe.encode())
-    peer.ask("put", {"name": "plan.json"}, attacker.honest)
+        peer.attack("block", {"name": name, "offset": 0}, (attacker.data / name).read_bytes())
+    peer.attack("put", {"name": "recipe.toml"}, attacker.recipe.encode())
+    peer.attack("put", {"name": "plan.json"}, attacker.honest)
 
 
 def test_a_plan_cannot_be_changed_once_its_job_was_checked(attacker: Attacker, tmp_path: Path) -> None:
@@ -142,12 +144,12 @@ def test_a_plan_cannot_be_changed_once_its_job_was_checked(attacker: Attacker, t
             ("release", {}),
         ]:
             with pytest.raises(PlaitError, match="the files of a job change while it runs"):
-                peer.ask(kind, values, attacker.evil if kind in ("put", "block") else b"")
-        assert "plan.json" in peer.ask("list", {}).values["names"]  # what changes nothing is still answered
+                peer.attack(kind, values, attacker.evil if kind in ("put", "block") else b"")
+        assert "plan.json" in peer.attack("list", {}).values.names  # what changes nothing is still answered
         (attacker.run / "logs" / "go").touch()
         told = [event for event in peer.events_until("over") if event.get("told") == "data"]
         assert told[0]["values"]["path"] == str(attacker.received)
-        peer.ask("put", {"name": "plan.json"}, attacker.evil)  # between jobs it may come, and is checked
+        peer.attack("put", {"name": "plan.json"}, attacker.evil)  # between jobs it may come, and is checked
         peer.start(2, attacker.order("tell_data"))
         assert "is no folder of this run" in peer.events_until("over")[-1]["reason"]
 
@@ -156,10 +158,10 @@ def test_no_race_lets_a_rank_read_another_plan(attacker: Attacker, tmp_path: Pat
     with joined(tmp_path / "victim") as peer:
         send_all(attacker, peer)
         for number in range(1, RACES + 1):
-            peer.ask("put", {"name": "plan.json"}, attacker.honest)
+            peer.attack("put", {"name": "plan.json"}, attacker.honest)
             peer.start(number, attacker.order("tell_data"))
             try:  # whichever is first: the other is refused, or comes before the check
-                peer.ask("put", {"name": "plan.json"}, attacker.evil)
+                peer.attack("put", {"name": "plan.json"}, attacker.evil)
             except PlaitError as error:
                 assert "while it runs" in str(error)
             read = [event["values"]["path"] for event in peer.events_until("over") if event.get("told") == "data"]
@@ -176,19 +178,19 @@ def is_admitted(attacker: Attacker, host: Neighbour) -> bool:
 
 def test_prepared_data_are_used_only_when_all_that_was_offered_is_there(attacker: Attacker, tmp_path: Path) -> None:
     host, names = Neighbour(tmp_path / "victim"), attacker.names()
-    host.ask("open", {"kind": "run", "name": "x", "recipe": attacker.recipe})
-    host.ask("put", {"name": "plan.json"}, attacker.honest)
-    host.ask("take", attacker.offer(*names))
+    host.attack("open", {"kind": "run", "name": "x", "recipe": attacker.recipe})
+    host.attack("put", {"name": "plan.json"}, attacker.honest)
+    host.attack("take", attacker.offer(*names))
     for name in names:
         assert not is_admitted(attacker, host)
-        host.ask("block", {"name": name, "offset": 0}, (attacker.data / name).read_bytes())
+        host.attack("block", {"name": name, "offset": 0}, (attacker.data / name).read_bytes())
     assert is_admitted(attacker, host) and len(open_corpus(attacker.received).entries) > 0
     # Whoever offers something else for them has to send it first.
     changed = attacker.offer(*names)
     changed["files"][0]["sha256"] = "0" * 64
-    host.ask("take", changed)
+    host.attack("take", changed)
     assert not is_admitted(attacker, host)
-    host.ask("take", attacker.offer(*names))
+    host.attack("take", attacker.offer(*names))
     assert is_admitted(attacker, host)
     host.depot.close()
 
@@ -198,10 +200,10 @@ def test_files_of_another_run_are_not_used_by_an_index_that_names_them(attacker:
     attacker.received.mkdir(parents=True)
     for name in names:  # of an earlier run, whose host 0 was another one
         (attacker.received / name).write_bytes((attacker.data / name).read_bytes())
-    host.ask("open", {"kind": "run", "name": "x", "recipe": attacker.recipe})
-    host.ask("put", {"name": "plan.json"}, attacker.honest)
+    host.attack("open", {"kind": "run", "name": "x", "recipe": attacker.recipe})
+    host.attack("put", {"name": "plan.json"}, attacker.honest)
     with pytest.raises(PlaitError, match="the data offered lack files of"):
-        host.ask("take", attacker.offer("index.json"))
+        host.attack("take", attacker.offer("index.json"))
     assert not is_admitted(attacker, host)
     host.depot.close()
 
@@ -218,6 +220,6 @@ def test_a_plan_that_names_a_model_on_the_joined_host_is_not_carried_out(attacke
             read_plan(tmp_path / "attacker" / "evil.json").job, base=str(tmp_path / "victim" / "models" / "own")
         ),
     )
-    host.ask("put", {"name": "plan.json"}, plan_text(plan).encode())
+    host.attack("put", {"name": "plan.json"}, plan_text(plan).encode())
     assert not is_admitted(attacker, host)
     host.depot.close()

@@ -4,52 +4,70 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from plait.checked_json import parse_object, typed_value
-from plait.commands.hosts import invitation
-from plait.commands.hosts.host_info import code_hash, machine_survey, own_host_info, why_host_cannot_join
-from plait.commands.hosts.host_shares import check_worker_count, default_host_shares, host_shares_text
-from plait.commands.hosts.invitation import HostsRequest, choose_address, choose_secret
-from plait.commands.hosts.job_argument import read_job_argument
-from plait.commands.hosts.leader_workers import LeaderWorkers
 from plait.errors import PlaitError
-from plait.launch.network import interface
-from plait.launch.network.interface import local_addresses
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.link import Reply
+from plait.hosts import joining
+from plait.hosts.job_files import read_job_argument
+from plait.hosts.joining import (
+    HostInfo,
+    HostsRequest,
+    admitted_info,
+    choose_address,
+    choose_secret,
+    code_hash,
+    own_host_info,
+)
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.protocol import Reply, RequestKind
+from plait.hosts.shared_folder import SEE_FOLDER, SharedReply
+from plait.hosts.workers import (
+    LeaderWorkers,
+    RunOnHosts,
+    check_worker_count,
+    default_host_shares,
+    host_shares_text,
+    machine_survey,
+)
+from plait.launch import network
+from plait.launch.network import local_addresses
 from plait.launch.values.job import Job, JobResult, Message
 from plait.machines.machine import Machine, make_names_unique
-from plait.machines.requested_workers import SurveyRequest
+from plait.machines.requested_workers import PeakNeed, SurveyRequest
 from plait.planner.plan import HostShare, refreshed_hosts, same_hosts
 from plait.planner.plan_file import read_plan, write_plan
+from plait.recipe.schema import RunConfig
+from plait.run_folder import RunFolder
+from plait.screen.screen import SilentScreen
 from plait.workers import CHECK_ENTRY, MEASURE_ENTRY, PROBE_ENTRY
 from tests.planner.machines import EIGHT_H100, LAPTOP, PLAYS, planned, recipe
 from tests.plans import changed
 
-LEAD = {
-    "name": "lead", "mark": "f00d", "plait": "0.4.0", "code": "c0de", "torch": "2.13.0+cpu", "python": "3.11.7",
-    "clock_s": 1e9, "cores": 8, "folder": "/home/a",
-}  # fmt: skip
+LEAD = HostInfo(
+    name="lead", mark="f00d", plait="0.4.0", code="c0de", torch="2.13.0+cpu", python="3.11.7", clock_s=1e9, cores=8,
+    folder="/home/a",
+)  # fmt: skip
 
 
 class Guest:
     """A joined host that sees host 0's folder, mounted at a place of its own."""
 
-    host, name = 1, "guest"
+    host = 1
 
-    def __init__(self, folder: str) -> None:
-        self.host_info: dict[str, Any] = {"folder": folder, "cores": 8, "mark": "beef"}
+    def __init__(self, folder: str, name: str = "guest") -> None:
+        self.name = name
+        self.host_info = replace(LEAD, name=name, folder=folder, mark="beef")
         self.link = object()  # as another connection than any other host has
 
-    def ask(self, kind: str, values: Mapping[str, Any], blob: bytes = b"") -> Reply:
-        assert kind == "see"
-        return Reply(values={"shared": True})
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+        assert request is SEE_FOLDER
+        return Reply(values=SharedReply(shared=True))
 
 
 class Led:
@@ -57,6 +75,7 @@ class Led:
 
     def __init__(self, *members: Guest) -> None:
         self.members = self.arrived = members
+        self.membership = self
         self.parts: Sequence[HostPart] = ()
         self.said: list[Message] = []
         self.surveys: list[str] = []
@@ -88,12 +107,31 @@ class Led:
         return JobResult(stopped_by="finished", wall_s=0.0)
 
 
+def leading(
+    hosts: Led, folder: Path, config: RunConfig, said: list[str] | None = None, peak: PeakNeed = "measured"
+) -> LeaderWorkers:
+    """The workers of these hosts for a run in a folder; what is printed goes to `said`."""
+    lines: list[str] = [] if said is None else said
+
+    class Said(SilentScreen):
+        def print(self, text: str) -> None:
+            lines.append(text)
+
+    run = RunOnHosts(config=config, folder=RunFolder(folder), screen=Said(), peak=peak)
+    return LeaderWorkers(cast(Hosts, hosts), run, {})
+
+
 def told(**other: Any) -> str | None:
-    return why_host_cannot_join({**LEAD, "name": "guest", **other}, LEAD)
+    try:
+        assert admitted_info({**asdict(LEAD), "name": "guest", **other}, LEAD).name == "guest"
+    except PlaitError as error:
+        return str(error)
+    return None
 
 
 def test_a_host_like_ours_may_join() -> None:
-    assert told() is None and why_host_cannot_join(own_host_info(), own_host_info()) is None
+    own = own_host_info()
+    assert told() is None and admitted_info(asdict(own), own_host_info()) == own
     assert told(python="3.12.1", cores=2, folder="/elsewhere", clock_s=1e9 - 59, torch="2.13.0+cu126") is None
 
 
@@ -151,14 +189,14 @@ def test_only_rank_0_is_heard_by_who_runs_a_job_on_all_hosts(tmp_path: Path) -> 
     """What another host's rank says, beyond what checkpoints need, is for nobody: it may be anything."""
     heard: list[Message] = []
     hosts = Led(Guest("/a"))
-    workers = LeaderWorkers(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
+    workers = leading(hosts, tmp_path, recipe(tmp_path))
     hosts.said = [Message(rank=rank, kind="probed", values={}) for rank in (1, 0)]
     workers.run(Job(entry=PROBE_ENTRY, argument="{}", world_size=2, threads=1), heard.append)
     assert [message.rank for message in heard] == [0]
 
 
 def test_the_hash_of_the_code_is_stable() -> None:
-    assert len(code_hash()) == 64 and code_hash() == own_host_info()["code"]
+    assert len(code_hash()) == 64 and code_hash() == own_host_info().code
 
 
 def test_a_worker_for_each_gpu_or_one_with_all_the_cores() -> None:
@@ -211,7 +249,7 @@ def test_a_plan_over_hosts_reads_back_and_knows_each_rank(tmp_path: Path) -> Non
 def test_a_checkpoint_s_parts_are_fetched_from_the_host_of_their_rank(tmp_path: Path) -> None:
     """Of three hosts with two, one and two workers."""
     old, new = Guest("/a"), Guest("/b")
-    workers = LeaderWorkers(cast(Hosts, Led(old, new)), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
+    workers = leading(Led(old, new), tmp_path, recipe(tmp_path))
     vars(workers)["_host_shares_as_admitted"] = tuple(
         HostShare(name=name, workers=count, threads=1) for name, count in zip("abc", (2, 1, 2), strict=True)
     )
@@ -220,13 +258,11 @@ def test_a_checkpoint_s_parts_are_fetched_from_the_host_of_their_rank(tmp_path: 
 
 def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
     """The probe comes before it, a checkpoint's parts after it."""
-    guests = [Guest("/a"), Guest("/b"), Guest("/c")]
-    for guest, name in zip(guests, "abc", strict=True):
-        guest.name = name
+    guests = [Guest(f"/{name}", name) for name in "abc"]
     hosts = Led(*guests)
-    workers = LeaderWorkers(cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path), log=lambda line: None)
+    workers = leading(hosts, tmp_path, recipe(tmp_path))
     plan = planned(recipe(tmp_path, "layout.replicate=4", "model.size=1M"), PLAYS, LAPTOP)
-    lead = own_host_info()["name"]
+    lead = own_host_info().name
     assert [share.name for share in workers.with_hosts(plan).machines.hosts] == [lead, "a", "b", "c"]
     moved = replace(plan, placement=replace(plan.placement, host_order=(0, 3, 1, 2)))
     for _ in range(2):  # a step may have been timed for the plan before
@@ -250,9 +286,7 @@ def test_hosts_take_the_places_that_a_plan_gives_them(tmp_path: Path) -> None:
 
 def test_a_processor_is_measured_only_where_its_rate_is_asked_for(tmp_path: Path) -> None:
     hosts, config = Led(Guest("/a")), recipe(tmp_path, "model.size=1M")
-    workers = LeaderWorkers(
-        cast(Hosts, hosts), folder=tmp_path, config=config, log=lambda line: None, peak="as known", known={}
-    )
+    workers = leading(hosts, tmp_path, config, peak="as known")
     assert workers.fixed_workers.workers == 2
     assert [flops for _, flops, _ in workers.host_machines("as known")] == [None, None]
     placed = changed(
@@ -266,19 +300,15 @@ def test_a_processor_is_measured_only_where_its_rate_is_asked_for(tmp_path: Path
 
 def test_a_host_that_the_plan_leaves_out_is_released_and_left_out_again_when_the_run_goes_on(tmp_path: Path) -> None:
     def lead(said: list[str]) -> tuple[Led, LeaderWorkers]:
-        guests = [Guest("/a"), Guest("/b")]
-        for guest, name in zip(guests, "ab", strict=True):
-            guest.name = name
+        guests = [Guest(f"/{name}", name) for name in "ab"]
         hosts = Led(*guests)
-        return hosts, LeaderWorkers(
-            cast(Hosts, hosts), folder=tmp_path, config=recipe(tmp_path, "model.size=1M"), log=said.append
-        )
+        return hosts, leading(hosts, tmp_path, recipe(tmp_path, "model.size=1M"), said)
 
     said: list[str] = []
     hosts, workers = lead(said)
     plan = planned(recipe(tmp_path, "layout.replicate=2", "model.size=1M"), PLAYS, LAPTOP)
     placed = workers.with_hosts(replace(plan, placement=replace(plan.placement, host_order=(0, 1))))
-    own = own_host_info()["name"]
+    own = own_host_info().name
     assert [share.name for share in placed.machines.hosts] == [own, "a"] and placed.placement.host_order == ()
     assert [share.name for share in placed.machines.left_out] == ["b"] and len(hosts.members) == 1
     assert said[-1] == "left out b: a step takes no less time with it; it may be used for something else"
@@ -307,7 +337,7 @@ def test_the_data_of_a_job_have_a_name_that_holds_where_a_shared_folder_is_mount
     named = job / "corpus" if corpus == "in the cache" else Path("/data/corpus")
     write_plan(changed(planned(config, PLAYS, LAPTOP), corpus=str(named)), job / "plan.json")
     hosts = Led(Guest("/mnt/work"))
-    workers = LeaderWorkers(cast(Hosts, hosts), folder=run, config=config, log=lambda line: None)
+    workers = leading(hosts, run, config)
     asked = json.dumps({"folder": str(job), "extent": "all", "who": "layout"})
     workers.run(
         Job(entry=CHECK_ENTRY, argument=asked, world_size=2, threads=1),
@@ -336,7 +366,7 @@ def test_an_address_must_be_of_this_machine() -> None:
 
 def test_a_second_address_of_an_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"127.0.0.1": "lo", "192.168.1.5": "eth0", "10.0.0.1": "eth0", "10.0.0.2": "eth1", "fd00::1": "eth0"}
-    for module in (interface, invitation):
+    for module in (network, joining):
         monkeypatch.setattr(module, "local_addresses", lambda: known)
     assert [choose_address(one) for one in ("192.168.1.5", "10.0.0.2")]
     for second in ("10.0.0.1", "fd00::1"):

@@ -9,31 +9,28 @@ from typing import Any, cast
 
 import pytest
 
-from plait.commands.hosts.invitation import choose_secret
-from plait.commands.membership import run_hosts
-from plait.commands.membership.one_machine import OneMachine
-from plait.commands.membership.run_hosts import RunHosts
-from plait.commands.membership.run_on_hosts import RunOnHosts
 from plait.commands.monitoring.elastic_workers import (
-    CannotGoOn,
-    Renewed,
-    came_and_went,
+    OneMachine,
     change_of_speed,
     change_text,
     in_place_of,
 )
-from plait.commands.planning.run_folder import RunFolder
 from plait.errors import PlaitError, StopSignal
-from plait.launch.remote.leader import Hosts
-from plait.launch.remote.membership import Departure, HostChange, Member
-from plait.launch.remote.secret import new_secret, read_secret
-from plait.launch.values.failed_job import FailureFacts
+from plait.hosts import run_hosts
+from plait.hosts.handshake import new_secret, read_secret
+from plait.hosts.joining import choose_secret, own_host_info
+from plait.hosts.leader import Hosts
+from plait.hosts.membership import Departure, HostChange, Member
+from plait.hosts.run_hosts import RunHosts, came_and_went
+from plait.hosts.workers import RunOnHosts
+from plait.launch.values.failure import FailureFacts
 from plait.layout import Layout
 from plait.machines.machine import Machine, usable_cores
 from plait.planner.plan import Forecast, Plan
 from plait.probing.survey import places_in
+from plait.run_folder import RunFolder
 from plait.screen.screen import SilentScreen
-from plait.workers import HostWorkers
+from plait.workers import CannotGoOn, HostWorkers, Renewed
 from tests.planner.machines import LAPTOP, PLAYS, SERVER, planned, recipe
 from tests.plans import changed
 
@@ -86,6 +83,9 @@ def test_other_layouts_are_named_and_unknown_times_left_out(plan: Plan) -> None:
 class _Link:
     lost: str | None = None
 
+    def __init__(self, address: str) -> None:
+        self.address = address
+
 
 class _Membership:
     """Answers `renew` with one change after another."""
@@ -118,7 +118,8 @@ class _Hosts:
 
 
 def member(name: str) -> Member:
-    return Member(host=1, name=name, address=f"10.0.0.{ord(name)}", host_info={}, link=cast(Any, _Link()))
+    link = _Link(f"10.0.0.{ord(name)}")
+    return Member(host=1, host_info=replace(own_host_info(), name=name), link=cast(Any, link))
 
 
 def gone(*names: str, by: StopSignal | None = None) -> HostChange:

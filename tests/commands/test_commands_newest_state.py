@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from plait.commands.monitoring.newest_state import newest_state
-from plait.commands.planning.run_folder import RunFolder
+from plait.run_folder import RunFolder
 from tests.checkpoint.conftest import save_state
 from tests.end_to_end.command import flip_bit
 

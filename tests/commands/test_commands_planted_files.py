@@ -11,8 +11,6 @@ import pytest
 
 from plait.checkpoint.store import clean_staging, staging_for, verify_checkpoint
 from plait.checkpoint.transfer import write_rank
-from plait.commands.planning.folder_lock import lock_run_folder
-from plait.commands.planning.run_folder import RunFolder
 from plait.data.index import read_index
 from plait.data.preparation.fingerprint import exclusive_lock
 from plait.errors import PlaitError, RunFailed
@@ -23,6 +21,7 @@ from plait.report.metrics import read_metrics
 from plait.report.receipt_file import read_receipt
 from plait.report.shares_file import read_shares
 from plait.report.sinks import MetricsFile
+from plait.run_folder import RunFolder, lock_run_folder
 from plait.working_folder import WorkingFolder
 
 

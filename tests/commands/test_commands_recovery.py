@@ -10,12 +10,12 @@ import pytest
 from plait.commands.monitoring.newest_state import newest_checkpoint
 from plait.commands.monitoring.recovery import Recovery
 from plait.commands.monitoring.session import Session, Start
-from plait.commands.planning.run_folder import RunFolder, run_folder
 from plait.errors import PlaitError
-from plait.launch.values.failed_job import FailureFacts, WorkersFailed
+from plait.launch.values.failure import FailureFacts, WorkersFailed
 from plait.recipe.schema import RecoverSection
 from plait.report.incidents import read_incidents
 from plait.report.metrics import StepReport
+from plait.run_folder import RunFolder, run_folder
 from plait.screen.screen import SilentScreen
 from tests.checkpoint.conftest import save_state
 from tests.end_to_end.command import flip_bit

@@ -11,8 +11,6 @@ from typing import TextIO
 
 import pytest
 
-from plait.commands.planning.folder_lock import lock_run_folder
-from plait.commands.planning.run_folder import CHANGEABLE_KEYS, RunFolder, check_changes, find_run, run_folder
 from plait.errors import PlaitError, RunFailed
 from plait.layout import Layout
 from plait.planner.derive.intervals import balance_every_steps, with_new_intervals
@@ -22,6 +20,7 @@ from plait.recipe.load import flat_values, load_recipe
 from plait.recipe.schema import RunConfig
 from plait.report.metrics import read_metrics
 from plait.report.shares_file import SharesLine, append_shares, read_shares
+from plait.run_folder import CHANGEABLE_KEYS, RunFolder, check_changes, find_run, lock_run_folder, run_folder
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
 from tests.planner.machines import LAPTOP, PLAYS, planned, recipe
 
@@ -58,7 +57,7 @@ def test_who_opened_a_lock_that_its_holder_then_took_away_is_refused(made, monke
     def taken_away(lock: TextIO, refusal: str) -> None:
         Path("runs/x/.lock").unlink()
 
-    monkeypatch.setattr("plait.commands.planning.folder_lock.hold_lock", taken_away)
+    monkeypatch.setattr("plait.run_folder.hold_lock", taken_away)
     with pytest.raises(PlaitError, match="another plait is training in"), lock_run_folder(run_folder("x")):
         pass
 

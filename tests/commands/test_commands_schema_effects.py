@@ -12,7 +12,6 @@ import torch
 from pydantic import BaseModel
 
 from plait.commands.monitoring.recovery import decision_after
-from plait.commands.planning.run_folder import run_folder
 from plait.commands.preparing.base import base_folder
 from plait.commands.preparing.corpus import data_request
 from plait.data.samples.sizes import CorpusSizes
@@ -27,6 +26,7 @@ from plait.planner.derive.training_job import compile_of
 from plait.planner.plan import Plan
 from plait.planner.resolve.named import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
+from plait.run_folder import run_folder
 from plait.trainer.assemble import pair_losses_of
 from plait.working_folder import CURRENT_FOLDER
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe

@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli import app
-from plait.commands.hosts.invitation import invitation_text
 from plait.commands.join import joining_text
 from plait.commands.planning.plan_report import make_plan_report, plan_report_text, training_section
 from plait.commands.probe import probe_start, unsteady_text
 from plait.commands.prove import trial_text, winner_text
 from plait.commands.sample import SampledText
 from plait.commands.verify import verification_start
+from plait.hosts.joining import invitation_text
 from plait.layout import Layout
 from plait.machines.cluster import read_cluster
 from plait.machines.measured import Measurements

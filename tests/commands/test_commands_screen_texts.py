@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from plait.commands.evaluate import evaluation_of
-from plait.commands.hosts.invitation import invitation_text
 from plait.commands.join import ending_text
 from plait.commands.monitoring.finish import finished_text
 from plait.commands.monitoring.run_end import run_end
@@ -18,6 +17,7 @@ from plait.commands.monitoring.training import stopped_text
 from plait.commands.planning.introduction import run_start
 from plait.commands.train import stopped_early_text
 from plait.errors import RunFailed
+from plait.hosts.joining import invitation_text
 from plait.layout import Layout
 from plait.machines.measured import ProductRate, ProductRates
 from plait.partition.execution import Precision

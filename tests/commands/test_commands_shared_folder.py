@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.hosts.shared_folder import Mount, has_nonce, mount_of, shared_folder_lines, write_nonce
-from plait.commands.planning.folder_lock import hold_lock
 from plait.errors import PlaitError
+from plait.hosts.shared_folder import Mount, has_nonce, mount_of, shared_folder_lines, write_nonce
+from plait.run_folder import hold_lock
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.commands.hosts.invitation import invitation_text
 from plait.commands.programs.run_program import invitation_of, workers_text
 from plait.custom.data.share_words import measuring_text, shares_stay_text, worker_shares_text
 from plait.custom.group import check_backends, check_same_devices
@@ -21,6 +20,7 @@ from plait.custom.strands.bucket_size import LEAST, MOST, chosen_bucket_bytes
 from plait.custom.strands.local import squares_of
 from plait.custom.strands.units import find_units, units_text
 from plait.errors import PlaitError
+from plait.hosts.joining import invitation_text
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "own-programs.txt"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from plait.clusters.kubernetes import INPUT_FOLDER, WORK_FOLDER
-from plait.launch.remote.secret import new_secret
+from plait.hosts.handshake import new_secret
 from tests.clusters.strict import documents, pod_specs
 from tests.end_to_end.command import Place, ended
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import plait
-from plait.commands.hosts.host_info import code_hash
+from plait.hosts.joining import code_hash
 from tests.install.conftest import ROOT
 
 pytestmark = pytest.mark.slow
@@ -141,9 +141,7 @@ def test_the_recipe_of_new_trains_as_it_is(installed: Installed, tmp_path: Path)
 
 
 def test_a_host_with_the_wheel_and_one_with_the_checkout_are_alike(installed: Installed, tmp_path: Path) -> None:
-    code = (
-        "import plait; print(plait.__file__); from plait.commands.hosts.host_info import code_hash; print(code_hash())"
-    )
+    code = "import plait; print(plait.__file__); from plait.hosts.joining import code_hash; print(code_hash())"
     where, found = installed.run(tmp_path, "python", "-c", code).split()
     assert where.startswith(str(installed.environment))
     assert found == code_hash()

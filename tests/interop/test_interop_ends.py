@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from plait.commands.answering.chat import AnswerSettings, open_chat
 from plait.commands.export import write_export
-from plait.commands.planning.run_folder import run_folder
 from plait.commands.preparing.base import keep_base_files
 from plait.commands.sample import sample
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
 from plait.planner.plan_file import write_plan
+from plait.run_folder import run_folder
 from plait.screen.screen import SilentScreen
 from plait.working_folder import WorkingFolder
 from tests.commands.test_commands_adapters import adapter_run

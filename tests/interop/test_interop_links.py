@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 
 from plait.commands.export import write_export
 from plait.commands.models.opened_model import open_model
-from plait.commands.planning.run_folder import run_folder
 from plait.commands.preparing.base import keep_base_files, model_folder
 from plait.errors import PlaitError
 from plait.interop.adapter_in import read_adapter
 from plait.interop.base_model import read_base_model
+from plait.run_folder import run_folder
 from plait.screen.screen import SilentScreen
 from plait.working_folder import WorkingFolder
 from tests.commands.test_commands_export import learns_chats, saved_run

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plait.launch.remote.secret import Secret
+from plait.hosts.handshake import Secret
 from plait.launch.values.entries import EntryTable
 from tests.launch.processes import ENTRIES, WITH_TORCH
 

@@ -9,11 +9,11 @@ import json
 import sys
 
 from plait.errors import PlaitError
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.secret import read_secret
+from plait.hosts.handshake import read_secret
+from plait.hosts.leader import HostPart, Hosts
 from plait.launch.values.job import Job, Message
 from tests.launch.host import HEARTBEAT
-from tests.launch.processes import ENTRIES
+from tests.launch.processes import ENTRIES, anybody
 
 
 def main(entry: str) -> None:
@@ -24,7 +24,7 @@ def main(entry: str) -> None:
             address="127.0.0.1", secret=read_secret(None), members=1, entries=ENTRIES, heartbeat=HEARTBEAT
         ) as hosts:
             print(json.dumps({"join": hosts.join_address}), flush=True)
-            hosts.admit(lambda hello: None, within_s=30)
+            hosts.membership.admit(anybody, within_s=30)
             result = hosts.run(job, on_message=_print, parts=[part, part])
             print(json.dumps({"stopped_by": result.stopped_by}), flush=True)
     except PlaitError as error:

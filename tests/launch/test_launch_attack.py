@@ -8,24 +8,26 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from plait.errors import PlaitError, RunFailed
+from plait.hosts.connection import HostConnection
+from plait.hosts.handshake import new_secret
+from plait.hosts.joining import JoinListener
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.member import connect
+from plait.hosts.protocol import EventReport, StartOrder
+from plait.hosts.wire import Wire
 from plait.launch.local.run import ForkServer
-from plait.launch.remote.agent import connect
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.link import HostConnection
-from plait.launch.remote.listener import JoinListener
-from plait.launch.remote.secret import new_secret
-from plait.launch.remote.wire import Frame, Wire
 from plait.launch.values.job import HostRanks
 from tests.launch.host import HEARTBEAT
 from tests.launch.joined import HostProcess
-from tests.launch.processes import ENTRIES, Record, job, wait_until
+from tests.launch.processes import ENTRIES, Record, anybody, job, wait_until
 
 SECRET = new_secret()
+M = TypeVar("M")
 
 
 @pytest.fixture
@@ -52,12 +54,12 @@ def order(**changes: Any) -> dict[str, Any]:
     }
 
 
-def mail(link: HostConnection, kind: str) -> Frame:
-    """The next frame of a kind."""
-    found: list[Frame] = []
+def mail(link: HostConnection, kind: type[M]) -> M:
+    """The next message of a kind."""
+    found: list[M] = []
 
     def has_come() -> bool:
-        found.extend(frame for frame in link.read() if frame.kind == kind)
+        found.extend(message for message in link.read() if isinstance(message, kind))
         return bool(found) or link.lost is not None
 
     wait_until(has_come, within_s=20)
@@ -67,11 +69,11 @@ def mail(link: HostConnection, kind: str) -> Frame:
 
 def test_a_leader_cannot_choose_what_a_joined_host_runs(victim: tuple[HostConnection, HostProcess]) -> None:
     link, _ = victim
-    link.send("run", order(entry="no_such_job"))
-    event = mail(link, "event").values["event"]
+    link._push("run", order(entry="no_such_job"), b"")
+    event = mail(link, EventReport).event
     assert event["over"] and "plait has no job named 'no_such_job' on this host" in event["reason"]
-    link.send("run", {**order(), "number": 2})
-    assert mail(link, "event").values["number"] == 2
+    link._push("run", {**order(), "number": 2}, b"")
+    assert mail(link, EventReport).number == 2
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_a_joined_host_leaves_a_leader_that_sends_what_plait_does_not(
     victim: tuple[HostConnection, HostProcess], tmp_path: Path, change: dict[str, Any], why: str
 ) -> None:
     link, agent = victim
-    link.send("run", order(**{"argument": f"touch {tmp_path / 'harm'}", **change}))
+    link._push("run", order(**{"argument": f"touch {tmp_path / 'harm'}", **change}), b"")
     error = agent.ended(1)["error"]
     assert "it sent what plait does not send" in error and why in error
     assert link.lost is not None and why in link.lost
@@ -104,7 +106,7 @@ def test_a_leader_cannot_have_ranks_meet_in_a_file_of_its_choice(
     victim: tuple[HostConnection, HostProcess], rendezvous: str
 ) -> None:
     link, agent = victim
-    link.send("run", {**order(), "rendezvous": rendezvous})
+    link._push("run", {**order(), "rendezvous": rendezvous}, b"")
     assert "StartOrder.rendezvous is no address" in agent.ended(1)["error"]
 
 
@@ -125,14 +127,14 @@ def attacked(events: Sequence[Any], **changes: Any) -> Iterator[Hosts]:
         wire = connect(address, int(port), secret, local_address="127.0.0.2")
         wire.send("hello", {"name": "evil"})
         links.append(HostConnection(wire, handlers={}, heartbeat=HEARTBEAT))
-        mail(links[0], "run")
+        mail(links[0], StartOrder)
         for event in events:
-            links[0].send("event", {"number": 1, "event": event, "sent_at_s": 1.0, **changes})
+            links[0]._push("event", {"number": 1, "event": event, "sent_at_s": 1.0, **changes}, b"")
 
     with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
         thread = threading.Thread(target=attack, args=(hosts.join_address,))
         thread.start()
-        hosts.admit(lambda info: None, within_s=30)
+        hosts.membership.admit(anybody, within_s=30)
         yield hosts
         thread.join(30)
         links[0].close()
@@ -154,6 +156,7 @@ def failure_of(hosts: Hosts) -> str:
         ([{"rank": 0, "returned": True}], "it sent word of a rank that it does not run"),
         ([{"rank": 1, "raised": {**RAISED, "rank": 0}}], "it sent word of a rank that it does not run"),
         ([{"forked": True}, {"forked": True}], "it started its workers twice"),
+        ([{"rank": 1, "raised": {**RAISED, "lost_peer": True}}] * 2, "it reported two errors of one rank"),
         ([{"nonsense": 1}], "it sent what plait does not send"),
         ([{}], "it sent what plait does not send"),
         ([[]], "it sent what plait does not send"),
@@ -200,7 +203,7 @@ def test_a_frame_for_the_connection_itself_must_be_one(
     victim: tuple[HostConnection, HostProcess], kind: str, values: dict[str, Any]
 ) -> None:
     link, agent = victim
-    link.send(kind, values)
+    link._push(kind, values, b"")
     error = agent.ended(1)["error"]
     assert "it sent what plait does not send" in error and "\n" not in error
 
@@ -225,7 +228,7 @@ def test_attempts_in_vain_are_said_when_the_last_host_is_in() -> None:
     with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
         thread = threading.Thread(target=knock, args=(hosts.join_address,))
         thread.start()
-        hosts.admit(lambda info: None, within_s=30, on_failed=counts.append)
+        hosts.membership.admit(anybody, within_s=30, on_failed=counts.append)
         thread.join(30)
         links[0].close()
     assert counts == [1, 2]
@@ -233,7 +236,7 @@ def test_attempts_in_vain_are_said_when_the_last_host_is_in() -> None:
 
 def test_a_nul_in_a_name_is_refused_not_taken_out(victim: tuple[HostConnection, HostProcess]) -> None:
     link, agent = victim
-    link.send("ask", {"number": 1, "kind": "read", "values": {"path": "/tmp/own\0/x"}})
+    link._push("ask", {"number": 1, "kind": "read", "values": {"path": "/tmp/own\0/x"}}, b"")
     assert "NUL" in agent.ended(1)["error"]
 
 

@@ -6,30 +6,34 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plait.errors import PlaitError
-from plait.launch.remote import connectivity
-from plait.launch.remote.connectivity import (
+from plait.hosts import connectivity
+from plait.hosts.connectivity import (
     ALL_PAIRS_AT_MOST,
+    OPEN_LISTENER,
+    TRY_CONNECTING,
     ConnectivityListener,
+    ConnectQuestion,
+    ListenAddress,
     check_connectivity,
     host_cut_off,
     neighbours_of,
 )
-from plait.launch.remote.link import Reply
+from plait.hosts.protocol import Nothing, Reply, RequestKind
 
 
 class Firewalled(ConnectivityListener):
     """A host that takes nothing which comes in at a port of its own choice."""
 
-    def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
-        reply = super().ask(kind, values)
-        if kind == "listen":
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+        reply = super().ask(request, question)
+        if request is OPEN_LISTENER:
             self.close()
         return reply
 
@@ -41,8 +45,8 @@ class Seen:
         self.name, self.address = listener.name, listener.address
         self._listener = ConnectivityListener(listener.name, own)
 
-    def ask(self, kind: str, values: Mapping[str, Any]) -> Reply:
-        return self._listener.ask(kind, values)
+    def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
+        return self._listener.ask(request, question)
 
 
 def three(
@@ -56,7 +60,9 @@ def test_hosts_that_reach_each_other_are_left_as_they_were() -> None:
     asked: list[tuple[str, str]] = []
     for listener in others:
         own = listener.ask
-        listener.ask = lambda kind, values, own=own, name=listener.name: asked.append((name, kind)) or own(kind, values)
+        listener.ask = lambda kind, asks, own=own, name=listener.name: (
+            asked.append((name, kind.name)) or own(kind, asks)
+        )
     check_connectivity(first, others)
     assert sorted(asked) == [(name, kind) for name in "bc" for kind in ("close", "connect", "listen")]
     for listener in (first, *others):
@@ -85,7 +91,7 @@ def test_the_host_that_others_do_not_reach_is_the_one_to_go_on_without() -> None
 def test_a_host_behind_an_address_translation_is_told_so() -> None:
     first, *others = three()
     others[0].address = "203.0.113.7"  # as others see it
-    others[0].ask("close", {})
+    others[0].close()
     with pytest.raises(PlaitError, match=r"b is 127\.0\.0\.2 to itself and 203\.0\.113\.7 to this host"):
         check_connectivity(first, [Seen(others[0], "127.0.0.2"), others[1]])
 
@@ -94,12 +100,11 @@ def test_a_host_that_drops_what_comes_in_is_found_within_seconds(monkeypatch: py
     """Its queue is full, so that the kernel lets who connects wait, as a firewall does."""
     monkeypatch.setattr(connectivity, "CONNECT_S", 0.3)
     listener = ConnectivityListener("b", "127.0.0.2")
-    port = listener.ask("listen", {}).values["port"]
+    at = listener.ask(OPEN_LISTENER, Nothing()).values.at
     assert listener._listener is not None
     listener._listener.listen(0)
     waiting = [ConnectivityListener("a", "127.0.0.1") for _ in range(3)]
-    addresses = [{"address": "127.0.0.2", "port": port}]
-    whys = [one.ask("connect", {"addresses": addresses}).values["whys"][0] for one in waiting]
+    whys = [one.ask(TRY_CONNECTING, ConnectQuestion(addresses=(at,))).values.whys[0] for one in waiting]
     listener.close()
     assert whys[-1] == "timed out"
 
@@ -124,9 +129,10 @@ link set plaitreach0 up
 -netns {SPACE} addr add {FAR}/24 dev eth0
 -netns {SPACE} link set eth0 up"""
 OPENED = f"""import sys
-from plait.launch.remote.connectivity import ConnectivityListener
+from plait.hosts.connectivity import OPEN_LISTENER, ConnectivityListener
+from plait.hosts.protocol import Nothing
 listener = ConnectivityListener("far", "{FAR}")
-print(listener.ask("listen", {{}}).values["port"], flush=True)
+print(listener.ask(OPEN_LISTENER, Nothing()).values.at.port, flush=True)
 sys.stdin.readline()"""
 
 
@@ -152,8 +158,8 @@ def far_port() -> Iterator[int]:
 def test_a_way_on_which_only_small_packets_pass_is_named(far_port: int) -> None:
     """A real cable that carries nothing larger than 900 bytes: connections stand, and no message arrives."""
     near = ConnectivityListener("near", NEAR)
-    addresses = {"addresses": [{"address": FAR, "port": far_port}]}
-    assert near.ask("connect", addresses).values["whys"] == [""]
+    asked = ConnectQuestion(addresses=(ListenAddress(address=FAR, port=far_port),))
+    assert near.ask(TRY_CONNECTING, asked).values.whys == ("",)
     cable = "qdisc add dev plaitreach0 root tbf rate 100mbit burst 900 limit 100000"
     subprocess.run(["tc", *cable.split()], check=True)
-    assert near.ask("connect", addresses).values["whys"] == [connectivity.LARGE_PACKETS_LOST]
+    assert near.ask(TRY_CONNECTING, asked).values.whys == (connectivity.LARGE_PACKETS_LOST,)

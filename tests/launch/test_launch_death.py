@@ -219,7 +219,7 @@ def test_a_message_over_the_cap_is_a_bug_of_the_sender(tmp_path):
 def test_the_supervising_modules_import_no_torch():
     code = (
         "import sys, plait.launch.local.run, plait.launch.local.torchrun; "
-        "import plait.launch.remote.leader, plait.launch.remote.agent; "
+        "import plait.hosts.leader, plait.hosts.member; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

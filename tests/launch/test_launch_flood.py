@@ -9,22 +9,48 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 
 from plait.errors import RunFailed
-from plait.launch.remote.agent import connect
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.link import UNREAD_BYTES_AT_MOST, Heartbeat, HostConnection, Reply
-from plait.launch.remote.listener import CROWDED_SENTENCE, JoinListener, listener_at, refuse_host
-from plait.launch.remote.messages import RequestKind
-from plait.launch.remote.secret import new_secret
-from plait.launch.remote.wire import Frame, SessionKeys, Wire, WireEnded
-from tests.launch.processes import ENTRIES, Record, job, open_descriptors, wait_until
+from plait.hosts.connection import UNREAD_BYTES_AT_MOST, Heartbeat, HostConnection
+from plait.hosts.handshake import new_secret
+from plait.hosts.joining import CROWDED_SENTENCE, JoinListener, listener_at, refuse_host
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.member import connect
+from plait.hosts.protocol import (
+    DONE,
+    EventReport,
+    HostMessage,
+    Nothing,
+    Notice,
+    RanksProgress,
+    Reply,
+    RequestKind,
+    SignalOrder,
+)
+from plait.hosts.wire import Frame, SessionKeys, Wire, WireEnded
+from tests.launch.processes import ENTRIES, Record, anybody, job, open_descriptors, wait_until
 
 SECRET = new_secret()
 PATIENT = Heartbeat(period_s=0.1, lost_after_s=60.0)
 MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    x: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    done: bool
+
+
+LIST = RequestKind(name="list", question=Nothing, reply=Text)
+BLOCK = RequestKind(name="block", question=Nothing, reply=Done, blob_bytes=MIB)
+OPEN = RequestKind(name="open", question=Nothing, reply=Nothing, reply_within_s=0.5)
 A_FEW_MB = 40 * MIB
 """What host 0 may hold of one connection at its worst: unread frames of 8 MiB, and the frame that is being read, whose
 2 MiB of JSON take more as Python's values."""
@@ -74,7 +100,7 @@ def test_mail_that_nobody_reads_is_bounded_and_ends_the_connection(gate: JoinLis
             tracemalloc.stop()
         assert link.lost == "it sent over 8 MiB more than was read here"
         assert peak_bytes < A_FEW_MB
-        kept = sum(len(frame.text) for frame in link.read())
+        kept = sum(map(len, link._mail.values()))
         assert UNREAD_BYTES_AT_MOST - 2 * MIB < kept <= UNREAD_BYTES_AT_MOST
 
 
@@ -93,7 +119,7 @@ def test_small_values_that_are_large_in_memory_do_not_grow_it(gate: JoinListener
 
 def test_what_is_read_counts_no_more(gate: JoinListener) -> None:
     with joined(gate) as (link, wire):
-        frames: list[Frame] = []
+        frames: list[HostMessage] = []
         for number in range(20):
             wire.send("event", event(MIB))
             wait_until(lambda number=number: frames.extend(link.read()) or len(frames) == number + 1, within_s=10)
@@ -104,17 +130,17 @@ def test_of_how_far_ranks_are_only_the_newest_waits(gate: JoinListener) -> None:
     """A run whose terminal was stopped for a night loses no host for it."""
     with joined(gate) as (link, wire):
         for number in range(20_000):
-            wire.send("progress", {"number": number})
-        wire.send("event", {"last": True})
-        frames: list[Frame] = []
+            wire.send("progress", {"number": number, "ranks": []})
+        wire.send("event", event(1))
+        frames: list[HostMessage] = []
 
         def is_last_here() -> bool:
             frames.extend(link.read())
-            return any(frame.kind == "event" for frame in frames)
+            return any(isinstance(frame, EventReport) for frame in frames)
 
         wait_until(is_last_here, within_s=60)
         assert link.lost is None
-        assert [frame.values["number"] for frame in frames if frame.kind == "progress"][-1] == 19_999
+        assert [frame.number for frame in frames if isinstance(frame, RanksProgress)][-1] == 19_999
 
 
 @pytest.mark.parametrize("kind", ["event", "bye", "beat", "whatever"])
@@ -127,19 +153,21 @@ def test_bytes_beside_what_has_none_end_the_connection(gate: JoinListener, kind:
 
 def test_a_reply_with_bytes_that_were_not_asked_for_ends_the_connection(gate: JoinListener) -> None:
     with joined(gate) as (link, wire):
-        evil = HostConnection(wire, handlers={"list": lambda frame: Reply(blob=bytes(MIB))}, heartbeat=PATIENT)
+        evil = HostConnection(
+            wire, handlers={LIST: lambda asked, blob: Reply(values=Text(), blob=bytes(MIB))}, heartbeat=PATIENT
+        )
         with pytest.raises(RunFailed, match="evil was lost: it sent 1048576 bytes beside 'reply to list'"):
-            link.ask("list", {}, b"", host="evil")
+            link.ask(LIST, Nothing(), b"", host="evil")
         evil.close()
 
 
 def test_a_reply_that_is_too_large_to_send_is_an_error_not_a_wait(gate: JoinListener) -> None:
     with joined(gate) as (link, wire):
         large = HostConnection(
-            wire, handlers={"list": lambda frame: Reply(values={"x": "x" * 3 * MIB})}, heartbeat=PATIENT
+            wire, handlers={LIST: lambda asked, blob: Reply(values=Text(x="x" * 3 * MIB))}, heartbeat=PATIENT
         )
         with pytest.raises(RunFailed, match=r"'list' failed with ValueError.*bug in plait"):
-            link.ask("list", {}, b"", host="host-2")
+            link.ask(LIST, Nothing(), b"", host="host-2")
         large.close()
 
 
@@ -148,7 +176,7 @@ def test_replies_that_nobody_waits_for_are_dropped(gate: JoinListener) -> None:
         tracemalloc.start()
         try:
             flood(wire, lambda number: wire.send("answer", {"number": number, "values": {}}, bytes(MIB)), 60)
-            wire.send("event", {"last": True})
+            wire.send("event", event(1))
             wait_until(lambda: bool(link.read()) or link.lost is not None, within_s=20)
             held_bytes, _ = tracemalloc.get_traced_memory()
         finally:
@@ -161,7 +189,7 @@ def test_questions_that_wait_for_an_answer_are_bounded(gate: JoinListener) -> No
     with joined(gate) as (link, wire):
         goes_on = threading.Event()
         host = HostConnection(
-            wire, handlers={"block": lambda frame: Reply(values={"done": goes_on.wait(60)})}, heartbeat=PATIENT
+            wire, handlers={BLOCK: lambda asked, blob: Reply(values=Done(done=goes_on.wait(60)))}, heartbeat=PATIENT
         )
         leader = link._wire
         tracemalloc.start()
@@ -184,7 +212,7 @@ def test_who_reads_nothing_holds_nobody_and_is_left(gate: JoinListener) -> None:
         try:
             began_s = time.monotonic()
             for _ in range(20):
-                link.send("signal", {"number": 1, "order": "SIGTERM", "why": "x" * MIB})
+                link.send(SignalOrder(number=1, order="SIGTERM", why="x" * MIB))
             took_s = time.monotonic() - began_s
             _, peak_bytes = tracemalloc.get_traced_memory()
         finally:
@@ -198,7 +226,7 @@ def test_who_takes_a_byte_now_and_then_holds_nobody(gate: JoinListener) -> None:
     ended = threading.Event()
     with joined(gate) as (link, wire):
         sent = threading.Thread(
-            target=lambda: [link.send("notice", {"sentence": "x" * MIB}) for _ in range(8)] and ended.set(), daemon=True
+            target=lambda: [link.send(Notice(sentence="x" * MIB)) for _ in range(8)] and ended.set(), daemon=True
         )
         sent.start()
         deadline = time.monotonic() + 5
@@ -212,21 +240,21 @@ def test_who_takes_a_byte_now_and_then_holds_nobody(gate: JoinListener) -> None:
 def test_what_was_not_taken_at_once_arrives_when_it_is(gate: JoinListener) -> None:
     with joined(gate) as (link, wire):
         for number in range(6):
-            link.send("notice", {"number": number, "sentence": "x" * MIB})
+            link.send(Notice(sentence=f"{number}" + "x" * MIB))
         frames: list[Frame] = []
         while len(frames) < 6:
             frame = wire.receive(10)
             assert frame is not None
             frames += [frame] if frame.kind == "notice" else []
-        assert [frame.values["number"] for frame in frames] == list(range(6)) and link.lost is None
+        assert [frame.values["sentence"][0] for frame in frames] == list("012345") and link.lost is None
 
 
 def test_a_host_that_lives_and_never_replies_is_lost() -> None:
     with listening_pair() as (near, far):
-        silent = HostConnection(far, handlers={"open": _never}, heartbeat=PATIENT)
-        link = HostConnection(near, handlers={}, heartbeat=PATIENT, requests={"open": RequestKind(reply_within_s=0.5)})
+        silent = HostConnection(far, handlers={OPEN: _never}, heartbeat=PATIENT)
+        link = HostConnection(near, handlers={}, heartbeat=PATIENT)
         with pytest.raises(RunFailed, match=r"host-2 was lost: it did not reply to 'open' within 0\.5 s; "):
-            link.ask("open", {}, b"", host="host-2")
+            link.ask(OPEN, Nothing(), b"", host="host-2")
         _STOP.set()
         for each in (link, silent):
             each.close()
@@ -235,9 +263,9 @@ def test_a_host_that_lives_and_never_replies_is_lost() -> None:
 _STOP = threading.Event()
 
 
-def _never(frame: Frame) -> Reply:
+def _never(asked: Nothing, blob: bytes) -> Reply[Nothing]:
     _STOP.wait(60)
-    return Reply()
+    return DONE
 
 
 @contextlib.contextmanager
@@ -323,7 +351,7 @@ def test_a_host_that_floods_during_a_job_ends_it_with_its_name() -> None:
     with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=PATIENT) as hosts:
         thread = threading.Thread(target=attack, args=(hosts.join_address,))
         thread.start()
-        hosts.admit(lambda info: None, within_s=30)
+        hosts.membership.admit(anybody, within_s=30)
         with pytest.raises(RunFailed) as caught:
             hosts.run(job("be_deaf", 2), on_message=Record(), parts=[part, part])
         thread.join(30)

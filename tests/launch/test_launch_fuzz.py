@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from plait.checked_json import DEEPEST
-from plait.launch.remote.json_text import parse_frame_text
-from plait.launch.remote.listener import listener_at
-from plait.launch.remote.messages import (
+from plait.hosts.joining import listener_at
+from plait.hosts.protocol import (
     Answer,
     EventReport,
     Farewell,
@@ -29,10 +28,10 @@ from plait.launch.remote.messages import (
     SignalOrder,
     StartOrder,
     UnexpectedMessage,
-    parse_event,
     parse_message,
 )
-from plait.launch.remote.wire import FRAME_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded
+from plait.hosts.remote_ranks import parse_event
+from plait.hosts.wire import FRAME_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded, parse_frame_text
 from plait.launch.values.failure import RankRaised
 from plait.launch.values.job import HostRanks, Job
 from tests.launch.mutants import mutants

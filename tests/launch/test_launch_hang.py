@@ -15,7 +15,7 @@ import pytest
 from plait.launch.local.run import ForkServer
 from plait.launch.local.signals import collected_signals
 from plait.launch.local.supervise import Supervision
-from plait.launch.values.failed_job import WorkersFailed
+from plait.launch.values.failure import WorkersFailed
 from plait.launch.values.job import Job, StoppedBy
 from plait.launch.values.phase import HangTimeouts, PhaseTimeouts
 from tests.entry_tables import entries_of

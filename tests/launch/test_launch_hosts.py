@@ -18,19 +18,22 @@ import pytest
 from torch.distributed import TCPStore
 
 from plait.errors import Interrupted, PlaitError, RunFailed
-from plait.launch.remote.agent import connect
-from plait.launch.remote.held_copies import copied_steps
-from plait.launch.remote.host_numbering import by_address, host_numbers
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.secret import Secret, new_secret
+from plait.hosts.checkpoints import copied_steps
+from plait.hosts.handshake import Secret, new_secret
+from plait.hosts.joining import HostInfo
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.member import connect
+from plait.hosts.membership import by_address, host_numbers
+from plait.hosts.protocol import Nothing
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import NOTE, STOP_IN_WORDS, Job, JobResult, Message
-from tests.launch.host import HEARTBEAT
+from tests.launch.host import BREAK, HEARTBEAT, READ, REFUSE, Key, Place
 from tests.launch.joined import HostProcess, start_agent
 from tests.launch.processes import (
     ENTRIES,
     WITH_TORCH,
     Record,
+    anybody,
     job,
     listening_addresses,
     listening_sockets,
@@ -69,13 +72,17 @@ def _hosts(members: int, entries: EntryTable = ENTRIES) -> Iterator[_Hosts]:
     try:
         with Hosts(address="127.0.0.1", secret=secret, members=members, entries=entries, heartbeat=HEARTBEAT) as hosts:
 
-            def start_next(hello: Mapping[str, Any]) -> None:
+            def start_next() -> None:
                 """One after another, so that the addresses are in the order of the hosts' numbers."""
                 if len(agents) < members:
                     agents.append(start_agent(hosts.join_address, secret, 2 + len(agents), entries))
 
-            start_next({})
-            hosts.admit(start_next, within_s=30)
+            def check(hello: Mapping[str, Any]) -> HostInfo:
+                start_next()
+                return anybody(hello)
+
+            start_next()
+            hosts.membership.admit(check, within_s=30)
             yield _Hosts(hosts, agents)
     finally:
         for agent in agents:
@@ -223,17 +230,17 @@ def test_hosts_answer_questions_also_during_a_job(three: _Hosts, tmp_path):
     members, answers = three.hosts.members, []
 
     def pull(record: Record) -> None:
-        question = {"path": str(tmp_path / "part"), "offset": 256, "bytes": 1 << 20}
-        answers.extend(member.ask("read", question) for member in members)
+        question = Place(path=str(tmp_path / "part"), offset=256, bytes=1 << 20)
+        answers.extend(member.ask(READ, question) for member in members)
         os.kill(os.getpid(), signal.SIGTERM)
 
     three.run(job("wait_for_stop", 3), Record(3, pull), (1, 1, 1))
-    assert [answer.values["pid"] for answer in answers] == [agent.pid for agent in three.agents]
+    assert [answer.values.pid for answer in answers] == [agent.pid for agent in three.agents]
     assert {len(answer.blob) for answer in answers} == {1 << 20}
     with pytest.raises(PlaitError, match=r"^on host-127\.0\.0\.3 \(127\.0\.0\.3\): the disk is full; make room$"):
-        members[1].ask("refuse", {})
+        members[1].ask(REFUSE, Nothing())
     with pytest.raises(RunFailed, match=r"'break' failed with KeyError\('k'\); this is a bug in plait"):
-        members[0].ask("break", {"key": "k"})
+        members[0].ask(BREAK, Key(key="k"))
 
 
 def test_many_jobs_leave_nothing(three: _Hosts):
@@ -277,7 +284,7 @@ def test_a_killed_host_ends_the_job_everywhere_with_its_name(two: _Hosts):
     assert time.monotonic() - record.acted_at_s < SOON_S
     wait_until(lambda: not running([*record.pids.values(), agent.pid]), within_s=2)
     with pytest.raises(RunFailed, match=r"host-127\.0\.0\.2 \(127\.0\.0\.2\) was lost"):
-        two.hosts.members[0].ask("read", {})
+        two.hosts.members[0].ask(READ, Place(path="/"))
     with pytest.raises(RunFailed, match=r"host-127\.0\.0\.2 \(127\.0\.0\.2\) was lost"):
         two.run(job("hello", 2), Record())
 
@@ -398,14 +405,14 @@ def test_the_end_is_told_to_the_others():
     secret = new_secret()
     with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
         agent = start_agent(hosts.join_address, secret)
-        hosts.admit(lambda hello: None, within_s=30)
+        hosts.membership.admit(anybody, within_s=30)
     assert agent.ended(0) == {"stopped_by": "finished"}
 
 
 def test_a_host_that_is_not_needed_is_sent_home_and_the_others_work_on():
     with _hosts(2) as joined:
         first, second = joined.hosts.members
-        joined.hosts.renumber((0, 2))
+        joined.hosts.membership.renumber((0, 2))
         assert joined.agents[0].ended(0) == {"stopped_by": "not needed"}
         assert [(member.host, member.address) for member in joined.hosts.members] == [(1, second.address)]
         assert joined.hosts.addresses == ("127.0.0.1", second.address) and first.link.lost is not None
@@ -420,7 +427,7 @@ def test_a_signal_between_two_jobs_is_told_to_the_others():
         Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts,
     ):
         agent = start_agent(hosts.join_address, secret)
-        hosts.admit(lambda hello: None, within_s=30)
+        hosts.membership.admit(anybody, within_s=30)
         raise Interrupted("SIGTERM")
     assert agent.ended(0) == {"stopped_by": "SIGTERM"}
 
@@ -432,7 +439,7 @@ def test_the_error_that_ends_host_0_is_told_to_the_others():
         Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts,
     ):
         join_address, agent = hosts.join_address, start_agent(hosts.join_address, secret)
-        hosts.admit(lambda hello: None, within_s=30)
+        hosts.membership.admit(anybody, within_s=30)
         raise PlaitError("there is no such recipe; write one")
     assert agent.ended(1)["error"] == f"host 0 ({join_address}) ended the run: there is no such recipe; write one"
 
@@ -472,11 +479,13 @@ def test_a_host_that_does_not_fit_is_told_why_and_others_still_join(waiting: tup
     assert "the secret is wrong for the run at 127.0.0.1:" in wrong.ended(2)["error"]
     unfit, fit = start_agent(hosts.join_address, secret, 2), start_agent(hosts.join_address, secret, 3)
 
-    def check(hello: Mapping[str, Any]) -> str | None:
-        return None if hello["name"] == "host-127.0.0.3" else "this host has another plait; install 0.1.0"
+    def check(hello: Mapping[str, Any]) -> HostInfo:
+        if hello["name"] != "host-127.0.0.3":
+            raise PlaitError("this host has another plait; install 0.1.0")
+        return anybody(hello)
 
     try:
-        (member,) = hosts.admit(check, within_s=30)
+        (member,) = hosts.membership.admit(check, within_s=30)
         assert (member.host, member.address, str(member)) == (1, "127.0.0.3", "host-127.0.0.3 (127.0.0.3)")
         # Which of the two came first is open: the other may find that all are in, or that nobody waits any more.
         error = unfit.ended(2)["error"]
@@ -494,22 +503,23 @@ def test_a_host_that_goes_away_while_it_waits_leaves_its_place_and_others_take_t
     try:
         with Hosts(address="127.0.0.1", secret=secret, members=2, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
 
-            def check(hello: Mapping[str, Any]) -> None:
+            def check(hello: Mapping[str, Any]) -> HostInfo:
                 if len(agents) == 2:
                     agents[0].process.kill()
                     (first, *_) = hosts.membership._admitted  # pyright: ignore[reportPrivateUsage]
                     wait_until(lambda: first.link.lost is not None, within_s=5)
                 if len(agents) < 3:
                     agents.append(start_agent(hosts.join_address, secret, 12 + len(agents)))
+                return anybody(hello)
 
             agents.append(start_agent(hosts.join_address, secret, 12))
             order = [("", "elsewhere"), ("mark", "host-127.0.0.14")]
-            members = hosts.admit(check, within_s=30, order=order, on_lost=lost.append)
+            members = hosts.membership.admit(check, within_s=30, order=order, on_lost=lost.append)
             assert lost == ["host-127.0.0.12"]
             assert [(member.host, member.address) for member in members] == [(1, "127.0.0.14"), (2, "127.0.0.13")]
             assert hosts.addresses == ("127.0.0.1", "127.0.0.14", "127.0.0.13")
             for seats in ((0, 2, 1), (0, 2, 1), (0, 1, 2)):  # each time as they were admitted
-                hosts.renumber(seats)
+                hosts.membership.renumber(seats)
                 assert [member.host for member in hosts.members] == [1, 2]
                 assert [member.address for member in hosts.members] == [members[host - 1].address for host in seats[1:]]
     finally:
@@ -536,7 +546,7 @@ def test_who_waits_in_vain_says_how_many_came(waiting: tuple[Hosts, Secret]):
     with pytest.raises(
         PlaitError, match=r"^0 of 1 other hosts joined 127\.0\.0\.1:\d+ within 0\.1 s; start plait join"
     ):
-        hosts.admit(lambda hello: None, within_s=0.1)
+        hosts.membership.admit(anybody, within_s=0.1)
 
 
 @pytest.mark.parametrize("name", ["10.0.0..1", "a" * 64])

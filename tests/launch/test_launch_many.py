@@ -10,22 +10,29 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from plait.hosts.connection import ConnectionLoop, Heartbeat, HostConnection, part_from_all
+from plait.hosts.handshake import greet_leader, new_secret
+from plait.hosts.joining import JoinListener
+from plait.hosts.protocol import Reply, RequestKind, RunEnd
+from plait.hosts.wire import SessionKeys, Wire
 from plait.launch.local.run import ForkServer
-from plait.launch.network.connection_loop import ConnectionLoop
-from plait.launch.remote.handshake import greet_leader
-from plait.launch.remote.link import Heartbeat, HostConnection, Reply, part_from_all
-from plait.launch.remote.listener import JoinListener
-from plait.launch.remote.messages import RequestKind
-from plait.launch.remote.secret import new_secret
-from plait.launch.remote.wire import SessionKeys, Wire
 from tests.launch.processes import ENTRIES, Record, job, wait_until
 
 ROOT = Path(__file__).parents[2]
 SECRET = new_secret()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    n: int
+
+
+TWICE = RequestKind(name="twice", question=Number, reply=Number, blob_bytes=1 << 20, reply_blob_bytes=1 << 20)
 HEARTBEAT = Heartbeat(period_s=0.2, lost_after_s=5.0)
 ONE_WAY = SessionKeys(sending=b"a", receiving=b"b")
 OTHER_WAY = SessionKeys(sending=b"b", receiving=b"a")
@@ -48,13 +55,9 @@ def linked(
 ) -> tuple[list[HostConnection], list[HostConnection]]:
     """Host 0's ends, on one loop, and the others', which answer."""
     loop, theirs_loop = ConnectionLoop(), ConnectionLoop()
-    kinds = {"twice": RequestKind(blob_bytes=1 << 20, reply_blob_bytes=1 << 20)}
-    ours = [HostConnection(leader, handlers={}, heartbeat=heartbeat, loop=loop, requests=kinds) for leader, _ in pairs]
-    handlers = {"twice": lambda frame: Reply(values={"n": 2 * frame.values["n"]}, blob=frame.blob)}
-    theirs = [
-        HostConnection(joiner, handlers=handlers, heartbeat=HEARTBEAT, loop=theirs_loop, requests=kinds)
-        for _, joiner in pairs
-    ]
+    ours = [HostConnection(leader, handlers={}, heartbeat=heartbeat, loop=loop) for leader, _ in pairs]
+    handlers = {TWICE: lambda number, blob: Reply(values=Number(n=2 * number.n), blob=blob)}
+    theirs = [HostConnection(joiner, handlers=handlers, heartbeat=HEARTBEAT, loop=theirs_loop) for _, joiner in pairs]
     return ours, theirs
 
 
@@ -68,8 +71,8 @@ def test_all_connections_of_a_process_share_one_thread(pairs: list[tuple[Wire, W
     assert threading.active_count() - before == 2  # a loop at each end
     blob = bytes(300_000)
     for number, link in enumerate(ours):
-        answer = link.ask("twice", {"n": number}, blob, host="it")
-        assert (answer.values, answer.blob == blob) == ({"n": 2 * number}, True)
+        answer = link.ask(TWICE, Number(n=number), blob, host="it")
+        assert (answer.values, answer.blob == blob) == (Number(n=2 * number), True)
     assert threading.active_count() - before == 2 + len(theirs)  # one more for each that has been asked something
     time.sleep(3 * HEARTBEAT.period_s)
     assert [link.lost for link in (*ours, *theirs)] == [None] * 40
@@ -83,7 +86,7 @@ def test_one_that_is_lost_is_noticed_at_once_and_the_others_live_on(pairs: list[
     pairs[3][1].close()
     wait_until(lambda: ours[3].lost == "its connection was closed", within_s=1)
     assert [number for number, link in enumerate(ours) if link.lost] == [3]
-    assert ours[4].ask("twice", {"n": 4}, b"", host="it").values == {"n": 8}
+    assert ours[4].ask(TWICE, Number(n=4), b"", host="it").values == Number(n=8)
     for link in (*ours, *theirs):
         link.close()
 
@@ -113,7 +116,7 @@ def test_an_end_that_takes_nothing_is_lost_and_holds_up_no_other(pairs: list[tup
     ours, theirs = linked([pairs[1]])
     stuck = HostConnection(leader, handlers={}, heartbeat=Heartbeat(period_s=0.1, lost_after_s=60), loop=ours[0]._loop)
     wait_until(lambda: stuck.lost == "it took no data for 0.5 s", within_s=5)
-    assert ours[0].ask("twice", {"n": 1}, b"", host="it").values == {"n": 2}
+    assert ours[0].ask(TWICE, Number(n=1), b"", host="it").values == Number(n=2)
     for link in (*ours, *theirs, stuck):
         link.close()
 
@@ -121,10 +124,10 @@ def test_an_end_that_takes_nothing_is_lost_and_holds_up_no_other(pairs: list[tup
 def test_farewells_to_many_that_do_not_hang_up_are_one_wait(
     pairs: list[tuple[Wire, Wire]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.launch.remote.link._PART_S", 0.3)
+    monkeypatch.setattr("plait.hosts.connection._PART_S", 0.3)
     ours, theirs = linked(pairs)
     began_s = time.monotonic()
-    part_from_all(ours, "end", {"stopped_by": "finished"})
+    part_from_all(ours, RunEnd(stopped_by="finished"))
     assert time.monotonic() - began_s < 10 * 0.3
     for link in theirs:
         wait_until(lambda link=link: link.lost is not None, within_s=5)

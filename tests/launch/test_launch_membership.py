@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 
-from plait.launch.remote.handshake import Refused, greet_joiner, greet_leader
-from plait.launch.remote.leader import HostPart, Hosts
-from plait.launch.remote.membership import OVER_SENTENCE, WAITS_SENTENCE, HostChange
-from plait.launch.remote.secret import Secret, new_secret
-from plait.launch.values.failed_job import WorkersFailed
+from plait.errors import PlaitError
+from plait.hosts.handshake import Refused, Secret, greet_joiner, greet_leader, new_secret
+from plait.hosts.joining import HostInfo
+from plait.hosts.leader import HostPart, Hosts
+from plait.hosts.membership import OVER_SENTENCE, WAITS_SENTENCE, HostChange
+from plait.launch.values.failure import WorkersFailed
 from plait.launch.values.job import STOP_IN_WORDS, STOPPING, JobResult, Message
 from tests.launch.host import HEARTBEAT
 from tests.launch.joined import HostProcess, start_agent
-from tests.launch.processes import ENTRIES, Record, job, wait_until
+from tests.launch.processes import ENTRIES, Record, anybody, job, wait_until
 
 FIT = "host-127.0.0."
 
@@ -53,14 +54,16 @@ def run() -> Iterator[_Run]:
     """Two hosts, the other one 127.0.0.2; those with odd numbers do not fit, and are told so."""
     secret, agents = new_secret(), list[HostProcess]()
 
-    def check(host_info: Mapping[str, Any]) -> str | None:
-        return None if int(str(host_info["name"])[-1]) % 2 == 0 else "this host has plait 0.0.9; install 0.1.0"
+    def check(hello: Mapping[str, Any]) -> HostInfo:
+        if int(str(hello["name"])[-1]) % 2:
+            raise PlaitError("this host has plait 0.0.9; install 0.1.0")
+        return anybody(hello)
 
     try:
         with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
             made = _Run(hosts, secret, agents)
             made.join(2)
-            hosts.admit(check, within_s=30, joining="open")
+            hosts.membership.admit(check, within_s=30, joining="open")
             yield made
     finally:
         for agent in agents:
@@ -156,7 +159,7 @@ def test_who_waits_is_told_that_the_run_has_ended() -> None:
         with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
             made = _Run(hosts, secret, agents)
             made.join(2)
-            hosts.admit(lambda info: None, within_s=30, joining="open")
+            hosts.membership.admit(anybody, within_s=30, joining="open")
             late = made.join(4)
             assert late.next_line() == {"kind": "connected"}
             wait_until(lambda: bool(hosts.membership.look() or hosts.membership._waiting), within_s=20)

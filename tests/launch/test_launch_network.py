@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from plait.launch.network.facts import NetworkFacts, RdmaPort, network_facts
-from plait.launch.network.firewall import FIREWALLS, opening_advice, own_firewall
-from plait.launch.network.variables import network_lines, network_variables
+from plait.hosts.connectivity import Firewall, opening_advice, own_firewall
+from plait.launch.network import NetworkFacts, RdmaPort, network_facts, network_lines, network_variables
 
 ROOT = Path(__file__).parents[2]
 
@@ -135,7 +135,7 @@ def test_nftables_is_one_where_it_starts_with_the_machine(tmp_path: Path) -> Non
 
 
 def test_each_firewall_has_a_line_to_type_for_both_kinds_of_addresses() -> None:
-    for firewall in FIREWALLS:
+    for firewall in get_args(Firewall):
         for source in ("10.0.0.2", "fd00::2"):
             advice = opening_advice(firewall, source)
             assert source in advice or firewall == "NetworkPolicy"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from plait.errors import PlaitError
-from plait.launch.network.interface import interface_of, local_addresses
-from plait.launch.remote.secret import SECRET_VARIABLE, new_secret, parse_secret, read_secret
+from plait.hosts.handshake import SECRET_VARIABLE, new_secret, parse_secret, read_secret
+from plait.launch.network import interface_of, local_addresses
 
 
 def test_a_secret_is_fresh_long_and_typed_in_groups():

@@ -13,11 +13,11 @@ import pytest
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.channel import LINE_BYTES_AT_MOST, LineReader, send_line
 from plait.launch.local.torchrun import LaunchVariables, launch_variables, torchrun_context
-from plait.launch.values.failed_job import error_for_caller
 from plait.launch.values.failure import (
     RankDied,
     RankRaised,
     describe_exception,
+    error_for_caller,
     rank_raised_from,
     root_cause,
 )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,16 +18,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.remote.handshake import Refused, greet_joiner, greet_leader
-from plait.launch.remote.link import Heartbeat, HostConnection, Reply
-from plait.launch.remote.listener import FailedAttempts, JoinListener, listener_at, refuse_host
-from plait.launch.remote.secret import Secret, new_secret
-from plait.launch.remote.wire import BLOB_BYTES_AT_MOST, Frame, SessionKeys, Wire, WireEnded
+from plait.hosts.checkpoints import READ_OUTBOX, OutboxQuestion
+from plait.hosts.connection import Heartbeat, HostConnection
+from plait.hosts.files import ReadReply
+from plait.hosts.handshake import Refused, Secret, greet_joiner, greet_leader, new_secret
+from plait.hosts.joining import FailedAttempts, JoinListener, listener_at, refuse_host
+from plait.hosts.protocol import DONE, Nothing, Refusal, Reply, RequestKind
+from plait.hosts.wire import BLOB_BYTES_AT_MOST, SessionKeys, Wire, WireEnded
 from tests.launch.processes import wait_until
 
 SECRET = new_secret()
 HEARTBEAT = Heartbeat(period_s=0.3, lost_after_s=5.0)
 FRAME_HEAD = struct.Struct("!IQI")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    n: int
+
+
+TWICE = RequestKind(name="twice", question=Number, reply=Number)
+WORK = RequestKind(name="work", question=Nothing, reply=Nothing)
 
 
 @contextmanager
@@ -371,7 +383,7 @@ def _join(gate: JoinListener) -> HostConnection:
     joined = greet_leader(connection, SECRET, address="127.0.0.1")
     joined.send("hello", {"who": "honest"})
     return HostConnection(
-        joined, handlers={"twice": lambda frame: Reply(values={"n": 2 * frame.values["n"]})}, heartbeat=HEARTBEAT
+        joined, handlers={TWICE: lambda number, blob: Reply(values=Number(n=2 * number.n))}, heartbeat=HEARTBEAT
     )
 
 
@@ -381,8 +393,8 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(gate: JoinListener):
     link = _join(gate)
     arrival = gate.next(5)
     assert arrival is not None
-    assert arrival.host_info == {"who": "honest"}
-    assert arrival.link.ask("twice", {"n": 21}, b"", host="it").values == {"n": 42}
+    assert arrival.hello == {"who": "honest"}
+    assert arrival.link.ask(TWICE, Number(n=21), b"", host="it").values == Number(n=42)
     assert threads < 60  # each stranger has one, and only so many are greeted at once
     for each in (link, arrival.link):
         each.close()
@@ -397,7 +409,7 @@ def test_who_comes_too_late_is_turned_away(gate: JoinListener):
     turning = threading.Thread(target=refuse_host, args=(late.link, "all are in"))
     turning.start()
     _wait_for_mail(link)
-    assert [frame.values for frame in link.read() if frame.kind == "refused"] == [{"sentence": "all are in"}]
+    assert link.read() == [Refusal(sentence="all are in")]
     link.close()
     turning.join(5)
     gate.stop("closed")
@@ -410,18 +422,18 @@ def _linked(
 ) -> tuple[HostConnection, HostConnection]:
     """Host 0's end with this heartbeat, and one that works before it answers, and says often that it lives."""
 
-    def answer(question: Frame) -> Reply:
+    def answer(question: Nothing, blob: bytes) -> Reply[Nothing]:
         work()
-        return Reply(values={"done": True})
+        return DONE
 
-    busy = HostConnection(wires[1], handlers={"work": answer}, heartbeat=Heartbeat(period_s=0.1, lost_after_s=60.0))
+    busy = HostConnection(wires[1], handlers={WORK: answer}, heartbeat=Heartbeat(period_s=0.1, lost_after_s=60.0))
     return HostConnection(wires[0], handlers={}, heartbeat=heartbeat), busy
 
 
 def test_a_busy_end_is_not_lost(wires: tuple[Wire, Wire]):
     heartbeat = Heartbeat(period_s=60.0, lost_after_s=0.8)
     link, busy = _linked(wires, heartbeat, lambda: threading.Event().wait(1.2))
-    assert link.ask("work", {}, b"", host="it").values == {"done": True}
+    assert link.ask(WORK, Nothing(), b"", host="it") == DONE
     for each in (link, busy):
         each.close()
 
@@ -429,13 +441,23 @@ def test_a_busy_end_is_not_lost(wires: tuple[Wire, Wire]):
 def test_a_silent_end_is_lost_and_so_is_what_was_asked(wires: tuple[Wire, Wire]):
     link = HostConnection(wires[0], handlers={}, heartbeat=Heartbeat(period_s=60.0, lost_after_s=0.2))
     with pytest.raises(RunFailed, match=r"host-2 was lost: nothing was heard from it for 0\.2 s; "):
-        link.ask("work", {}, b"", host="host-2")
+        link.ask(WORK, Nothing(), b"", host="host-2")
     assert link.lost == "nothing was heard from it for 0.2 s"
     _wait_for_mail(link)
     with pytest.raises(RunFailed, match="host-2 was lost"):
-        link.ask("work", {}, b"", host="host-2")
+        link.ask(WORK, Nothing(), b"", host="host-2")
     link.close()
     wires[1].release()
+
+
+def test_a_part_of_a_checkpoint_in_memory_comes_beside_its_reply(wires: tuple[Wire, Wire]):
+    part = Reply(values=ReadReply(size=4), blob=b"part")
+    keeper = HostConnection(wires[1], handlers={READ_OUTBOX: lambda asked, blob: part}, heartbeat=HEARTBEAT)
+    link = HostConnection(wires[0], handlers={}, heartbeat=HEARTBEAT)
+    question = OutboxQuestion(local_rank=0, step=1, what="list", bytes=4)
+    assert link.ask(READ_OUTBOX, question, b"", host="it") == part
+    for each in (link, keeper):
+        each.close()
 
 
 def _wait_for_mail(link: HostConnection) -> None:

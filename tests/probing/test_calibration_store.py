@@ -13,7 +13,6 @@ from rich.console import Console
 
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor, Predicted
-from plait.commands.planning.run_folder import RunFolder, RunTotals
 from plait.planner.calibration.factors import Calibration, Observation, StepItems
 from plait.planner.plan import Forecast, HostShare
 from plait.planner.resolve.resolve import updated_forecast
@@ -26,6 +25,7 @@ from plait.probing.calibration_store import (
 from plait.report.metrics import StepReport
 from plait.report.receipt_file import read_receipt
 from plait.report.straggler import RankTimes
+from plait.run_folder import RunFolder, RunTotals
 from plait.screen.terminal import TerminalScreen
 from plait.units import format_duration
 from tests.planner.machines import LAPTOP, PLAYS, planned, recipe

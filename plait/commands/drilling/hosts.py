@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from plait.commands.hosts.invitation import ONE_HOST, HostsRequest
+from plait.hosts.joining import ONE_HOST, HostsRequest
 from plait.private_folder import make_private_folder
 
 _ADDRESS, _LISTENING = "127.0.0.1", "0A"

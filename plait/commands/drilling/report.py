@@ -12,9 +12,9 @@ from typing import Literal
 
 from plait.commands.drilling.faults import WITHOUT_RANK, Fault
 from plait.commands.monitoring.account import account_of, ledger_of
-from plait.commands.planning.run_folder import RunFolder
 from plait.report.incidents import BackAtWork, Incident, read_incidents
 from plait.report.metrics import read_metrics
+from plait.run_folder import RunFolder
 from plait.units import counted, format_duration
 
 FinalEqual = Literal["bits", "samples", "no"]

@@ -13,7 +13,6 @@ from torch import Tensor
 from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.checkpoint.transfer import read_slice, read_tensor
 from plait.commands.models.stored_adapter import base_of_plan
-from plait.commands.planning.run_folder import RunFolder
 from plait.data.conversations.chat_template import find_template, special_tokens, tokenizer_settings
 from plait.data.preparation.whole import TEMPLATE_FILE
 from plait.data.shards import Corpus
@@ -26,6 +25,7 @@ from plait.model.names import ADAPTER_A, ADAPTER_B
 from plait.model.shape import weight_sizes
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
+from plait.run_folder import RunFolder
 from plait.trainer.checkpointing.fits import check_fits
 
 

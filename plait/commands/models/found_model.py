@@ -8,7 +8,6 @@ from typing import Literal
 
 from plait.checkpoint.store import FoundCheckpoint, newest_good
 from plait.commands.models.stored_adapter import NO_ADAPTER, StoredAdapter, base_of_plan, find_adapter
-from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.commands.preparing.base import base_folder, is_model_source, model_folder
 from plait.data.index import damaged
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
@@ -20,6 +19,7 @@ from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
 from plait.planner.problem.model_words import without_objectives
 from plait.report.metrics import read_metrics
+from plait.run_folder import RunFolder, find_run
 from plait.trainer.checkpointing.fits import check_fits
 from plait.working_folder import WorkingFolder
 

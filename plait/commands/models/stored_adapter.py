@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from plait.checkpoint.store import newest_good
-from plait.commands.planning.run_folder import find_run
 from plait.errors import PlaitError
 from plait.interop.base_fingerprint import base_fingerprint
 from plait.interop.base_model import BaseModel, read_base_model
 from plait.model.adapter_shape import AdapterShape
 from plait.planner.plan import Plan
+from plait.run_folder import find_run
 from plait.working_folder import WorkingFolder
 
 NO_ADAPTER = "none"

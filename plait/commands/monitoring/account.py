@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from plait.checkpoint.generation import read_generation
 from plait.checkpoint.store import published_checkpoints, read_manifest
-from plait.commands.monitoring.finish import is_finished
-from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import registry_folder, running_runs
 from plait.errors import PlaitError
 from plait.report.incidents import (
@@ -25,6 +23,7 @@ from plait.report.incidents import (
     skipped_steps,
 )
 from plait.report.metrics import read_metrics
+from plait.run_folder import RunFolder
 
 RunState = Literal["finished", "training", "stopped"]
 TIME_IN_WORDS = {
@@ -153,7 +152,7 @@ def _state_of(folder: RunFolder) -> RunState:
     here = str(folder.path.resolve())
     if any(run.folder == here for run in running_runs(registry_folder())):
         return "training"
-    return "finished" if is_finished(folder) else "stopped"
+    return "finished" if folder.is_finished else "stopped"
 
 
 def _checked_cursors(folder: RunFolder, batch_sequences: int, skipped: Sequence[int]) -> Sequence[int]:

@@ -9,10 +9,10 @@ from math import inf, prod
 from pathlib import Path
 
 from plait.checkpoint.store import published_checkpoints
-from plait.commands.planning.run_folder import RunFolder
 from plait.model.shape import weight_sizes
 from plait.model.weights import trained_weights
 from plait.planner.plan import Plan
+from plait.run_folder import RunFolder
 from plait.units import counted, format_bytes
 
 

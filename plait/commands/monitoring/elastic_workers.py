@@ -2,68 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable
 
 from plait.commands.planning.introduction import layout_in_words
-from plait.errors import RunFailed, StopSignal
-from plait.launch.values.failed_job import FailureFacts
+from plait.errors import PlaitError
+from plait.launch.values.failure import FailureFacts
 from plait.layout import Layout
+from plait.machines.machine import Machine, usable_cores
 from plait.planner.plan import Plan
-from plait.workers import WorkerPool
+from plait.units import counted
+from plait.workers import CannotGoOn, HostWorkers, PlanFor, Renewed
 
 _SAME_SPEED = 0.005
 """Steps whose times differ by less than this share are said to take as long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Renewed:
-    """A run's plan for the machines that are there now, and who came and went since the plan before, as a sentence
-    (`who`). `until` says how long it is slower for it."""
-
-    plan: Plan
-    subject: Literal["hosts", "devices"]
-    who: str
-    until: str = ""
-
-
-class CannotGoOn(RunFailed):
-    """The machines that are left cannot carry the run, which is saved; `left_by` is the signal by which the one that is
-    missing was stopped there, None where it was lost."""
-
-    def __init__(self, sentence: str, left_by: StopSignal | None) -> None:
-        super().__init__(sentence)
-        self.left_by: StopSignal | None = left_by
-
-
-class ElasticWorkers(Protocol):
-    """The workers of a run, on machines that may come and go between its starts."""
-
-    @property
-    def workers(self) -> WorkerPool:
-        """Those of the present machines."""
-        ...
-
-    @property
-    def may_shrink(self) -> bool:
-        """Whether the run may go on without a machine that it lost."""
-        ...
-
-    def renewed(self, plan: Plan, failure: FailureFacts | None) -> Renewed | None:
-        """Look at who is there, and plan again where that is not who was there before; None where nothing changed. Call
-        it while no ranks run. `failure` is what ended the start before; None where it was paused.
-
-        Raises CannotGoOn where the machines that are left cannot carry the run.
-        """
-        ...
-
-
-def came_and_went(gone: Sequence[str], came: Sequence[str]) -> str:
-    """Names of hosts as a sentence."""
-    left = f"{_listed(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
-    joined = f"{_listed(came)} joined" if came else ""
-    return " and ".join(part for part in (left, joined) if part)
 
 
 def change_text(before: Plan, renewed: Renewed) -> str:
@@ -106,5 +57,47 @@ def _without_copies(layout: Layout) -> list[int]:
     return [degree for axis, degree in {**layout.degrees, "expert": layout.expert}.items() if axis != "replicate"]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+_NOT_OF_A_DEVICE = ("SIGKILL", "SIGTERM", "SIGINT")
+"""What kills a worker and says nothing of its GPU."""
+Survey = Callable[[], Machine]
+"""Looks at this machine with the devices that the recipe asks for; raises PlaitError where they cannot be used."""
+
+
+class OneMachine:
+    """ElasticWorkers of this machine alone. `plan_for` makes each further plan."""
+
+    def __init__(self, workers: HostWorkers, survey: Survey, plan_for: PlanFor) -> None:
+        self.workers = workers
+        self._survey, self._plan_for = survey, plan_for
+
+    @property
+    def may_shrink(self) -> bool:
+        return False
+
+    def renewed(self, plan: Plan, failure: FailureFacts | None) -> Renewed | None:
+        """As in ElasticWorkers: processors' cores tell what is gone, or torch after a failure that may be a GPU's."""
+        gone = self._gone(plan, failure)
+        if not gone:
+            return None
+        try:
+            return Renewed(plan=self._plan_for(self.workers), subject="devices", who=f"{gone} are gone")
+        except PlaitError as error:
+            raise CannotGoOn(
+                f"{gone} of this machine are gone, and what is left cannot carry the run: {error}; or bring them back: "
+                "the run is saved, and the same command goes on with it",
+                None,
+            ) from error
+
+    def _gone(self, plan: Plan, failure: FailureFacts | None) -> str:
+        """What this machine had when the plan was made, and has no more; empty where all is there."""
+        if self.workers.fixed_workers is not None:  # torchrun's: nobody here could start others
+            return ""
+        if plan.machines.device == "cpu":
+            return _lost_text(plan.machines.fingerprint["cores"], usable_cores(), "core")
+        if failure is None or failure.what in _NOT_OF_A_DEVICE:  # looking at GPUs takes seconds
+            return ""
+        return _lost_text(plan.machines.fingerprint["devices"], self._survey().devices, "GPU")
+
+
+def _lost_text(before: int, now: int, what: str) -> str:
+    return f"{before - now} of {counted(before, what)}" if now < before else ""

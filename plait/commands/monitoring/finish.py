@@ -12,7 +12,6 @@ from typing import Literal
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor
 from plait.commands.monitoring.run_end import run_end
 from plait.commands.planning.introduction import Details, reason_lines
-from plait.commands.planning.run_folder import RunFolder
 from plait.errors import RunFailed
 from plait.machines.catalog import find_device_by_driver_name
 from plait.model.weights import training_flops_per_token
@@ -33,6 +32,7 @@ from plait.report.incidents import lost_by_cause, read_incidents, skipped_ranges
 from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport, median_speed, read_metrics
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import read_receipt, write_receipt
+from plait.run_folder import RunFolder
 from plait.screen.screen import Screen
 from plait.units import Amount, counted, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -88,11 +88,6 @@ def missed_budget_line(budget: Amount, receipt: Receipt, compile: Compile) -> st
 
 def _about_equal(seconds: float, others: float) -> bool:
     return 1 / BUDGET_TOLERANCE_FACTOR <= seconds / others <= BUDGET_TOLERANCE_FACTOR
-
-
-def is_finished(folder: RunFolder) -> bool:
-    """Whether the run did all the steps that its plan has now."""
-    return folder.receipt.exists() and read_receipt(folder.receipt).steps >= folder.saved_plan().job.steps
 
 
 def print_finished(folder: RunFolder, screen: Screen, details: Details) -> Receipt:

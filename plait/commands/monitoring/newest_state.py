@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plait.checkpoint.store import FoundCheckpoint, published_checkpoints
-from plait.commands.planning.run_folder import RunFolder
 from plait.errors import PlaitError
+from plait.run_folder import RunFolder
 from plait.workers import WorkerPool
 
 

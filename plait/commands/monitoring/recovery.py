@@ -15,14 +15,14 @@ from plait.checkpoint.generation import require_newest
 from plait.commands.monitoring.bad_numbers import after_bad_step, guard_argument
 from plait.commands.monitoring.newest_state import NewestState
 from plait.commands.monitoring.session import Session, Start
-from plait.commands.planning.run_folder import RunFolder
 from plait.errors import GaveUp, PlaitError
-from plait.launch.values.failed_job import FailureFacts, HostNotServed, WorkersFailed
+from plait.launch.values.failure import FailureFacts, HostNotServed, WorkersFailed
 from plait.planner.plan import Plan
 from plait.recipe.schema import RecoverSection
 from plait.report.atomic import cannot_write
 from plait.report.incidents import BackAtWork, Decision, Incident, append_incident, read_incidents
 from plait.report.metrics import read_metrics
+from plait.run_folder import RunFolder
 from plait.trainer.divergence import BadStep
 from plait.units import counted
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor, pass_to_monitor
-from plait.commands.planning.run_folder import RunFolder
 from plait.errors import StopSignal
 from plait.launch.values.job import NOTE, STOP_IN_WORDS, STOPPING, Job, JobResult, Message
 from plait.planner.plan import Plan
 from plait.report.metrics import EvalReport, StepReport
+from plait.run_folder import RunFolder
 from plait.screen.screen import StepDisplay
 from plait.trainer.divergence import BadStep
 from plait.workers import TRAINING_ENTRY, WorkerPool, make_log_folder, modules_needed

@@ -12,9 +12,9 @@ from plait.checkpoint.store import FoundCheckpoint
 from plait.commands.monitoring.newest_state import NewestState
 from plait.commands.monitoring.session import Start
 from plait.commands.planning.introduction import time_left_text
-from plait.commands.planning.run_folder import RunFolder
 from plait.planner.plan import Plan
 from plait.report.incidents import StartLine, append_start
+from plait.run_folder import RunFolder
 from plait.screen.screen import Screen
 
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Literal
 
 from plait.commands.monitoring.account import TIME_IN_WORDS, RunAccount, account_of, ledger_of
-from plait.commands.planning.run_folder import RunFolder, find_run
 from plait.report.incidents import Incident
+from plait.run_folder import RunFolder, find_run
 from plait.units import counted, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from plait.commands.monitoring.disk_space import space_warning
-from plait.commands.monitoring.elastic_workers import CannotGoOn, ElasticWorkers, change_text
+from plait.commands.monitoring.elastic_workers import change_text
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import monitor_of
 from plait.commands.monitoring.newest_state import newest_checkpoint, newest_state
@@ -21,17 +21,18 @@ from plait.commands.monitoring.starting import (
     saved_point,
 )
 from plait.commands.planning.introduction import Details
-from plait.commands.planning.run_folder import RunFolder
 from plait.commands.planning.running_runs import listed_as_running, registry_folder, run_on_this_machine
 from plait.commands.preparing.base import keep_base_files
 from plait.errors import PlaitError
-from plait.launch.values.failed_job import FailureFacts, HostNotServed, WorkersFailed
+from plait.launch.values.failure import FailureFacts, HostNotServed, WorkersFailed
 from plait.launch.values.job import StoppedBy
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.report.receipt import Receipt
+from plait.run_folder import RunFolder
 from plait.screen.screen import Screen
 from plait.trainer.checkpointing.fits import check_fits
+from plait.workers import CannotGoOn, ElasticWorkers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

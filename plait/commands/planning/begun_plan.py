@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from plait.commands.planning.make_plan import Log, replan
+from plait.commands.planning.make_plan import replan
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.machines.requested_workers import PeakNeed
@@ -16,7 +16,7 @@ from plait.planner.plan import Plan, same_hosts
 from plait.planner.resolve.named import constraints_of
 from plait.probing.survey import MachineSurvey
 from plait.recipe.schema import RunConfig
-from plait.screen.screen import ShowProgress, ignore_progress
+from plait.screen.screen import Log, ShowProgress, ignore_progress
 from plait.workers import HostWorkers
 
 

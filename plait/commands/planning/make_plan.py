@@ -31,11 +31,10 @@ from plait.probing.steps import measure
 from plait.probing.survey import MachineSurvey, resources_of
 from plait.recipe.load import flat_values
 from plait.recipe.schema import RunConfig
-from plait.screen.screen import ShowProgress, ignore_progress
+from plait.screen.screen import Log, ShowProgress, ignore_progress
 from plait.workers import WorkerPool
 from plait.working_folder import WorkingFolder
 
-Log = Callable[[str], None]
 COMPARING_LAYOUTS = "comparing layouts"
 """What a person reads while this goes on."""
 

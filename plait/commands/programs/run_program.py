@@ -9,16 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from plait.commands.hosts.host_info import failed_attempts_text, joined_host_text, own_host_info, why_host_cannot_join
-from plait.commands.hosts.invitation import (
-    ONE_HOST,
-    HostsRequest,
-    choose_address,
-    choose_secret,
-    invitation_text,
-    network_text,
-)
-from plait.commands.hosts.members.invited import JOIN_TIMEOUT_S
 from plait.commands.programs.program_file import (
     COUNT_ENTRY,
     PROGRAM_ENTRIES,
@@ -27,9 +17,9 @@ from plait.commands.programs.program_file import (
     program_in_environment,
 )
 from plait.errors import PlaitError
+from plait.hosts.joining import ONE_HOST, HostsRequest
+from plait.hosts.leader import HostPart, Hosts, invited_hosts
 from plait.launch.local.run import ForkServer
-from plait.launch.remote.connectivity import ConnectivityListener, check_connectivity
-from plait.launch.remote.leader import HostPart, Hosts
 from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message, StoppedBy
 from plait.machines.machine import usable_cores
 from plait.private_folder import make_private_folder
@@ -116,7 +106,7 @@ class _OneHost:
 class _SeveralHosts:
     def __init__(self, hosts: Hosts) -> None:
         self._hosts, self.hosts = hosts, 1 + len(hosts.members)
-        self.cores = [usable_cores(), *(int(member.host_info["cores"]) for member in hosts.members)]
+        self.cores = [usable_cores(), *(member.host_info.cores for member in hosts.members)]
 
     def count(self) -> list[int]:
         found: dict[int, Mapping[str, Any]] = {}
@@ -146,34 +136,11 @@ def _one_host() -> Iterator[_ProgramGroup]:
 
 
 @contextmanager
-def _several_hosts(request: HostsRequest, digest: str, invitation: str, screen: Screen) -> Iterator[_ProgramGroup]:
-    """Invite other hosts and wait until all have joined with the same program; the end of the block releases them."""
-    address = choose_address(request.address)
-    secret, told = choose_secret(request.secret_file)
-    leader_info = {**own_host_info(), "program": digest}
-    with Hosts(
-        address=address, port=request.port, secret=secret, members=request.n_hosts - 1, entries=PROGRAM_ENTRIES
+def _several_hosts(request: HostsRequest, digest: str, options: str, screen: Screen) -> Iterator[_ProgramGroup]:
+    """The hosts that joined with the same program; the end of the block releases them."""
+    with invited_hosts(
+        request, log=screen.print, entries=PROGRAM_ENTRIES, program=digest, join_options=options
     ) as hosts:
-        screen.print(network_text(address))
-        screen.print(invitation_text(request.n_hosts - 1, hosts.join_address, told, invitation))
-
-        def check(host_info: Mapping[str, Any]) -> str | None:
-            sentence = why_host_cannot_join(host_info, {**leader_info, "clock_s": own_host_info()["clock_s"]})
-            name = " ".join(str(host_info.get("name")).split())[:80]
-            screen.print(
-                f"refused  {name}: {' '.join(sentence.split())}"
-                if sentence
-                else f"joined   {joined_host_text(name, host_info)}"
-            )
-            return sentence
-
-        arrived = hosts.admit(
-            check,
-            JOIN_TIMEOUT_S,
-            on_lost=lambda name: screen.print(f"lost     {name}"),
-            on_failed=lambda count: screen.print(f"refused  {failed_attempts_text(count)}"),
-        )
-        check_connectivity(ConnectivityListener(leader_info["name"], address), arrived)
         yield _SeveralHosts(hosts)
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 from plait.launch.local.site import WorkerHost
-from plait.launch.values.failed_job import FailureFacts, WorkersFailed, error_for_caller
 from plait.launch.values.failure import (
     RESUME_ADVICE,
     Failure,
+    FailureFacts,
     HostLost,
     RankRaised,
+    WorkersFailed,
+    error_for_caller,
     is_shown_traceback,
     root_cause,
 )

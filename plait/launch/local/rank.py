@@ -21,8 +21,7 @@ from plait.launch.local.channel import send_line
 from plait.launch.local.guard import die_with_parent
 from plait.launch.local.heap import keep_freed_memory
 from plait.launch.local.signals import STOP_SIGNALS
-from plait.launch.network.facts import network_facts
-from plait.launch.network.variables import network_variables
+from plait.launch.network import network_facts, network_variables
 from plait.launch.values.entries import Entry
 from plait.launch.values.failure import RESUME_ADVICE, RankRaised, describe_exception
 from plait.launch.values.job import Job, RankContext

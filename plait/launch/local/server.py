@@ -19,8 +19,7 @@ from plait.launch.local.guard import require_linux
 from plait.launch.local.rank import thread_environment
 from plait.launch.local.signals import STOP_SIGNALS
 from plait.launch.values.entries import EntryTable
-from plait.launch.values.failed_job import FailureFacts, WorkersFailed
-from plait.launch.values.failure import RESUME_ADVICE, signal_name
+from plait.launch.values.failure import RESUME_ADVICE, FailureFacts, WorkersFailed, signal_name
 
 _SEND_S = 60
 _CLOSE_S = 5

@@ -15,8 +15,7 @@ from plait.launch.local.failure_causes import FailureCauses, not_started_in_time
 from plait.launch.local.hang_monitor import EndReports, HangMonitor
 from plait.launch.local.signals import SignalMailbox
 from plait.launch.local.site import KillOrder, MembershipEvents, RankEvent, WorkerHost
-from plait.launch.values.failed_job import WorkersFailed
-from plait.launch.values.failure import RESUME_ADVICE, Failure, HostLost, RankDied, rank_raised_from
+from plait.launch.values.failure import RESUME_ADVICE, Failure, HostLost, RankDied, WorkersFailed, rank_raised_from
 from plait.launch.values.job import NOTE, STOPPING, JobEnd, Message, StoppedBy
 from plait.launch.values.phase import Phase, PhaseTimeouts
 from plait.units import counted

@@ -1,0 +1,205 @@
+"""The ranks of a job on another host: what happens to them, and the orders to them, as host 0's supervisor sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from plait.checked_json import SingleLine
+from plait.errors import StopSignal
+from plait.hosts.connection import HostConnection
+from plait.hosts.protocol import (
+    EventReport,
+    KillServerOrder,
+    RanksProgress,
+    SignalOrder,
+    StartOrder,
+    UnexpectedMessage,
+    parse_message,
+)
+from plait.launch.local.site import KillOrder, RankEvent
+from plait.launch.values.failure import RESUME_ADVICE, RankRaised
+from plait.launch.values.job import Job
+from plait.launch.values.progress import RankProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Started:
+    rank: int
+    started: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    rank: int
+    told: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Returned:
+    rank: int
+    returned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Raised:
+    raised: RankRaised
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    rank: int
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Died:
+    died: int
+    code: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Over:
+    over: bool
+    reason: SingleLine | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forked:
+    forked: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stop:
+    stop: StopSignal
+
+
+_Event = _Started | _Told | _Returned | _Raised | _Ended | _Died | _Over | _Forked | _Stop
+_EVENTS: Mapping[str, type[_Event]] = {
+    "started": _Started,
+    "told": _Told,
+    "returned": _Returned,
+    "raised": _Raised,
+    "ended": _Ended,
+    "died": _Died,
+    "over": _Over,
+    "forked": _Forked,
+    "stop": _Stop,
+}
+"""What can happen at a joined host, by the key that says it: see Note [events] in launch/local/site.py."""
+
+
+class RemoteWorkerHost:
+    """One host's part of job `number`; `start` sends it there. A WorkerHost whose events travel over the link.
+
+    A host that reports what no plait reports is left. It can report of its own ranks alone, and of each only one start,
+    one error and one end, so that it cannot fill this host's memory.
+    """
+
+    def __init__(self, job: Job, link: HostConnection, *, host: str, number: int) -> None:
+        self.job = job
+        self.host = host
+        self.address = link.address
+        self.link = link
+        self._number = number
+        self._over = False
+        self._reported = set[tuple[str, int | None]]()
+        """The reports that may come once for each rank, and came: their kind and the rank."""
+        self._progress: Sequence[RankProgress] = ()
+
+    def start(self, rendezvous: str | None) -> None:
+        """Have the host start its ranks; a host that is lost meanwhile is heard of through `read`."""
+        self.link.send(StartOrder(number=self._number, job=self.job, rendezvous=rendezvous))
+
+    def fileno(self) -> int:
+        return self.link.fileno()
+
+    def read(self) -> list[RankEvent]:
+        events: list[RankEvent] = []
+        for message in self.link.read():
+            if not isinstance(message, EventReport | RanksProgress) or message.number != self._number or self._over:
+                continue
+            try:
+                if isinstance(message, EventReport):
+                    events.append(self._noted(parse_event(message, self.job)))
+                else:
+                    _require_own([one.rank for one in message.ranks], self.job)
+                    self._progress = message.ranks
+            except UnexpectedMessage as error:
+                self.link.leave(str(error))
+        if self.link.lost is not None and not self._over:
+            self._over = True
+            reason = f"{self.host} was lost: {self.link.lost}; {RESUME_ADVICE}"
+            events.append({"over": True, "lost": True, "reason": reason})
+        return events
+
+    def signal(self, order: KillOrder, why: str = "") -> None:
+        self.link.send(SignalOrder(number=self._number, order=order, why=why))
+
+    def kill(self) -> None:
+        self.link.send(KillServerOrder(number=self._number))
+
+    def observe(self) -> Sequence[RankProgress]:
+        """As the host last said; it looks every half a second."""
+        return self._progress
+
+    def stack_of(self, rank: int) -> str:
+        """None: the host keeps it to itself."""
+        return ""
+
+    def is_server_stopped(self) -> bool:
+        """No: the host looks after its own, and says how it ended."""
+        return False
+
+    def _noted(self, event: RankEvent) -> RankEvent:
+        for kind in event.keys() & _ONCE.keys():
+            reported = kind, event.get("rank", event.get("died"))
+            if reported in self._reported:
+                raise UnexpectedMessage(f"{_ONCE[kind]}; install the same commit on both")
+            self._reported.add(reported)
+        self._over = "over" in event
+        if event.get("reason"):
+            return {**event, "reason": f"on {self.host}: {event['reason']}"}
+        return event
+
+
+_ONCE = {
+    "forked": "it started its workers twice",
+    "raised": "it reported two errors of one rank",
+    "died": "it reported the end of one rank twice",
+}
+
+
+def parse_event(report: EventReport, job: Job) -> RankEvent:
+    """An event of another host's part of a job, with moments of our clock; the journey's own time is left in them.
+
+    Raises UnexpectedMessage for what is no event, and for one of a rank that this host does not run.
+    """
+    kinds = [kind for key, kind in _EVENTS.items() if key in report.event]
+    event = parse_message(kinds[0] if kinds else _Forked, report.event)
+    _require_own(_ranks_of(event), job)
+    later_s = time.monotonic() - report.sent_at_s
+    if isinstance(event, _Died):
+        event = replace(event, at_s=event.at_s + later_s)
+    if isinstance(event, _Raised):
+        event = replace(event, raised=replace(event.raised, at_s=event.raised.at_s + later_s))
+    return asdict(event)
+
+
+def _require_own(ranks: Sequence[int | None], job: Job) -> None:
+    if any(rank is not None and rank not in job.own_ranks for rank in ranks):
+        raise UnexpectedMessage("it sent word of a rank that it does not run; install the same commit on both")
+
+
+def _ranks_of(event: _Event) -> list[int | None]:
+    """Every rank that an event speaks of; None for an error before there were ranks."""
+    if isinstance(event, _Raised):
+        return [event.rank, event.raised.rank]
+    if isinstance(event, _Died):
+        return [event.died]
+    return [] if isinstance(event, _Over | _Forked | _Stop) else [event.rank]

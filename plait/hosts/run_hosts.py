@@ -1,0 +1,171 @@
+"""The hosts of a run as they come and go, by loss or by wish: who is there is asked again between any two starts of its
+workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from plait.errors import PlaitError, StopSignal
+from plait.hosts.connectivity import ConnectivityListener, check_connectivity, host_cut_off
+from plait.hosts.job_files import FileStager
+from plait.hosts.joining import HostsRequest, own_host_info
+from plait.hosts.leader import Hosts, invited_hosts
+from plait.hosts.membership import Departure, HostIdentity, Member
+from plait.hosts.workers import KnownMachines, LeaderWorkers, RunOnHosts
+from plait.launch.values.failure import FailureFacts
+from plait.planner.plan import Plan
+from plait.workers import CannotGoOn, PlanFor, Renewed
+
+_MAY_BE_OF_A_LINK = ("hung", "lost connection", "no answer")
+"""Causes of failures after which hosts look whether they still reach each other."""
+
+
+class RunHosts:
+    """ElasticWorkers of this host and of those that joined it. `plan_for` makes each further plan."""
+
+    def __init__(self, hosts: Hosts, run: RunOnHosts, plan_for: PlanFor) -> None:
+        self._hosts, self._run, self._plan_for = hosts, run, plan_for
+        self._known: KnownMachines = {}
+        self.workers = self._new_workers()
+
+    @property
+    def may_shrink(self) -> bool:
+        return self._run.joining == "open"
+
+    def renewed(self, plan: Plan, failure: FailureFacts | None) -> Renewed | None:
+        """As in ElasticWorkers. A host that joins and turns out to be of no use is sent away with the reason, and the
+        others go on; one that is lost meanwhile is left out, too."""
+        membership = self._hosts.membership
+        change = membership.renew()
+        cut = [*self._cut_off()] if failure and failure.cause in _MAY_BE_OF_A_LINK else []
+        cut += self._without_room(failure)
+        if not change and not cut:
+            return None
+        there, new_names = _links(membership.members), _names(change.came)
+        gone = [*change.gone, *(one for one in cut if one.name not in new_names)]
+        came = self._usable([one for one in change.came if one.link in there])
+        while gone or came:
+            self.workers = self._new_workers()
+            try:
+                return self._as_renewed(self._plan_for(self.workers), gone, came)
+            except PlaitError as error:
+                if later := membership.renew():  # so that may be why; or more hosts came
+                    there = _links(membership.members)
+                    left = _names([one for one in came if one.link not in there])
+                    gone += [one for one in later.gone if one.name not in left]
+                    came = [*(one for one in came if one.link in there), *self._usable(later.came)]
+                elif came:
+                    self._send_home(came, str(error))
+                    came = []
+                else:
+                    raise _cannot_go_on(gone, error) from error
+        self.workers = self._new_workers()
+        return None
+
+    def _as_renewed(self, plan: Plan, gone: Sequence[Departure], came: Sequence[Member]) -> Renewed:
+        used = [one for one in came if one.link in _links(self._hosts.members)]  # the plan may leave some out
+        who = came_and_went([one.name for one in gone], _names(used))
+        who = who or f"{' and '.join(_names(came))} came and is not needed"
+        until = f"until {'it returns' if len(gone) == 1 else 'they return'} (plait join {self._hosts.join_address})"
+        return Renewed(plan=plan, subject="hosts", who=who, until=until)
+
+    def _cut_off(self) -> Iterator[Departure]:
+        """Send those home that host 0 hears, and other hosts do not reach: workers would wait for them for ever."""
+        with suppress(PlaitError):  # one is lost meanwhile: the next start notices
+            while one := host_cut_off(self._own_listener(), self._hosts.members):
+                (member,) = [member for member in self._hosts.members if member is one]
+                why = "was cut off from other hosts"
+                self._send_home([member], f"this host {why}; fix the network between them, and join again")
+                yield Departure(name=member.name, why=why, by=None)
+
+    def _without_room(self, failure: FailureFacts | None) -> Iterator[Departure]:
+        """Send the host home that cannot keep what the run needs there."""
+        if failure is not None and failure.cause == "no room":
+            for member in [one for one in self._hosts.members if str(one) == failure.host]:
+                self._send_home([member], f"this host cannot take part: {failure.what}; fix that and join again")
+                yield Departure(name=member.name, why=f"cannot take part ({failure.what})", by=None)
+
+    def _own_listener(self) -> ConnectivityListener:
+        return ConnectivityListener(own_host_info().name, self._hosts.addresses[0])
+
+    def _usable(self, came: Sequence[Member]) -> list[Member]:
+        """Those who reach all others, and whose folder takes this run; the others are sent home."""
+        usable: list[Member] = []
+        for one in came:
+            links = _links([*came[came.index(one) + 1 :]])
+            others = [member for member in self._hosts.members if member.link not in links]
+            try:
+                check_connectivity(self._own_listener(), others)
+                FileStager((one,), self._run.folder.path, self._run.screen.print, self._run.working).open_run_folder()
+            except PlaitError as error:
+                self._send_home([one], str(error))
+            else:
+                usable.append(one)
+        return usable
+
+    def _send_home(self, members: Sequence[Member], sentence: str) -> None:
+        for name in _names(members):
+            self._run.screen.print(f"refused  {name}: {' '.join(sentence.split())}")
+        self._hosts.membership.send_home(members, sentence)
+
+    def _new_workers(self) -> LeaderWorkers:
+        return LeaderWorkers(self._hosts, self._run, self._known)
+
+
+@contextmanager
+def run_hosts(
+    request: HostsRequest, run: RunOnHosts, plan_for: PlanFor, previous_hosts: Sequence[HostIdentity]
+) -> Iterator[RunHosts]:
+    """Invite the hosts of a run and lead them until the end of the block; see `invited_hosts`.
+
+    With `recover.mode` "auto" hosts may join as long as it lasts. A secret that was shown on the terminal lives in the
+    run's folder as long as the run: the same command takes it again.
+    """
+    kept = run.secret_file
+    try:
+        with invited_hosts(
+            request,
+            log=run.screen.print,
+            previous_hosts=previous_hosts,
+            working=run.working,
+            joining=run.joining,
+            kept_secret=kept,
+            why_full=run.why_full,
+            entries=run.entries,
+        ) as hosts:
+            yield RunHosts(hosts, run, plan_for)
+    finally:
+        if not run.folder.has_begun or run.folder.is_finished:
+            with suppress(OSError):
+                kept.unlink(missing_ok=True)
+
+
+def _cannot_go_on(gone: Sequence[Departure], error: PlaitError) -> CannotGoOn:
+    who = " and ".join(f"{one.name} {one.why}" for one in gone)
+    names = " and ".join(one.name for one in gone)
+    by: StopSignal | None = next((one.by for one in gone if one.by is not None), None)
+    return CannotGoOn(
+        f"{who}, and the hosts that are left cannot carry the run: {error}; or join {names} again: the run is saved, "
+        "and the same command goes on with it",
+        by,
+    )
+
+
+def _names(members: Sequence[Member]) -> list[str]:
+    return [one.name for one in members]
+
+
+def _links(members: Sequence[Member]) -> list[object]:
+    return [one.link for one in members]
+
+
+def came_and_went(gone: Sequence[str], came: Sequence[str]) -> str:
+    """Names of hosts as a sentence."""
+    left = f"{_listed(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
+    joined = f"{_listed(came)} joined" if came else ""
+    return " and ".join(part for part in (left, joined) if part)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
