@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Derived(Generic[T]):
+class Derived(Generic[_T]):
     """A value with the sentences that a plan says of its choice; none where the recipe named it."""
 
-    value: T
+    value: _T
     reasons: tuple[str, ...] = ()

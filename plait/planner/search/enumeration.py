@@ -86,14 +86,14 @@ class EnumeratedLayouts:
     refused: Mapping[str, int]
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept(Generic[T]):
+class _Kept(Generic[_T]):
     """What is left of some choices, and how many layouts are refused, by reason."""
 
-    values: T
+    values: _T
     refused: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
