@@ -170,7 +170,7 @@ def test_another_split_changes_who_does_the_work_and_nothing_of_the_work(tmp_pat
         placement=Placement(layout=Layout(replicate=4), threads=2, micro_sequences=1),
         complexity=0,
         forecast=plan.forecast,
-        reasons=(),
+        notes=(),
         step_s=0.5,
     )
     other = with_layout(plan, four)
