@@ -179,6 +179,7 @@ def longest_delay(found: Search, row: int) -> str:
     return f"with {time_words(max(there[name] - here[name] for name in here))} more"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two machines", "one box", "two nodes", "many"])
 def test_at_the_present_bandwidth_the_sweep_is_the_search(
     name: str, searches: dict[str, Search], sweeps: dict[str, Sweep | None]

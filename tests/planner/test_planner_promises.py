@@ -45,6 +45,7 @@ def work(size: str, sequence: int) -> Workload:
     return workload_of(shape, sequence=sequence, batch_sequences=BATCH_TOKENS // sequence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["A100", "H100"])
 def test_no_model_is_promised_more_than_the_best_published_run(device: str) -> None:
     tried = []
