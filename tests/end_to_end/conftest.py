@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = str(Path(__file__).parents[2])
-if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)
-
-from tests.end_to_end.command import CALM, Ended, Place  # noqa: E402
-from tests.end_to_end.pair import Pair  # noqa: E402
-from tests.warm_process import WarmProcess  # noqa: E402
+from tests.end_to_end.command import CALM, Ended, Place
+from tests.end_to_end.pair import Pair
+from tests.warm_process import WarmProcess
 
 RunWarm = Callable[..., Ended]
 
@@ -25,7 +20,9 @@ RunWarm = Callable[..., Ended]
 @pytest.fixture(scope="session")
 def run_warm() -> Iterator[RunWarm]:
     """Run `plait` in a place as a fork of a process that has imported the commands."""
-    warm = WarmProcess(("torch", "plait.cli", *(f"plait.commands.{name}" for name in ("train", "plan", "data", "sample"))))
+    warm = WarmProcess(
+        ("torch", "plait.cli", *(f"plait.commands.{name}" for name in ("train", "plan", "data", "sample")))
+    )
 
     def run(place: Place, *arguments: str, **environment: str) -> Ended:
         code, out, err = warm.command(place.folder, *arguments, environment={**CALM, **environment})
