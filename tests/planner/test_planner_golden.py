@@ -28,7 +28,7 @@ FAST = ("laptop-plays-4-minutes", "server-plays-named-layout", "laptop-chats-lor
 @pytest.mark.parametrize("name", few_fast(CASES, *FAST))
 def test_the_plan_and_its_reasons(name: str, tmp_path: Path) -> None:
     machine, facts, overrides = CASES[name]
-    plan = planned(recipe(tmp_path, *overrides), facts, machine)
+    plan = planned(recipe(tmp_path, *overrides), facts, machine, why_this_layout="searched")
     layout, numbers, cadence = plan.placement.layout, plan.arithmetic, plan.cadence
     told = [
         f"model    {plan_summary(plan)}",

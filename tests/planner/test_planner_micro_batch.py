@@ -17,7 +17,7 @@ from plait.planner.plan import Plan
 from plait.planner.resolve.resolve import draft, settle
 from tests.matrix import slow
 from tests.planner.hosts import HOST, probed
-from tests.planner.machines import PLAYS, recipe
+from tests.planner.machines import PLAYS, recipe, without_reasons
 
 FULLY = Layout(shard=4, shard_what="parameters")
 SHARES = (50, 50, 20, 8)
@@ -36,7 +36,7 @@ def plan_of(folder: Path, *asked: str, speeds: Sequence[float] = (1.0, 1.0, 0.5,
     batch = ("train.batch_tokens=32768", 'train.budget="40 steps"')
     config = recipe(folder, *SIZE, *batch, f"layout.shard={len(speeds)}", *asked)
     outline = draft(config, replace(PLAYS, vocabulary=2048), resources, recipe_hash="")
-    return settle(config, outline, outline.layouts)
+    return settle(config, outline, without_reasons(outline.layouts))
 
 
 def gatherings(plan: Plan) -> int:
