@@ -195,6 +195,7 @@ def test_at_the_present_bandwidth_the_sweep_is_the_search(
     assert "(dashed)" in sweep_caption(sweep) and f"{sweep.present:.3g} {sweep.unit}" in sweep_caption(sweep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two machines", "two nodes", "many"])
 @pytest.mark.parametrize("factor", [0.01, 0.15, 4.0])
 def test_on_another_link_the_sweep_chooses_what_a_whole_search_would(

@@ -87,6 +87,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_names_its_base(run_ranks, fold
     assert model == json.loads(json.dumps(plan.job.shape.to_dict() | {"base": plan.job.base_fingerprint}))
 
 
+@pytest.mark.slow
 def test_one_worker_goes_on_with_what_two_saved(run_ranks, folder: Path, ready: Ready) -> None:
     config, plan, _ = ready
     half = saved(run_ranks, folder, 2, old=None, new="half", steps=3)
