@@ -179,7 +179,7 @@ def test_a_run_of_chats_is_exported_with_the_template_that_it_learnt_by(tmp_path
     assert open_chat(str(target), working=working).messages == []
 
 
-@pytest.mark.parametrize("eos", [None, "a", "<|endoftext|>"])
+@pytest.mark.parametrize("eos", few_fast([None, "a", "<|endoftext|>"], "a"))
 def test_the_template_writes_what_was_learnt_whatever_the_base_calls_its_end(eos: str | None, tmp_path: Path) -> None:
     working, _ = saved_run(tmp_path)
     tokenizer, base = learns_chats(working), tmp_path / "base"
