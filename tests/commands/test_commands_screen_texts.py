@@ -62,7 +62,7 @@ IMPOSSIBLE = replace(RECEIPT, mfu=1.13, one_device_step_s=0.7, eval_nats_per_byt
 
 def small_run(folder: Path, *overrides: str) -> Plan:
     asked = ("run.name=shakespeare", "train.budget=4 minutes", "layout.replicate=2", *overrides)
-    return planned(recipe(folder, *asked), PLAYS, LAPTOP)
+    return planned(recipe(folder, *asked), PLAYS, LAPTOP, why_this_layout="searched")
 
 
 def starts(folder: Path) -> dict[str, str]:
