@@ -147,6 +147,7 @@ def refused(place: Place, name: str, checkpoint: Path) -> str:
     return run.sentence()
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_the_only_checkpoint(place: Place, crippled: Callable[[str], Path]) -> None:
     checkpoint = crippled("flipped")
     flip_bit(checkpoint / "rank-00000.safetensors")
