@@ -74,7 +74,7 @@ MARKED := not slow and not gpu
 
 test: env-dev  ## what CI runs
 	$(BIN)/python -m pytest tests/architecture
-	@echo "the other tests, in two parts: ten to fifteen minutes on two cores"
+	@echo "the other tests, in two parts side by side: about eight minutes on two cores"
 	+@$(PARTS)
 
 test-commands: env-dev

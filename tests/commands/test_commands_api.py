@@ -155,6 +155,7 @@ def test_a_run_on_its_way_says_where_it_stands(place: Path, tmp_path: Path) -> N
     assert told.startswith(f"run      {tmp_path}/runs/play: step 12 of 12, loss ")
 
 
+@pytest.mark.slow
 def test_a_continued_run_has_no_receipt_until_its_new_end(place: Path, tmp_path: Path) -> None:
     """receipt.json on disk is still that of the first 12 steps while the run is on its way to 16."""
     shutil.copytree(place / "work", tmp_path / "work")

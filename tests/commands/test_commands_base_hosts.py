@@ -22,6 +22,7 @@ from plait.recipe.load import recipe_text
 from plait.workers import TRAINING_ENTRY
 from tests.commands.neighbour import Neighbour
 from tests.interop.folders import write_model
+from tests.matrix import few_fast
 from tests.plans import changed
 from tests.trainer.tiny import make_tiny
 
@@ -170,7 +171,7 @@ NO_MODELS = (
 )
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", *map(json.dumps, NO_MODELS)])
+@pytest.mark.parametrize("text", few_fast(["", "{", "[]", *map(json.dumps, NO_MODELS)], "{", json.dumps(LLAMA)))
 def test_a_model_that_is_none_is_one_sentence(here: Path, other: Neighbour, text: str) -> None:
     other.attack("open", {"kind": "run", "name": "x", "recipe": (HOME / "recipe.toml").read_text()})
     digest = sha256(text.encode()).hexdigest()

@@ -98,6 +98,7 @@ def test_faults_by_time_come_about_every_twenty_seconds() -> None:
     assert len(faults_by_time(PLAN, 7, count=3)) == 3
 
 
+@pytest.mark.slow
 def test_without_saves_no_checkpoint_is_damaged_and_no_disk_fills() -> None:
     faults = drawn_faults(200, replace(PLAN, save_every=0), 5)
     assert {fault.kind for fault in faults} == set(DRAWN_KINDS) - {"fill-disk", "corrupt"}

@@ -40,6 +40,7 @@ from plait.working_folder import WorkingFolder
 from tests.commands.test_commands_adapters import adapter_run
 from tests.interop.folders import write_model
 from tests.interop.tokenizer_folders import write_tokenizer
+from tests.matrix import few_fast
 from tests.trainer.tiny import make_tiny
 
 TWO_RANKS = Layout(tensor=2)
@@ -93,7 +94,7 @@ def cut(model: GPT, name: str, offset: tuple[int, ...], extent: tuple[int, ...])
     return TensorSlice(tensor=part, shape=tuple(whole.shape), offset=offset)
 
 
-@pytest.mark.parametrize("family", CHANGES)
+@pytest.mark.parametrize("family", few_fast(CHANGES, "gpt2", "deepseek_v3"))
 def test_transformers_loads_it_and_plait_reads_it_back(family: str, tmp_path: Path) -> None:
     working, model = saved_run(tmp_path, **CHANGES[family])
     target = write_export("tiny", Path("out"), screen=SilentScreen(), shard_bytes=20_000, working=working)
@@ -178,7 +179,7 @@ def test_a_run_of_chats_is_exported_with_the_template_that_it_learnt_by(tmp_path
     assert open_chat(str(target), working=working).messages == []
 
 
-@pytest.mark.parametrize("eos", [None, "a", "<|endoftext|>"])
+@pytest.mark.parametrize("eos", few_fast([None, "a", "<|endoftext|>"], "a"))
 def test_the_template_writes_what_was_learnt_whatever_the_base_calls_its_end(eos: str | None, tmp_path: Path) -> None:
     working, _ = saved_run(tmp_path)
     tokenizer, base = learns_chats(working), tmp_path / "base"

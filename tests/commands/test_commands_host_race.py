@@ -154,6 +154,7 @@ def test_a_plan_cannot_be_changed_once_its_job_was_checked(attacker: Attacker, t
         assert "is no folder of this run" in peer.events_until("over")[-1]["reason"]
 
 
+@pytest.mark.slow
 def test_no_race_lets_a_rank_read_another_plan(attacker: Attacker, tmp_path: Path) -> None:
     with joined(tmp_path / "victim") as peer:
         send_all(attacker, peer)

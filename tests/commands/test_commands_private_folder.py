@@ -46,6 +46,7 @@ def crash(context: RankContext, argument: str) -> None:
     raise ZeroDivisionError("one by nought")
 
 
+@pytest.mark.slow
 def test_the_log_that_the_sentence_of_a_crash_names_is_there(tmp_path: Path) -> None:
     """Timing works in a temporary folder, of which that log alone stays."""
     config, plan = make_tiny(tmp_path)

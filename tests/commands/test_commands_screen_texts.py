@@ -62,7 +62,7 @@ IMPOSSIBLE = replace(RECEIPT, mfu=1.13, one_device_step_s=0.7, eval_nats_per_byt
 
 def small_run(folder: Path, *overrides: str) -> Plan:
     asked = ("run.name=shakespeare", "train.budget=4 minutes", "layout.replicate=2", *overrides)
-    return planned(recipe(folder, *asked), PLAYS, LAPTOP)
+    return planned(recipe(folder, *asked), PLAYS, LAPTOP, why_this_layout="searched")
 
 
 def starts(folder: Path) -> dict[str, str]:
@@ -112,6 +112,12 @@ def ends(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("told")
+    return starts(folder) | ends(folder)
+
+
 def diverged_sentence() -> str:
     """As a run says it whose losses stop being numbers after its checkpoint of step 400."""
     watch = DivergenceWatch(400)
@@ -131,20 +137,18 @@ def diverged_sentence() -> str:
         *("train-interrupted", "train-diverged", "join-end", "data-end", "verify-end"),
     ],
 )
-def test_a_command_begins_and_ends_like_this_in_80_columns(name: str, tmp_path: Path) -> None:
-    assert_golden(name, (starts(tmp_path) | ends(tmp_path))[name])
+def test_a_command_begins_and_ends_like_this_in_80_columns(name: str, told: dict[str, str]) -> None:
+    assert_golden(name, told[name])
 
 
-def test_a_start_has_five_lines_and_an_end_six(tmp_path: Path) -> None:
-    told = starts(tmp_path) | ends(tmp_path)
+def test_a_start_has_five_lines_and_an_end_six(told: dict[str, str]) -> None:
     for name in ("train-start", "train-start-gpus"):
         assert len(wrapped(told[name], 80).splitlines()) == 5, told[name]
     for name in ("train-end", "train-end-ascii"):
         assert len(wrapped(told[name], 80).splitlines()) == 6, told[name]
 
 
-def test_warnings_are_in_the_short_start_and_other_reasons_are_not(tmp_path: Path) -> None:
-    told = starts(tmp_path)
+def test_warnings_are_in_the_short_start_and_other_reasons_are_not(tmp_path: Path, told: dict[str, str]) -> None:
     assert "warning: optimizer.lr = 3 is" in told["train-start-warned"]
     assert told["train-start-warned"].count("·") == 1 and "·" not in told["train-start"]
     assert all(f"· {reason}" in told["train-start-why"] for reason in small_run(tmp_path).reasons)

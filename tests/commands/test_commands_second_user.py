@@ -16,6 +16,8 @@ from tempfile import mkdtemp
 
 import pytest
 
+from tests.matrix import few_fast
+
 ROOT = Path(__file__).parents[2]
 VICTIM, MALLORY, GROUP = 4343, 4242, 4444
 RECIPE = """
@@ -86,7 +88,7 @@ def place() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("made_first", [".plait", ".plait/data", "runs", "runs/x"])
+@pytest.mark.parametrize("made_first", few_fast([".plait", ".plait/data", "runs", "runs/x"], ".plait", "runs/x"))
 def test_nothing_is_written_into_a_folder_that_another_user_made_first(place: Path, made_first: str) -> None:
     place.chmod(0o777)
     theirs = place / made_first
@@ -112,7 +114,7 @@ def test_a_link_of_another_user_leads_nowhere(place: Path, target: str) -> None:
     assert make(VICTIM, place, "runs/x").returncode == 0, "an own link to an own disk"
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize("umask", few_fast([0o000, 0o022, 0o077], 0o000))
 def test_what_is_prepared_is_private_whatever_the_umask(place: Path, umask: int) -> None:
     told = plait(VICTIM, place, "data", "tiny.toml", umask=umask)
     assert told.returncode == 0 and "warning" not in told.stdout, told

@@ -50,6 +50,7 @@ def spread_on(name: str, workers: int) -> list[float]:
     return numbers_of([sys.executable, "-m", "plait", "run", *program])
 
 
+@pytest.mark.slow
 def test_a_resnet_has_the_same_losses_on_one_and_two_workers() -> None:
     one = numbers_of([sys.executable, str(ROOT / "examples" / "spread" / "resnet_digits.py"), "--steps", str(STEPS)])
     assert spread_on("resnet_digits.py", 2) == pytest.approx(one, rel=2e-4)

@@ -48,6 +48,7 @@ def test_five_frameworks_stand_in_ten_lines_each() -> None:
     assert all(len([line for line in block.splitlines() if line.strip()]) <= 12 for block in THEIRS)
 
 
+@pytest.mark.slow
 def test_every_block_runs_and_its_gradients_are_proven(tmp_path: Path) -> None:
     losses = losses_on(tmp_path / "two", 2)
     assert len(losses) == 5 and all(0 < loss < 2 for loss in losses)

@@ -84,6 +84,7 @@ def test_plait_run_has_the_numbers_of_python(program: Path, alone: float) -> Non
     assert "workers  2" in found.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_named_with_its_own_traceback(program: Path) -> None:
     found = plait_run(program, "--workers", "2", "--", "--fail")
     assert found.returncode == 1, found

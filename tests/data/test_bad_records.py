@@ -100,6 +100,7 @@ def test_the_limit_is_a_share_of_all_records(tmp_path: Path, tokenizer_folder: P
         prepared(tmp_path, request(tmp_path, tokenizer_folder, [*good, *bad, bad[0]], 0.01))
 
 
+@pytest.mark.slow
 def test_a_preparation_that_was_killed_counts_no_record_twice(tmp_path: Path, tokenizer_folder: Path) -> None:
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     stops = [{"messages": [{"role": "user", "content": "stop"}, {"role": "assistant", "content": "w " * 99}]}]

@@ -1,22 +1,35 @@
-"""Runs that several tests look at: each start of plait costs seconds, so the uninterrupted ones are made once."""
+"""Runs that several tests look at, each made once, and a warm `plait` for what a command refuses or prints at once."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = str(Path(__file__).parents[2])
-if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)
+from tests.end_to_end.command import CALM, Ended, Place
+from tests.end_to_end.pair import Pair
+from tests.warm_process import WarmProcess
 
-from tests.end_to_end.command import Place  # noqa: E402
-from tests.end_to_end.pair import Pair  # noqa: E402
+RunWarm = Callable[..., Ended]
+
+
+@pytest.fixture(scope="session")
+def run_warm() -> Iterator[RunWarm]:
+    """Run `plait` in a place as a fork of a process that has imported the commands."""
+    warm = WarmProcess(
+        ("torch", "plait.cli", *(f"plait.commands.{name}" for name in ("train", "plan", "data", "sample")))
+    )
+
+    def run(place: Place, *arguments: str, **environment: str) -> Ended:
+        code, out, err = warm.command(place.folder, *arguments, environment={**CALM, **environment})
+        return Ended(code=code, out=out, err=err)
+
+    yield run
+    warm.close()
 
 
 @pytest.fixture(scope="session")

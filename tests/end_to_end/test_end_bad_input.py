@@ -14,6 +14,7 @@ import torch
 from plait.checkpoint.store import checkpoint_for, publish, staging_for
 from plait.checkpoint.transfer import whole_slice, write_rank
 from tests.end_to_end.command import Place, ended, flip_bit, kill_group, wait_while_running
+from tests.end_to_end.conftest import RunWarm
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +84,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_sentence_before_anything_begins(bad: Place, case: str) -> None:
+def test_one_sentence_before_anything_begins(bad: Place, case: str, run_warm: RunWarm) -> None:
     arguments, told = CASES[case]
-    run = bad.run(*arguments)
+    run = run_warm(bad, *arguments)
     assert run.code == 2, run
     assert all(text in run.sentence() for text in told), run.err
     assert not bad.path("x").parent.exists()
+
+
+def test_one_sentence_of_a_process(bad: Place) -> None:
+    run = bad.run(*TRAIN, "train.budgett=3 steps")
+    assert run.code == 2 and "train.budget?" in run.sentence()
 
 
 def test_a_sequence_longer_than_the_data(bad: Place) -> None:
@@ -99,6 +105,7 @@ def test_a_sequence_longer_than_the_data(bad: Place) -> None:
     assert not bad.path("long").parent.exists()
 
 
+@pytest.mark.slow
 def test_a_refused_run_leaves_the_folder_of_other_runs(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.path("x").parent.mkdir()
@@ -140,6 +147,7 @@ def refused(place: Place, name: str, checkpoint: Path) -> str:
     return run.sentence()
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_the_only_checkpoint(place: Place, crippled: Callable[[str], Path]) -> None:
     checkpoint = crippled("flipped")
     flip_bit(checkpoint / "rank-00000.safetensors")
@@ -147,12 +155,14 @@ def test_a_flipped_bit_in_the_only_checkpoint(place: Place, crippled: Callable[[
     assert "the only checkpoint in" in sentence and "rank-00000.safetensors is damaged" in sentence
 
 
+@pytest.mark.slow
 def test_a_missing_shard(place: Place, crippled: Callable[[str], Path]) -> None:
     checkpoint = crippled("missing")
     (checkpoint / "rank-00001.safetensors").unlink()
     assert "rank-00001.safetensors is missing" in refused(place, "missing", checkpoint)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model(place: Place, crippled: Callable[[str], Path]) -> None:
     checkpoint = crippled("foreign")
     shape = place.plan("foreign")["shape"] | {"width": 64}

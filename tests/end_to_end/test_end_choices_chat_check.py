@@ -83,6 +83,7 @@ def test_chat_answers_each_line_by_the_template(place: Place, reference: Callabl
     assert unsafe.code == 2 and "refuses these messages" in unsafe.sentence()
 
 
+@pytest.mark.slow
 def test_a_check_says_within_a_minute_whether_this_machine_can_train(place: Place) -> None:
     began = time.monotonic()
     told = place.run("probe", "--check")

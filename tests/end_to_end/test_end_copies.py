@@ -38,6 +38,7 @@ def told(place: Place, name: str) -> list[dict[str, Any]]:
     return [line for line in incidents(place, name) if "cause" in line]
 
 
+@pytest.mark.slow
 def test_after_a_death_no_checkpoint_is_read_and_few_steps_are_lost(
     place: Place, reference: Callable[[int], str]
 ) -> None:

@@ -94,6 +94,7 @@ def said_until(text: str, process: subprocess.Popen[str]) -> str:
     return said + line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small_disk", [48], indirect=True)
 def test_training_goes_on_while_the_disk_has_no_byte_left(small_disk: Path, place: Place) -> None:
     here, settings = Place(small_disk / "work"), ("train.budget=600 steps", 'checkpoint.every="20 steps"')

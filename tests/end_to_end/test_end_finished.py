@@ -169,12 +169,14 @@ def test_eval_says_what_training_said(place: Place, name: str, folder: Path) -> 
     assert told["eval_nats_per_byte"] == pytest.approx(last["eval_nats_per_byte"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_eval_shows_how_far_it_is(name: str, folder: Path) -> None:
     out, clock = StringIO(), count(0.0, 10.0)  # each look at the clock finds it ten seconds later
     evaluate(name, [], screen=TerminalScreen(RichConsole(file=out), clock=lambda: next(clock)))
     assert out.getvalue().startswith("working  measuring the loss, 0%\n")
 
 
+@pytest.mark.slow
 def test_eval_of_the_held_out_bytes_as_a_file_is_the_same(place: Place, name: str, folder: Path) -> None:
     data = (place.folder / "play.txt").read_bytes()
     cut = len(data) - int(len(data) * 0.05)
@@ -190,12 +192,14 @@ def test_eval_of_the_held_out_bytes_as_a_file_is_the_same(place: Place, name: st
     assert all_of_it["tokens"] > 15 * tail["tokens"] and all_of_it["eval_loss"] < 4
 
 
+@pytest.mark.slow
 def test_eval_of_a_file_that_is_not_there(place: Place, name: str) -> None:
     run = place.run("eval", name, "--files", "nothing.txt")
     assert run.code == 2
     assert 'no file matches "nothing.txt"' in run.sentence()
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_said_to_be_so(place: Place, name: str) -> None:
     """A checkpoint of a release that still saved them."""
     folder = place.copy_run(name, "not-finite")

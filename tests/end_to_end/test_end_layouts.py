@@ -44,6 +44,7 @@ def asked(overrides: tuple[str, ...]) -> list[str]:
     return named if any("replicate" in text for text in overrides) else ["layout.replicate=1", *named]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [("replicate 2", ("replicate=2",)), *(pytest.param(*case.values, marks=pytest.mark.slow) for case in BOTH)],

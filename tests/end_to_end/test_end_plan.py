@@ -52,6 +52,7 @@ def test_a_time_budget_is_measured_once_for_all_names_until_replan(place: Place)
     assert place.plan("timed-fresh")["step_s"] != plan["step_s"]
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_goes_on_with_a_new_plan(
     place: Place, stopped: str, reference: Callable[[int], str]
 ) -> None:

@@ -123,6 +123,7 @@ def test_never_ends_the_run_as_before(place: Place) -> None:
     assert [line["decision"] for line in incidents(place, name)] == ["ended"]
 
 
+@pytest.mark.slow
 def test_failures_without_a_new_checkpoint_end_the_run_with_93(place: Place) -> None:
     name = "crashes"
     never_saved = ("checkpoint.every=never", "recover.state_every=never", "train.budget=4000 steps")
@@ -153,6 +154,7 @@ def test_what_the_user_can_mend_is_not_tried_again(place: Place) -> None:
     assert [line["decision"] for line in incidents(place, "diverges-at-once")] == ["ended"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "slurm", "code"),
     [

@@ -90,6 +90,7 @@ def newest(place: Place, name: str) -> int:
     return max(place.checkpoints(name), default=0)
 
 
+@pytest.mark.slow
 def test_a_stop_while_steps_are_timed_waits_for_no_step(place: Place, tmp_path: Path) -> None:
     """A step of this recipe takes half a minute, and with shares that are named it is timed as it is. SIGHUP comes
     when a terminal is closed."""

@@ -66,6 +66,7 @@ def start_by_hand(place: Place, name: str, ranks: Mapping[int, Mapping[str, str]
     return [place.start(*arguments, environment={**meeting, "RANK": str(rank), **more}) for rank, more in ranks.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("says", ["all", "no LOCAL_WORLD_SIZE", "no LOCAL_RANK"])
 def test_two_processes_with_the_variables_give_the_same_bits(
     place: Place, reference: Callable[[int], str], says: str
@@ -87,6 +88,7 @@ def test_two_processes_with_the_variables_give_the_same_bits(
     assert [run.code for run in again] == [0, 0] and "is finished" in again[1].out
 
 
+@pytest.mark.slow
 def test_torchrun_that_keeps_its_store_to_itself_gives_the_same_bits(
     place: Place, reference: Callable[[int], str]
 ) -> None:
@@ -102,6 +104,7 @@ def test_torchrun_that_keeps_its_store_to_itself_gives_the_same_bits(
     place.assert_nobody_left()
 
 
+@pytest.mark.slow
 def test_variables_that_contradict_each_other_are_one_sentence(place: Place) -> None:
     alone = ended(place.start("train", "tiny.toml", environment={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}))
     assert alone.code == 2 and "MASTER_ADDR and MASTER_PORT are not: set RANK, WORLD_SIZE, " in alone.sentence()

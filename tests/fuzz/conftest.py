@@ -6,16 +6,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-ROOT = str(Path(__file__).parents[2])
-if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)
-
-from plait.cli import main  # noqa: E402
-from tests.end_to_end.command import RECIPE, Place  # noqa: E402
+from plait.cli import main
+from tests.end_to_end.command import RECIPE, Place
 
 CLUSTER = """{"name": "two kinds", "islands": [{"device": "4090", "per_node": 1},
 {"device": {"like": "RTX 3080", "memory_bytes": 1.2e10}, "per_node": 1, "speed": 0.9}], "between": "@1G"}"""

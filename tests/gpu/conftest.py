@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = str(Path(__file__).parents[2])
-if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)
-
-from plait.launch.local.run import ForkServer  # noqa: E402
-from plait.launch.values.job import Job, Message  # noqa: E402
-from tests.entry_tables import entries_of  # noqa: E402
+from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job, Message
+from tests.entry_tables import entries_of
 
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"))
 

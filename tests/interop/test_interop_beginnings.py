@@ -28,6 +28,7 @@ from plait.screen.screen import SilentScreen
 from plait.working_folder import WorkingFolder
 from tests.interop.test_interop_families import in_float64, in_float64_here
 from tests.interop.tokenizer_folders import KINDS, SHAKESPEARE, Kind, build_tokenizer, ends_of, write_model
+from tests.matrix import few_fast
 
 TEXTS = ["The king is here.", "Who's there?\nNay, answer me: stand.", " unfold yourself", "Long live the king!"]
 RECORDS: dict[str, list[dict[str, str]]] = {
@@ -98,7 +99,7 @@ def references(form: str, folder: Path) -> list[tuple[list[int], int]]:
     ]
 
 
-@pytest.mark.parametrize("form", ["text", "prompt-completion"])
+@pytest.mark.parametrize("form", few_fast(["text", "prompt-completion"], "prompt-completion"))
 @pytest.mark.parametrize("kind", ["metaspace", "prepend", "llama 3"])
 def test_the_loss_is_transformers_behind_its_own_beginning(kind: Kind, form: str, tmp_path: Path) -> None:
     theirs = write_model(tmp_path / "base", kind)
@@ -110,7 +111,7 @@ def test_the_loss_is_transformers_behind_its_own_beginning(kind: Kind, form: str
     assert found == pytest.approx(sum(total for total, _ in expected), rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["metaspace", "llama 3"])
+@pytest.mark.parametrize("kind", few_fast(["metaspace", "llama 3"], "llama 3"))
 def test_plait_eval_and_sample_begin_as_transformers_does(kind: Kind, tmp_path: Path) -> None:
     theirs: Any = write_model(tmp_path / "base", kind)
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RECORDS["text"]))
@@ -136,7 +137,7 @@ def test_plait_eval_and_sample_begin_as_transformers_does(kind: Kind, tmp_path: 
     assert compared >= 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few_fast(KINDS, "metaspace", "unigram", "llama 3"))
 def test_the_tokens_are_those_that_transformers_learns_from(kind: Kind, tmp_path: Path) -> None:
     write_model(tmp_path / "base", kind)
     for form in RECORDS:
@@ -198,7 +199,7 @@ def test_a_beginning_that_is_the_end_changes_nothing(tmp_path: Path) -> None:
     assert folders[0].train[0].tokens[0] == folders[0].eot
 
 
-@pytest.mark.parametrize("limit", [24, 40, 2**20])
+@pytest.mark.parametrize("limit", few_fast([24, 40, 2**20], 40))
 def test_the_step_from_an_end_to_a_beginning_is_never_learnt(limit: int, tmp_path: Path) -> None:
     """Each token and each end is a target once, however shards and windows lie; each beginning never."""
     write_model(tmp_path / "base", "metaspace")

@@ -28,6 +28,7 @@ from plait.working_folder import WorkingFolder
 from tests.commands.test_commands_adapters import adapter_run
 from tests.commands.test_commands_export import saved_run
 from tests.interop.folders import write_model, write_tokenizer
+from tests.matrix import few_fast
 from tests.plans import changed
 
 CHATML = (
@@ -152,7 +153,7 @@ def test_plait_stops_there_as_well(tmp_path: Path) -> None:
     assert said.startswith("Q<|im_end|>") and len(said) > 20  # what it said before the file named the end
 
 
-@pytest.mark.parametrize("eos", [65, None, END_OF_TEXT])
+@pytest.mark.parametrize("eos", few_fast([65, None, END_OF_TEXT], 65))
 def test_a_run_of_prompts_and_completions_ends_with_the_end_of_a_text(eos: int | None, tmp_path: Path) -> None:
     target = exported(tmp_path, rows=[{"prompt": "a b", "completion": "c"}], eos=eos)
     ends = GenerationConfig.from_pretrained(target).eos_token_id

@@ -162,6 +162,7 @@ def test_the_death_of_the_fork_server_ends_all(number: signal.Signals):
     wait_until(lambda: not running(record.all_pids), within_s=1)
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_does_not_report_a_death_is_an_error():
     with ForkServer(ENTRIES) as server:
         server.run(job("hello", 1), on_message=Record())

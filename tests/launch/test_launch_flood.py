@@ -104,6 +104,7 @@ def test_mail_that_nobody_reads_is_bounded_and_ends_the_connection(gate: JoinLis
         assert UNREAD_BYTES_AT_MOST - 2 * MIB < kept <= UNREAD_BYTES_AT_MOST
 
 
+@pytest.mark.slow
 def test_small_values_that_are_large_in_memory_do_not_grow_it(gate: JoinListener) -> None:
     """One list takes two bytes and a comma on the wire, and some seventy in Python's memory."""
     with joined(gate) as (link, wire):

@@ -68,6 +68,7 @@ def test_a_rank_that_computes_without_end_is_named(server: ForkServer) -> None:
     assert "in _spin\n" in error.facts.stack, error.facts.stack
 
 
+@pytest.mark.slow
 def test_a_stopped_fork_server_is_ended_and_another_takes_its_place() -> None:
     with ForkServer(STEPPING, threads=1) as own:
         first = own.pid

@@ -41,6 +41,7 @@ from tests.launch.processes import (
     running,
     wait_until,
 )
+from tests.matrix import slow
 
 ROOT = Path(__file__).parents[2]
 SOON_S = 6.0
@@ -103,7 +104,7 @@ def two() -> Iterator[_Hosts]:
         yield joined
 
 
-@pytest.mark.parametrize("parts", [(1, 1, 0), (1, 3, 2), (2, 0, 1), (2, 0, 0), (0, 0, 3)])
+@pytest.mark.parametrize("parts", [slow(((1, 1, 0),)), (1, 3, 2), slow(((2, 0, 1),)), slow(((2, 0, 0),)), (0, 0, 3)])
 def test_ranks_on_several_hosts_are_one_job(three: _Hosts, parts: tuple[int, int, int]):
     record, world_size = Record(), sum(parts)
     three.run(job("hosts_reduce", world_size, argument="a"), record, parts)

@@ -175,6 +175,7 @@ def test_a_server_that_has_nothing_to_import_starts_with_its_first_job() -> None
         assert len(record.values("hello")) == 2
 
 
+@pytest.mark.slow
 def test_thirty_two_agents_join_and_are_told_of_a_death() -> None:
     """The benchmark's own round, small; in a process without torch, as agents are."""
     program = (

@@ -15,6 +15,7 @@ from plait.errors import PlaitError
 from plait.launch.local.run import ForkServer, run_job
 from plait.launch.values.job import Job, JobResult
 from tests.launch.processes import ENTRIES, Record, is_running, job, listening_sockets, open_descriptors, running
+from tests.matrix import few_fast
 
 
 def test_every_rank_runs_tells_and_ends():
@@ -42,6 +43,7 @@ def test_the_environment_that_was_set_is_kept(monkeypatch):
     assert (environment["GLOO_SOCKET_IFNAME"], environment["PYTHONPATH"]) == ("eth7", "/nowhere")
 
 
+@pytest.mark.slow
 def test_memory_that_a_step_freed_is_there_for_the_next(monkeypatch):
     size = 64 << 20
     pages = size // resource.getpagesize()
@@ -85,6 +87,7 @@ def test_what_a_rank_started_ends_with_the_job():
         assert is_running(server.pid)
 
 
+@pytest.mark.slow
 def test_fifty_jobs_on_one_server_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with ForkServer(ENTRIES) as server:
@@ -113,7 +116,7 @@ def test_a_listening_port_would_be_seen():
         assert len(listening_sockets(os.getpid())) == 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", few_fast([1, 2, 3, 4], 3))
 def test_ranks_meet_through_the_file_store(torch_server: ForkServer, world_size: int):
     record = Record()
     torch_server.run(job("all_reduce", world_size), on_message=record)
@@ -121,7 +124,7 @@ def test_ranks_meet_through_the_file_store(torch_server: ForkServer, world_size:
     assert record.values("sum") == {rank: {"value": total} for rank in range(world_size)}
 
 
-@pytest.mark.parametrize("threads", [2, 1, 3])
+@pytest.mark.parametrize("threads", few_fast([2, 1, 3], 2))
 def test_each_job_has_its_own_thread_count(torch_server: ForkServer, threads: int):
     record = Record()
     torch_server.run(job("count_threads", 2, threads=threads), on_message=record)

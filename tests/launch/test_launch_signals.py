@@ -65,6 +65,7 @@ def test_a_program_that_a_test_starts_heeds_signals() -> None:
     assert run.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_so_it_does_where_the_tests_themselves_were_started_with_signals_ignored() -> None:
     """As in `make test &` in a script, and under nohup."""
     test = f"{__file__}::{test_a_program_that_a_test_starts_heeds_signals.__name__}"

@@ -19,6 +19,7 @@ from plait.model.shape import ModelShape
 from plait.parallel.recompute import layer_runner
 from plait.planner.plan import Plan
 from tests.counted_graphs import CountedGraphs
+from tests.matrix import slow
 from tests.trainer.tiny import make_tiny
 
 SHAPE = ModelShape(layers=2, width=32, heads=4, kv_heads=2, head_width=8, ffn=48, vocabulary=50, sequence=32)
@@ -98,7 +99,7 @@ def step_of(model: GPT, step: int) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize("what", ["none", "full", "selective"])
+@pytest.mark.parametrize("what", ["none", slow("full"), slow("selective")])
 def test_each_new_number_of_documents_meets_the_same_graph(plan: Plan, what: Recompute) -> None:
     compiled, plain, graphs = model_with(plan, what), model_with(plan, "none"), CountedGraphs()
     for layer in compiled.layers.values():
@@ -146,7 +147,7 @@ def test_a_compiled_layer_keeps_rounded_copies_of_its_weights(plan: Plan) -> Non
     assert {p.numel() for p in layer.parameters() if p.dim() == 2} <= set(sizes)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "float32"])
+@pytest.mark.parametrize("precision", [slow("bf16"), slow("float32")])
 def test_a_compiled_layer_keeps_less_the_more_it_computes_again(plan: Plan, precision: str) -> None:
     """Selective recomputing keeps the results of products and of attention, and nothing beside them."""
     kept = {what: kept_per_layer(plan, what, precision) for what in ("none", "selective", "full")}
@@ -186,7 +187,7 @@ def kept_per_layer(plan: Plan, what: Recompute, precision: str) -> list[Tensor]:
     return list(kept.values())
 
 
-@pytest.mark.parametrize("what", ["none", "full", "selective"])
+@pytest.mark.parametrize("what", [slow("none"), "full", slow("selective")])
 def test_float32_documents_on_gpus_are_no_reason_to_compile_anew(plan: Plan, what: Recompute) -> None:
     """Without 16 bits there is no kernel for lengths: each document is attended to alone, outside the graphs."""
     graphs, model, plain = CountedGraphs(), GPT(SHAPE), GPT(SHAPE)

@@ -11,6 +11,7 @@ import pytest
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from tests.entry_tables import entries_of
+from tests.matrix import few_fast
 from tests.parallel.context_entries import CASES, MODELS
 from tests.trainer.tiny import make_tiny
 
@@ -44,7 +45,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "plan.json")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", few_fast([2, 3, 4], 3))
 def test_output_and_gradients_are_those_of_one_process(context_on: ContextOn, ranks: int) -> None:
     told = context_on("attend_cases", ranks)
     assert len(told) == ranks * len(CASES)
@@ -60,7 +61,7 @@ def test_lower_precision_joins_its_pieces_without_losing_more(context_on: Contex
         assert 1e-4 < max(one["errors"].values()) < 2e-2
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", few_fast([2, 4], 4))
 def test_whole_models_have_the_same_gradients(context_on: ContextOn, plan_path: str, ranks: int) -> None:
     told = context_on("gradients_of_model", ranks, plan_path)
     assert len(told) == ranks * len(MODELS)

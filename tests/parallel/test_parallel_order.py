@@ -12,6 +12,7 @@ import pytest
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from tests.entry_tables import entries_of
+from tests.matrix import few_fast
 from tests.trainer.tiny import make_tiny
 
 Line = tuple[str, bool]
@@ -31,7 +32,7 @@ def noted_by_ranks(server: ForkServer, entry: str, argument: dict[str, Any]) -> 
     return told
 
 
-@pytest.mark.parametrize("transfer", ["float32", "bf16"])
+@pytest.mark.parametrize("transfer", few_fast(["float32", "bf16"], "bf16"))
 @pytest.mark.parametrize("stream", ["side", "host"])
 def test_no_wait_for_a_sum_lies_inside_a_backward_pass(server: ForkServer, stream: str, transfer: str) -> None:
     """Where streams wait, as on GPUs, each wait is beside the arithmetic; where a wait blocks, what is waited for is

@@ -20,6 +20,7 @@ from plait.layout import Schedule
 from plait.model.linear import Linear
 from plait.parallel.pipeline import DeferredGradients, defer_in
 from tests.entry_tables import entries_of
+from tests.matrix import few_fast
 from tests.parallel.pipeline_entries import Case, micros_of, plain_gradients
 
 Found = list[dict[str, Tensor]]
@@ -88,7 +89,7 @@ def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", few_fast([2, 3, 4], 2))
 def test_every_schedule_and_cut_gives_one_process_gradients(run_cases: RunCases, ranks: int) -> None:
     cases = cases_of(ranks)
     for case, found in zip(cases, run_cases("run_cases", ranks, cases), strict=True):

@@ -19,6 +19,7 @@ from plait.checkpoint.transfer import read_tensor
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from tests.entry_tables import entries_of
+from tests.matrix import few_fast
 from tests.parallel.precision import gradients_of, squared_errors
 from tests.parallel.shard_entries import alone_with
 from tests.trainer.tiny import make_tiny
@@ -80,7 +81,7 @@ def layouts(world_size: int, shape: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", few_fast([2, 3, 4], 3))
 def test_every_split_takes_one_process_s_steps(launch: Launch, folders, world_size: int, shape: str) -> None:
     """With 7 sequences and at most 2 at a time: unequal rows on each rank, and some micro-batches without any."""
     shared = {"folder": str(folders[shape]), "name": f"of-{world_size}", "steps": STEPS, "plan": {"micro_sequences": 2}}
@@ -125,7 +126,7 @@ def test_rounded_weights_do_not_outlive_their_layer(launch: Launch, folders, sha
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layout", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["shard", "hybrid"])
+@pytest.mark.parametrize("layout", few_fast([{"shard": 2}, {"replicate": 2, "shard": 2}], {"replicate": 2, "shard": 2}))
 def test_16_bit_shards_are_as_near_to_float64_as_one_16_bit_process(
     launch: Launch, folders, shape: str, layout: dict[str, Any]
 ) -> None:
@@ -195,7 +196,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("first", ["split-optimizer", "hybrid"])
+@pytest.mark.parametrize("first", few_fast(["split-optimizer", "hybrid"], "hybrid"))
 def test_other_layouts_restore_every_bit(launch: Launch, folders, first: str) -> None:
     folder = folders["plain"]
     old = saved(launch, folder, OTHERS[first], old=None, new=f"{first}-first", steps=3)
@@ -219,7 +220,7 @@ def test_sgd_s_momentum_goes_on_under_any_layout(launch: Launch, tmp_path: Path)
             torch.testing.assert_close(rest[key], value, rtol=BAR, atol=BAR, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", ["split-optimizer", "hybrid"])
+@pytest.mark.parametrize("name", few_fast(["split-optimizer", "hybrid"], "hybrid"))
 def test_going_on_gives_the_bits_of_never_having_stopped(launch: Launch, folders, name: str) -> None:
     folder, layout = folders["plain"], OTHERS[name]
     whole = saved(launch, folder, layout, old=None, new=f"whole-{name}", steps=5)

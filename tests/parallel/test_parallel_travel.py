@@ -15,6 +15,7 @@ from torch import Tensor
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from tests.entry_tables import entries_of
+from tests.matrix import few_fast
 from tests.parallel.reduce_entries import Branches
 from tests.parallel.shard_entries import alone_with
 from tests.parallel.test_parallel_reduce import gradient
@@ -26,7 +27,7 @@ ROUNDING = 2.0**-7
 STEPS = 2
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", few_fast([2, 3], 3))
 def test_copies_get_the_same_rounded_sums(reduce_on, tmp_path: Path, workers: int) -> None:
     reduce_on("reduce_branches", workers, json.dumps({"folder": str(tmp_path), "transfer": "bf16"}))
     weights = {name: p.detach() for name, p in Branches().named_parameters()}
@@ -45,7 +46,7 @@ def test_the_addition_itself_is_not_rounded(reduce_on) -> None:
     assert {tuple(told[rank]["sums"]) for rank in range(4)} == {(260.0,) * 5}
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", few_fast([2, 3], 3))
 def test_a_library_sums_the_same_in_whole_and_in_parts(reduce_on, workers: int) -> None:
     told = reduce_on("sum_by_library", workers)
     wanted = [number * workers * (workers + 1) / 2 for number in range(1, 13)]
@@ -55,7 +56,7 @@ def test_a_library_sums_the_same_in_whole_and_in_parts(reduce_on, workers: int) 
             assert part == wanted[rank * len(part) : (rank + 1) * len(part)]
 
 
-@pytest.mark.parametrize(("workers", "split"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("workers", "split"), few_fast([(2, 2), (3, 3), (4, 2)], (4, 2)))
 def test_split_sums_are_rounded_and_weights_are_not(reduce_on, tmp_path: Path, workers: int, split: int) -> None:
     asked = {"folder": str(tmp_path), "split": split, "bucket_bytes": 64, "transfer": "bf16"}
     reduce_on("split_branches", workers, json.dumps(asked))

@@ -5,7 +5,6 @@ As a program it prints the largest relative error between both, so that a mutate
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -168,7 +167,3 @@ def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def all_errors(shapes: Sequence[ModelShape] = SHAPES) -> list[float]:
     """Of each shape and of several sizes of micro-batches."""
     return [largest_error(by_plait(shape, size), by_hand(shape)) for shape in shapes for size in (1, 3, 4)]
-
-
-if __name__ == "__main__":
-    sys.stdout.write(f"{max(all_errors())}\n")

@@ -5,11 +5,9 @@ As a program it prints the largest relative error between them, so that a mutate
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -145,9 +143,3 @@ def largest_error(found: dict[str, list[Tensor]]) -> float:
         for way in WAYS
         for one, other in zip(found[way], expected, strict=True)
     )
-
-
-if __name__ == "__main__":
-    with TemporaryDirectory() as name:
-        error = largest_error(losses_and_gradients(Path(name)))
-    sys.stdout.write(f"{error}\n")

@@ -1,19 +1,15 @@
-"""Proves one layout of a small model that learns from pairs, for a mutated copy of plait: exit code 1 where the layout
-computes something else than one process. The argument is one of LAYOUTS."""
+"""Plans of a small model that learns from pairs, in the layouts in which mutants show."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
-from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
-from plait.launch.local.run import ForkServer
 from plait.layout import Layout
 from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import ModelShape, linear_layers
+from plait.planner.plan import Plan
 from plait.recipe.load import parse_config
-from plait.workers import ENTRIES, ForkedWorkers
 
 CONFIG = parse_config(
     {
@@ -31,14 +27,7 @@ LAYOUTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
 }
 
 
-def main(name: str) -> int:
+def plan_of(name: str) -> Plan:
     layout, shares = LAYOUTS[name]
     shape = replace(SHAPE, adapter=AdapterShape(rank=3, alpha=5.0, targets=linear_layers(SHAPE)))
-    with ForkServer(ENTRIES) as server:
-        verdict = check_gradients(CONFIG, shrunk_plan(CONFIG, shape, layout, shares), ForkedWorkers(server))
-    sys.stdout.write("".join(f"{one}: {one.error:.1e}\n" for one in verdict.worst))
-    return 0 if verdict.ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    return shrunk_plan(CONFIG, shape, layout, shares)

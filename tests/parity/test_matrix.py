@@ -14,6 +14,7 @@ from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 from plait.workers import ForkedWorkers
+from tests.matrix import few_fast
 from tests.parity.cases import EVERY_DAY, FAMILIES, LONG, UNEQUAL, UNEQUAL_LONG, pairs
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}})
@@ -26,20 +27,13 @@ def test_layout_computes_what_one_process_computes(name: str, workers: ForkedWor
     check(family, layout, workers)
 
 
-@pytest.mark.parametrize("name", ["shard", "shard parameters", "tensor", "interleaved"])
+@pytest.mark.parametrize("name", few_fast(EVERY_DAY, "shard parameters"))
 def test_sgd_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     family, layout = EVERY_DAY[name]
     check(family, layout, workers, config=SGD)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY_DAY)
-def test_sgd_of_any_strand_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
-    family, layout = EVERY_DAY[name]
-    check(family, layout, workers, config=SGD)
-
-
-@pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.parametrize("name", few_fast(UNEQUAL, "shard parameters", "replicate × pipeline"))
 def test_unequal_shares_compute_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     family, layout, shares = UNEQUAL[name]
     check(family, layout, workers, shares)

@@ -15,22 +15,9 @@ from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import requested_layout, requested_shares, shrunk_plan
 from plait.recipe.load import load_recipe
 from plait.workers import ForkedWorkers
+from tests.parity.conftest import CallMutant
+from tests.parity.mutant_proofs import RECIPE
 from tests.parity.mutate import MUTANTS, apply, mutated_copy
-
-RECIPE = """
-[data]
-files = "nothing.txt"
-
-[model]
-layers = 4
-width = 64
-heads = 4
-kv_heads = 2
-bias = "qkv"
-
-[train]
-sequence = 32
-"""
 
 SHOWN_BY: dict[str, tuple[str, ...]] = {
     "mean-of-each-rank": ("layout.replicate=3",),
@@ -85,33 +72,12 @@ SHIPPED: dict[str, str] = {
     "balance-of-the-first-chunk-alone": "torchtitan #2061",
 }
 """Mutants of experts that libraries shipped, each with where it was reported."""
-ADAPTER_SHOWN_BY: dict[str, str] = {
-    "frozen-weights-summed": "Layout(replicate=2)",
-    "tensor-trains-frozen-weights": "Layout(tensor=2)",
-    "one-rank-without-adapter": "Layout(tensor=2)",
+ADAPTER_SHOWN_BY = {
+    "frozen-weights-summed": {"replicate": 2},
+    "tensor-trains-frozen-weights": {"tensor": 2},
+    "one-rank-without-adapter": {"tensor": 2},
 }
 """The same for mutants that only a model with an adapter shows."""
-PROVE_ADAPTER = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from plait.workers import ENTRIES, ForkedWorkers
-from plait.commands.verifying.gradient_check import check_gradients
-from plait.commands.verifying.small_model import requested_layout, shrunk_plan
-from plait.launch.local.run import ForkServer
-from plait.layout import Layout
-from plait.model.adapter_shape import AdapterShape
-from plait.model.shape import linear_layers
-from plait.recipe.load import load_recipe
-
-config = load_recipe(Path("small.toml"))
-shape, _ = requested_layout(config)
-shape = replace(shape, adapter=AdapterShape(rank=4, alpha=8.0, targets=linear_layers(shape)))
-with ForkServer(ENTRIES) as server:
-    verdict = check_gradients(config, shrunk_plan(config, shape, LAYOUT), ForkedWorkers(server))
-open("told.json", "w").write(verdict.to_json())
-sys.exit(0 if verdict.ok else 1)
-"""
 
 
 def test_every_mutant_has_its_layout() -> None:
@@ -119,63 +85,41 @@ def test_every_mutant_has_its_layout() -> None:
     assert len(SHIPPED) == 6 and set(SHIPPED) < set(SHOWN_BY)
 
 
-@pytest.mark.parametrize("patch", sorted(MUTANTS.parent.glob("*mutants/*.patch")), ids=lambda patch: patch.stem)
-def test_every_patch_applies(patch: Path, tmp_path: Path) -> None:
-    """Most mutants are only run in the long suite; that their lines are still there is known at once."""
-    mutated_copy(patch, tmp_path)
-
-
-USUAL = ("mean-of-each-rank", "pipeline-not-divided", "norm-counts-copies", "everybody-counts-alike")
-"""A mutant of each kind: what a step is divided by, a pipeline, the norm, shares; the others take their time."""
-
-
-@pytest.mark.parametrize(
-    "name", [*USUAL, *(pytest.param(one, marks=pytest.mark.slow) for one in SHOWN_BY if one not in USUAL)]
-)
-def test_a_mutant_is_caught(name: str, tmp_path: Path) -> None:
-    code, told = verify_from(mutated_copy(MUTANTS / f"{name}.patch", tmp_path), SHOWN_BY[name])
-    assert code == 1 and told is not None, "it did not come to a verdict"
-    assert not told["ok"]
+@pytest.mark.parametrize("name", SHOWN_BY)
+def test_a_mutant_is_caught(name: str, call_mutant: CallMutant) -> None:
+    told = call_mutant(MUTANTS / f"{name}.patch", "verdict_of_recipe", SHOWN_BY[name])
     off = [one["error"] for one in told["worst"] if one["error"] is not None]
-    assert max(off) > 1e-4, "a bug is no matter of rounding"
+    assert not told["ok"] and max(off) > 1e-4, "a bug is no matter of rounding"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=() if one == "frozen-weights-summed" else pytest.mark.slow) for one in ADAPTER_SHOWN_BY],
-)
-def test_a_mutant_of_adapters_is_caught(name: str, tmp_path: Path) -> None:
-    code, told = adapter_proven_from(mutated_copy(MUTANTS / f"{name}.patch", tmp_path), ADAPTER_SHOWN_BY[name])
-    assert code == 1 and told is not None and not told["ok"]
+@pytest.mark.parametrize("name", ADAPTER_SHOWN_BY)
+def test_a_mutant_of_adapters_is_caught(name: str, call_mutant: CallMutant) -> None:
+    assert not call_mutant(MUTANTS / f"{name}.patch", "verdict_of_adapter", ADAPTER_SHOWN_BY[name])["ok"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", sorted(set(ADAPTER_SHOWN_BY.values())))
-def test_without_a_patch_adapters_are_proven(layout: str, tmp_path: Path) -> None:
-    code, told = adapter_proven_from(mutated_copy(None, tmp_path), layout)
-    assert code == 0 and told is not None and told["ok"]
+@pytest.mark.parametrize("degree", ["replicate", "tensor"])
+def test_without_a_patch_adapters_are_proven(degree: str, call_mutant: CallMutant) -> None:
+    assert call_mutant(None, "verdict_of_adapter", {degree: 2})["ok"]
 
 
-def test_the_same_copy_without_a_patch_is_green(tmp_path: Path) -> None:
-    code, told = verify_from(mutated_copy(None, tmp_path), SHOWN_BY["copied-not-summed"])
-    assert code == 0 and told is not None and told["ok"]
+@pytest.mark.parametrize(("patch", "code"), [("mean-of-each-rank", 1), (None, 0)])
+def test_verify_ends_with_the_verdict(patch: str | None, code: int, tmp_path: Path) -> None:
+    folder = mutated_copy(MUTANTS / f"{patch}.patch" if patch else None, tmp_path)
+    ended, told = verify_from(folder, ("layout.replicate=2", "layout.shares=[3,1]"))
+    assert ended == code and told is not None and told["ok"] == (code == 0)
     assert set(told) == {"ok", "layout", "world_size", "max_grad_rel_err", "max_param_rel_err", "worst"}
-    assert told["world_size"] == 2 and 0 < told["max_grad_rel_err"] < 1e-12 and told["max_param_rel_err"] < 1e-9
+    assert told["world_size"] == 2
+    assert (0 < told["max_grad_rel_err"] < 1e-12 and told["max_param_rel_err"] < 1e-9) == (code == 0)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        pytest.param(one, id=" ".join(one), marks=pytest.mark.slow if "model.experts=6" in one else ())
-        for one in sorted(set(SHOWN_BY.values()))
-    ],
-)
+@pytest.mark.parametrize("asked", sorted(set(SHOWN_BY.values())), ids=" ".join)
 def test_without_the_bugs_all_these_layouts_are_green(
     asked: tuple[str, ...], tmp_path: Path, workers: ForkedWorkers
 ) -> None:
     (tmp_path / "small.toml").write_text(RECIPE)
     config = load_recipe(tmp_path / "small.toml", asked)
-    assert check_gradients(config, shrunk_plan(config, *requested_layout(config), requested_shares(config)), workers).ok
+    plan = shrunk_plan(config, *requested_layout(config), requested_shares(config))
+    assert check_gradients(config, plan, workers, scope="gradients").ok
 
 
 def test_a_patch_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
@@ -188,19 +132,9 @@ def test_a_patch_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
 
 def verify_from(folder: Path, asked: tuple[str, ...]) -> tuple[int, dict[str, Any] | None]:
     """Exit code and JSON of `plait verify` as the copy in a folder does it."""
-    return ended_in(folder, ["-m", "plait", "verify", "small.toml", *asked, "--json", "told.json"])
-
-
-def adapter_proven_from(folder: Path, layout: str) -> tuple[int, dict[str, Any] | None]:
-    """The same of a model with an adapter."""
-    (folder / "prove.py").write_text(PROVE_ADAPTER.replace("LAYOUT)", f"{layout})"))
-    return ended_in(folder, ["prove.py"])
-
-
-def ended_in(folder: Path, arguments: list[str]) -> tuple[int, dict[str, Any] | None]:
     (folder / "small.toml").write_text(RECIPE)
     ended = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, "-m", "plait", "verify", "small.toml", *asked, "--json", "told.json"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
         capture_output=True,

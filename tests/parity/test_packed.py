@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +12,10 @@ from plait.layout import Layout
 from plait.recipe.load import parse_config
 from plait.workers import ForkedWorkers
 from tests.parity.cases import FAMILIES
-from tests.parity.mutate import mutated_copy
+from tests.parity.conftest import CallMutant
 from tests.parity.packed_case import WAYS, largest_error, losses_and_gradients
 
-ROOT = Path(__file__).parents[2]
-MUTANTS = Path(__file__).parent / "packed_mutants"
-MUTANT_NAMES = ("leak-over-documents", "unmask-the-prompt", "positions-go-on")
+MUTANTS = sorted((Path(__file__).parent / "packed_mutants").glob("*.patch"))
 CHAT = parse_config({"data": {"files": "none", "format": "chat"}, "run": {"name": "packed"}})
 
 QUICK: dict[str, tuple[str, Layout]] = {
@@ -49,26 +44,9 @@ def test_packed_padded_alone_and_by_hand_are_equal(tmp_path: Path) -> None:
     assert largest_error(found) < 1e-10
 
 
-def test_every_mutant_is_tried() -> None:
-    assert {path.stem for path in MUTANTS.glob("*.patch")} == set(MUTANT_NAMES)
-
-
-@pytest.mark.parametrize(
-    "name", [MUTANT_NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MUTANT_NAMES[1:])]
-)
-def test_a_mutant_of_packing_is_caught(name: str, tmp_path: Path) -> None:
-    folder = mutated_copy(MUTANTS / f"{name}.patch", tmp_path)
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.parity.packed_case"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert float(ended.stdout) > 1e-4
+@pytest.mark.parametrize("patch", MUTANTS, ids=lambda patch: patch.stem)
+def test_a_mutant_of_packing_is_caught(patch: Path, call_mutant: CallMutant) -> None:
+    assert call_mutant(patch, "error_of_packing") > 1e-4
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from plait.machines.machine import Machine
 from plait.model.shape import ModelShape
@@ -70,10 +72,24 @@ def timed(split: WorkerLayout, whole_s: float) -> WorkerLayout:
     return replace(split, step_s=whole_s / split.workers / split.placement.threads**0.8 + 0.001 * split.workers)
 
 
-def planned(config: RunConfig, facts: CorpusFacts, machine: Machine, whole_s: float = 4.0) -> Plan:
+def without_reasons(layouts: Sequence[WorkerLayout]) -> tuple[WorkerLayout, ...]:
+    """The layouts without the sentences on why each was chosen, which take dozens of searches."""
+    return tuple(replace(one, chosen_in=None) for one in layouts)
+
+
+def planned(
+    config: RunConfig,
+    facts: CorpusFacts,
+    machine: Machine,
+    whole_s: float = 4.0,
+    *,
+    why_this_layout: Literal["left out", "searched"] = "left out",
+) -> Plan:
     """The settled plan, with made-up measurements where some are needed."""
     outline = drafted(config, facts, machine)
     measured = outline.layouts
+    if why_this_layout == "left out":
+        measured = without_reasons(measured)
     if len(measured) > 1 or outline.plan.job.budget.unit == "seconds":
         measured = tuple(timed(split, whole_s) for split in measured)
     return settle(config, outline, measured)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
 from tests.entry_tables import entries_of
+from tests.matrix import few_fast
 from tests.trainer.tiny import make_tiny
 
 GPT_22B = Workload(
@@ -217,52 +219,52 @@ def server() -> Iterator[ForkServer]:
         yield one
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+FORETOLD = [
+    ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "vocabulary=2500"],
+    ["replicate=2", "micro_sequences=2"],
+    ["replicate=2", "micro_sequences=8", "recompute=selective"],
+    ["shard=2", "shard_what=optimizer", "micro_sequences=2"],
+    ["shard=2", "shard_what=parameters", "micro_sequences=2"],
+    ["tensor=2", "micro_sequences=4"],
+    ["context=2", "micro_sequences=4"],
+    ["pipeline=2", "schedule=interleaved", "virtual_stages=4", "micro_sequences=2"],
+    ["pipeline=2", "schedule=zero-bubble", "micro_sequences=1"],
+    ["shard=2", "shard_what=optimizer", "micro_sequences=2", "kind=sgd", "lr=0.1"],
+    ["tensor=2", "micro_sequences=4", "key_value_rank=24", "query_rank=32"],
+    ["replicate=2", "micro_sequences=1", "recompute=full", "vocabulary=2500"],
+    ["shard=2", "shard_what=optimizer", "micro_sequences=1", "recompute=full", "vocabulary=2500"],
+    ["shard=2", "shard_what=parameters", "micro_sequences=8", "recompute=selective"],
+    ["shard=2", "shard_what=parameters", "micro_sequences=1", "recompute=full", "vocabulary=2500"],
+    ["tensor=2", "micro_sequences=16", "recompute=full"],
+    ["pipeline=2", "schedule=gpipe", "micro_sequences=2"],
+    ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "kind=sgd", "lr=0.1", "momentum=0"],
+    ["replicate=2", "micro_sequences=8", "key_value_rank=24", "query_rank=32"],
+    ["replicate=2", "micro_sequences=4", "key_value_rank=24", "value_head_width=36", "recompute=selective"],
+    ["tensor=2", "micro_sequences=8", "key_value_rank=24", "recompute=full"],
+    ["context=2", "micro_sequences=4", "key_value_rank=24", "query_rank=32"],
+    ["shard=2", "shard_what=parameters", "micro_sequences=2", "key_value_rank=24", "query_rank=32"],
+    ["pipeline=2", "schedule=zero-bubble", "micro_sequences=1", "key_value_rank=24", "query_rank=32"],
+    ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "vocabulary=2500", "auxiliary_heads=[2,5]"],
+    ["pipeline=2", "schedule=gpipe", "micro_sequences=2", "auxiliary_heads=[2]", "predict_ahead=2"],
+    ["replicate=2", "micro_sequences=2", "predict_ahead=1"],
+]
+"""Settings of layouts, optimizers and models of two workers."""
+FORETOLD_FAST = [
+    ("shard=2 shard_what=parameters micro_sequences=2", "float32"),
+    ("tensor=2 micro_sequences=4", "bf16"),
+    ("pipeline=2 schedule=1f1b micro_sequences=2 vocabulary=2500", "float32"),
+]
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [
-        ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "vocabulary=2500"],
-        ["replicate=2", "micro_sequences=2"],
-        ["replicate=2", "micro_sequences=8", "recompute=selective"],
-        ["shard=2", "shard_what=optimizer", "micro_sequences=2"],
-        ["shard=2", "shard_what=parameters", "micro_sequences=2"],
-        ["tensor=2", "micro_sequences=4"],
-        ["context=2", "micro_sequences=4"],
-        ["pipeline=2", "schedule=interleaved", "virtual_stages=4", "micro_sequences=2"],
-        ["pipeline=2", "schedule=zero-bubble", "micro_sequences=1"],
-        ["shard=2", "shard_what=optimizer", "micro_sequences=2", "kind=sgd", "lr=0.1"],
-        ["tensor=2", "micro_sequences=4", "key_value_rank=24", "query_rank=32"],
-        *(
-            pytest.param(some, marks=pytest.mark.slow)
-            for some in (
-                ["replicate=2", "micro_sequences=1", "recompute=full", "vocabulary=2500"],
-                ["shard=2", "shard_what=optimizer", "micro_sequences=1", "recompute=full", "vocabulary=2500"],
-                ["shard=2", "shard_what=parameters", "micro_sequences=8", "recompute=selective"],
-                ["shard=2", "shard_what=parameters", "micro_sequences=1", "recompute=full", "vocabulary=2500"],
-                ["tensor=2", "micro_sequences=16", "recompute=full"],
-                ["pipeline=2", "schedule=gpipe", "micro_sequences=2"],
-                ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "kind=sgd", "lr=0.1", "momentum=0"],
-                ["replicate=2", "micro_sequences=8", "key_value_rank=24", "query_rank=32"],
-                ["replicate=2", "micro_sequences=4", "key_value_rank=24", "value_head_width=36", "recompute=selective"],
-                ["tensor=2", "micro_sequences=8", "key_value_rank=24", "recompute=full"],
-                ["context=2", "micro_sequences=4", "key_value_rank=24", "query_rank=32"],
-                ["shard=2", "shard_what=parameters", "micro_sequences=2", "key_value_rank=24", "query_rank=32"],
-                ["pipeline=2", "schedule=zero-bubble", "micro_sequences=1", "key_value_rank=24", "query_rank=32"],
-                ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "vocabulary=2500", "auxiliary_heads=[2,5]"],
-                ["pipeline=2", "schedule=gpipe", "micro_sequences=2", "auxiliary_heads=[2]", "predict_ahead=2"],
-                ["replicate=2", "micro_sequences=2", "predict_ahead=1"],
-            )
-        ),
-    ],
-    ids=" ".join,
+    ("layout", "precision"),
+    few_fast(product(map(" ".join, FORETOLD), ("float32", "bf16")), *FORETOLD_FAST),
 )
-def test_ranks_on_processors_hold_what_was_foretold(
-    layout: list[str], precision: Any, server: ForkServer, tmp_path: Path
-):
+def test_ranks_on_processors_hold_what_was_foretold(layout: str, precision: Any, server: ForkServer, tmp_path: Path):
     elsewhere = {"vocabulary": "model", "kind": "optimizer", "lr": "optimizer", "momentum": "optimizer"}
     elsewhere |= dict.fromkeys(("auxiliary_heads", "predict_ahead"), "model")
     elsewhere |= dict.fromkeys(("key_value_rank", "query_rank", "value_head_width"), "model")
-    keys = [f"{elsewhere.get(one.partition('=')[0], 'layout')}.{one}" for one in layout]
+    keys = [f"{elsewhere.get(one.partition('=')[0], 'layout')}.{one}" for one in layout.split()]
     _, plan = make_tiny(tmp_path, *SMALL, "layout.replicate=1", "model.vocabulary=300", *keys, precision=precision)
     held: dict[int, int] = {}
 

@@ -49,6 +49,7 @@ def test_a_text_in_epochs_counts_the_windows_of_its_shards(tmp_path: Path) -> No
     assert plan.job.budget.epoch_tokens == (10 + 20) * 100
 
 
+@pytest.mark.slow
 def test_epochs_of_a_begun_run_may_only_grow(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "train.budget=2 epochs")
     longer = with_raised_budget(recipe(tmp_path, "train.budget=4 epochs"), plan)

@@ -118,6 +118,7 @@ def test_windows_of_short_chats_hold_the_longest_one(tmp_path: Path) -> None:
     assert cut.job.sequence == 1024, "a shorter window would cut more of it"
 
 
+@pytest.mark.slow
 def test_named_windows_and_batches_of_short_chats_are_kept(tmp_path: Path) -> None:
     named = planned(tuned(tmp_path, "train.sequence=512"), whole(), LAPTOP)
     assert (named.job.sequence, named.job.batch_sequences) == (512, 3)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.planner.resolve.resolve import plan_summary
+from tests.matrix import few_fast
 from tests.planner.machines import CHATS, EIGHT_H100, LAPTOP, ONE_H100, PLAYS, SERVER, STORIES, WEB, planned, recipe
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -21,11 +22,13 @@ CASES = {
     "8-h100-web-20b-tokens": (EIGHT_H100, WEB, ("train.budget=20B tokens", "model.size=1B")),
 }
 
+FAST = ("laptop-plays-4-minutes", "server-plays-named-layout", "laptop-chats-lora", "8-h100-web-20b-tokens")
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", few_fast(CASES, *FAST))
 def test_the_plan_and_its_reasons(name: str, tmp_path: Path) -> None:
     machine, facts, overrides = CASES[name]
-    plan = planned(recipe(tmp_path, *overrides), facts, machine)
+    plan = planned(recipe(tmp_path, *overrides), facts, machine, why_this_layout="searched")
     layout, numbers, cadence = plan.placement.layout, plan.arithmetic, plan.cadence
     told = [
         f"model    {plan_summary(plan)}",

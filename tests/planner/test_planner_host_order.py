@@ -116,6 +116,7 @@ def test_another_machine_is_named_to_start_on_where_that_is_faster() -> None:
     assert line.endswith(f"would take {there}, not {here}: start the run on b, let the others join in this order")
 
 
+@pytest.mark.slow
 def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
     cluster = probed(*SPEEDS)
     found = constrained_search(work(32), cluster, PLAIT_PROFILE, PIPELINE)

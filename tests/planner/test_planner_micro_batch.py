@@ -15,8 +15,9 @@ from plait.planner.derive.resources import FixedWorkers, Resources
 from plait.planner.plan import Plan
 from plait.planner.resolve.constrained_search import fewer_gathers_reason, micro_sequences_to_try
 from plait.planner.resolve.resolve import draft, settle
+from tests.matrix import slow
 from tests.planner.hosts import HOST, probed
-from tests.planner.machines import PLAYS, recipe
+from tests.planner.machines import PLAYS, recipe, without_reasons
 
 FULLY = Layout(shard=4, shard_what="parameters")
 SHARES = (50, 50, 20, 8)
@@ -35,7 +36,7 @@ def plan_of(folder: Path, *asked: str, speeds: Sequence[float] = (1.0, 1.0, 0.5,
     batch = ("train.batch_tokens=32768", 'train.budget="40 steps"')
     config = recipe(folder, *SIZE, *batch, f"layout.shard={len(speeds)}", *asked)
     outline = draft(config, replace(PLAYS, vocabulary=2048), resources, recipe_hash="")
-    return settle(config, outline, outline.layouts)
+    return settle(config, outline, without_reasons(outline.layouts))
 
 
 def gatherings(plan: Plan) -> int:
@@ -52,7 +53,7 @@ def test_larger_micro_batches_are_priced_where_weights_are_gathered_for_each() -
     assert all(list(micro_sequences_to_try(16, layout, SHARES, may_grow=True)) == [16] for layout in whole)
 
 
-@pytest.mark.parametrize("speeds", [(1.0, 1.0, 0.5, 0.25), (1.0, 0.4), (1.0, 1.0)])
+@pytest.mark.parametrize("speeds", [slow(((1.0, 1.0, 0.5, 0.25),)), (1.0, 0.4), slow(((1.0, 1.0),))])
 def test_over_a_narrow_road_weights_are_gathered_less_often(tmp_path: Path, speeds: Sequence[float]) -> None:
     usual, few = (
         plan_of(tmp_path, 'layout.shard_what="parameters"', speeds=speeds, rate=rate) for rate in (WIDE, NARROW)
@@ -84,6 +85,7 @@ def test_the_forecast_counts_as_many_gatherings_as_there_are(tmp_path: Path) -> 
     assert sixteen == pytest.approx(2 * thirty_two, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_a_person_names_and_what_splits_no_parameters_stays(tmp_path: Path) -> None:
     named = plan_of(tmp_path, 'layout.shard_what="parameters"', "layout.micro_sequences=4")
     assert named.placement.micro_sequences == 4

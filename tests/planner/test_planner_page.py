@@ -185,6 +185,7 @@ def longest_delay(found: Search, row: int) -> str:
     return f"with {time_words(max(there[name] - here[name] for name in here))} more"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two machines", "one box", "two nodes", "many"])
 def test_at_the_present_bandwidth_the_sweep_is_the_search(
     name: str, searches: dict[str, Search], sweeps: dict[str, Sweep | None]
@@ -200,6 +201,7 @@ def test_at_the_present_bandwidth_the_sweep_is_the_search(
     assert "(dashed)" in sweep_caption(sweep) and f"{sweep.present:.3g} {sweep.unit}" in sweep_caption(sweep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two machines", "two nodes", "many"])
 @pytest.mark.parametrize("factor", [0.01, 0.15, 4.0])
 def test_on_another_link_the_sweep_chooses_what_a_whole_search_would(

@@ -45,6 +45,7 @@ def work(size: str, sequence: int) -> Workload:
     return workload_of(shape, sequence=sequence, batch_sequences=BATCH_TOKENS // sequence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["A100", "H100"])
 def test_no_model_is_promised_more_than_the_best_published_run(device: str) -> None:
     tried = []
@@ -61,6 +62,7 @@ def test_no_model_is_promised_more_than_the_best_published_run(device: str) -> N
     assert max(tried)[0] < best_published_mfu(device) + MORE_THAN_THE_BEST, max(tried)
 
 
+@pytest.mark.slow
 def test_the_best_published_runs_are_those_of_the_table() -> None:
     assert best_published_mfu("A100") == pytest.approx(0.637, abs=0.002)
     assert best_published_mfu("H100") == pytest.approx(0.625, abs=0.002)

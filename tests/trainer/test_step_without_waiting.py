@@ -26,6 +26,7 @@ from plait.trainer.score_passes import FusedPasses, InPlacePasses, ScorePasses
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars, make_forward, make_loss, run_micros_in_turn, take_step
 from plait.units import Every
+from tests.matrix import few_fast
 
 SHAPE = ModelShape(layers=2, width=16, heads=4, kv_heads=2, head_width=8, ffn=32, vocabulary=64, sequence=8)
 SHAPES = {
@@ -105,7 +106,7 @@ def built(shape: ModelShape) -> tuple[ShardedModel, FusedOptimizer]:
     )
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", few_fast(["none", "full"], "none"))
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("passes", [InPlacePasses(), FusedPasses(lambda function: function)], ids=["in place", "fused"])
 def test_no_step_waits_for_the_device(passes: ScorePasses, family: str, recompute: str) -> None:

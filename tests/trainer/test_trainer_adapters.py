@@ -31,6 +31,7 @@ from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.checkpointing.persist import load_weights, restore
 from plait.trainer.optimizer.optim import learning_rate
 from plait.trainer.state import TrainState
+from tests.matrix import few_fast
 from tests.trainer.adapted import make_adapted
 
 STEPS = 50
@@ -86,6 +87,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_names_its_base(run_ranks, fold
     assert model == json.loads(json.dumps(plan.job.shape.to_dict() | {"base": plan.job.base_fingerprint}))
 
 
+@pytest.mark.slow
 def test_one_worker_goes_on_with_what_two_saved(run_ranks, folder: Path, ready: Ready) -> None:
     config, plan, _ = ready
     half = saved(run_ranks, folder, 2, old=None, new="half", steps=3)
@@ -105,7 +107,7 @@ def test_one_worker_goes_on_with_what_two_saved(run_ranks, folder: Path, ready: 
     assert float(scalars.totals[0]) == pytest.approx(float(wanted.totals[0]), rel=1e-6)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", few_fast([1, 2], 2))
 def test_going_on_gives_the_bits_of_never_having_stopped(run_ranks, folder: Path, ready: Ready, workers: int) -> None:
     whole = saved(run_ranks, folder, workers, old=None, new=f"whole-{workers}", steps=5)
     half = saved(run_ranks, folder, workers, old=None, new=f"half-{workers}", steps=2)
@@ -154,7 +156,7 @@ def test_a_model_begins_as_its_base_and_merged_computes_the_same(run_ranks, fold
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("documents", ["mask", "join"])
+@pytest.mark.parametrize("documents", few_fast(["mask", "join"], "mask"))
 def test_fifty_steps_are_those_of_a_plain_loop(tmp_path: Path, method: str, documents: str) -> None:
     planned = {"adapter": None} if method == "full" else {}
     config, plan, model = make_adapted(tmp_path, documents=documents, steps=STEPS, **planned)

@@ -13,6 +13,7 @@ from tests.entry_tables import entries_of
 from tests.trainer.tiny import make_tiny
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_before_the_process_group_goes(tmp_path: Path) -> None:
     make_tiny(tmp_path)
     heard: list[Message] = []

@@ -14,6 +14,7 @@ from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import Job
 from plait.workers import COMPILER, ENTRIES, modules_needed
 from tests.entry_tables import entries_of
+from tests.matrix import few_fast
 from tests.trainer.rank_entries import SLOW_MODULES
 from tests.trainer.tiny import make_tiny
 
@@ -63,19 +64,19 @@ def told(server: ForkServer, folder: Path, named: tuple[str, ...], *, needs: boo
     return answers, bool(modules_needed(plan))
 
 
-@pytest.mark.parametrize("layout", WITHOUT)
+@pytest.mark.parametrize("layout", few_fast(WITHOUT, *list(WITHOUT)[:2]))
 def test_a_plain_plan_never_meets_it(server: ForkServer, tmp_path: Path, layout: str) -> None:
     answers, needed = told(server, tmp_path, WITHOUT[layout], needs=True)
     assert not needed and all(not one["after"] for one in answers)
 
 
-@pytest.mark.parametrize("layout", PIPELINES)
+@pytest.mark.parametrize("layout", few_fast(PIPELINES, *list(PIPELINES)[:1]))
 def test_ranks_of_a_pipeline_find_what_autograd_asks(server: ForkServer, tmp_path: Path, layout: str) -> None:
     answers, needed = told(server, tmp_path, PIPELINES[layout], needs=True)
     assert needed and all(one["before"] == one["after"] == ["sympy"] for one in answers)
 
 
-@pytest.mark.parametrize("layout", WITH)
+@pytest.mark.parametrize("layout", few_fast(WITH, *list(WITH)[:2]))
 def test_ranks_that_meet_it_find_it_there(server: ForkServer, tmp_path: Path, layout: str) -> None:
     without, needed = told(server, tmp_path, WITH[layout], needs=False)
     assert needed and all("torch._dynamo" not in one["before"] and "torch._dynamo" in one["after"] for one in without)

@@ -16,6 +16,7 @@ from plait.errors import PlaitError, RunFailed
 from plait.parallel.sums import ONE_PROCESS
 from plait.trainer.assemble import assemble
 from plait.trainer.checkpointing.persist import all_finite, restore
+from tests.matrix import few_fast
 from tests.trainer.tiny import make_tiny
 
 
@@ -51,7 +52,7 @@ def test_other_numbers_of_ranks_restore_every_bit(run_ranks, folder: Path) -> No
         assert sum(name.startswith("rng/") for name in tensor_names(verify_checkpoint(other))) == workers
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", few_fast([1, 3], 3))
 def test_going_on_gives_the_bits_of_never_having_stopped(run_ranks, folder: Path, workers: int) -> None:
     whole = saved(run_ranks, folder, workers, old=None, new=f"whole-{workers}", steps=7)
     half = saved(run_ranks, folder, workers, old=None, new=f"half-{workers}", steps=3)
@@ -60,7 +61,7 @@ def test_going_on_gives_the_bits_of_never_having_stopped(run_ranks, folder: Path
     assert int(tensors(rest)["adam_step"][0]) == 7
 
 
-@pytest.mark.parametrize("where", [0.1, 0.9])
+@pytest.mark.parametrize("where", few_fast([0.1, 0.9], 0.9))
 def test_damage_is_found_by_whichever_rank_hashes_it_and_told_by_all(
     run_ranks, folder: Path, tmp_path: Path, where: float
 ) -> None:
@@ -93,7 +94,7 @@ def test_sgd_s_momentum_is_its_only_state_and_is_carried_to_other_numbers_of_ran
         torch.testing.assert_close(rest[name], value, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", few_fast([0, 1], 1))
 def test_whichever_rank_cannot_write_its_reason_is_told(run_ranks, folder: Path, tmp_path: Path, rank: int) -> None:
     staging = staging_for(tmp_path, 1)
     staging.mkdir()
@@ -107,7 +108,7 @@ def test_whichever_rank_cannot_write_its_reason_is_told(run_ranks, folder: Path,
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", few_fast([0, 1], 1))
 def test_weights_that_are_not_finite_are_not_saved(run_ranks, folder: Path, tmp_path: Path, rank: int) -> None:
     asked = {"folder": str(folder), "old": None, "new": str(tmp_path), "steps": 1, "poisoned": rank}
     with pytest.raises(RunFailed, match=r"model/.* is not finite after step 1, .* not saved: the run diverged"):

@@ -38,11 +38,19 @@ class WorkerLayout:
     """Complexity, in the points of `plait plan --terms`."""
     forecast: Forecast | None
     """None where the devices are not in the catalogue."""
-    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What there is to say of the layout itself, beside why it was chosen."""
     step_s: float | None = None
     """Seconds of a measured step; None where none was timed."""
     search: Search | None = field(default=None, compare=False, repr=False)
     """The search that it is from, with this layout as the chosen one; for explanations."""
+    chosen_in: Search | None = field(default=None, compare=False, repr=False)
+    """The search whose choice `reasons` explains; None where it chose another layout."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it was chosen, and its notes: dozens of searches, so only for the layout of a plan."""
+        return (*(short_reasons(self.chosen_in) if self.chosen_in else ()), *self.notes)
 
     @property
     def layout(self) -> Layout:
@@ -152,7 +160,7 @@ def _searched(request: Request, option: WorkerOption, free: Search | PlaitError 
     found = replace(searched_devices(request, option), with_layout_open=free)
     chosen = _worker_layout(request, option, found, found.chosen)
     own = chosen.search if request.constraints and chosen.search else found
-    return replace(chosen, reasons=(*short_reasons(own), *chosen.reasons))
+    return replace(chosen, chosen_in=own)
 
 
 def _worker_layout(request: Request, option: WorkerOption, whole: Search, index: int) -> WorkerLayout:
@@ -171,7 +179,7 @@ def _worker_layout(request: Request, option: WorkerOption, whole: Search, index:
         ),
         complexity=int(found.complexity[index]),
         forecast=_forecast(request, option, found, index) if request.has_forecast else None,
-        reasons=(*memory_limit_lines(found, index), *one.notes),
+        notes=(*memory_limit_lines(found, index), *one.notes),
         search=whole.with_layout(found, index),
     )
 
