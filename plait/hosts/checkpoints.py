@@ -1,14 +1,12 @@
-"""Checkpoints of several hosts: host 0 fetches what their ranks wrote while the run goes on, and knows which steps
-the hosts hold copies of in memory."""
+"""Collects a checkpoint from several hosts: host 0 fetches what their ranks wrote, while the run goes on."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,13 +16,12 @@ from plait.checkpoint.arrival import parse_list, part_files, refuse_part
 from plait.checkpoint.durable import earlier_checkpoints, is_full_disk
 from plait.checkpoint.file_check import check_file
 from plait.errors import PlaitError, RunFailed, disk_advice
-from plait.hosts.files import READ_FILE, STAGING_NAME, TRANSFER_BLOCK_BYTES, ReadReply, ReadRequest, fetch_file
-from plait.hosts.membership import Member
-from plait.hosts.protocol import Handlers, Peer, Reply, RequestKind, parse_message
+from plait.hosts.copies import READ_OUTBOX, OutboxQuestion
+from plait.hosts.files import READ_FILE, STAGING_NAME, ReadRequest, fetch_file
+from plait.hosts.protocol import Peer, parse_message
 from plait.launch.in_memory.memory import OutboxFile
-from plait.launch.local.run import ForkServer
 from plait.launch.values.failure import RESUME_ADVICE, FailureFacts, WorkersFailed
-from plait.launch.values.job import NOTE, RANKS_AT_MOST, Message
+from plait.launch.values.job import NOTE, Message
 from plait.workers import OnMessage
 
 _CONCURRENT_FETCHES = 8
@@ -34,77 +31,6 @@ FULL_CHECKPOINTS = 2
 
 UNFINISHED_CHECKPOINTS = 64
 """The most checkpoints that may be half copied at one time; plait writes them one after another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopiesQuestion:
-    """Of which steps do you hold whole copies of the state of all your ranks, of this lineage?"""
-
-    ranks: int
-    lineage: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ranks <= RANKS_AT_MOST:
-            raise ValueError(f"{self.ranks} ranks on one host")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopiesReply:
-    """The steps of these copies."""
-
-    steps: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutboxQuestion:
-    """Some bytes of one of the files of a rank's part of a checkpoint, which its host keeps in memory."""
-
-    local_rank: int
-    step: int
-    what: OutboxFile
-    offset: int = 0
-    bytes: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.local_rank < RANKS_AT_MOST or min(self.offset, self.bytes) < 0:
-            raise ValueError("no rank, or no place in a file")
-
-
-LIST_COPIES = RequestKind(name="copies", question=CopiesQuestion, reply=CopiesReply)
-READ_OUTBOX = RequestKind(
-    name="outbox", question=OutboxQuestion, reply=ReadReply, reply_blob_bytes=TRANSFER_BLOCK_BYTES
-)
-
-
-def memory_handlers(server: ForkServer) -> Handlers:
-    """A joined host's replies about what its memory holds of its ranks' state."""
-
-    def copies(asked: CopiesQuestion, blob: bytes) -> Reply[CopiesReply]:
-        return Reply(values=CopiesReply(steps=tuple(server.whole_steps(asked.ranks, asked.lineage))))
-
-    def outbox(asked: OutboxQuestion, blob: bytes) -> Reply[ReadReply]:
-        wanted = min(asked.bytes, TRANSFER_BLOCK_BYTES)
-        found = server.outbox(asked.local_rank, asked.step, asked.what, asked.offset, wanted)
-        if found is None:
-            raise PlaitError(f"no part of step {asked.step} is kept in memory; give the same command again")
-        return Reply(values=ReadReply(size=found[0]), blob=found[1])
-
-    return {LIST_COPIES: copies, READ_OUTBOX: outbox}
-
-
-def copied_steps(own: ForkServer, members: Sequence[Member], ranks: Sequence[int], lineage: int) -> Sequence[int]:
-    """The steps of which all ranks of all hosts, this many on each, have left whole copies of their state, of this
-    lineage, on their hosts, the newest first; none where a host is lost. Between jobs; blocks."""
-    here, *others = ranks
-    kept = [set(own.whole_steps(here, lineage))] if here else []
-    for member, count in zip(members, others, strict=True):
-        if not count:
-            continue
-        try:
-            kept.append(set(member.ask(LIST_COPIES, CopiesQuestion(ranks=count, lineage=lineage)).values.steps))
-        except PlaitError:
-            return ()
-    return sorted(set.intersection(*kept), reverse=True) if kept else ()
 
 
 class CheckpointCollector:

@@ -21,7 +21,7 @@ from plait.checkpoint.arrival import partial_name
 from plait.checkpoint.durable import NoRoom
 from plait.data.index import file_sha256
 from plait.errors import PlaitError, disk_advice
-from plait.hosts.protocol import Nothing, Peer, RequestKind
+from plait.hosts.protocol import Nothing, Peer, ReadReply, RequestKind
 from plait.hosts.wire import BLOB_BYTES_AT_MOST
 from plait.private_folder import make_private_folder
 from plait.report.atomic import cannot_write
@@ -105,13 +105,6 @@ class OfferReply:
 
     folder: str
     lacking: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadReply:
-    """How many bytes a file has in all; some of them come beside it."""
-
-    size: int
 
 
 OFFER_FILES = RequestKind(

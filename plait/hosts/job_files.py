@@ -29,7 +29,6 @@ from plait.hosts.files import (
     IncomingFolder,
     Offer,
     OfferReply,
-    ReadReply,
     ReadRequest,
     append_block,
     check_file_name,
@@ -45,7 +44,7 @@ from plait.hosts.files import (
 )
 from plait.hosts.joining import HostInfo
 from plait.hosts.leader import HostPart
-from plait.hosts.protocol import DONE, ODD_REQUEST_ADVICE, Handlers, Nothing, Peer, Reply, RequestKind
+from plait.hosts.protocol import DONE, ODD_REQUEST_ADVICE, Handlers, Nothing, Peer, ReadReply, Reply, RequestKind
 from plait.hosts.shared_folder import (
     SEE_FOLDER,
     Nonce,

@@ -46,7 +46,6 @@ from plait.launch.values.job import HostRanks, Job, JobResult, Message, StoppedB
 from plait.launch.values.phase import PhaseTimeouts
 from plait.screen.screen import Log
 from plait.units import counted
-from plait.workers import ENTRIES
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 JOIN_TIMEOUT_S = 3600.0
@@ -214,12 +213,12 @@ def invited_hosts(
     request: HostsRequest,
     *,
     log: Log,
+    entries: EntryTable,
     previous_hosts: Sequence[HostIdentity] = (),
     working: WorkingFolder = CURRENT_FOLDER,
     joining: JoinPolicy = "closed",
     kept_secret: Path | None = None,
     why_full: Callable[[int], str | None] = lambda others: None,
-    entries: EntryTable = ENTRIES,
     program: str = "",
     join_options: str = "",
 ) -> Iterator[Hosts]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from plait.errors import PlaitError, RunFailed
-from plait.hosts.checkpoints import memory_handlers
 from plait.hosts.connection import DEFAULT_HEARTBEAT, Heartbeat, HostConnection
+from plait.hosts.copies import memory_handlers
 from plait.hosts.handshake import JOINER_S, Secret, greet_leader
 from plait.hosts.joining import HostInfo, joined_text
 from plait.hosts.protocol import (

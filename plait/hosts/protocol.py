@@ -67,6 +67,13 @@ class Reply(Generic[_A]):
     blob: bytes = b""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadReply:
+    """How many bytes a file has in all; some of them come beside it."""
+
+    size: int
+
+
 DONE = Reply(values=Nothing())
 Handlers = Mapping[RequestKind[Any, Any], Callable[[Any, bytes], Reply[Any]]]
 """What a joined host answers: for each request a function of the question and the bytes beside it."""

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from plait.checked_json import SingleLine, one_line, typed_value
 from plait.errors import PlaitError
-from plait.hosts.checkpoints import CheckpointCollector, copied_steps
+from plait.hosts.checkpoints import CheckpointCollector
 from plait.hosts.connection import HostConnection
+from plait.hosts.copies import copied_steps
 from plait.hosts.job_files import FileStager, joined_host_part, own_part, read_job_argument
 from plait.hosts.joining import HostsRequest, own_host_info
 from plait.hosts.leader import HostPart, Hosts, invited_hosts
@@ -372,5 +373,5 @@ def check_worker_count(config: RunConfig, shares: Sequence[HostShare]) -> None:
 def leader_workers(request: HostsRequest, run: RunOnHosts) -> Iterator[LeaderWorkers]:
     """Invite other hosts, wait until all have joined, and lead them; the end of the block releases them. See
     `invited_hosts`."""
-    with invited_hosts(request, log=run.screen.print, working=run.working) as hosts:
+    with invited_hosts(request, log=run.screen.print, entries=run.entries, working=run.working) as hosts:
         yield LeaderWorkers(hosts, run, {})

@@ -12,9 +12,10 @@ import pytest
 
 from plait.checkpoint.store import newest_good
 from plait.errors import PlaitError, RunFailed
-from plait.hosts.checkpoints import READ_OUTBOX, UNFINISHED_CHECKPOINTS, CheckpointCollector
-from plait.hosts.files import READ_FILE, ReadReply, read_block
-from plait.hosts.protocol import Reply, RequestKind
+from plait.hosts.checkpoints import UNFINISHED_CHECKPOINTS, CheckpointCollector
+from plait.hosts.copies import READ_OUTBOX
+from plait.hosts.files import READ_FILE, read_block
+from plait.hosts.protocol import ReadReply, Reply, RequestKind
 from plait.launch.local.run import ForkServer
 from plait.launch.values.failure import WorkersFailed
 from plait.launch.values.job import Job, Message

@@ -12,9 +12,9 @@ import pytest
 
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError, RunFailed
-from plait.hosts.files import ReadReply, file_entries_of
+from plait.hosts.files import file_entries_of
 from plait.hosts.job_files import FileStager, NamesReply, refuse_joined_folder
-from plait.hosts.protocol import Reply, RequestKind
+from plait.hosts.protocol import ReadReply, Reply, RequestKind
 from plait.planner.plan_file import read_plan, write_plan
 from plait.recipe.load import recipe_text
 from plait.run_folder import RunFolder

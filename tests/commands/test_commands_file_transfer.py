@@ -20,7 +20,6 @@ from plait.hosts.files import (
     IncomingFolder,
     Offer,
     OfferReply,
-    ReadReply,
     ReadRequest,
     fetch_file,
     file_entries_of,
@@ -28,7 +27,7 @@ from plait.hosts.files import (
     safe_path,
     send_folder,
 )
-from plait.hosts.protocol import DONE, Reply, RequestKind
+from plait.hosts.protocol import DONE, ReadReply, Reply, RequestKind
 from plait.hosts.shared_folder import has_nonce, write_nonce
 
 

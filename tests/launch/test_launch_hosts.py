@@ -18,7 +18,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from plait.errors import Interrupted, PlaitError, RunFailed
-from plait.hosts.checkpoints import copied_steps
+from plait.hosts.copies import copied_steps
 from plait.hosts.handshake import Secret, new_secret
 from plait.hosts.joining import HostInfo
 from plait.hosts.leader import HostPart, Hosts

@@ -131,7 +131,7 @@ def test_farewells_to_many_that_do_not_hang_up_are_one_wait(
     assert time.monotonic() - began_s < 10 * 0.3
     for link in theirs:
         wait_until(lambda link=link: link.lost is not None, within_s=5)
-        assert [frame.kind for frame in link.read()] == ["end"]
+        assert link.read() == [RunEnd(stopped_by="finished")]
         link.close()
 
 

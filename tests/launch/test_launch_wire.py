@@ -18,12 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import PlaitError, RunFailed
-from plait.hosts.checkpoints import READ_OUTBOX, OutboxQuestion
 from plait.hosts.connection import Heartbeat, HostConnection
-from plait.hosts.files import ReadReply
+from plait.hosts.copies import READ_OUTBOX, OutboxQuestion
 from plait.hosts.handshake import Refused, Secret, greet_joiner, greet_leader, new_secret
 from plait.hosts.joining import FailedAttempts, JoinListener, listener_at, refuse_host
-from plait.hosts.protocol import DONE, Nothing, Refusal, Reply, RequestKind
+from plait.hosts.protocol import DONE, Nothing, ReadReply, Refusal, Reply, RequestKind
 from plait.hosts.wire import BLOB_BYTES_AT_MOST, SessionKeys, Wire, WireEnded
 from tests.launch.processes import wait_until
 
