@@ -11,8 +11,8 @@ from typing import Any, Literal
 from plait.arguments import check_arguments
 from plait.checked_json import printable
 from plait.checkpoint.store import published_checkpoints
-from plait.commands.monitoring.account import RunAccount, account_of
-from plait.commands.monitoring.run_end import run_end
+from plait.commands.monitoring.finish import run_end
+from plait.commands.monitoring.status import RunAccount, account_of
 from plait.commands.python_call import in_call_words
 from plait.errors import PlaitError, installing
 from plait.planner.plan import Plan

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from plait.commands.monitoring.bad_numbers import (
+from plait.commands.monitoring.recovery import (
     MOST_REWINDS,
     MOST_SKIPPED_STEPS,
     Followed,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.monitoring.disk_space import checkpoint_bytes, free_bytes, space_warning
+from plait.commands.monitoring.training import checkpoint_bytes, free_bytes, space_warning
 from plait.model.shape import parameter_count
 from plait.planner.plan import Plan
 from plait.run_folder import RunFolder

@@ -12,7 +12,7 @@ from typing import Literal
 
 import pytest
 
-from plait.commands.monitoring.account import LedgerLine, ledger_of
+from plait.commands.monitoring.status import LedgerLine, ledger_of
 from plait.commands.monitoring.training import TrainingEnd, run_training
 from plait.launch.local.run import ForkServer
 from plait.launch.values.failure import FailureFacts

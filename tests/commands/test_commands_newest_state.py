@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from plait.commands.monitoring.newest_state import newest_state
+from plait.commands.monitoring.starting import newest_state
 from plait.run_folder import RunFolder
 from tests.checkpoint.conftest import save_state
 from tests.end_to_end.command import flip_bit

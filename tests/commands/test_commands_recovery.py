@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.monitoring.newest_state import newest_checkpoint
 from plait.commands.monitoring.recovery import Recovery
 from plait.commands.monitoring.session import Session, Start
+from plait.commands.monitoring.starting import newest_checkpoint
 from plait.errors import PlaitError
 from plait.launch.values.failure import FailureFacts, WorkersFailed
 from plait.recipe.schema import RecoverSection

@@ -10,8 +10,7 @@ import pytest
 
 from plait.commands.evaluate import evaluation_of
 from plait.commands.join import ending_text
-from plait.commands.monitoring.finish import finished_text
-from plait.commands.monitoring.run_end import run_end
+from plait.commands.monitoring.finish import finished_text, run_end
 from plait.commands.monitoring.starting import resumed_text
 from plait.commands.monitoring.training import stopped_text
 from plait.commands.planning.introduction import run_start

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from plait.commands.drilling.faults import WITHOUT_RANK, Fault
-from plait.commands.monitoring.account import account_of, ledger_of
+from plait.commands.monitoring.status import account_of, ledger_of
 from plait.report.incidents import BackAtWork, Incident, read_incidents
 from plait.report.metrics import read_metrics
 from plait.run_folder import RunFolder

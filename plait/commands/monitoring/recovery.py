@@ -1,29 +1,30 @@
-"""After a failure of a run's workers: whether it goes on by itself, what is written down of it, and what is said."""
+"""After a failure of a run's workers, or a step with bad numbers: whether the run goes on by itself, and what is
+recorded and printed of it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from plait.checkpoint.generation import require_newest
-from plait.commands.monitoring.bad_numbers import after_bad_step, guard_argument
-from plait.commands.monitoring.newest_state import NewestState
 from plait.commands.monitoring.session import Session, Start
+from plait.commands.monitoring.starting import NewestState
 from plait.errors import GaveUp, PlaitError
 from plait.launch.values.failure import FailureFacts, HostNotServed, WorkersFailed
 from plait.planner.plan import Plan
 from plait.recipe.schema import RecoverSection
 from plait.report.atomic import cannot_write
-from plait.report.incidents import BackAtWork, Decision, Incident, append_incident, read_incidents
-from plait.report.metrics import read_metrics
+from plait.report.incidents import BackAtWork, Decision, Incident, append_incident, read_incidents, skipped_steps
+from plait.report.metrics import StepReport, read_metrics
 from plait.run_folder import RunFolder
-from plait.trainer.divergence import BadStep
+from plait.trainer.divergence import SPIKE_WINDOW_STEPS, BadStep
 from plait.units import counted
 
 LONGEST_PAUSE_S = 5.0
@@ -247,3 +248,74 @@ def kernel_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
+
+
+# Steps with bad numbers: what follows the next one, and what the workers of each start are given.
+
+
+Treatment = Literal["again", "skip", "let pass"]
+MOST_SKIPPED_STEPS = 10
+"""Steps of a run whose samples may be skipped: more of them are no accident."""
+MOST_REWINDS = 6
+"""Rewinds to one checkpoint, after which the run goes on as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """What follows a bad step. `skipped` are the first and last position of the samples that are left out, where they
+    are; steps up to `judged_after` are not judged from now on."""
+
+    treatment: Treatment
+    sentence: str
+    skipped: tuple[int, int] | None = None
+    judged_after: int = 0
+
+
+def after_bad_step(
+    bad: BadStep,
+    earlier: Sequence[Incident],
+    *,
+    resumed_from: int,
+    batch_sequences: int,
+    samples: Literal["endless", "as many as epochs have"],
+) -> Followed:
+    """What follows a bad step of a run with these incidents, whose newest checkpoint is of step `resumed_from`."""
+    told = f"step {bad.step} had {bad.what}"
+    treatment = _treatment(bad, earlier, resumed_from, samples)
+    if treatment == "again":
+        return Followed(treatment=treatment, sentence=told)
+    if treatment == "skip":
+        first = (bad.step - 1 + sum(step < bad.step for step in skipped_steps(earlier))) * batch_sequences
+        last = first + batch_sequences - 1
+        sentence = f"{told} a second time, so its samples {first} to {last} are skipped"
+        return Followed(treatment=treatment, sentence=sentence, skipped=(first, last))
+    sentence = f"{told} again, so it is let pass, and so is what follows up to step {bad.step + SPIKE_WINDOW_STEPS}"
+    return Followed(treatment=treatment, sentence=sentence, judged_after=bad.step + SPIKE_WINDOW_STEPS)
+
+
+def _treatment(bad: BadStep, earlier: Sequence[Incident], resumed_from: int, samples: str) -> Treatment:
+    rewinds = sum(one.bad_step > 0 and one.resumed_from == resumed_from for one in earlier)
+    times = sum(one.bad_step == bad.step for one in earlier)
+    if rewinds >= MOST_REWINDS:
+        return "let pass"
+    if times == 0:
+        return "again"
+    # A run of this many epochs has no further samples to take instead.
+    may_skip = samples == "endless" and len(skipped_steps(earlier)) < MOST_SKIPPED_STEPS
+    return "skip" if times == 1 and may_skip else "let pass"
+
+
+def guard_argument(
+    incidents: Sequence[Incident], reports: Sequence[StepReport], judged_after: int
+) -> Mapping[str, Any]:
+    """What the workers of a start are told: the steps whose samples are skipped, and how numbers are judged, after
+    `judged_after` at the earliest. `reports` are those of the steps done."""
+    last = [report for report in reports[-SPIKE_WINDOW_STEPS:] if report.is_finite]
+    return {
+        "skipped": list(skipped_steps(incidents)),
+        "guard": {
+            "judged_after": max([judged_after, *(one.judged_after for one in incidents)]),
+            "losses": [report.loss for report in last],
+            "norms": [report.grad_norm for report in last],
+        },
+    }

@@ -1,4 +1,6 @@
-"""What the next start of a run's workers goes on from, and what is written down and said of it."""
+"""Where the next start of a run's workers goes on from, copies of their state in memory or the newest checkpoint, and
+what is recorded and printed of it.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,58 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from plait.checkpoint.generation import raise_generation, require_newest
-from plait.checkpoint.store import FoundCheckpoint
-from plait.commands.monitoring.newest_state import NewestState
+from plait.checkpoint.store import FoundCheckpoint, published_checkpoints
 from plait.commands.monitoring.session import Start
 from plait.commands.planning.introduction import time_left_text
+from plait.errors import PlaitError
 from plait.planner.plan import Plan
 from plait.report.incidents import StartLine, append_start
 from plait.run_folder import RunFolder
 from plait.screen.screen import Screen
+from plait.workers import WorkerPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewestState:
+    """The step that a run stands at, and where its state is."""
+
+    step: int
+    where: Literal["memory", "checkpoint", "nowhere"]
+    checkpoint: FoundCheckpoint | None = None
+    """The one that it is in, verified."""
+    damage: PlaitError | None = None
+    """Why there is no way on: the run has checkpoints, and none is whole."""
+
+
+def newest_state(folder: RunFolder, workers: WorkerPool, lineage: int) -> NewestState:
+    """The newest state that all workers can go on from; call it when none is running any more.
+
+    Copies in memory count where they are of this lineage, and no older than the newest checkpoint that is whole; no
+    checkpoint is read where they are no older than any.
+    """
+    copied = next(iter(workers.copied_steps(lineage)), 0)
+    if copied >= max(_published_step(folder), 1):
+        return NewestState(step=copied, where="memory")
+    saved = newest_checkpoint(folder)
+    return NewestState(step=copied, where="memory") if copied >= max(saved.step, 1) else saved
+
+
+def newest_checkpoint(folder: RunFolder) -> NewestState:
+    """The newest checkpoint that is whole, as a damaged one is no way on."""
+    try:
+        found = folder.find_checkpoint()
+    except OSError:  # the run's folder is gone
+        return NewestState(step=0, where="nowhere")
+    except PlaitError as error:
+        return NewestState(step=0, where="nowhere", damage=error)
+    if found is None:
+        return NewestState(step=0, where="nowhere")
+    return NewestState(step=found.manifest.step, where="checkpoint", checkpoint=found)
+
+
+def _published_step(folder: RunFolder) -> int:
+    found = published_checkpoints(folder.checkpoints)
+    return int(found[-1].name.rpartition("step-")[2].removesuffix(".replaced")) if found else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf, prod
+from pathlib import Path
 
-from plait.commands.monitoring.disk_space import space_warning
+from plait.checkpoint.store import published_checkpoints
 from plait.commands.monitoring.elastic_workers import change_text
 from plait.commands.monitoring.finish import finish_run
 from plait.commands.monitoring.forecast_monitor import monitor_of
-from plait.commands.monitoring.newest_state import newest_checkpoint, newest_state
 from plait.commands.monitoring.recovery import Recovery
 from plait.commands.monitoring.session import Session, Start, run_session
 from plait.commands.monitoring.starting import (
     ResumePoint,
+    newest_checkpoint,
+    newest_state,
     next_start,
     prepared_point,
     require_newest_start,
@@ -26,12 +31,15 @@ from plait.commands.preparing.base import keep_base_files
 from plait.errors import PlaitError
 from plait.launch.values.failure import FailureFacts, HostNotServed, WorkersFailed
 from plait.launch.values.job import StoppedBy
+from plait.model.shape import weight_sizes
+from plait.model.weights import trained_weights
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.report.receipt import Receipt
 from plait.run_folder import RunFolder
 from plait.screen.screen import Screen
 from plait.trainer.checkpointing.fits import check_fits
+from plait.units import counted, format_bytes
 from plait.workers import CannotGoOn, ElasticWorkers
 
 
@@ -161,3 +169,34 @@ def stopped_text(saved_step: int, resumed_step: int, plan: Plan) -> str:
         return f"stopped after step {saved_step} of {plan.job.steps}, saved; the same command goes on from there"
     where = f"goes on from step {saved_step}" if saved_step else "starts it again"
     return f"stopped before a further step of {plan.job.steps} was done; the same command {where}"
+
+
+# Whether the disk holds the checkpoints that the run will keep, asked before its first step.
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """Bytes of a checkpoint's numbers: the weights that learn, and their moments, in float32."""
+    sizes = weight_sizes(plan.job.shape)
+    return 4 * (1 + plan.job.optimizer.moments) * sum(prod(sizes[name]) for name in trained_weights(plan.job.shape))
+
+
+def free_bytes(folder: Path) -> float:
+    """Bytes that this user may still write on the disk of a folder; infinite where it does not say."""
+    with suppress(OSError):
+        disk = os.statvfs(folder)
+        return disk.f_bavail * disk.f_frsize
+    return inf
+
+
+def space_warning(folder: RunFolder, plan: Plan, free: Callable[[Path], float] = free_bytes) -> str:
+    """A warning where the disk does not hold the checkpoints that stay, and one more that is written; else ""."""
+    each, there = checkpoint_bytes(plan), len(published_checkpoints(folder.checkpoints))
+    most = plan.cadence.checkpoint_keep + 1
+    needed = each * max(1, most - there)
+    if (left := free(folder.path)) >= needed:
+        return ""
+    return (
+        f"warning  {counted(most, 'checkpoint')} of {format_bytes(each)} (checkpoint.keep, and one that is written) "
+        f"need {format_bytes(needed)} more in {folder.path}, where {format_bytes(left)} are free: free some space, "
+        "else saving fails"
+    )
