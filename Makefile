@@ -67,14 +67,14 @@ preferences: pairs  ## teach that model by DPO which answers are preferred, on t
 	@echo; echo "after:"
 	$(CHAT) preferences --temperature 0 --tokens 96
 
-# Two parts run side by side: most of the first is waiting for commands to start. Each tells its results when it is done.
+# Two parts run side by side, about equally long. Each prints its results when it is done.
 PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-commands test-pieces
-COMMANDS := tests/end_to_end tests/launch tests/data tests/commands
+COMMANDS := tests/end_to_end tests/launch tests/data tests/commands tests/planner
 MARKED := not slow and not gpu
 
 test: env-dev  ## what CI runs
 	$(BIN)/python -m pytest tests/architecture
-	@echo "the other tests, in two parts side by side: about eight minutes on two cores"
+	@echo "the other tests, in two parts side by side: 25 to 30 minutes on two cores"
 	+@$(PARTS)
 
 test-commands: env-dev
