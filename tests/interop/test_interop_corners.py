@@ -25,6 +25,7 @@ from tests.interop.test_interop_families import SMALL, in_float64
 from tests.interop.test_interop_latent import deepseek_model, in_float64_here, lifted, random_deepseek
 from tests.interop.test_interop_mixtures import routers_in_float64
 from tests.interop.test_interop_peft import config, random_adapter, saved_base, written
+from tests.matrix import few_fast
 
 TOKENS_BT = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(3))
 
@@ -152,7 +153,11 @@ def test_a_dense_adapter_of_a_fused_module_has_the_rank_of_its_pattern(targets: 
 
 
 @pytest.mark.parametrize(
-    "key", ["([a-z_.0-9]+)+!", "(a|a)*(a|a)*(.*)*!", "((((.*)*)*)*)*x!", "(.*.){25}!", "(x+x+)+y|(.|.)*!"]
+    "key",
+    few_fast(
+        ["([a-z_.0-9]+)+!", "(a|a)*(a|a)*(.*)*!", "((((.*)*)*)*)*x!", "(.*.){25}!", "(x+x+)+y|(.|.)*!"],
+        "([a-z_.0-9]+)+!",
+    ),
 )
 def test_an_expression_of_nested_quantifiers_ends(key: str, tmp_path: Path) -> None:
     base = saved_base(tmp_path / "base", 1)
@@ -174,6 +179,7 @@ def test_an_expression_too_large_to_compile_is_one_sentence(key: str, tmp_path: 
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_alphas_are_those_of_peft_for_many_kinds_of_keys(tmp_path: Path) -> None:
     """Names, ends of names, expressions, and keys that match nothing, against PEFT's own get_pattern_key."""
     from peft.utils.other import get_pattern_key
