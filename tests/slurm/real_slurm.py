@@ -303,7 +303,7 @@ def test_slurms_own_account_has_them_all(cluster: Submitter) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--nodes", "5"), "Slurm has 4 nodes; ask for so many or fewer"),
+        (("--nodes", "5"), "Slurm has 4 nodes; ask for as many or fewer"),
         (("--with", "partition=fast"), "no nodes; name another partition"),
         (("--with", "partition=old", "--nodes", "2", "--with", "memory=9999G"), "ask for less"),
         (("--nodes", "2", "--with", "constraint=fpga"), "no node has such a feature"),
