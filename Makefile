@@ -74,7 +74,7 @@ MARKED := not slow and not gpu
 
 test: env-dev  ## what CI runs
 	$(BIN)/python -m pytest tests/architecture
-	@echo "the other tests, in two parts side by side: 25 to 30 minutes on two cores"
+	@echo "the other tests, in two parts side by side: about half an hour on two cores"
 	+@$(PARTS)
 
 test-commands: env-dev

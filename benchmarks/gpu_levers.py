@@ -10,7 +10,7 @@ Legend: n tokens, h heads, d numbers of a head, i numbers of a product's input, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Literal, cast
@@ -363,6 +363,3 @@ def fp8_feedforward(assembly: Assembly) -> None:
                 for part in module.children():
                     if isinstance(part, Linear):
                         part.product = fp8_linear
-
-
-Lever = Callable[[], Any]

@@ -262,7 +262,7 @@ class FileStager:
         plan = read_plan(folder / "plan.json")
         corpus = (self._working.path / plan.job.corpus).resolve()
         base = self._working.path / plan.job.base if plan.job.base else None
-        if resume and base and not base.is_dir():  # the checkpoint has them, and nobody misses those of the base
+        if resume and base and not base.is_dir():  # the checkpoint has them, and the base's are not needed
             base = None
         checkpoint = folder / "checkpoints" / resume if resume else None
         return _StagedFiles(
@@ -480,7 +480,7 @@ class JoinedHostFiles:
         found = [has_nonce(self._working_folder / one.folder, one.name, one.content) for one in asked.nonces]
         before, self._shares_leader_folder = self._shares_leader_folder, bool(found) and all(found)
         place = "shared with it" if self._shares_leader_folder else "not shared: what this host needs is sent"
-        if before != self._shares_leader_folder or self._folder is None:  # asked at each start, told once
+        if before != self._shares_leader_folder or self._folder is None:  # asked at each start, printed once
             self._log(f"folder   {self._working_folder} is {place}")
         return Reply(values=SharedReply(shared=self._shares_leader_folder))
 
@@ -514,7 +514,7 @@ class JoinedHostFiles:
         """Find which of the offered files are lacking here, and be ready for them."""
         in_cache = offer.root == "cache"
         root = self._working_folder / ".plait" if in_cache else self._current_folder
-        # Apart from what this host itself prepared: nobody's own data are replaced by what somebody else sends.
+        # Apart from what this host itself prepared: what another host sends must never replace a person's own data.
         received = "received" if in_cache and not self._shares_leader_folder else ""
         folder = root / received / offer.path
         refuse_links(root, folder)

@@ -234,7 +234,7 @@ def invited_hosts(
     Raises PlaitError where the address, the port or the secret cannot be used, or nobody came for an hour.
     """
     address = choose_address(request.address)
-    secret, told = choose_secret(request.secret_file, kept=kept_secret)
+    secret, advice = choose_secret(request.secret_file, kept=kept_secret)
     members = request.n_hosts - 1
     with Hosts(
         address=address,
@@ -245,7 +245,7 @@ def invited_hosts(
         working_folder=working.path,
     ) as hosts:
         log(network_text(address))
-        log(invitation_text(members, hosts.join_address, told, join_options))
+        log(invitation_text(members, hosts.join_address, advice, join_options))
 
         def check(hello: Mapping[str, Any]) -> HostInfo:
             try:

@@ -90,7 +90,7 @@ class OneMachine:
 
     def _gone(self, plan: Plan, failure: FailureFacts | None) -> str:
         """What this machine had when the plan was made, and has no more; empty where all is there."""
-        if self.workers.fixed_workers is not None:  # torchrun's: nobody here could start others
+        if self.workers.fixed_workers is not None:  # torchrun's: plait cannot start others
             return ""
         if plan.machines.device == "cpu":
             return _lost_text(plan.machines.fingerprint["cores"], usable_cores(), "core")

@@ -265,7 +265,8 @@ CURVE_COLUMNS = 24
 
 
 def run_end(receipt: Receipt, folder: Path, losses: Sequence[float], encoding: str) -> str:
-    """Six lines, and one more for each figure that cannot be; `losses` are those of all steps, for the curve."""
+    """Six lines, and one more for each figure that cannot be right; `losses` are the losses of all steps, for the
+    curve."""
     name = shlex.quote(folder.name)
     lines = [
         f"done     {counted(receipt.steps, 'step')}, {format_count(receipt.tokens)} tokens "

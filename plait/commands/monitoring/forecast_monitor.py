@@ -96,8 +96,8 @@ class ForecastMonitor:
         if self._has_compared_memory or not peak_tensor_bytes:
             return
         self._has_compared_memory = True
-        if told := memory_comparison_text(self.predicted.tensor_bytes, max(peak_tensor_bytes)):
-            self._log(told)
+        if comparison := memory_comparison_text(self.predicted.tensor_bytes, max(peak_tensor_bytes)):
+            self._log(comparison)
 
     @property
     def observed(self) -> Observed | None:

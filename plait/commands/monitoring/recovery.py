@@ -151,7 +151,7 @@ class Recovery:
         return recovery_text(incident, self._plan)
 
     def numbers(self) -> Mapping[str, Any]:
-        """What the next start's workers are told about bad numbers; call it once metrics.jsonl is cut back."""
+        """What the next start's workers are given about bad numbers; call it once metrics.jsonl is cut back."""
         never = self._plan.job.steps if self._asked.mode == "never" else 0
         return guard_argument(self._incidents, read_metrics(self._folder.metrics)[0], never)
 
@@ -280,16 +280,16 @@ def after_bad_step(
     samples: Literal["endless", "as many as epochs have"],
 ) -> Followed:
     """What follows a bad step of a run with these incidents, whose newest checkpoint is of step `resumed_from`."""
-    told = f"step {bad.step} had {bad.what}"
+    bad_step = f"step {bad.step} had {bad.what}"
     treatment = _treatment(bad, earlier, resumed_from, samples)
     if treatment == "again":
-        return Followed(treatment=treatment, sentence=told)
+        return Followed(treatment=treatment, sentence=bad_step)
     if treatment == "skip":
         first = (bad.step - 1 + sum(step < bad.step for step in skipped_steps(earlier))) * batch_sequences
         last = first + batch_sequences - 1
-        sentence = f"{told} a second time, so its samples {first} to {last} are skipped"
+        sentence = f"{bad_step} a second time, so its samples {first} to {last} are skipped"
         return Followed(treatment=treatment, sentence=sentence, skipped=(first, last))
-    sentence = f"{told} again, so it is let pass, and so is what follows up to step {bad.step + SPIKE_WINDOW_STEPS}"
+    sentence = f"{bad_step} again, so it is let pass, and so is what follows up to step {bad.step + SPIKE_WINDOW_STEPS}"
     return Followed(treatment=treatment, sentence=sentence, judged_after=bad.step + SPIKE_WINDOW_STEPS)
 
 
@@ -308,8 +308,8 @@ def _treatment(bad: BadStep, earlier: Sequence[Incident], resumed_from: int, sam
 def guard_argument(
     incidents: Sequence[Incident], reports: Sequence[StepReport], judged_after: int
 ) -> Mapping[str, Any]:
-    """What the workers of a start are told: the steps whose samples are skipped, and how numbers are judged, after
-    `judged_after` at the earliest. `reports` are those of the steps done."""
+    """What the workers of a start are given: the steps whose samples are skipped, and how numbers are judged, from
+    step `judged_after` on. `reports` are the reports of the steps done so far."""
     last = [report for report in reports[-SPIKE_WINDOW_STEPS:] if report.is_finite]
     return {
         "skipped": list(skipped_steps(incidents)),

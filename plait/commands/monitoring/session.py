@@ -33,10 +33,10 @@ class Start:
     resume_from: str | None = None
     from_copies: bool = False
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """What the workers are told about skipped samples and bad numbers."""
+    """What the workers are given about skipped samples and bad numbers."""
 
     def as_argument(self) -> Mapping[str, Any]:
-        """What the workers are told of it."""
+        """This start, as its workers are given it."""
         copied = {"from_copies": self.steps_done if self.from_copies else 0, "lineage": self.lineage}
         return {"resume": self.resume_from, "generation": self.generation, **copied, **self.numbers}
 

@@ -59,7 +59,7 @@ class LedgerLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAccount:
-    """Where a run stands; `seconds` are those of all its starts by what they went to, and sum up to `wall_s`."""
+    """Where a run stands; `seconds` is the time of all its starts by what it went to, and adds up to `wall_s`."""
 
     run: str
     state: RunState
@@ -83,9 +83,9 @@ class RunAccount:
     def to_dict(self) -> dict[str, Any]:
         """The account as plain values for JSON."""
         lost = [one.steps_lost for one in self.incidents]
-        told = [values | {"steps_lost": n} for values, n in zip(asdict(self)["incidents"], lost, strict=True)]
+        incidents = [values | {"steps_lost": n} for values, n in zip(asdict(self)["incidents"], lost, strict=True)]
         plain = {"seconds": dict(self.seconds), "lost_by_cause": dict(self.lost_by_cause)}
-        return asdict(self) | {"incidents": told, "samples_skipped": self.samples_skipped} | plain
+        return asdict(self) | {"incidents": incidents, "samples_skipped": self.samples_skipped} | plain
 
     @property
     def samples_skipped(self) -> int:
