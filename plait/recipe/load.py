@@ -26,8 +26,11 @@ RecipeSource = Path | Mapping[str, Any] | RunConfig
 """A recipe's file, its sections as nested mappings, or a recipe that was loaded before."""
 
 
-_TEXTS = (".txt", ".md", ".jsonl", ".parquet")
+_TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".csv", ".tsv")
 """What a recipe learns from, and is none itself."""
+_LINE_NUMBER = re.compile(r"\(at line (\d+)")
+_UNQUOTED = re.compile(r"""\s*([\w.-]+)\s*=\s*([^\s"'\[{#=][^"'#]*?)\s*(?:#.*)?""")
+"""A line of TOML with a value that is no text in quotes, no list and no table."""
 
 
 def load_recipe(recipe: RecipeSource, overrides: Sequence[str] = ()) -> RunConfig:
@@ -206,11 +209,17 @@ def _parse_toml(text: str, where: str) -> dict[str, Any]:
     except RecursionError:
         raise PlaitError(f"{where} is nested too deeply; a value of a recipe is one list deep") from None
     except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
-        raise PlaitError(f"{where} is not valid TOML: {error}; {_toml_advice(error)}") from None
+        raise PlaitError(f"{where} is not valid TOML: {error}; {_toml_advice(text, error)}") from None
 
 
-def _toml_advice(error: ValueError) -> str:
-    """What to fix; of a value that TOML does not know, most often a text without quotes."""
+def _toml_advice(text: str, error: ValueError) -> str:
+    """What to fix: where the line's value is a text without quotes, that line with them."""
+    found = _LINE_NUMBER.search(str(error))
+    lines = text.splitlines()
+    line = lines[int(found[1]) - 1] if found and int(found[1]) <= len(lines) else ""
+    unquoted = _UNQUOTED.fullmatch(line)
+    if unquoted and unquoted[2].isprintable():
+        return f'a text stands in quotes: {unquoted[1]} = "{unquoted[2]}"'
     return 'a text stands in quotes: files = "my.txt"' if "Invalid value" in str(error) else "correct that line"
 
 

@@ -35,11 +35,12 @@ def refusal_sentence(error: ValidationError) -> str:
 
 
 def _did_you_mean(key: str, about: Sequence[Found]) -> str:
-    """A number where an amount such as "60 steps" is wanted: the likely unit."""
+    """A number where an amount such as "60 steps" is wanted: the likely units."""
     given = about[0]["input"]
     is_amount = key == "train.budget" or key.endswith(".every")
     if is_amount and isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < inf:
-        return f'; did you mean "{given} steps"?'
+        minutes = "minute" if given == 1 else "minutes"
+        return f'; did you mean "{given} {minutes}" or "{given} {"step" if given == 1 else "steps"}"?'
     return ""
 
 

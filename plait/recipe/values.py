@@ -15,6 +15,8 @@ from plait.units import parse_amount, parse_count, parse_every
 
 Auto = Literal["auto"]
 LONGEST_NAME = 63
+_USUAL_SIZES = ("1M", "5M", "25M", "125M", "350M", "1B", "7B")
+"""Parameters of models that people train, from a minute on a laptop to months on a cluster."""
 LARGEST_COUNT = 10**12
 """Above every batch, budget and degree of a run that anybody has published, and far below what an integer overflows."""
 
@@ -62,7 +64,14 @@ def _check_devices(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_size(text: str) -> None:
-    if parse_count(text) < 1:
+    try:
+        parameters = parse_count(text)
+    except PlaitError as error:
+        if any(char.isdigit() for char in text):
+            raise
+        usual = ", ".join(f'"{size}"' for size in _USUAL_SIZES)
+        raise PlaitError(f'"{text}" is not a size; write a number of parameters, for example {usual}') from error
+    if parameters < 1:
         raise PlaitError(f'a model of {text} parameters learns nothing; write for example "5M" or "2.6B"')
 
 

@@ -151,7 +151,14 @@ def test_a_model_to_go_on_from_is_named_by_its_folder_and_brings_its_shape(recip
         ("model.layers=0", ['model.layers is not usable: it should be more than 0 or "auto"']),
         ("model.layers=2.5", ["model.layers is not usable"]),
         ("model.norm=batchnorm", ["model.norm is not usable", '"layernorm" or "rmsnorm"']),
-        ("model.size=big", ['model.size is not usable: "big" is not a number']),
+        (
+            "model.size=huge",
+            [
+                'model.size is not usable: "huge" is not a size; write a number of parameters, for example "1M", "5M", '
+                '"25M", "125M", "350M", "1B", "7B"'
+            ],
+        ),
+        ("model.size=5MB", ['model.size is not usable: "5MB" is not a number; write for example 4096, "125M"']),
         ("data.holdout=0.7", ["data.holdout is not usable", "it should be at most 0.5"]),
         ("optimizer.betas=[0.9]", ["optimizer.betas is not usable"]),
         ("optimizer.kind=adam", ['optimizer.kind is not usable: it should be "adamw" or "sgd"']),
@@ -170,8 +177,9 @@ def test_a_model_to_go_on_from_is_named_by_its_folder_and_brings_its_shape(recip
         ("run=3", ['"run=3" is not an override']),
         ("run.=3", ["is not an override"]),
         ("train.budget", ["is not an override", 'train.budget="60 steps"']),
-        ("train.budget=60", ["it should be text", 'did you mean "60 steps"?']),
-        ("checkpoint.every=10", ['did you mean "10 steps"?']),
+        ("train.budget=60", ["it should be text", 'did you mean "60 minutes" or "60 steps"?']),
+        ("train.budget=1", ['did you mean "1 minute" or "1 step"?']),
+        ("checkpoint.every=10", ['did you mean "10 minutes" or "10 steps"?']),
         ("train.budget=true", ['train.budget is not usable: it should be text or "auto"']),
         (
             "train.batch_tokens=many",
@@ -208,6 +216,11 @@ def test_mistakes_are_told_in_one_sentence_with_the_key(recipe: Path, override: 
         ("", "does not say data"),
         ("[data]\n", "does not say data.files"),
         ("[data\n", "is not valid TOML"),
+        ("[data]\nfiles = my novel.txt\n", 'a text stands in quotes: files = "my novel.txt"'),
+        (MINIMAL + "[train]\nbudget = 10 minutes # a try\n", 'a text stands in quotes: budget = "10 minutes"'),
+        (MINIMAL + "[model]\nsize = 5M\n", 'a text stands in quotes: size = "5M"'),
+        (MINIMAL + "[model]\nsize = \n", 'a text stands in quotes: files = "my.txt"'),
+        (MINIMAL + "[optimizer]\nbetas = [0.9, 0.95\n", "correct that line"),
         ("data = 3\n", "data is not usable"),
         ('run = "x"\n' + MINIMAL, "run is not usable"),
         ('"" = 1\n' + MINIMAL, '"" is not a key of the recipe'),
