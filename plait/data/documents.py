@@ -124,7 +124,7 @@ def _field_hint(field: str, record: dict[str, object]) -> str:
     texts = {name: value for name, value in record.items() if isinstance(value, str)}
     longest = sorted(texts, key=lambda name: -len(texts[name]))
     return (
-        f": {_names(list(record))}{_meant(field, list(record)) or _meant_text(longest)}"
+        f": {column_names(list(record))}{_meant(field, list(record)) or _meant_text(longest)}"
         if record
         else ", or correct it"
     )
@@ -132,7 +132,7 @@ def _field_hint(field: str, record: dict[str, object]) -> str:
 
 def column_hint(field: str, columns: Sequence[str]) -> str:
     """The end of a sentence about a column that is not there: those that are, and the one that is likely meant."""
-    return f"name one of {_names(columns)}{_meant(field, columns)}"
+    return f"name one of {column_names(columns)}{_meant(field, columns)}"
 
 
 def _meant(field: str, names: Sequence[str]) -> str:
@@ -140,10 +140,10 @@ def _meant(field: str, names: Sequence[str]) -> str:
 
 
 def _meant_text(names: Sequence[str]) -> str:
-    return f'; did you mean field = "{_names(names[:1])}"?' if names else ""
+    return f'; did you mean field = "{column_names(names[:1])}"?' if names else ""
 
 
-def _names(names: Sequence[str]) -> str:
+def column_names(names: Sequence[str]) -> str:
     """Names as they may stand in a sentence, whatever is in them."""
     shown = [(name if name.isprintable() else ascii(name)[1:-1])[:_SHOWN_CHARACTERS] for name in names[:_SHOWN_NAMES]]
     return ", ".join(shown) + (f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else "")

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.errors import PlaitError
+from plait.units import counted
 
 TEXT_SUFFIXES = (".txt", ".md")
-RECORD_SUFFIXES = (".jsonl", ".parquet")
+RECORD_SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderFiles:
-    """The files of a folder and the folders in it that are read, sorted by name; `left_out` counts the others by
-    reason."""
+    """The files of a folder and the folders in it that people may want read, sorted by name, PDFs and empty ones among
+    them; `left_out` counts the others by reason."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -25,8 +26,8 @@ class FolderFiles:
     def summary(self) -> str:
         """One line for people."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out)
-        others = f"left out: {reasons}" if reasons else "none left out"
-        return f"{self.folder}: {len(self.files)} file{'s' if len(self.files) != 1 else ''} read, {others}"
+        others = f", not looked at: {reasons}" if reasons else ""
+        return f"{self.folder}: {counted(len(self.files), 'file')}{others}"
 
 
 def find_text_files(folder: Path) -> FolderFiles:
@@ -66,11 +67,11 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _reason_to_leave(path: Path) -> str:
-    """Why a file is not read, for counting; empty where it is."""
+    """Why nobody expects that a file is read, for counting; empty where somebody may."""
     if path.name.startswith("."):
         return "hidden"
     if path.is_symlink():
         return "linked"
-    if path.suffix not in (*TEXT_SUFFIXES, *RECORD_SUFFIXES) or not path.is_file():
+    if path.suffix.lower() not in (*TEXT_SUFFIXES, *RECORD_SUFFIXES, ".pdf") or not path.is_file():
         return path.suffix[:12] if path.suffix else "without a suffix"
-    return "" if path.stat().st_size else "empty"
+    return ""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import glob
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 from plait.data.documents import (
-    BLOCK_BYTES,
     Document,
     Record,
     column_hint,
@@ -25,9 +24,10 @@ from plait.data.documents import (
     parquet_rows,
     text_document,
 )
-from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES, find_text_files
+from plait.data.file_faults import FileFault, kind_fault, shown_path
+from plait.data.folders import RECORD_SUFFIXES, find_text_files
+from plait.data.tables import TABLE_SUFFIXES, table_records, table_rows
 from plait.errors import PlaitError, check_utf8, installing
-from plait.regular_file import open_regular_file
 
 _HUGGING_FACE = "hf:"
 _MOST_FILES_APART = 64
@@ -80,15 +80,73 @@ class OpenSource:
             yield name, _open_files(self.source, files)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedSources:
+    """The sources of a request whose files were found, and the files among them that cannot be learnt from."""
+
+    sources: tuple[OpenSource, ...]
+    left_out: tuple[FileFault, ...] = ()
+
+    @property
+    def files(self) -> list[Path]:
+        """All files, each once."""
+        return list(dict.fromkeys(chain.from_iterable(source.files for source in self.sources)))
+
+    def without(self, faults: Sequence[FileFault]) -> OpenedSources:
+        """The sources without the files that have a fault. Raises PlaitError where no file is left, and where none is
+        left of a source with a weight: a mix without it is not the one that was asked for."""
+        if not faults:
+            return self
+        by_file = {fault.file: fault for fault in faults}
+        kept = list[OpenSource]()
+        for source in self.sources:
+            files = tuple(file for file in source.files if file not in by_file)
+            first = next((by_file[file] for file in source.files if file in by_file), None)
+            if first is None:
+                kept.append(source)
+            elif files:
+                kept.append(_open_files(source.source, files))
+            elif source.source.weight is not None or len(self.files) + len(self.left_out) == 1:
+                raise first.error(source.source.removal(first.file))
+        left_out = (*self.left_out, *by_file.values())
+        if not kept:
+            raise PlaitError(f"none of the {len(left_out)} files can be learnt from: {_first_faults(left_out)}")
+        return replace(self, sources=tuple(kept), left_out=left_out)
+
+
+_FIRST_FAULTS = 4
+
+
+def _first_faults(faults: Sequence[FileFault]) -> str:
+    named = "; ".join(
+        f"{shown_path(fault.file)} {fault.what} ({fault.mend or 'fill it'})" for fault in faults[:_FIRST_FAULTS]
+    )
+    return named + (f"; and {len(faults) - _FIRST_FAULTS} more" if len(faults) > _FIRST_FAULTS else "")
+
+
+def open_sources(sources: Sequence[Source]) -> OpenedSources:
+    """Find the files of all sources, without those whose name, size or beginning shows a fault; raises PlaitError
+    before any text is read."""
+    found = OpenedSources(sources=tuple(_find_source(source) for source in sources))
+    named = {file for source in found.sources if not source.selection for file in source.files}
+    return found.without([fault for file in found.files if file in named and (fault := kind_fault(file))])
+
+
 def open_source(source: Source) -> OpenSource:
-    """Find the files of a source, sorted by name; raises PlaitError before any text is read."""
+    """Find the files of one source, sorted by name; raises PlaitError before any text is read."""
+    return open_sources([source]).sources[0]
+
+
+def _find_source(source: Source) -> OpenSource:
     if not source.path.strip():  # as a path it would mean the current folder
         raise PlaitError(f"{source.given_as} has an empty name; name a file, a folder or a data set")
     if source.path.startswith(_HUGGING_FACE):
         return _open_hugging_face(source)
     files = _matching_files(source)
     for file in files:
-        _check_kind(file, source)
+        check_utf8(str(file))
+        if file.suffix.lower() == ".parquet":
+            import_parquet()
     return _open_files(source, files)
 
 
@@ -103,7 +161,7 @@ def _open_files(source: Source, files: tuple[Path, ...]) -> OpenSource:
 
 
 def _file_of_records(file: Path) -> str:
-    return str(file) if file.suffix in RECORD_SUFFIXES else ""
+    return str(file) if file.suffix.lower() in RECORD_SUFFIXES else ""
 
 
 def _matching_files(source: Source) -> tuple[Path, ...]:
@@ -121,41 +179,28 @@ def _matching_files(source: Source) -> tuple[Path, ...]:
     return tuple(Path(name) for name in found)
 
 
-def _check_kind(file: Path, source: Source) -> None:
-    check_utf8(str(file))
-    if file.suffix == ".parquet":
-        import_parquet()
-    elif file.suffix not in (*TEXT_SUFFIXES, *RECORD_SUFFIXES):
-        raise PlaitError(
-            f"{file} is of no kind that plait reads; give it as .txt, .md, .jsonl or .parquet, or "
-            f"{source.removal(file)}"
-        )
-    if file.stat().st_size == 0:
-        raise PlaitError(f"{file} is empty; fill it or {source.removal(file)}")
-    if file.suffix != ".parquet":
-        with open_regular_file(file) as opened:  # before all of it is hashed
-            byte = opened.read(BLOCK_BYTES).find(b"\0")
-        if byte >= 0:
-            what = f"binary: it has a NUL byte at byte {byte}"
-            raise PlaitError(f"{file} is {what}; convert it to UTF-8 text or {source.removal(file)}")
-
-
 def _file_documents(files: tuple[Path, ...], source: Source) -> Iterator[Document]:
     for file in files:
-        if file.suffix == ".jsonl":
+        kind = file.suffix.lower()
+        if kind == ".jsonl":
             yield from json_lines(file, source.field)
-        elif file.suffix == ".parquet":
+        elif kind == ".parquet":
             yield from parquet_rows(file, source.field)
+        elif kind in TABLE_SUFFIXES:
+            yield from table_rows(file, source.field)
         else:
             yield from file_document(file, source.removal(file))
 
 
 def _file_records(files: tuple[Path, ...]) -> Iterator[Record]:
     for file in files:
-        if file.suffix == ".jsonl":
+        kind = file.suffix.lower()
+        if kind == ".jsonl":
             yield from json_records(file)
-        elif file.suffix == ".parquet":
+        elif kind == ".parquet":
             yield from parquet_records(file)
+        elif kind in TABLE_SUFFIXES:
+            yield from table_records(file)
 
 
 def _open_hugging_face(source: Source) -> OpenSource:

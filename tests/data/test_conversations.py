@@ -287,7 +287,7 @@ def test_missing_columns_and_broken_lines_are_named(prepare: Prepare, tmp_path: 
         prepare({"messages": chat("x", "y")}, '{"messages": [')
     with pytest.raises(PlaitError, match=r"chats\.jsonl:2 is no JSON object; write one JSON object on each line"):
         prepare({"messages": chat("x", "y")}, "[1]")
-    with pytest.raises(PlaitError, match=r"play\.txt is plain text, which has no columns; give JSONL or Parquet"):
+    with pytest.raises(PlaitError, match=r"play\.txt is plain text, which has no columns; give JSONL, CSV or Parquet"):
         prepare("words", name="play.txt", format="chat")
 
 

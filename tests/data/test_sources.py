@@ -12,7 +12,7 @@ import pytest
 from plait.data import documents
 from plait.data.folders import find_text_files
 from plait.data.holdout import Holdout, HoldoutSurvey, text_hash
-from plait.data.sources import Source, open_source
+from plait.data.sources import Source, open_source, open_sources
 from plait.errors import PlaitError
 
 
@@ -106,7 +106,17 @@ BAD_FILES = [
     ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1: the text holds half of a surrogate pair; correct"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a.jsonl:2 is not UTF-8 text at byte 24 of the file; convert"),
     ("a.parquet", b"PAR1 not really", r"a.parquet is not a readable Parquet file \(.*\); write it again"),
-    ("a.csv", b"text\nx\n", r"a.csv is of no kind that plait reads; give it as .txt, .md, .jsonl or .parquet"),
+    ("a.doc", b"text\nx\n", r"a.doc is of no kind that plait reads; give it as .txt, .md, .csv, .tsv, .jsonl or .par"),
+    ("a.pdf", b"%PDF-1.7\n", r"a.pdf is a PDF; make text of it \(pdftotext .*a.pdf .*a.txt\) or take it out of data"),
+    (
+        "a.txt",
+        "Füße".encode("utf-16"),
+        r"a.txt is UTF-16 text, not UTF-8; convert it .*iconv -f utf-16 -t utf-8 .*a.txt",
+    ),
+    ("a.csv", b"body\nx\n", r'a.csv has no column "text"; name one of body'),
+    ("a.csv", b"text,n\na,1\nb\n", r"a.csv has 1 columns in line 3 and 2 in its header; correct that line"),
+    ("a.csv", b'text,n\n"a,1\nb,2\n', r"a.csv is no table from line 2 on \(unexpected end of data\); put texts with"),
+    ("a.csv", b"text,text\na,b\n", r'a.csv has two columns with the name "text"; give one of them another name'),
 ]
 
 
@@ -132,16 +142,15 @@ def test_a_file_in_a_folder_whose_name_is_not_utf_8_is_refused(tmp_path: Path, p
 def test_a_pattern_without_a_file_and_a_folder_without_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlaitError, match=r'no file matches ".*none\*\.txt" \(looked in .*\); correct the path in data'):
         open_source(Source(f"{tmp_path}/none*.txt"))
-    write(tmp_path / "a.csv", "a,b")
-    with pytest.raises(
-        PlaitError, match=r"no text is in the folder .*: 0 files read, left out: 1 .csv; put files in it"
-    ):
+    write(tmp_path / "a.png", "a,b")
+    with pytest.raises(PlaitError, match=r"no text is in the folder .*: 0 files, not looked at: 1 .png; put files in"):
         open_source(Source(str(tmp_path)))
 
 
 def test_a_mend_names_what_the_user_typed(tmp_path: Path) -> None:
     binary = write(tmp_path / "a.txt", b"some text\0more")
     empty = write(tmp_path / "empty" / "b.txt", "")
+    write(tmp_path / "only" / "c.txt", b"some text\0more")
     for source, sentence in (
         (Source(str(binary)), "convert it to UTF-8 text or take it out of data.files"),
         (Source(str(binary), given_as="--files"), "or take it out of --files"),
@@ -149,7 +158,11 @@ def test_a_mend_names_what_the_user_typed(tmp_path: Path) -> None:
             Source(f"{tmp_path}/*.txt"),
             rf"or change the pattern {tmp_path}/\*.txt in data.files so that it does not .*",
         ),
-        (Source(str(tmp_path)), f"or move it out of the folder {tmp_path}"),
+        (Source(str(binary.parent / "only")), f"or move it out of the folder {tmp_path}/only"),
+        (
+            Source(str(tmp_path)),
+            r"none of the 3 files can be learnt from: .*; .*b.txt is empty \(fill it\); .*c.txt .*",
+        ),
         (Source(str(empty), given_as="--text"), "b.txt is empty; fill it or take it out of --text"),
         (Source(" ", given_as="--text"), "--text has an empty name; name a file, a folder or a data set"),
         (Source("lost.txt", given_as="--files"), "correct the path in --files"),
@@ -160,30 +173,34 @@ def test_a_mend_names_what_the_user_typed(tmp_path: Path) -> None:
 
 def test_a_folder_is_read_with_all_folders_in_it_but_no_links(tmp_path: Path) -> None:
     home = tmp_path / "texts"
-    for name in ("b.txt", "a/z.md", "a/b/c.txt", ".git/x.txt", ".hidden.txt", "d.csv", "README"):
+    for name in ("b.txt", "a/z.md", "a/b/c.txt", ".git/x.txt", ".hidden.txt", "d.png", "README"):
         write(home / name, name)
     write(home / "e.jsonl", '{"text": "line"}')
     write(home / "empty.txt", "")
+    write(home / "report.pdf", "%PDF-1.7")
     write(tmp_path / "secret.txt", "not to be read")
     (home / "out.txt").symlink_to(tmp_path / "secret.txt")
     (home / "a" / "loop").symlink_to(home)
     (home / "gone.txt").symlink_to(tmp_path / "nothing")
     assert texts(Source(str(home))) == ["a/b/c.txt", "a/z.md", "b.txt", "line"]
     assert find_text_files(home).summary() == (
-        f"{home}: 4 files read, left out: 1 .csv, 1 empty, 2 hidden, 3 linked, 1 without a suffix"
+        f"{home}: 6 files, not looked at: 1 .png, 2 hidden, 3 linked, 1 without a suffix"
     )
+    assert [fault.what for fault in open_sources([Source(str(home))]).left_out] == ["is empty", "is a PDF"]
     assert texts(Source(str(home / "a"))) == ["a/b/c.txt", "a/z.md"]
 
 
 def test_a_folder_is_prepared_with_a_line_on_what_was_read(tmp_path: Path) -> None:
     for number in range(3):
         write(tmp_path / "texts" / f"{number}.txt", f"Some text {number}. " * 400)
-    write(tmp_path / "texts" / "table.csv", "a,b")
+    write(tmp_path / "texts" / "table.csv", "a,b\n1,2\n")
+    write(tmp_path / "texts" / "drawing.svg", "<svg>")
     write(tmp_path / "r.toml", '[data]\nfiles = "texts"\n')
     command = [sys.executable, "-m", "plait", "data", "r.toml"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=environment).stdout
-    assert f"data     {tmp_path}/texts: 3 files read, left out: 1 .csv\n" in said
+    assert f"data     {tmp_path}/texts: 4 files, not looked at: 1 .svg\n" in said
+    assert 'left out texts/table.csv, which has no column "text" (its columns: a, b); name the file apart' in said
     assert "3 documents" in said
 
 
@@ -256,7 +273,7 @@ HUGGING_FACE = """
 import json, sys
 from pathlib import Path
 import datasets
-from plait.data.sources import Source, open_source
+from plait.data.sources import Source, open_source, open_sources
 from plait.errors import PlaitError
 def texts(path, field="text"):
     found = open_source(Source(path, field=field))
@@ -300,3 +317,20 @@ def test_hugging_face_data_sets_from_local_folders(tmp_path: Path) -> None:
     assert 'has no split "dev"; choose one of train, test' in found["no split"]
     assert 'is one data set without splits; write it without ":test"' in found["flat split"]
     assert "cannot be loaded (" in found["missing"] and found["missing"].endswith("correct data.files")
+
+
+def test_a_table_is_read_by_the_names_in_its_first_row(tmp_path: Path) -> None:
+    rows = 'id,text\n1,"two lines\nand a ""quote"", too"\n2,\n\n3,last\n'
+    file = write(tmp_path / "a.csv", b"\xef\xbb\xbf" + rows.encode())
+    assert texts(Source(str(file))) == ['two lines\nand a "quote", too', "last"]
+    assert [one.name for one in open_source(Source(str(file))).documents()] == [f"{file}:2", f"{file}:6"]
+    for name, content, field in (
+        ("german.csv", "Nr;Kritik\n1;gut, sehr gut\n2;schlecht\n", "Kritik"),
+        ("tabs.csv", "n\tbody\n1\tgut, sehr gut\n2\tschlecht\n", "body"),
+        ("tabs.TSV", "n\tbody\r\n1\tgut, sehr gut\r\n2\tschlecht\r\n", "body"),
+        ("one.csv", 'body\n"gut, sehr gut"\nschlecht', "body"),
+    ):
+        file = write(tmp_path / name, content)
+        assert texts(Source(str(file), field=field)) == ["gut, sehr gut", "schlecht"], name
+    long = "x" * 200_000
+    assert texts(Source(str(write(tmp_path / "long.csv", f"text\n{long}\n")))) == [long]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from plait.data.preparation.fingerprint import exclusive_lock, hash_files
+from plait.data.preparation.fingerprint import exclusive_lock, read_files
 from plait.errors import PlaitError, disk_advice
 from plait.interop.base_fingerprint import base_fingerprint
 from plait.interop.base_model import read_base_model
@@ -75,8 +75,8 @@ def _converted(file: Path, home: Path) -> Path:
         raise PlaitError(f'there is no file "{file}"; name a .gguf file, or the folder of a model')
     try:
         make_private_folder(home)
-        (digest,) = hash_files([file], home / "hashes.json", lambda path: None)
-        folder = home / digest[:32]
+        (content,) = read_files([file], home / "hashes.json", lambda path: None)
+        folder = home / content.sha256[:32]
         with exclusive_lock(folder.with_suffix(".lock"), lambda: None):
             if not folder.is_dir():
                 _convert(file, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from plait.checked_json import one_line
 from plait.commands.preparing.base import base_facts, base_folder
 from plait.data.choices import read_questions
 from plait.data.conversations.chat_template import PLAIN_NAME
+from plait.data.file_faults import FileFault
 from plait.data.folders import find_text_files
 from plait.data.index import INDEX_FILE
 from plait.data.integrity import verify_at_start
@@ -25,6 +27,9 @@ from plait.screen.screen import Screen
 from plait.units import counted
 from plait.working_folder import WorkingFolder
 
+_LEFT_OUT_LINES = 6
+_NAMED_FILES = 12
+"""Files that are left out: those that have a line each, and those of the others that are named."""
 _NAMED_SOURCES = 4
 """Sources whose held-out share is printed by name."""
 _LOST = {"system": "the system message", "user": "what the user says", "assistant": "what the assistant says"}
@@ -42,8 +47,13 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
     for source in request.sources:
         if Path(source.path).is_dir():
             screen.print(f"data     {find_text_files(Path(source.path)).summary()}")
+
+    def say_left_out(faults: Sequence[FileFault]) -> None:
+        for line in left_out_lines(faults):
+            screen.print(line)
+
     with screen.progress() as show:
-        folder = prepare_corpus(request, working.cache, show)
+        folder = prepare_corpus(request, working.cache, show, say_left_out)
         corpus = open_corpus(folder)
         show(0, 0, "comparing hashes")
         verify_at_start(corpus)
@@ -55,6 +65,15 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
     for line in (*example_lines(corpus, config.data.bad_records), *_token_lines(corpus)):
         screen.print(line)
     return corpus
+
+
+def left_out_lines(faults: Sequence[FileFault]) -> list[str]:
+    """Which files were not read and why, a line each for the first ones; the others by name."""
+    lines = [f"left out {fault}" for fault in faults[:_LEFT_OUT_LINES]]
+    if further := [fault.file.name for fault in faults[_LEFT_OUT_LINES:]]:
+        more = f" and {counted(len(further) - _NAMED_FILES, 'more file')}" if len(further) > _NAMED_FILES else ""
+        lines.append(f"left out also {', '.join(further[:_NAMED_FILES])}{more}")
+    return lines
 
 
 def heldout_lines(corpus: Corpus) -> list[str]:

@@ -31,6 +31,9 @@ _MAY_FOLLOW: dict[MessageRole | None, tuple[MessageRole, ...]] = {
     "tool": ("tool", "assistant"),
 }
 _MOST_NAMES = 12
+QUESTION_COLUMNS = ("question", "instruction", "prompt", "query")
+ANSWER_COLUMNS = ("answer", "response", "output", "reply")
+"""The usual names, in tables and data sets, of a question and its answer: a chat of two messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +133,8 @@ def chat_example(record: Record, column: str) -> ChatExample:
     none, or nothing in it can be learnt."""
     place = record.place
     turns = column_value(record, column, "a chat", 'the list of messages ("messages")')
+    if column in QUESTION_COLUMNS and isinstance(turns, str):
+        turns = _turns_of_columns(record, column)
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise PlaitError(f'{place}: "{column}" is no list of messages; write [{{"role": …, "content": …}}, …]')
     refuse_columns(record)
@@ -138,6 +143,27 @@ def chat_example(record: Record, column: str) -> ChatExample:
     if all(message.use == "read" for message in messages if message.role == "assistant"):
         raise PlaitError(f"{place} says that no answer is learnt (by weight or train); leave such records out")
     return ChatExample(place=place, messages=(*system_column(record, messages), *messages), tools=tools_of(record))
+
+
+def answer_column(values: Mapping[str, object]) -> str:
+    """The column that holds the answer, of a usual name; empty where there is none."""
+    return next((column for column in ANSWER_COLUMNS if column in values), "")
+
+
+def question_column(values: Mapping[str, object]) -> str:
+    """The column that holds a question, where there is a column with its answer as well; else empty."""
+    column = next((column for column in QUESTION_COLUMNS if isinstance(values.get(column), str)), "")
+    return column if isinstance(values.get(answer_column(values)), str) else ""
+
+
+def _turns_of_columns(record: Record, column: str) -> list[dict[str, object]]:
+    """A question and its answer as messages; what Alpaca's data sets have as "input" belongs to the instruction."""
+    named = answer_column(record.values) or ANSWER_COLUMNS[0]
+    answer = column_value(record, named, "a question", f'its answer ("{named}")')
+    question, given = record.values[column], record.values.get("input")
+    if column == "instruction" and isinstance(given, str) and given:
+        question = f"{question}\n\n{given}"
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def system_column(record: Record, messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:

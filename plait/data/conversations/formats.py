@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from plait.data.conversations.examples import (
@@ -12,9 +13,12 @@ from plait.data.conversations.examples import (
     TextExample,
     chat_example,
     prompt_example,
+    question_column,
 )
 from plait.data.conversations.pairs import ANSWERS, PairExample, preference_example
-from plait.data.documents import Document, Record
+from plait.data.documents import Document, Record, column_names
+from plait.data.file_faults import FileFault
+from plait.data.folders import TEXT_SUFFIXES
 from plait.data.sources import OpenSource
 from plait.errors import PlaitError
 
@@ -28,8 +32,8 @@ _LARGEST_WHOLE_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFormat:
-    """What a source holds, and the column of its conversations where it holds any; of pairs that of the first answer,
-    where it is one."""
+    """What a source holds, and the column of its conversations, or of their questions, where it holds any; of pairs
+    that of the first answer, where it is one."""
 
     kind: SampleFormat
     column: str = ""
@@ -54,11 +58,11 @@ def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceForma
     if requested == "text":
         return SourceFormat(kind="text")
     first = _first(opened, requested)
-    if first is None or any(file.suffix in (".txt", ".md") for file in opened.files):
+    if first is None or any(file.suffix.lower() in TEXT_SUFFIXES for file in opened.files):
         if requested == "auto":
             return SourceFormat(kind="text")
         raise PlaitError(
-            f"{opened.source.path} is plain text, which has no columns; give JSONL or Parquet, or write "
+            f"{opened.source.path} is plain text, which has no columns; give JSONL, CSV or Parquet, or write "
             'data.format = "auto"'
         )
     field = opened.source.field
@@ -73,15 +77,44 @@ def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceForma
         return SourceFormat(kind="prompt-completion")
     if requested == "preference":
         return _pairs(first)
-    columns = (*(() if field == _USUAL_FIELD else (field,)), *_CHAT_COLUMNS)
-    found = next((column for column in columns if _is_list(first, column)), None)
-    if found is None and requested == "auto":
-        # One column is enough: whoever left another out is told which.
-        if any(column in first.values for column in ANSWERS):
-            return _pairs(first)
-        asks = any(column in first.values for column in _PROMPT_COLUMNS)
-        return SourceFormat(kind="prompt-completion" if asks else "text")
-    return SourceFormat(kind="chat", column=found or columns[0])
+    if requested == "chat":
+        column = _chat_column(first, field) or question_column(first.values)
+        return SourceFormat(kind="chat", column=column or (_CHAT_COLUMNS[0] if field == _USUAL_FIELD else field))
+    if told := _told(first, field):
+        return told
+    # One column is enough: whoever left another out is told which.
+    if any(column in first.values for column in ANSWERS):
+        return _pairs(first)
+    asks = any(column in first.values for column in _PROMPT_COLUMNS)
+    return SourceFormat(kind="prompt-completion" if asks else "text")
+
+
+def format_faults(opened: OpenSource, form: SourceFormat) -> list[FileFault]:
+    """The files of a folder or a pattern whose columns are not those of the source's format."""
+    if opened.selection or len(opened.files) == 1 or opened.source.field != _USUAL_FIELD:
+        return []
+    found = (_format_fault(Path(name), part, form) for name, part in opened.by_file() if name)
+    return [fault for fault in found if fault]
+
+
+def _format_fault(file: Path, part: OpenSource, form: SourceFormat) -> FileFault | None:
+    try:
+        first = _first_record(part)
+    except PlaitError as error:
+        return FileFault(file=file, what=str(error).removeprefix(f"{file} "))
+    if first is None:
+        return FileFault(file=file, what="has no record that can be read", mend="correct its first lines")
+    own, columns = _told(first, _USUAL_FIELD), column_names(list(first.values))
+    if own == form or (own is not None and form.kind == own.kind == "preference"):
+        return None
+    if form.kind == "text" and own is None:
+        return FileFault(
+            file=file,
+            what=f'has no column "{_USUAL_FIELD}" (its columns: {columns})',
+            mend="name the file apart in data.files, with the column that holds its text as field",
+        )
+    what = f"holds {own or 'no such examples'} beside {form} (its columns: {columns})"
+    return FileFault(file=file, what=what, mend="learn from it in a recipe of its own")
 
 
 def read_examples(
@@ -129,12 +162,42 @@ def _pairs(first: Record) -> SourceFormat:
 
 
 def _first(opened: OpenSource, requested: RequestedFormat) -> Record | None:
-    try:
-        return next((record for record in opened.records() if record.fault is None), None)
-    except PlaitError:
-        if requested == "auto":  # it is reported when it is read as text
-            return None
-        raise
+    """The first record that tells a format by its columns, of the first ones of all files; else the first of all."""
+    firsts, failed = list[Record](), list[PlaitError]()
+    for _, part in opened.by_file():
+        try:
+            first = _first_record(part)
+        except PlaitError as error:  # it is reported when it is read
+            failed.append(error)
+        else:
+            firsts += [first] if first else []
+    if failed and not firsts and requested != "auto":
+        raise failed[0]
+    return next((first for first in firsts if _told(first, opened.source.field)), firsts[0] if firsts else None)
+
+
+def _first_record(opened: OpenSource) -> Record | None:
+    return next((record for record in opened.records() if record.fault is None), None)
+
+
+def _told(record: Record, field: str) -> SourceFormat | None:
+    """The format that a record's columns tell; None where they tell none."""
+    if isinstance(record.values.get(field), str):
+        return SourceFormat(kind="text")
+    if column := _chat_column(record, field):
+        return SourceFormat(kind="chat", column=column)
+    if all(column in record.values for column in ANSWERS):
+        return _pairs(record)
+    if all(column in record.values for column in _PROMPT_COLUMNS):
+        return SourceFormat(kind="prompt-completion")
+    question = question_column(record.values)
+    return SourceFormat(kind="chat", column=question) if question else None
+
+
+def _chat_column(record: Record, field: str) -> str:
+    """The column that holds a list of messages; empty where there is none."""
+    named = () if field == _USUAL_FIELD else (field,)
+    return next((column for column in (*named, *_CHAT_COLUMNS) if _is_list(record, column)), "")
 
 
 def _whole_texts(documents: Iterator[Document]) -> Iterator[Example]:

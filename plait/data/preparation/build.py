@@ -17,6 +17,7 @@ import numpy as np
 from plait.data.conversations.chat_template import TemplateText
 from plait.data.conversations.formats import SourceFormat
 from plait.data.documents import Document
+from plait.data.file_faults import FileFault
 from plait.data.holdout import Holdout, HoldoutSplit, HoldoutSurvey, text_blocks
 from plait.data.index import SHARD_FORMAT, ShardEntry, index_row, token_dtype, write_index
 from plait.data.preparation.bpe_process import train_bpe_apart
@@ -57,6 +58,8 @@ class BuildRequest:
     """Of text: how often the progress is kept, from which a preparation that was killed goes on."""
     bad_records: float = 0.0
     """The fraction of records of chats, prompts and pairs that may be skipped."""
+    left_out: tuple[FileFault, ...] = ()
+    """Files of the sources that cannot be learnt from, for the index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +108,7 @@ def build_corpus(work: BuildRequest, folder: Path) -> None:
     entries = list(chain.from_iterable(writer.entries for writer in writers.values()))
     boundary_tokens = sum(writer.boundary_tokens for writer in writers.values())
     index = _index(tokenizer, holdout, sizes, entries, boundary_tokens)
-    write_index(folder, {**index, "sources": source_entries(work, found, held)})
+    write_index(folder, {**index, "sources": source_entries(work, found, held), **left_out_entries(work)})
     keeper.finish()
 
 
@@ -289,6 +292,12 @@ def source_entries(work: BuildRequest, found: Sequence[SourceCounts], held: Sequ
         }
         for source, counts, held_bytes in zip(work.sources, found, held, strict=True)
     ]
+
+
+def left_out_entries(work: BuildRequest) -> dict[str, Any]:
+    """What the index says of the files that were left out; nothing where none was."""
+    rows = [{"name": fault.file.name, "why": fault.what} for fault in work.left_out]
+    return {"left_out": rows} if rows else {}
 
 
 def disk_full_error(folder: Path, written: int, done: int, total: int) -> PlaitError:

@@ -1,4 +1,4 @@
-"""SHA-256 of a source's files, cached by path, size and times so that the next check is quick."""
+"""What reading a source's files found, cached by path, size and times so that the next check is quick."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from plait.data.index import file_sha256
+from plait.data.file_faults import FileContent, read_content
 from plait.regular_file import append_to_file, read_regular_file
 
 FileStamp = tuple[int, int, int]
@@ -26,32 +26,33 @@ def file_stamp(path: Path) -> FileStamp:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def hash_files(files: Sequence[Path], cache_file: Path, on_file: Callable[[Path], None]) -> list[str]:
-    """The SHA-256 of each file; read from `cache_file` (JSON) where the file's stamp is the same as when it was
-    hashed."""
+def read_files(files: Sequence[Path], cache_file: Path, on_file: Callable[[Path], None]) -> list[FileContent]:
+    """What reading each file finds; taken from `cache_file` (JSON) where the file's stamp is the same as when it was
+    read."""
     known = _recall(cache_file)
-    hashes, fresh = [], {}
+    contents, fresh = list[FileContent](), {}
     for path in files:
         on_file(path)
         name, now = str(path.resolve()), file_stamp(path)
         entry = known.get(name)
         if entry is None or tuple(entry[:3]) != now:
-            entry = [*now, file_sha256(path)]
+            found = read_content(path)
+            entry = [*now, found.sha256, found.fault, found.encoding]
             fresh[name] = entry
-        hashes.append(entry[3])
+        contents.append(FileContent(*entry[3:]))
     if fresh:
         _remember(cache_file, {**known, **{name: entry for name, entry in fresh.items() if _is_settled(entry)}})
-    return hashes
+    return contents
 
 
-def cached_hashes(files: Sequence[Path], cache_file: Path) -> list[str] | None:
-    """The hashes that an earlier `hash_files` cached, without reading the files; None where one of them has changed
-    or was never hashed."""
+def cached_contents(files: Sequence[Path], cache_file: Path) -> list[FileContent] | None:
+    """What an earlier `read_files` cached, without reading the files; None where one of them has changed or was never
+    read."""
     known = _recall(cache_file)
     entries = [(file_stamp(path), known.get(str(path.resolve()))) for path in files]
     if any(entry is None or tuple(entry[:3]) != now for now, entry in entries):
         return None
-    return [entry[3] for _, entry in entries if entry is not None]
+    return [FileContent(*entry[3:]) for _, entry in entries if entry is not None]
 
 
 @contextmanager
@@ -81,7 +82,7 @@ def _recall(memory: Path) -> dict[str, list]:
 
 
 def _is_entry(entry: object) -> bool:
-    return isinstance(entry, list) and [type(value) for value in entry] == [int, int, int, str]
+    return isinstance(entry, list) and [type(value) for value in entry] == [int, int, int, str, str, str]
 
 
 def _remember(memory: Path, known: dict[str, list]) -> None:

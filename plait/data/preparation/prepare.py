@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
@@ -15,20 +15,23 @@ from pathlib import Path
 
 from plait.data.conversations.built_in_templates import named_template
 from plait.data.conversations.chat_template import PLAIN_TEMPLATE, TemplateText, find_template
-from plait.data.conversations.formats import RequestedFormat, SourceFormat, holds_examples, source_format
+from plait.data.conversations.formats import RequestedFormat, SourceFormat, format_faults, holds_examples, source_format
+from plait.data.file_faults import FileContent, FileFault
 from plait.data.folders import TEXT_SUFFIXES
 from plait.data.holdout import FEWEST_DOCUMENTS
 from plait.data.index import SHARD_FORMAT
 from plait.data.preparation.build import BuildRequest, Progress, build_corpus
-from plait.data.preparation.fingerprint import FileStamp, cached_hashes, exclusive_lock, file_stamp, hash_files
+from plait.data.preparation.fingerprint import FileStamp, cached_contents, exclusive_lock, file_stamp, read_files
 from plait.data.preparation.kept_progress import KEEP_EVERY_BYTES, has_kept_progress
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
 from plait.data.preparation.whole import build_examples
 from plait.data.shards import SHARD_TOKENS, open_corpus
-from plait.data.sources import OpenSource, Source, open_source
+from plait.data.sources import OpenedSources, OpenSource, Source, open_sources
 from plait.errors import PlaitError
 from plait.private_folder import make_private_folder
 
+HASHES = "hashes.json"
+"""What reading files found, beside the prepared data."""
 _EXAMPLES_READ = 3
 """Raised when examples come to be read or rendered in another way, so that those prepared before are made again."""
 _HELD_OUT = 2
@@ -56,12 +59,13 @@ def prepare_corpus(
     request: DataRequest,
     cache: Path,
     on_progress: Progress,
+    on_left_out: Callable[[Sequence[FileFault]], None] = lambda faults: None,
     *,
     shard_tokens: int = SHARD_TOKENS,
     keep_every_bytes: int = KEEP_EVERY_BYTES,
 ) -> Path:
     """Make the corpus folder under `cache`/data, or find an earlier one, and return its path; raises PlaitError that
-    says what to do.
+    says what to do. `on_left_out` is called once, with the files that cannot be learnt from, if there are any.
 
     Blocks while another process prepares the same data. If it is killed at any moment, no incomplete corpus folder
     appears, and the next call goes on where it was, from the last `keep_every_bytes` of text on, with the same result.
@@ -71,15 +75,19 @@ def prepare_corpus(
     tokenizer = _ready_tokenizer(request)
     home = cache / "data"
     try:
-        sources = tuple(open_source(source) for source in request.sources)
-        formats = tuple(source_format(source, request.format) for source in sources)
+        opened = open_sources(request.sources)
         make_private_folder(home)
-        files = list(dict.fromkeys(chain.from_iterable(source.files for source in sources)))
-        stamps = {path: file_stamp(path) for path in files}
-        hashes = hash_files(files, home / "hashes.json", lambda path: on_progress(0, 0, f"looking at {path.name}"))
+        stamps = {path: file_stamp(path) for path in opened.files}
+        known = home / HASHES
+        found = read_files(opened.files, known, lambda path: on_progress(0, 0, f"looking at {path.name}"))
+        contents = dict(zip(opened.files, found, strict=True))
+        opened, formats = readable_sources(opened, contents, request.format)
+        if opened.left_out:
+            on_left_out(opened.left_out)
         work = BuildRequest(
-            sources=sources,
-            file_hashes=dict(zip(files, hashes, strict=True)),
+            sources=opened.sources,
+            file_hashes={file: contents[file].sha256 for file in opened.files},
+            left_out=opened.left_out,
             tokenizer=tokenizer,
             vocabulary=request.vocabulary,
             holdout=request.holdout,
@@ -109,17 +117,17 @@ def find_prepared(request: DataRequest, cache: Path) -> Path | None:
     _check(request)
     home = cache / "data"
     try:
-        sources = tuple(open_source(source) for source in request.sources)
-        files = list(dict.fromkeys(chain.from_iterable(source.files for source in sources)))
-        formats = tuple(source_format(source, request.format) for source in sources)
-        hashes = cached_hashes(files, home / "hashes.json")
+        opened = open_sources(request.sources)
+        found = cached_contents(opened.files, home / HASHES)
+        if found is None:
+            return None
+        contents = dict(zip(opened.files, found, strict=True))
+        opened, formats = readable_sources(opened, contents, request.format)
     except OSError:
         return None
-    if hashes is None:
-        return None
     work = BuildRequest(
-        sources=sources,
-        file_hashes=dict(zip(files, hashes, strict=True)),
+        sources=opened.sources,
+        file_hashes={file: contents[file].sha256 for file in opened.files},
         tokenizer=_ready_tokenizer(request),
         vocabulary=request.vocabulary,
         holdout=request.holdout,
@@ -131,6 +139,20 @@ def find_prepared(request: DataRequest, cache: Path) -> Path | None:
     )
     folder = home / _key(work)
     return folder if folder.is_dir() else None
+
+
+def readable_sources(
+    opened: OpenedSources, contents: Mapping[Path, FileContent], requested: RequestedFormat
+) -> tuple[OpenedSources, tuple[SourceFormat, ...]]:
+    """The sources without files whose content or whose columns show a fault, and the format of each; raises PlaitError
+    where nothing is left."""
+    opened = opened.without([fault for file in opened.files if (fault := contents[file].fault_of(file))])
+    formats = [source_format(source, requested) for source in opened.sources]
+    faults = [format_faults(source, form) for source, form in zip(opened.sources, formats, strict=True)]
+    if not any(faults):
+        return opened, tuple(formats)
+    opened = opened.without(list(chain.from_iterable(faults)))
+    return opened, tuple(source_format(source, requested) for source in opened.sources)
 
 
 def _check(request: DataRequest) -> None:

@@ -42,6 +42,7 @@ from plait.data.preparation.build import (
     SourceCounts,
     begun_survey,
     disk_full_error,
+    left_out_entries,
     sample_of_text,
     source_counts,
     source_entries,
@@ -118,7 +119,8 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
         "shards": [index_row(entry) for entry in chain.from_iterable(each.entries for each in writers.values())],
     }
     counts = asdict(bad.with_written(keeper.counts))
-    write_index(folder, {**index, "counts": counts, "sources": source_entries(work, found, held)})
+    sources = source_entries(work, found, held)
+    write_index(folder, {**index, "counts": counts, "sources": sources, **left_out_entries(work)})
     keeper.finish()
 
 
