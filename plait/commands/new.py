@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal, get_args
 
+from plait.data.conversations.formats import source_format, text_column
+from plait.data.documents import column_names
+from plait.data.file_faults import FileFault, kind_fault, read_content
 from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES
-from plait.data.sources import Source, open_source
+from plait.data.sources import Source, open_source, open_sources
 from plait.errors import PlaitError
 from plait.recipe.load import parse_config, run_name_of
 from plait.recipe.values import LONGEST_NAME
 from plait.report.atomic import cannot_write
+from plait.units import counted, format_bytes
 
 SAMPLE_TEXT = "shakespeare.txt"
 """Among the package's examples; where a folder holds no text, it is put there."""
 _TEMPLATE = """\
+# Prepare the text:  plait data {name}.toml
 # Look at the plan:  plait plan {name}.toml
 # Train it:          plait train {name}.toml
 # Let it write:      plait sample {name}
@@ -30,8 +37,8 @@ name = "{name}"
 
 [data]
 files = {files}
-# files = ["a.txt", "more/*.jsonl", "hf:NAME"]    # several: text, Markdown, JSONL, Parquet, sets of Hugging Face
-# files = [{{ path = "b.jsonl", field = "lyrics" }}]  # JSONL and Parquet: the column that holds the text
+# files = ["a.txt", "more/*.jsonl", "hf:NAME"]    # several: text, Markdown, CSV, JSONL, Parquet, sets of Hugging Face
+# files = [{{ path = "b.csv", field = "lyrics" }}]    # CSV, JSONL and Parquet: the column that holds the text
 # tokenizer = "gpt2"           # "bpe" learns one from your text; or a tokenizer.json
 
 [train]
@@ -51,9 +58,9 @@ budget = "5 minutes"           # or "2 hours", "500 steps", "20M tokens"
 
 
 def write_recipe(name: str, texts: Sequence[str]) -> list[str]:
-    """Write NAME.toml into the current folder; returns what was written, as lines for people.
+    """Write NAME.toml into the current folder; returns what was read, left out and written, as lines for people.
 
-    Without `texts` the recipe reads all texts that lie in the folder. Where there are none, a sample text is put there.
+    Without `texts` the recipe names the texts that lie in the folder. Where there are none, a sample text is put there.
     Raises PlaitError, and writes nothing, for a name or a text that cannot be used and for a recipe that is there.
     """
     name = name.removesuffix(".toml")
@@ -61,13 +68,19 @@ def write_recipe(name: str, texts: Sequence[str]) -> list[str]:
     recipe = Path(f"{name}.toml")
     if recipe.exists() or recipe.is_symlink():
         raise PlaitError(f"{recipe} is here already; choose another name, or remove it first")
-    chosen = list(texts) or texts_here(Path())
-    for text in chosen:
-        if not text.startswith("hf:"):
-            open_source(Source(text, given_as="--text"))
-    lines = [] if chosen else [_put_sample_text()]
-    _write_new(recipe, new_recipe_text(name, chosen or [SAMPLE_TEXT]).encode())
-    return [*lines, f"wrote    {recipe}, a recipe with comments", f"next     plait plan {recipe}, plait train {recipe}"]
+    found = texts_named(texts) if texts else texts_here()
+    lines = found.lines() if found.texts or found.left_out else [_put_sample_text()]
+    chosen = found.texts or (RecipeText(SAMPLE_TEXT),)
+    _write_new(recipe, new_recipe_text(name, chosen).encode())
+    later = [f'files    what is converted or added later: name it in "files" in {recipe}'] if found.left_out else []
+    return [
+        *lines,
+        f"wrote    {recipe}, a recipe with comments",
+        *later,
+        f"next     plait data {recipe} prepares the text and shows what is read",
+        f"         plait plan {recipe} shows the model, the time and the memory",
+        f"         plait train {recipe} trains it",
+    ]
 
 
 def _check_name(name: str) -> None:
@@ -80,18 +93,163 @@ def _check_name(name: str) -> None:
         ) from None
 
 
-def texts_here(folder: Path) -> list[str]:
-    """What a recipe beside a folder's texts names: the one text that is there, or a pattern for each kind of them."""
-    kinds = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
-    found = {kind: sorted(path.name for path in folder.glob(f"[!.]*{kind}") if path.is_file()) for kind in kinds}
-    found = {kind: names for kind, names in found.items() if names}
-    return [names[0] if len(names) == 1 else f"*{kind}" for kind, names in found.items()]
+Content = Literal["text", "examples"]
+"""Text that is read from end to end, or examples that are kept whole."""
 
 
-def new_recipe_text(name: str, texts: Sequence[str]) -> str:
+@dataclass(frozen=True, slots=True)
+class RecipeText:
+    """What a recipe reads: a file, or whatever else `data.files` may name, and the column that holds its text."""
+
+    path: str
+    field: str = ""
+    content: Content = "text"
+    nbytes: int = 0
+
+    @property
+    def value(self) -> str:
+        """As it stands in the recipe."""
+        path = json.dumps(self.path, ensure_ascii=False)  # a JSON text is a TOML text, too
+        return f"{{ path = {path}, field = {json.dumps(self.field, ensure_ascii=False)} }}" if self.field else path
+
+    def __str__(self) -> str:
+        column = f', column "{self.field}"' if self.field else ""
+        return f"{self.path} ({format_bytes(self.nbytes)}{column})" if self.nbytes else self.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundTexts:
+    """The texts that a recipe will name, and what lies beside them."""
+
+    texts: tuple[RecipeText, ...]
+    left_out: tuple[str, ...]
+    """A sentence each, that begins with a file's name."""
+
+    def lines(self) -> list[str]:
+        """What is read and what is not, for people."""
+        shown = [str(text) for text in self.texts[:_SHOWN]]
+        more = f" and {len(self.texts) - _SHOWN} more" if len(self.texts) > _SHOWN else ""
+        others = [f"left out {sentence}" for sentence in self.left_out[:_SHOWN]]
+        if len(self.left_out) > _SHOWN:
+            others.append(f"left out {len(self.left_out) - _SHOWN} more, for reasons like these")
+        return [f"reads    {', '.join(shown)}{more}", *others]
+
+
+_SHOWN = 6
+"""Files that are named, of those that are read and of those that are left out."""
+_READ_WHOLE_BYTES = 1 << 28
+"""In a folder with more, files are looked at where they begin; `plait data` reads all of them."""
+_MOST_NAMES = 1000
+"""Of more files the recipe has a pattern for each kind."""
+
+
+def texts_here() -> FoundTexts:
+    """The texts in the current folder, each by its name: what is put there later is not read. Raises PlaitError where
+    there are only files that cannot be learnt from."""
+    known = (*TEXT_SUFFIXES, *RECORD_SUFFIXES, ".pdf")
+    entries = [path for path in sorted(Path().iterdir()) if not path.name.startswith(".")]
+    files = [path for path in entries if path.is_file() and path.suffix.lower() in known]
+    whole = sum(file.stat().st_size for file in files) <= _READ_WHOLE_BYTES
+    looked = [_looked_at(file, file.name, "all" if whole else "beginning") for file in files]
+    texts = [one for one in looked if isinstance(one, RecipeText)]
+    left_out = [str(one) for one in looked if isinstance(one, FileFault)]
+    if left_out and not texts:
+        raise PlaitError(f"nothing here can be learnt from: {'; '.join(left_out[:_SHOWN])}")
+    sizes = {kind: sum(text.nbytes for text in texts if text.content == kind) for kind in get_args(Content)}
+    main = max(sizes, key=lambda kind: sizes[kind])
+    what = "chats or prompts with answers" if main == "text" else "plain text"
+    left_out += [
+        f"{text.path}, which holds {what}: a recipe of its own learns them (plait new NAME --text {text.path})"
+        for text in texts
+        if text.content != main
+    ]
+    left_out += [
+        f"{path.name}, which is a folder with {counted(number, 'file')} of text; add {json.dumps(path.name)} to files"
+        for path in entries
+        if path.is_dir() and (number := sum(one.suffix.lower() in known for one in _entries(path)))
+    ]
+    return FoundTexts(texts=_few_names([text for text in texts if text.content == main]), left_out=tuple(left_out))
+
+
+def _few_names(texts: Sequence[RecipeText]) -> tuple[RecipeText, ...]:
+    """Each text by its name; of very many, those of a kind by a pattern, except where a column is named."""
+    if len(texts) <= _MOST_NAMES:
+        return tuple(texts)
+    sizes: dict[str, int] = {}
+    for text in texts:
+        path = text.path if text.field else f"*{Path(text.path).suffix}"
+        sizes[path] = sizes.get(path, 0) + text.nbytes
+    named = {text.path: text for text in texts if text.field}
+    return tuple(named.get(path) or RecipeText(path, nbytes=nbytes) for path, nbytes in sizes.items())
+
+
+def texts_named(texts: Sequence[str]) -> FoundTexts:
+    """The texts that a person names; raises PlaitError for one that is not there, and where none can be used."""
+    sources = [Source(text, given_as="--text") for text in texts]
+    local = [source for source in sources if not source.path.startswith("hf:")]
+    if local:
+        open_sources(local)
+    looked = [
+        _looked_at(Path(source.path), source.path, "beginning")
+        if Path(source.path).is_file()
+        else RecipeText(source.path)
+        for source in sources
+    ]
+    faults = [one for one in looked if isinstance(one, FileFault)]
+    found = tuple(one for one in looked if isinstance(one, RecipeText))
+    if faults and not found:
+        raise faults[0].error("take it out of --text")
+    return FoundTexts(texts=found, left_out=tuple(map(str, faults)))
+
+
+def _looked_at(file: Path, path: str, read: Literal["all", "beginning"]) -> RecipeText | FileFault:
+    """The file as a recipe names it, with the column of its text where that is not called so; or why it cannot be
+    learnt from."""
+    fault = kind_fault(file)
+    if fault is None and (read == "all" or file.stat().st_size <= _READ_WHOLE_BYTES):
+        fault = read_content(file).fault_of(file)
+    if fault:
+        return fault
+    size = file.stat().st_size
+    if file.suffix.lower() in TEXT_SUFFIXES:
+        return RecipeText(path, nbytes=size)
+    try:
+        opened = open_source(Source(path))
+        form = source_format(opened, "auto")
+        if form.kind == "preference":
+            return FileFault(file=file, what="holds pairs of answers", mend="a trained model is tuned by them (DPO)")
+        if form.kind != "text":
+            return RecipeText(path, content="examples", nbytes=size)
+        first = next(opened.records(), None)
+        if first and isinstance(first.values.get("text"), str):
+            return RecipeText(path, nbytes=size)
+        if field := text_column(opened):
+            return RecipeText(path, field=field, nbytes=size)
+    except PlaitError as error:
+        return FileFault(file=file, what=f"cannot be read: {error}")
+    columns = column_names(list(first.values)) if first and first.values else "none"
+    return FileFault(file=file, what=f"has no column of text (its columns: {columns})")
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # one that this user may not look into
+        return []
+
+
+def new_recipe_text(name: str, texts: Sequence[RecipeText]) -> str:
     """The recipe of a new run, with comments on what most people change first."""
-    named = [json.dumps(text, ensure_ascii=False) for text in texts]  # a JSON text is a TOML text, too
-    return _TEMPLATE.format(name=name, files=named[0] if len(named) == 1 else f"[{', '.join(named)}]")
+    values = [text.value for text in texts]
+    line = f"[{', '.join(values)}]"
+    if len(texts) == 1 and not texts[0].field:
+        line = values[0]
+    elif len(line) > _LONGEST_LINE:
+        line = "".join(["[\n", *(f"    {value},\n" for value in values), "]"])
+    return _TEMPLATE.format(name=name, files=line)
+
+
+_LONGEST_LINE = 100
 
 
 def _put_sample_text() -> str:

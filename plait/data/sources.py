@@ -79,6 +79,10 @@ class OpenSource:
         for name, files in runs:
             yield name, _open_files(self.source, files)
 
+    def only(self, file: Path) -> OpenSource:
+        """One of the files by itself."""
+        return _open_files(self.source, (file,))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSources:

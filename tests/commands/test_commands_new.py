@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.new import SAMPLE_TEXT, new_recipe_text, write_recipe
+from plait.commands.new import SAMPLE_TEXT, RecipeText, new_recipe_text, write_recipe
 from plait.errors import PlaitError
 from plait.recipe.load import load_recipe
 
@@ -34,8 +34,8 @@ def test_in_an_empty_folder_a_sample_text_comes_with_the_recipe(folder: Path) ->
     ("there", "named"),
     [
         (["my text.txt"], "my text.txt"),
-        (["a.txt", "b.txt", ".hidden.txt"], "*.txt"),
-        (["a.txt", "b.txt", "c.jsonl"], ["*.txt", "c.jsonl"]),
+        (["a.txt", "b.txt", ".hidden.txt"], ["a.txt", "b.txt"]),
+        (["a.txt", "b.txt", "c.jsonl"], ["a.txt", "b.txt", "c.jsonl"]),
         (["notes.md", "picture.png"], "notes.md"),
     ],
 )
@@ -58,9 +58,11 @@ def test_texts_may_lie_elsewhere_and_have_any_name(folder: Path) -> None:
     assert read_by("two.toml") == (str(folder / odd), "hf:someone/something")
 
 
-@pytest.mark.parametrize("line", re.findall(r"^# (\w+ = .+)$", new_recipe_text("x", ["a.txt"]), re.MULTILINE))
+@pytest.mark.parametrize(
+    "line", re.findall(r"^# (\w+ = .+)$", new_recipe_text("x", [RecipeText("a.txt")]), re.MULTILINE)
+)
 def test_each_line_that_is_commented_out_works_when_it_is_not(folder: Path, line: str) -> None:
-    lines = new_recipe_text("x", ["a.txt"]).splitlines()
+    lines = new_recipe_text("x", [RecipeText("a.txt")]).splitlines()
     if line.startswith("files"):
         lines.remove('files = "a.txt"')
     lines[lines.index(f"# {line}")] = line
@@ -83,6 +85,7 @@ def test_what_is_there_stays_and_what_cannot_be_used_leaves_nothing(folder: Path
         ("new", ["lost.txt"], 'no file matches "lost.txt"'),
         ("new", ["empty.txt"], "empty.txt is empty; fill it or take it out of --text"),
         ("new", ["mine.toml"], "is of no kind that plait reads"),
+        ("new", [], "nothing here can be learnt from: empty.txt, which is empty"),
     ):
         with pytest.raises(PlaitError, match=re.escape(sentence)):
             write_recipe(name, texts)
@@ -95,3 +98,57 @@ def test_a_folder_that_may_not_be_written_is_one_sentence(folder: Path) -> None:
     with pytest.raises(PlaitError, match=r"shakespeare\.txt is here already"):
         write_recipe("new", [])
     assert not (folder / "new.toml").exists()
+
+
+def test_what_is_put_there_later_is_not_read(folder: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text("words\n")
+    write_recipe("mine", [])
+    (folder / "log.txt").write_text("step 1\n")
+    assert read_by("mine.toml") == (str(folder / "a.txt"), str(folder / "b.txt"))
+
+
+def test_what_is_read_and_what_is_left_out_is_said(folder: Path) -> None:
+    (folder / "novel.txt").write_text("Once upon a time. " * 100)
+    rows = "".join(f"{n},A film that I have seen {n} times by now.\n" for n in range(20))
+    (folder / "reviews.csv").write_text(f"stars,review\n{rows}")
+    (folder / "table.csv").write_text("a,b\n1,2\n")
+    (folder / "qa.csv").write_text("question,answer\nWho?,Me.\n")
+    (folder / "old.txt").write_bytes("Füße".encode("latin1"))
+    (folder / "report.pdf").write_bytes(b"%PDF-1.7")
+    (folder / "more").mkdir()
+    (folder / "more" / "b.txt").write_text("words\n")
+    assert write_recipe("mine", []) == [
+        'reads    novel.txt (1.76 KiB), reviews.csv (873 B, column "review")',
+        "left out old.txt, which is not UTF-8 text at byte 1; convert it to UTF-8 text (from Latin-1: iconv -f latin1 "
+        "-t utf-8 old.txt > old-utf8.txt)",
+        "left out report.pdf, which is a PDF; make text of it (pdftotext report.pdf report.txt)",
+        "left out table.csv, which has no column of text (its columns: a, b)",
+        "left out qa.csv, which holds chats or prompts with answers: a recipe of its own learns them (plait new NAME "
+        "--text qa.csv)",
+        'left out more, which is a folder with 1 file of text; add "more" to files',
+        "wrote    mine.toml, a recipe with comments",
+        'files    what is converted or added later: name it in "files" in mine.toml',
+        "next     plait data mine.toml prepares the text and shows what is read",
+        "         plait plan mine.toml shows the model, the time and the memory",
+        "         plait train mine.toml trains it",
+    ]
+    files = load_recipe(Path("mine.toml")).data.files
+    assert isinstance(files, tuple) and files[0] == str(folder / "novel.txt")
+    reviews = files[1]
+    assert not isinstance(reviews, str) and (Path(reviews.path).name, reviews.field) == ("reviews.csv", "review")
+    write_recipe("chat", ["qa.csv"])
+    assert read_by("chat.toml") == str(folder / "qa.csv")
+
+
+def test_many_texts_stand_in_lines_of_their_own_and_very_many_are_a_pattern(folder: Path) -> None:
+    names = [f"chapter-{number:04}.txt" for number in range(20)]
+    for name in names:
+        (folder / name).write_text("words\n")
+    said = write_recipe("mine", [])
+    assert said[0].endswith("chapter-0005.txt (6 B) and 14 more")
+    assert '\n    "chapter-0019.txt",\n]\n' in (folder / "mine.toml").read_text()
+    assert read_by("mine.toml") == tuple(str(folder / name) for name in names)
+    for number in range(20, 1001):
+        (folder / f"chapter-{number:04}.txt").write_text("words\n")
+    assert write_recipe("many", [])[0] == "reads    *.txt (5.87 KiB)"

@@ -1,17 +1,19 @@
-"""Usual facts about text that is not prepared, so that a plan on paper needs no text."""
+"""Facts about text that is not prepared: estimated where it is here, else usual ones, so that a plan needs no text."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.commands.preparing.base import base_facts
-from plait.commands.preparing.corpus import find_prepared_corpus, run_facts
+from plait.commands.preparing.base import base_facts, base_folder
+from plait.commands.preparing.corpus import data_request, find_prepared_corpus, left_out_lines, run_facts
+from plait.data.preparation.estimate import estimate_text
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.model.requested_size import named_size
 from plait.model.sizes import MODEL_SIZES
 from plait.planner.derive.model_size import CorpusFacts, budget_of
 from plait.recipe.schema import RunConfig
+from plait.units import format_count
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 GPT2_VOCABULARY = 50257
@@ -20,19 +22,47 @@ ASSUMED_CORPUS_TOKENS = 10**15
 
 
 def corpus_facts_or_usual(config: RunConfig, working: WorkingFolder = CURRENT_FOLDER) -> tuple[CorpusFacts, list[str]]:
-    """Facts about the recipe's text if it is prepared, else usual ones; and sentences that say what is assumed. Raises
-    PlaitError for a budget in passes over text that was not looked at."""
+    """Facts about the recipe's text: exact ones if it is prepared, estimated ones if it is here, else usual ones; and
+    sentences that say what is estimated or assumed. Raises PlaitError for a budget in passes over text that is not
+    here."""
     corpus = corpus_if_prepared(config, working)
     if corpus:
         return run_facts(config, corpus, working), []
+    if estimated := _estimated_facts(config, working):
+        return estimated
     if budget_of(config).unit == "epochs":
         raise PlaitError(
-            f'train.budget = "{config.train.budget}" depends on the text, which is not prepared here; run plait data '
-            "first, or give steps or tokens"
+            f'train.budget = "{config.train.budget}" depends on the text, which is not here; bring it here, or give '
+            "steps or tokens"
         )
     facts, notes = _usual_corpus_facts(config)
     base = base_facts(config, working)
     return (facts, notes) if base is None else (replace(facts, base=base, vocabulary=base.shape.vocabulary), [])
+
+
+def _estimated_facts(config: RunConfig, working: WorkingFolder) -> tuple[CorpusFacts, list[str]] | None:
+    """Facts by the sizes of the text's files and a sample of it; None where it is not here."""
+    try:
+        found = estimate_text(data_request(config, base_folder(config, working)))
+    except (PlaitError, OSError):
+        return None
+    heldout, base = round(config.data.holdout * found.tokens), base_facts(config, working)
+    train = max(1, round(found.tokens) - heldout)
+    facts = CorpusFacts(
+        folder="",
+        content_hash="",
+        vocabulary=found.vocabulary,
+        train_tokens=train,
+        longest_sequence=train,
+        layout=found.layout,
+        heldout_tokens=heldout,
+        documents=max(1, round(found.documents)),
+        base=base,
+        added_tokens=found.added_entries if base and found.vocabulary > base.shape.vocabulary else 0,
+    )
+    tokens = f"about {format_count(train)} training tokens, vocabulary {facts.vocabulary}"
+    estimated = f"text not prepared yet: {tokens}, estimated {found}; plait data makes this exact"
+    return facts, [estimated, *left_out_lines(found.left_out)]
 
 
 def corpus_if_prepared(config: RunConfig, working: WorkingFolder) -> Corpus | None:

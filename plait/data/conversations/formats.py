@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +29,9 @@ _USUAL_FIELD = "text"
 _CHAT_COLUMNS = ("messages", "conversations")
 _PROMPT_COLUMNS = ("prompt", "completion")
 _LARGEST_WHOLE_BYTES = 1 << 28
+_ROWS_LOOKED_AT = 200
+_FEWEST_SPACES = 4
+"""In most rows of a column that is taken for text: names and places have fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,20 @@ def format_faults(opened: OpenSource, form: SourceFormat) -> list[FileFault]:
         return []
     found = (_format_fault(Path(name), part, form) for name, part in opened.by_file() if name)
     return [fault for fault in found if fault]
+
+
+def text_column(opened: OpenSource) -> str:
+    """The column that most likely holds the text of a table that does not say so: of its first rows, the one with the
+    longest texts of several words; empty where there is none."""
+    lengths: dict[str, list[int]] = {}
+    rows = 0
+    for record in islice(opened.records(), _ROWS_LOOKED_AT):
+        rows += 1
+        for name, value in record.values.items():
+            if isinstance(value, str) and value.count(" ") >= _FEWEST_SPACES:
+                lengths.setdefault(name, []).append(len(value))
+    usual = {name: sum(found) for name, found in lengths.items() if len(found) >= rows / 2}
+    return max(usual, key=lambda name: usual[name], default="")
 
 
 def _format_fault(file: Path, part: OpenSource, form: SourceFormat) -> FileFault | None:

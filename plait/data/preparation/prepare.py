@@ -72,7 +72,7 @@ def prepare_corpus(
     """
     _check(request)
     on_progress = _throttled(on_progress)
-    tokenizer = _ready_tokenizer(request)
+    tokenizer = ready_tokenizer(request)
     home = cache / "data"
     try:
         opened = open_sources(request.sources)
@@ -128,7 +128,7 @@ def find_prepared(request: DataRequest, cache: Path) -> Path | None:
     work = BuildRequest(
         sources=opened.sources,
         file_hashes={file: contents[file].sha256 for file in opened.files},
-        tokenizer=_ready_tokenizer(request),
+        tokenizer=ready_tokenizer(request),
         vocabulary=request.vocabulary,
         holdout=request.holdout,
         shard_tokens=SHARD_TOKENS,
@@ -168,7 +168,7 @@ def _check(request: DataRequest) -> None:
         raise PlaitError(f"data.holdout = {request.holdout} is not a fraction; choose for example 0.05, or 0 for none")
 
 
-def _ready_tokenizer(request: DataRequest) -> Tokenizer | None:
+def ready_tokenizer(request: DataRequest) -> Tokenizer | None:
     """The requested tokenizer, or None where it must be trained first."""
     if request.tokenizer == "bpe":
         return None
