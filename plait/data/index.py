@@ -57,6 +57,14 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file that a source was read from, without its folder."""
+
+    name: str
+    sha256: _Sha256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceEntry:
     """What the index says of a source of text that reading the corpus needs; `weight` is None where none has one."""
 
@@ -65,6 +73,8 @@ class SourceEntry:
     text_bytes: _Count = 0
     heldout_bytes: _Count | None = None
     """Bytes of its text that are held out; None in corpora of earlier versions."""
+    files: tuple[SourceFile, ...] = ()
+    """In reading order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

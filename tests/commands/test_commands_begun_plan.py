@@ -10,8 +10,11 @@ from typing import cast
 
 import pytest
 
-from plait.commands.planning.begun_plan import resumed_plan
-from plait.data.shards import Corpus
+from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
+from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.shards import Corpus, open_corpus
+from plait.data.sources import Source
+from plait.errors import PlaitError
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
 from plait.planner.plan import Plan
@@ -48,3 +51,24 @@ def test_a_plan_that_changes_asks_for_it(tmp_path: Path, case: str) -> None:
     moved = case == "another machine"
     with pytest.raises(_MeasuredError):
         _resumed(plan, replace(LAPTOP, cores=2 * LAPTOP.cores) if moved else LAPTOP, tmp_path, fresh=not moved)
+
+
+def test_text_that_changed_is_refused_by_the_names_of_its_files(tmp_path: Path) -> None:
+    def prepared(**texts: str) -> Corpus:
+        for name, content in texts.items():
+            (tmp_path / f"{name}.txt").write_text(content * 200)
+        sources = tuple(Source(str(tmp_path / f"{name}.txt")) for name in texts)
+        request = DataRequest(sources=sources, tokenizer="gpt2", vocabulary=None, holdout=0.1)
+        return open_corpus(prepare_corpus(request, tmp_path / "cache", lambda *_: None))
+
+    begun = prepared(a="one ", b="two ", c="three ")
+    plan = planned(recipe(tmp_path, "model.size=1M"), PLAYS, LAPTOP)
+    job = replace(plan.job, corpus=str(begun.folder), corpus_hash=begun.content_hash)
+    refuse_other_text(prepared(a="one ", b="two ", c="three "), replace(plan, job=job))
+    changed = prepared(a="one ", b="another ", d="four ", e="five ")
+    sentence = "the text is not what this run was begun with: d.txt, e.txt are new, c.txt is gone, b.txt is different; "
+    with pytest.raises(PlaitError, match=f"^{sentence}bring it back, or choose another run.name$"):
+        refuse_other_text(changed, replace(plan, job=job))
+    lost = replace(plan, job=replace(job, corpus=str(tmp_path / "gone")))
+    with pytest.raises(PlaitError, match=r"^the text \(or its tokenizer\) is not what this run was begun with; bring"):
+        refuse_other_text(changed, lost)

@@ -109,7 +109,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     [
         ("optimizer.lr=0.1", "optimizer.lr was"),
         ("train.budget=12 steps", "train.budget = 12 steps is less than"),
-        ("data.files=other.txt", "the text (or its tokenizer) is not what this run was begun with"),
+        ("data.files=other.txt", "the text is not what this run was begun with: other.txt is new, play.txt is gone"),
     ],
 )
 def test_what_may_not_change_of_a_begun_run(place: Place, stopped: str, override: str, told: str) -> None:

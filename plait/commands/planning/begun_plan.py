@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from plait.checked_json import one_line
 from plait.commands.planning.make_plan import replan
+from plait.data.index import SourceEntry, read_index
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.machines.requested_workers import PeakNeed
@@ -62,10 +65,35 @@ def refuse_impossible_layout(config: RunConfig, plan: Plan) -> None:
 
 def refuse_other_text(corpus: Corpus, plan: Plan) -> None:
     """Raise PlaitError where the text, or its tokenizer, is not that of the run's plan; `data.files` may have moved."""
-    if corpus.content_hash != plan.job.corpus_hash:
-        raise PlaitError(
-            "the text (or its tokenizer) is not what this run was begun with; bring it back, or choose another run.name"
-        )
+    if corpus.content_hash == plan.job.corpus_hash:
+        return
+    try:
+        begun = read_index(Path(plan.job.corpus))
+    except PlaitError:  # what was prepared for the run is not here any more
+        begun = None
+    changed = _changed_files(begun.sources, corpus.sources) if begun else ""
+    what = f"the text is not what this run was begun with: {changed}" if changed else _OTHER_TEXT
+    raise PlaitError(f"{what}; bring it back, or choose another run.name")
+
+
+_OTHER_TEXT = "the text (or its tokenizer) is not what this run was begun with"
+_NAMED_FILES = 4
+
+
+def _changed_files(before: Sequence[SourceEntry], after: Sequence[SourceEntry]) -> str:
+    """Which files are new, gone or different, in words; empty where all are the same."""
+    old, new = ({file.name: file.sha256 for source in each for file in source.files} for each in (before, after))
+    kinds = (
+        ("new", [name for name in new if name not in old]),
+        ("gone", [name for name in old if name not in new]),
+        ("different", [name for name in new if name in old and new[name] != old[name]]),
+    )
+    return ", ".join(f"{_named(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in kinds if names)
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(one_line(name) for name in names[:_NAMED_FILES])
+    return f"{shown} and {len(names) - _NAMED_FILES} more" if len(names) > _NAMED_FILES else shown
 
 
 def _has_other_workers(plan: Plan, workers: HostWorkers) -> bool:
