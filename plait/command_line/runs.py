@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -25,9 +26,11 @@ def new_command(
 ) -> None:
     """Write a commented recipe for your text. Where there is no text, a sample text comes with it."""
     from plait.commands.new import write_recipe
+    from plait.screen.screen import wrapped
 
     lines = write_recipe(name, [*(text or []), *(more or [])])
-    OptionalOutput(sys.stdout).write("\n".join(lines) + "\n")
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    OptionalOutput(sys.stdout).write(wrapped("\n".join(lines), columns) + "\n")
 
 
 def status_command(

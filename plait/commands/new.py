@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -122,14 +123,13 @@ class FoundTexts:
     """The texts that a recipe will name, and what lies beside them."""
 
     texts: tuple[RecipeText, ...]
-    left_out: tuple[str, ...]
-    """A sentence each, that begins with a file's name."""
+    left_out: tuple[FileFault, ...]
 
     def lines(self) -> list[str]:
         """What is read and what is not, for people."""
         shown = [str(text) for text in self.texts[:_SHOWN]]
         more = f" and {len(self.texts) - _SHOWN} more" if len(self.texts) > _SHOWN else ""
-        others = [f"left out {sentence}" for sentence in self.left_out[:_SHOWN]]
+        others = [line for fault in self.left_out[:_SHOWN] for line in fault.lines()]
         if len(self.left_out) > _SHOWN:
             others.append(f"left out {len(self.left_out) - _SHOWN} more, for reasons like these")
         return [f"reads    {', '.join(shown)}{more}", *others]
@@ -152,19 +152,28 @@ def texts_here() -> FoundTexts:
     whole = sum(file.stat().st_size for file in files) <= _READ_WHOLE_BYTES
     looked = [_looked_at(file, file.name, "all" if whole else "beginning") for file in files]
     texts = [one for one in looked if isinstance(one, RecipeText)]
-    left_out = [str(one) for one in looked if isinstance(one, FileFault)]
+    left_out = [one for one in looked if isinstance(one, FileFault)]
     if left_out and not texts:
-        raise PlaitError(f"nothing here can be learnt from: {'; '.join(left_out[:_SHOWN])}")
+        raise PlaitError(f"nothing here can be learnt from: {'; '.join(map(str, left_out[:_SHOWN]))}")
     sizes = {kind: sum(text.nbytes for text in texts if text.content == kind) for kind in get_args(Content)}
     main = max(sizes, key=lambda kind: sizes[kind])
     what = "chats or prompts with answers" if main == "text" else "plain text"
     left_out += [
-        f"{text.path}, which holds {what}: a recipe of its own learns them (plait new NAME --text {text.path})"
+        FileFault(
+            file=Path(text.path),
+            what=f"holds {what}",
+            mend="a recipe of its own learns them",
+            command=shlex.join(["plait", "new", "NAME", "--text", text.path]),
+        )
         for text in texts
         if text.content != main
     ]
     left_out += [
-        f"{path.name}, which is a folder with {counted(number, 'file')} of text; add {json.dumps(path.name)} to files"
+        FileFault(
+            file=path,
+            what=f"is a folder with {counted(number, 'file')} of text",
+            mend=f"add {json.dumps(path.name, ensure_ascii=False)} to files if it belongs to them",
+        )
         for path in entries
         if path.is_dir() and (number := sum(one.suffix.lower() in known for one in _entries(path)))
     ]
@@ -199,7 +208,7 @@ def texts_named(texts: Sequence[str]) -> FoundTexts:
     found = tuple(one for one in looked if isinstance(one, RecipeText))
     if faults and not found:
         raise faults[0].error("take it out of --text")
-    return FoundTexts(texts=found, left_out=tuple(map(str, faults)))
+    return FoundTexts(texts=found, left_out=tuple(faults))
 
 
 def _looked_at(file: Path, path: str, read: Literal["all", "beginning"]) -> RecipeText | FileFault:

@@ -26,14 +26,26 @@ class FileFault:
     file: Path
     what: str
     mend: str = ""
+    command: str = ""
+    """What does so, to be typed in the current folder."""
 
     def __str__(self) -> str:
-        """The file and its fault, without a full stop."""
-        return f"{shown_path(self.file)}, which {self.what}{f'; {self.mend}' if self.mend else ''}"
+        """The file and its fault as one sentence, without a full stop."""
+        return f"{shown_path(self.file)}, which {self.what}{f'; {self._advice}' if self.mend else ''}"
+
+    def lines(self) -> list[str]:
+        """What is printed of a file that is left out; a command has a line of its own, so that it can be copied."""
+        if not self.command:
+            return [f"left out {self}"]
+        return [f"left out {shown_path(self.file)}, which {self.what}; {self.mend}:", f"         {self.command}"]
 
     def error(self, removal: str) -> PlaitError:
         """The refusal of this file; `removal` is what to do so that it is not read."""
-        return PlaitError(f"{self.file} {self.what}; {self.mend or 'fill it'} or {removal}")
+        return PlaitError(f"{self.file} {self.what}; {self._advice or 'fill it'} or {removal}")
+
+    @property
+    def _advice(self) -> str:
+        return f"{self.mend} ({self.command})" if self.command else self.mend
 
 
 Encoding = Literal["utf-8", "latin1", "windows-1252", "utf-16", "unknown"]
@@ -53,8 +65,9 @@ class FileContent:
         """The fault, of the file of this content."""
         if not self.fault:
             return None
-        mend = "correct it" if self.encoding == "utf-8" else _converting(file, self.encoding)
-        return FileFault(file=file, what=self.fault, mend=mend)
+        if self.encoding == "utf-8":
+            return FileFault(file=file, what=self.fault, mend="correct it")
+        return _other_encoding(file, self.fault, self.encoding)
 
 
 def kind_fault(file: Path) -> FileFault | None:
@@ -62,7 +75,7 @@ def kind_fault(file: Path) -> FileFault | None:
     kind = file.suffix.lower()
     if kind == ".pdf":
         command = _command("pdftotext", shown_path(file), shown_path(file.with_suffix(".txt")))
-        return FileFault(file=file, what="is a PDF", mend=f"make text of it ({command})")
+        return FileFault(file=file, what="is a PDF", mend="make text of it", command=command)
     if kind not in (*TEXT_SUFFIXES, *RECORD_SUFFIXES):
         return FileFault(file=file, what="is of no kind that plait reads", mend=f"give it as {_KINDS},")
     if file.stat().st_size == 0:
@@ -77,9 +90,8 @@ def kind_fault(file: Path) -> FileFault | None:
     if b"\0" not in block:
         return None
     if block.startswith(_UTF_16):
-        return FileFault(file=file, what="is UTF-16 text, not UTF-8", mend=_converting(file, "utf-16"))
-    what = f"is binary: it has a NUL byte at byte {block.index(bytes(1))}"
-    return FileFault(file=file, what=what, mend="convert it to UTF-8 text")
+        return _other_encoding(file, "is UTF-16 text, not UTF-8", "utf-16")
+    return _other_encoding(file, f"is binary: it has a NUL byte at byte {block.index(bytes(1))}", "unknown")
 
 
 def read_content(file: Path) -> FileContent:
@@ -135,13 +147,13 @@ class _Utf8Check:
             self.fault, self.encoding = f"is not UTF-8 text at byte {self._offset - waiting}", "unknown"
 
 
-def _converting(file: Path, encoding: Encoding) -> str:
-    """What converts a file to UTF-8."""
+def _other_encoding(file: Path, what: str, encoding: Encoding) -> FileFault:
+    """The fault of a file that is not UTF-8, with the command that makes it so."""
     if encoding not in _NAMES:
-        return "convert it to UTF-8 text"
+        return FileFault(file=file, what=what, mend="convert it to UTF-8 text")
     other = shown_path(file.with_name(f"{file.stem}-utf8{file.suffix}"))
     command = f"{_command('iconv', '-f', encoding, '-t', 'utf-8', shown_path(file))} > {shlex.quote(other)}"
-    return f"convert it to UTF-8 text (from {_NAMES[encoding]}: {command})"
+    return FileFault(file=file, what=what, mend=f"convert it from {_NAMES[encoding]}", command=command)
 
 
 def shown_path(file: Path) -> str:

@@ -24,7 +24,7 @@ from plait.data.documents import (
     parquet_rows,
     text_document,
 )
-from plait.data.file_faults import FileFault, kind_fault, shown_path
+from plait.data.file_faults import FileFault, kind_fault
 from plait.data.folders import RECORD_SUFFIXES, find_text_files
 from plait.data.tables import TABLE_SUFFIXES, table_records, table_rows
 from plait.errors import PlaitError, check_utf8, installing
@@ -122,9 +122,7 @@ _FIRST_FAULTS = 4
 
 
 def _first_faults(faults: Sequence[FileFault]) -> str:
-    named = "; ".join(
-        f"{shown_path(fault.file)} {fault.what} ({fault.mend or 'fill it'})" for fault in faults[:_FIRST_FAULTS]
-    )
+    named = "; ".join(f"({number}) {fault}" for number, fault in enumerate(faults[:_FIRST_FAULTS], start=1))
     return named + (f"; and {len(faults) - _FIRST_FAULTS} more" if len(faults) > _FIRST_FAULTS else "")
 
 

@@ -120,13 +120,14 @@ def test_what_is_read_and_what_is_left_out_is_said(folder: Path) -> None:
     (folder / "more" / "b.txt").write_text("words\n")
     assert write_recipe("mine", []) == [
         'reads    novel.txt (1.76 KiB), reviews.csv (873 B, column "review")',
-        "left out old.txt, which is not UTF-8 text at byte 1; convert it to UTF-8 text (from Latin-1: iconv -f latin1 "
-        "-t utf-8 old.txt > old-utf8.txt)",
-        "left out report.pdf, which is a PDF; make text of it (pdftotext report.pdf report.txt)",
+        "left out old.txt, which is not UTF-8 text at byte 1; convert it from Latin-1:",
+        "         iconv -f latin1 -t utf-8 old.txt > old-utf8.txt",
+        "left out report.pdf, which is a PDF; make text of it:",
+        "         pdftotext report.pdf report.txt",
         "left out table.csv, which has no column of text (its columns: a, b)",
-        "left out qa.csv, which holds chats or prompts with answers: a recipe of its own learns them (plait new NAME "
-        "--text qa.csv)",
-        'left out more, which is a folder with 1 file of text; add "more" to files',
+        "left out qa.csv, which holds chats or prompts with answers; a recipe of its own learns them:",
+        "         plait new NAME --text qa.csv",
+        'left out more, which is a folder with 1 file of text; add "more" to files if it belongs to them',
         "wrote    mine.toml, a recipe with comments",
         'files    what is converted or added later: name it in "files" in mine.toml',
         "next     plait data mine.toml prepares the text and shows what is read",

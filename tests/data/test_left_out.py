@@ -53,11 +53,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 SAID = [
     "left out texts/empty.md, which is empty",
-    "left out texts/report.pdf, which is a PDF; make text of it (pdftotext texts/report.pdf texts/report.txt)",
-    "left out texts/old.txt, which is not UTF-8 text at byte 1; convert it to UTF-8 text (from Latin-1: iconv -f "
-    "latin1 -t utf-8 texts/old.txt > texts/old-utf8.txt)",
-    "left out texts/older.txt, which is not UTF-8 text at byte 0; convert it to UTF-8 text (from Windows-1252: iconv "
-    "-f windows-1252 -t utf-8 texts/older.txt > texts/older-utf8.txt)",
+    "left out texts/report.pdf, which is a PDF; make text of it:",
+    "         pdftotext texts/report.pdf texts/report.txt",
+    "left out texts/old.txt, which is not UTF-8 text at byte 1; convert it from Latin-1:",
+    "         iconv -f latin1 -t utf-8 texts/old.txt > texts/old-utf8.txt",
+    "left out texts/older.txt, which is not UTF-8 text at byte 0; convert it from Windows-1252:",
+    "         iconv -f windows-1252 -t utf-8 texts/older.txt > texts/older-utf8.txt",
     "left out texts/torn.csv, which is no table from line 2 on (unexpected end of data); correct it",
     'left out texts/table.csv, which has no column "text" (its columns: a, b); name the file apart in data.files, with '
     "the column that holds its text as field",
@@ -79,7 +80,7 @@ def test_a_folder_is_read_without_what_cannot_be_and_says_and_records_it(folder:
 
 def test_files_that_are_named_are_left_out_as_those_of_a_folder(folder: Path) -> None:
     named = [Source(str(folder / name)) for name in ("novel.txt", "old.txt", "report.pdf", "empty.md")]
-    assert len(Prepared(folder.parent, *named).lines) == 3
+    assert len(Prepared(folder.parent, *named).faults) == 3
 
 
 def test_what_was_found_out_by_reading_is_remembered(folder: Path) -> None:
@@ -107,7 +108,7 @@ def test_what_was_found_out_by_reading_is_remembered(folder: Path) -> None:
         (["table.csv"], r'table\.csv has no column "text"; name one of a, b$'),
         (
             ["old.txt", "report.pdf"],
-            r"none of the 2 files can be learnt from: texts/report.pdf is a PDF \(make .*; .*old",
+            r"none of the 2 files can be learnt from: \(1\) texts/report.pdf, which is a PDF; .*; \(2\) texts/old",
         ),
         (["novel.txt", "gone.txt"], r'no file matches ".*gone\.txt"'),
     ],

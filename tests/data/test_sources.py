@@ -161,7 +161,7 @@ def test_a_mend_names_what_the_user_typed(tmp_path: Path) -> None:
         (Source(str(binary.parent / "only")), f"or move it out of the folder {tmp_path}/only"),
         (
             Source(str(tmp_path)),
-            r"none of the 3 files can be learnt from: .*; .*b.txt is empty \(fill it\); .*c.txt .*",
+            r"none of the 3 files can be learnt from: .*; \(2\) .*b.txt, which is empty; \(3\) .*c.txt, .*",
         ),
         (Source(str(empty), given_as="--text"), "b.txt is empty; fill it or take it out of --text"),
         (Source(" ", given_as="--text"), "--text has an empty name; name a file, a folder or a data set"),

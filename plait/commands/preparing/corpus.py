@@ -10,7 +10,7 @@ from plait.checked_json import one_line
 from plait.commands.preparing.base import base_facts, base_folder
 from plait.data.choices import read_questions
 from plait.data.conversations.chat_template import PLAIN_NAME
-from plait.data.file_faults import FileFault
+from plait.data.file_faults import FileFault, shown_path
 from plait.data.folders import find_text_files
 from plait.data.index import INDEX_FILE
 from plait.data.integrity import verify_at_start
@@ -27,9 +27,9 @@ from plait.screen.screen import Screen
 from plait.units import counted
 from plait.working_folder import WorkingFolder
 
-_LEFT_OUT_LINES = 6
+_LEFT_OUT_FILES = 6
 _NAMED_FILES = 12
-"""Files that are left out: those that have a line each, and those of the others that are named."""
+"""Of the files that are left out: those whose reasons are printed, and those of the others that are named."""
 _NAMED_SOURCES = 4
 """Sources whose held-out share is printed by name."""
 _LOST = {"system": "the system message", "user": "what the user says", "assistant": "what the assistant says"}
@@ -68,9 +68,9 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
 
 
 def left_out_lines(faults: Sequence[FileFault]) -> list[str]:
-    """Which files were not read and why, a line each for the first ones; the others by name."""
-    lines = [f"left out {fault}" for fault in faults[:_LEFT_OUT_LINES]]
-    if further := [fault.file.name for fault in faults[_LEFT_OUT_LINES:]]:
+    """Which files were not read and why, for the first ones; the others by name."""
+    lines = [line for fault in faults[:_LEFT_OUT_FILES] for line in fault.lines()]
+    if further := [fault.file.name for fault in faults[_LEFT_OUT_FILES:]]:
         more = f" and {counted(len(further) - _NAMED_FILES, 'more file')}" if len(further) > _NAMED_FILES else ""
         lines.append(f"left out also {', '.join(further[:_NAMED_FILES])}{more}")
     return lines
@@ -80,7 +80,7 @@ def heldout_lines(corpus: Corpus) -> list[str]:
     """What each of several sources holds out, in one line; none for one source, or in a corpus of an earlier
     version."""
     shares = [
-        (source.heldout_bytes / source.text_bytes, source.path)
+        (source.heldout_bytes / source.text_bytes, shown_path(Path(source.path)))
         for source in corpus.sources
         if source.heldout_bytes is not None and source.text_bytes
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.commands.preparing.base import base_facts, base_folder
-from plait.commands.preparing.corpus import data_request, find_prepared_corpus, left_out_lines, run_facts
+from plait.commands.preparing.corpus import data_request, find_prepared_corpus, run_facts
 from plait.data.preparation.estimate import estimate_text
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
@@ -19,6 +19,8 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 GPT2_VOCABULARY = 50257
 USUAL_VOCABULARY = 32768
 ASSUMED_CORPUS_TOKENS = 10**15
+_LEFT_OUT_NAMED = 4
+"""Files that a plan names; `plait data` names all."""
 
 
 def corpus_facts_or_usual(config: RunConfig, working: WorkingFolder = CURRENT_FOLDER) -> tuple[CorpusFacts, list[str]]:
@@ -62,7 +64,7 @@ def _estimated_facts(config: RunConfig, working: WorkingFolder) -> tuple[CorpusF
     )
     tokens = f"about {format_count(train)} training tokens, vocabulary {facts.vocabulary}"
     estimated = f"text not prepared yet: {tokens}, estimated {found}; plait data makes this exact"
-    return facts, [estimated, *left_out_lines(found.left_out)]
+    return facts, [estimated, *(f"left out {fault}" for fault in found.left_out[:_LEFT_OUT_NAMED])]
 
 
 def corpus_if_prepared(config: RunConfig, working: WorkingFolder) -> Corpus | None:
