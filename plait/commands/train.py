@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -157,6 +158,8 @@ class RunPlans:
                 plan = resumed_plan(config, begun, corpus, survey, workers, fresh=fresh, log=screen.print, show=show)
             else:
                 plan = make_plan(config, corpus, survey("measured"), workers, fresh=fresh, say=screen.print, show=show)
+                not_read = tuple(f"text left out: {sentence}" for sentence in corpus.left_out)
+                plan = replace(plan, reasons=(*plan.reasons, *not_read))
         for line in overlong_lines(corpus_facts(corpus), plan.job.sequence, config.data.overlong):
             screen.print(line)
         return self._on_hosts(plan, workers)

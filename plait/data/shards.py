@@ -88,6 +88,8 @@ class Corpus:
     boundary_tokens: int = 0
     """Of a stream: cuts of long text that may have divided a token. Of examples: completions of which the first
     characters are in a token of their prompt's end."""
+    left_out: tuple[str, ...] = ()
+    """Files of the recipe that were not read and why, as they were found when this run looked for its text."""
 
     @property
     def train_tokens(self) -> int:

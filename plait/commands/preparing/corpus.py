@@ -48,13 +48,17 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
         if Path(source.path).is_dir():
             screen.print(f"data     {find_text_files(Path(source.path)).summary()}")
 
+    left_out = tuple[str, ...]()
+
     def say_left_out(faults: Sequence[FileFault]) -> None:
+        nonlocal left_out
+        left_out = tuple(map(str, faults))
         for line in left_out_lines(faults):
             screen.print(line)
 
     with screen.progress() as show:
         folder = prepare_corpus(request, working.cache, show, say_left_out)
-        corpus = open_corpus(folder)
+        corpus = replace(open_corpus(folder), left_out=left_out)
         show(0, 0, "comparing hashes")
         verify_at_start(corpus)
     if corpus.layout == "pairs" and config.finetune.objective != "dpo":
