@@ -77,7 +77,7 @@ def kind_fault(file: Path) -> FileFault | None:
         command = _command("pdftotext", shown_path(file), shown_path(file.with_suffix(".txt")))
         return FileFault(file=file, what="is a PDF", mend="make text of it", command=command)
     if kind not in (*TEXT_SUFFIXES, *RECORD_SUFFIXES):
-        return FileFault(file=file, what="is of no kind that plait reads", mend=f"give it as {_KINDS},")
+        return FileFault(file=file, what="is of no kind that plait reads", mend=f"give it as {_KINDS}")
     if file.stat().st_size == 0:
         return FileFault(file=file, what="is empty")
     if kind == ".parquet":

@@ -54,8 +54,11 @@ def _opened(path: Path) -> Iterator[tuple[list[str], Iterator[Record]]]:
     """The names of a table's columns, and its rows."""
     with open_regular_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
         csv.field_size_limit(LONGEST_LINE_BYTES)  # the module's own limit is 128 KiB of text in a row
-        delimiter = "\t" if path.suffix.lower() == ".tsv" else _delimiter(lines.readline())
-        lines.seek(0)
+        delimiter = "\t"
+        if path.suffix.lower() != ".tsv":
+            with _refusing_other_encodings(path, 0):
+                delimiter = _delimiter(lines.readline())
+            lines.seek(0)
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         rows = _rows(path, reader)
         _, header = next(rows, (1, []))
@@ -63,6 +66,14 @@ def _opened(path: Path) -> Iterator[tuple[list[str], Iterator[Record]]]:
         if twice := next((name for name in columns if name and columns.count(name) > 1), ""):
             raise PlaitError(f'{path} has two columns with the name "{twice}"; give one of them another name')
         yield columns, _records(path, columns, rows)
+
+
+@contextmanager
+def _refusing_other_encodings(path: Path, line: int) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise PlaitError(f"{path} is not UTF-8 text after line {line}; convert it to UTF-8 text") from None
 
 
 def _delimiter(header: str) -> str:
@@ -75,14 +86,13 @@ def _rows(path: Path, reader: Iterator[list[str]]) -> Iterator[tuple[int, list[s
     line = 1
     while True:
         try:
-            row = next(reader, None)
+            with _refusing_other_encodings(path, line):
+                row = next(reader, None)
         except csv.Error as error:
             raise PlaitError(
                 f"{path} is no table from line {line} on ({first_line(error)}); put texts with quotes or line ends in "
                 "quotes, and write each quote in them twice"
             ) from None
-        except UnicodeDecodeError:
-            raise PlaitError(f"{path} is not UTF-8 text after line {line}; convert it to UTF-8") from None
         if row is None:
             return
         if row:

@@ -53,14 +53,14 @@ class SourceSection(RecipeSection):
     weight: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """Share of this source in the mix; all or none of the sources have one."""
     field: str = "text"
-    """The field or column that holds the text, or the list of messages, in JSONL, Parquet and Hugging Face rows."""
+    """The field or column that holds the text, or the list of messages, in tables, JSONL and Hugging Face rows."""
 
 
 class DataSection(RecipeSection):
     """[data]: what to learn from, and how it becomes tokens."""
 
     files: str | tuple[str | SourceSection, ...]
-    """What to learn from: text, Markdown, JSONL, Parquet by path or glob, "hf:NAME"; beside the recipe or absolute."""
+    """What to learn from: text, Markdown, CSV, JSONL, Parquet by path or glob, "hf:NAME"; beside the recipe."""
     tokenizer: str = "auto"
     """A tokenizer.json, a Hugging Face folder, "gpt2", or "bpe": trained on first use ("auto")."""
     holdout: Fraction = 0.05

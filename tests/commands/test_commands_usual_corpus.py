@@ -83,3 +83,12 @@ def test_an_estimate_says_what_it_leaves_out_and_serves_passes_over_the_text(tmp
     facts, notes = corpus_facts_or_usual(config, WorkingFolder(tmp_path))
     assert 1000 < facts.train_tokens < 10_000 and "in 1 file, all of which was read" in notes[0]
     assert "old.txt, which is not UTF-8 text" in notes[1]
+
+
+def test_a_file_that_is_torn_does_not_spoil_the_estimate(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(prose(0, 20_000))
+    (tmp_path / "old.csv").write_bytes("text\nFüße\n".encode("latin1"))
+    (tmp_path / "torn.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "r.toml").write_text('[data]\nfiles = ["a.txt", "old.csv", "torn.jsonl"]\n[model]\nsize = "1M"\n')
+    facts, notes = corpus_facts_or_usual(load_recipe(tmp_path / "r.toml"), WorkingFolder(tmp_path))
+    assert 5000 < facts.train_tokens < 20_000 and "old.csv, which is not UTF-8 text" in notes[1]

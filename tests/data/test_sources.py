@@ -334,3 +334,10 @@ def test_a_table_is_read_by_the_names_in_its_first_row(tmp_path: Path) -> None:
         assert texts(Source(str(file), field=field)) == ["gut, sehr gut", "schlecht"], name
     long = "x" * 200_000
     assert texts(Source(str(write(tmp_path / "long.csv", f"text\n{long}\n")))) == [long]
+
+
+def test_a_table_in_another_encoding_is_one_sentence(tmp_path: Path) -> None:
+    for name, content in (("a.csv", "tëxt\nx\n"), ("b.csv", "text\n" + "x\n" * 9000 + "ë\n")):
+        file = write(tmp_path / name, content.encode("latin1"))
+        with pytest.raises(PlaitError, match=r"[ab]\.csv is not UTF-8 text after line \d+; convert it to UTF-8 text"):
+            texts(Source(str(file)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 from plait.data.conversations.formats import SourceFormat, format_faults, holds_pairs, read_examples, source_format
 from plait.data.documents import import_parquet
@@ -17,6 +18,7 @@ from plait.data.index import SampleLayout
 from plait.data.preparation.prepare import DataRequest, ready_tokenizer
 from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary, train_bpe
 from plait.data.sources import OpenSource, open_sources
+from plait.data.tables import TABLE_SUFFIXES
 from plait.errors import PlaitError
 from plait.regular_file import open_regular_file
 from plait.units import counted, format_bytes
@@ -24,6 +26,8 @@ from plait.units import counted, format_bytes
 SAMPLE_BYTES = 1 << 19
 """Of text that is read; a tokenizer learns from it within a second."""
 _BLOCK_BYTES = 1 << 14
+_ALL = 0.99
+"""Of the bytes that are text: blocks may lose a character where one ends inside it."""
 _MOST_FILES = 16
 """Files of records of a source that are looked into."""
 _TESTED_EVERY = 4
@@ -49,7 +53,7 @@ class TextEstimate:
     def __str__(self) -> str:
         """What was looked at, as the end of a sentence."""
         size = f"{format_bytes(self.text_bytes)} in {counted(self.files, 'file', ',')}"
-        if self.sampled_bytes >= self.text_bytes:
+        if self.sampled_bytes >= _ALL * self.text_bytes:
             return f"from {size}, all of which was read"
         return f"from {size}, of which {format_bytes(self.sampled_bytes)} were read"
 
@@ -84,7 +88,7 @@ def estimate_text(request: DataRequest) -> TextEstimate:
     tokenizer = ready_tokenizer(request)
     if tokenizer is None:
         vocabulary = request.vocabulary or bpe_vocabulary(int(text_bytes))
-        tokenizer, sample = _trained(sample, vocabulary, "all" if sampled >= text_bytes else "part")
+        tokenizer, sample = _trained(sample, vocabulary, "all" if sampled >= _ALL * text_bytes else "part")
     tokens = sum(map(len, tokenizer.encode_pieces(sample)))
     bytes_per_token = sum(len(text.encode()) for text in sample) / max(1, tokens)
     documents = sum(part.documents for part in parts)
@@ -102,7 +106,7 @@ def estimate_text(request: DataRequest) -> TextEstimate:
     )
 
 
-def _trained(sample: list[str], vocabulary: int, read: str) -> tuple[Tokenizer, list[str]]:
+def _trained(sample: list[str], vocabulary: int, read: Literal["all", "part"]) -> tuple[Tokenizer, list[str]]:
     """A tokenizer, and the texts to measure it on: not those that it learnt from, where these are part of the text."""
     if read == "all" or len(sample) < _TESTED_EVERY:
         return train_bpe(sample, vocabulary), sample
@@ -118,7 +122,7 @@ def _faults(source: OpenSource, form: SourceFormat) -> Iterator[FileFault]:
     if source.selection:
         return
     for file in _some(source.files):
-        if file.suffix.lower() in TEXT_SUFFIXES and not all(map(_is_utf_8, _blocks(file, 1))):
+        if file.suffix.lower() in (*TEXT_SUFFIXES, *TABLE_SUFFIXES) and not all(map(_is_utf_8, _blocks(file, 1))):
             yield FileFault(file=file, what="is not UTF-8 text", mend="convert it to UTF-8 text")
 
 
@@ -150,15 +154,19 @@ def _added(found: _Counted, parts: Sequence[_Counted], factor: float) -> _Counte
 def _records(source: OpenSource, form: SourceFormat, sample_bytes: float, file: Path | None) -> _Counted:
     """The records of one file, or of a data set: the first ones are read, the others counted by the room that they
     take."""
-    texts, number, nbytes, share, place = list[str](), 0, 0, 1.0, ""
-    for example in read_examples(source, form, lambda error: None):
-        if nbytes >= max(sample_bytes, _BLOCK_BYTES):
-            share = _share_before(place, source, file)
-            break
-        text, place = "\n".join(example.texts), example.place
-        texts.append(text)
-        number, nbytes = number + 1, nbytes + len(text.encode())
-    return _Counted(nbytes / share, number / share, texts)
+    texts, nbytes, place, found = list[str](), 0, "", "all"
+    try:
+        for example in read_examples(source, form, lambda error: None):
+            if nbytes >= max(sample_bytes, _BLOCK_BYTES):
+                found = "part"
+                break
+            text, place = "\n".join(example.texts), example.place
+            texts.append(text)
+            nbytes += len(text.encode())
+    except PlaitError:  # plait data will name the record
+        found = "part" if texts else "all"
+    share = _share_before(place, source, file) if found == "part" else 1.0
+    return _Counted(nbytes / share, len(texts) / share, texts)
 
 
 def _share_before(place: str, source: OpenSource, file: Path | None) -> float:

@@ -55,17 +55,23 @@ class DataRequest:
     """The fraction of records that may be skipped as none that can be learnt from."""
 
 
+def refuse_left_out(faults: Sequence[FileFault]) -> None:
+    """Raise PlaitError for the first of the files that cannot be read."""
+    raise faults[0].error("take it out of the files that are named")
+
+
 def prepare_corpus(
     request: DataRequest,
     cache: Path,
     on_progress: Progress,
-    on_left_out: Callable[[Sequence[FileFault]], None] = lambda faults: None,
+    on_left_out: Callable[[Sequence[FileFault]], None] = refuse_left_out,
     *,
     shard_tokens: int = SHARD_TOKENS,
     keep_every_bytes: int = KEEP_EVERY_BYTES,
 ) -> Path:
     """Make the corpus folder under `cache`/data, or find an earlier one, and return its path; raises PlaitError that
-    says what to do. `on_left_out` is called once, with the files that cannot be learnt from, if there are any.
+    says what to do. `on_left_out` is called once with the files that cannot be read, if there are any; where nobody
+    listens they are refused.
 
     Blocks while another process prepares the same data. If it is killed at any moment, no incomplete corpus folder
     appears, and the next call goes on where it was, from the last `keep_every_bytes` of text on, with the same result.
