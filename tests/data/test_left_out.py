@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.preparing.corpus import left_out_lines
+from plait.commands.preparing.corpus import unread_file_lines
 from plait.data.file_faults import FileFault
 from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
 from plait.data.shards import open_corpus
@@ -27,7 +27,7 @@ class Prepared:
         self.faults: list[FileFault] = []
         self.request = DataRequest(sources=sources, tokenizer="gpt2", vocabulary=None, holdout=0.1)
         self.folder = prepare_corpus(self.request, folder / "cache", lambda *_: None, self._say)
-        self.lines = left_out_lines(self.faults)
+        self.lines = unread_file_lines(self.faults)
 
     def _say(self, faults: Sequence[FileFault]) -> None:
         self.faults = list(faults)
@@ -136,7 +136,7 @@ def test_a_damaged_utf_8_file_is_not_called_latin_1(folder: Path) -> None:
 
 def test_very_many_that_are_left_out_are_a_few_lines() -> None:
     faults = [FileFault(file=Path(f"{number}.pdf"), what="is a PDF") for number in range(40)]
-    lines = left_out_lines(faults)
+    lines = unread_file_lines(faults)
     assert len(lines) == 7 and lines[0] == "left out 0.pdf, which is a PDF"
     assert lines[-1] == f"left out also {', '.join(f'{number}.pdf' for number in range(6, 18))} and 22 more files"
 
@@ -175,5 +175,9 @@ def test_a_folder_of_chats_leaves_other_tables_out(folder: Path) -> None:
         (chats / name).write_text(CSV_CHATS[name])
     (chats / "a.csv").write_text("x,y\n1,2\n")
     (line, other) = Prepared(folder.parent, Source(str(chats))).lines
-    assert line.startswith("left out chats/a.csv, which holds no such examples beside prompts with completions (its ")
-    assert other.startswith('left out chats/qa.csv, which holds chat ("question") beside prompts with completions (')
+    assert line.startswith(
+        "left out chats/a.csv, which has no columns of prompts with completions (its columns: x, y); "
+    )
+    assert other.startswith(
+        'left out chats/qa.csv, which holds chat ("question"), and other files prompts with completions ('
+    )

@@ -53,7 +53,7 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
     def say_left_out(faults: Sequence[FileFault]) -> None:
         nonlocal left_out
         left_out = tuple(map(str, faults))
-        for line in left_out_lines(faults):
+        for line in unread_file_lines(faults):
             screen.print(line)
 
     with screen.progress() as show:
@@ -71,7 +71,7 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
     return corpus
 
 
-def left_out_lines(faults: Sequence[FileFault]) -> list[str]:
+def unread_file_lines(faults: Sequence[FileFault]) -> list[str]:
     """Which files were not read and why, for the first ones; the others by name."""
     lines = [line for fault in faults[:_LEFT_OUT_FILES] for line in fault.lines()]
     if further := [fault.file.name for fault in faults[_LEFT_OUT_FILES:]]:

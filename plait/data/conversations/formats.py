@@ -29,6 +29,8 @@ _USUAL_FIELD = "text"
 _CHAT_COLUMNS = ("messages", "conversations")
 _PROMPT_COLUMNS = ("prompt", "completion")
 _LARGEST_WHOLE_BYTES = 1 << 28
+_FIRST_RECORDS = 20
+"""Of a file: where none of them has the columns of its source's format, the file holds something else."""
 _ROWS_LOOKED_AT = 200
 _FEWEST_SPACES = 4
 """In most rows of a column that is taken for text: names and places have fewer."""
@@ -117,22 +119,23 @@ def text_column(opened: OpenSource) -> str:
 
 def _format_fault(file: Path, part: OpenSource, form: SourceFormat) -> FileFault | None:
     try:
-        first = _first_record(part)
+        firsts = list(islice((record for record in part.records() if record.fault is None), _FIRST_RECORDS))
     except PlaitError as error:
         return FileFault(file=file, what=str(error).removeprefix(f"{file} "))
-    if first is None:
+    if not firsts:
         return FileFault(file=file, what="has no record that can be read", mend="correct its first lines")
-    own, columns = _told(first, _USUAL_FIELD), column_names(list(first.values))
-    if own == form or (own is not None and form.kind == own.kind == "preference"):
+    told = [_told(record, _USUAL_FIELD) for record in firsts]
+    if form in told or (form.kind == "preference" and any(own and own.kind == form.kind for own in told)):
         return None
+    own, columns = told[0], column_names(list(firsts[0].values))
     if form.kind == "text" and own is None:
         return FileFault(
             file=file,
             what=f'has no column "{_USUAL_FIELD}" (its columns: {columns})',
             mend="name the file apart in data.files, with the column that holds its text as field",
         )
-    what = f"holds {own or 'no such examples'} beside {form} (its columns: {columns})"
-    return FileFault(file=file, what=what, mend="learn from it in a recipe of its own")
+    what = f"holds {own}, and other files {form}" if own else f"has no columns of {form}"
+    return FileFault(file=file, what=f"{what} (its columns: {columns})", mend="learn from it in a recipe of its own")
 
 
 def read_examples(
