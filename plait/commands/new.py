@@ -78,9 +78,9 @@ def write_recipe(name: str, texts: Sequence[str]) -> list[str]:
         *lines,
         f"wrote    {recipe}, a recipe with comments",
         *later,
-        f"next     plait data {recipe} prepares the text and shows what is read",
-        f"         plait plan {recipe} shows the model, the time and the memory",
-        f"         plait train {recipe} trains it",
+        f"next     plait data {recipe}   prepares the text and shows what is read",
+        f"         plait plan {recipe}   shows the model, the time and the memory",
+        f"         plait train {recipe}  trains it",
     ]
 
 

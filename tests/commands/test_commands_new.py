@@ -130,9 +130,9 @@ def test_what_is_read_and_what_is_left_out_is_said(folder: Path) -> None:
         'left out more, which is a folder with 1 file of text; add "more" to files if it belongs to them',
         "wrote    mine.toml, a recipe with comments",
         'files    what is converted or added later: name it in "files" in mine.toml',
-        "next     plait data mine.toml prepares the text and shows what is read",
-        "         plait plan mine.toml shows the model, the time and the memory",
-        "         plait train mine.toml trains it",
+        "next     plait data mine.toml   prepares the text and shows what is read",
+        "         plait plan mine.toml   shows the model, the time and the memory",
+        "         plait train mine.toml  trains it",
     ]
     files = load_recipe(Path("mine.toml")).data.files
     assert isinstance(files, tuple) and files[0] == str(folder / "novel.txt")
