@@ -114,8 +114,9 @@ class RecipeText:
         return f"{{ path = {path}, field = {json.dumps(self.field, ensure_ascii=False)} }}" if self.field else path
 
     def __str__(self) -> str:
-        column = f', column "{self.field}"' if self.field else ""
-        return f"{self.path} ({format_bytes(self.nbytes)}{column})" if self.nbytes else self.path
+        is_pattern = self.path.startswith("*")
+        more = f', column "{self.field}"' if self.field else ", and what is put here later" if is_pattern else ""
+        return f"{self.path} ({format_bytes(self.nbytes)}{more})" if self.nbytes else self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

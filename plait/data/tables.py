@@ -11,6 +11,7 @@ from pathlib import Path
 from plait.data.documents import LONGEST_LINE_BYTES, Document, Record, column_hint, first_line, text_document
 from plait.errors import PlaitError
 from plait.regular_file import open_regular_file
+from plait.units import counted
 
 TABLE_SUFFIXES = (".csv", ".tsv")
 _DELIMITERS = ",;\t"
@@ -105,5 +106,5 @@ def _records(path: Path, columns: list[str], rows: Iterator[tuple[int, list[str]
         if len(row) == len(columns):
             yield Record(f"{path}:{line}", dict(zip(columns, row, strict=True)))
         else:
-            counts = f"{len(row)} columns in line {line} and {len(columns)} in its header"
+            counts = f"{counted(len(row), 'column')} in line {line} and {len(columns)} in its header"
             yield Record(f"{path}:{line}", {}, PlaitError(f"{path} has {counts}; correct that line"))

@@ -152,4 +152,4 @@ def test_many_texts_stand_in_lines_of_their_own_and_very_many_are_a_pattern(fold
     assert read_by("mine.toml") == tuple(str(folder / name) for name in names)
     for number in range(20, 1001):
         (folder / f"chapter-{number:04}.txt").write_text("words\n")
-    assert write_recipe("many", [])[0] == "reads    *.txt (5.87 KiB)"
+    assert write_recipe("many", [])[0] == "reads    *.txt (5.87 KiB, and what is put here later)"

@@ -114,7 +114,7 @@ BAD_FILES = [
         r"a.txt is UTF-16 text, not UTF-8; convert it .*iconv -f utf-16 -t utf-8 .*a.txt",
     ),
     ("a.csv", b"body\nx\n", r'a.csv has no column "text"; name one of body'),
-    ("a.csv", b"text,n\na,1\nb\n", r"a.csv has 1 columns in line 3 and 2 in its header; correct that line"),
+    ("a.csv", b"text,n\na,1\nb\n", r"a.csv has 1 column in line 3 and 2 in its header; correct that line"),
     ("a.csv", b'text,n\n"a,1\nb,2\n', r"a.csv is no table from line 2 on \(unexpected end of data\); put texts with"),
     ("a.csv", b"text,text\na,b\n", r'a.csv has two columns with the name "text"; give one of them another name'),
 ]

@@ -26,6 +26,8 @@ from plait.units import counted, format_bytes
 SAMPLE_BYTES = 1 << 19
 """Of text that is read; a tokenizer learns from it within a second."""
 _BLOCK_BYTES = 1 << 14
+_SMALLEST_BLOCK_BYTES = 1 << 10
+"""Where files are small, more of them are read, but not more than so many bytes each would allow."""
 _ALL = 0.99
 """Of the bytes that are text: blocks may lose a character where one ends inside it."""
 _MOST_FILES = 16
@@ -186,7 +188,7 @@ def _spread(files: Sequence[Path], sample_bytes: float) -> list[bytes]:
     sizes = list(map(_size, files))
     if sum(sizes) <= sample_bytes:
         return [block for file in files for block in _blocks(file, _size(file) // _BLOCK_BYTES + 1)]
-    count = max(1, round(sample_bytes / _BLOCK_BYTES))
+    count = max(1, round(sample_bytes / max(_SMALLEST_BLOCK_BYTES, min(_BLOCK_BYTES, sum(sizes) / len(files)))))
     places = [(index + 0.5) * sum(sizes) / count for index in range(count)]
     blocks, before = list[bytes](), 0
     for file, size in zip(files, sizes, strict=True):
