@@ -72,7 +72,7 @@ def test_chats_are_estimated_as_examples(tmp_path: Path) -> None:
     exact, estimated, _ = prepared_and_estimated(tmp_path, {"qa.csv": f"question,answer\n{rows}"})
     assert estimated.layout == exact.layout == "whole"
     assert estimated.documents == pytest.approx(exact.documents, rel=0.1)
-    assert estimated.train_tokens == pytest.approx(exact.train_tokens, rel=0.4), "without what a template adds"
+    assert estimated.train_tokens == pytest.approx(exact.train_tokens, rel=0.15)
 
 
 def test_an_estimate_says_what_it_leaves_out_and_serves_passes_over_the_text(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from plait.data.conversations.examples import ChatExample
 from plait.data.conversations.formats import SourceFormat, format_faults, holds_pairs, read_examples, source_format
+from plait.data.conversations.pairs import parts_of
 from plait.data.documents import import_parquet
 from plait.data.file_faults import FileFault
 from plait.data.folders import TEXT_SUFFIXES
@@ -32,6 +34,8 @@ _ALL = 0.99
 """Of the bytes that are text: blocks may lose a character where one ends inside it."""
 _MOST_FILES = 16
 """Files of records of a source that are looked into."""
+_MARKS = ("User:\n", "\n\nAssistant:\n")
+"""What plait's plain template writes before the messages of a chat; those of others are about as long."""
 _TESTED_EVERY = 4
 """Every so many blocks of a larger text one measures the tokenizer that learns from the others."""
 
@@ -62,10 +66,12 @@ class TextEstimate:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """Text of a part of the request: its bytes and documents, and the blocks of it that were read."""
+    """Text of a part of the request: its bytes, documents and messages of chats, and the blocks of it that were
+    read."""
 
     text_bytes: float
     documents: float
+    messages: float
     sample: Sequence[str]
 
 
@@ -93,12 +99,13 @@ def estimate_text(request: DataRequest) -> TextEstimate:
         tokenizer, sample = _trained(sample, vocabulary, "all" if sampled >= _ALL * text_bytes else "part")
     tokens = sum(map(len, tokenizer.encode_pieces(sample)))
     bytes_per_token = sum(len(text.encode()) for text in sample) / max(1, tokens)
-    documents = sum(part.documents for part in parts)
+    documents, messages = sum(part.documents for part in parts), sum(part.messages for part in parts)
+    marks = sum(map(len, tokenizer.encode_pieces(_MARKS))) / len(_MARKS)
     whole = any(form.kind != "text" for form in formats)
     return TextEstimate(
         files=len(opened.files),
         text_bytes=text_bytes,
-        tokens=text_bytes / bytes_per_token + documents,
+        tokens=text_bytes / bytes_per_token + documents + messages * marks,
         documents=documents,
         vocabulary=tokenizer.vocabulary,
         added_entries=tokenizer.added_entries,
@@ -134,7 +141,7 @@ def _counted(source: OpenSource, form: SourceFormat, sample_bytes: float) -> _Co
     tables = [] if source.selection else [file for file in source.files if file not in set(texts)]
     size, all_bytes = sum(map(_size, texts)), max(1, sum(map(_size, source.files)))
     sample = _spread(texts, sample_bytes * size / all_bytes)
-    found = _Counted(size, len(texts), [block.decode("utf-8", "ignore") for block in sample])
+    found = _Counted(size, len(texts), 0, [block.decode("utf-8", "ignore") for block in sample])
     if source.selection:
         return _added(found, [_records(source, form, sample_bytes, None)], 1.0)
     if not tables:
@@ -149,6 +156,7 @@ def _added(found: _Counted, parts: Sequence[_Counted], factor: float) -> _Counte
     return _Counted(
         found.text_bytes + factor * sum(part.text_bytes for part in parts),
         found.documents + factor * sum(part.documents for part in parts),
+        factor * sum(part.messages for part in parts),
         [*found.sample, *(text for part in parts for text in part.sample)],
     )
 
@@ -156,7 +164,7 @@ def _added(found: _Counted, parts: Sequence[_Counted], factor: float) -> _Counte
 def _records(source: OpenSource, form: SourceFormat, sample_bytes: float, file: Path | None) -> _Counted:
     """The records of one file, or of a data set: the first ones are read, the others counted by the room that they
     take."""
-    texts, nbytes, place, found = list[str](), 0, "", "all"
+    texts, nbytes, messages, place, found = list[str](), 0, 0, "", "all"
     try:
         for example in read_examples(source, form, lambda error: None):
             if nbytes >= max(sample_bytes, _BLOCK_BYTES):
@@ -165,10 +173,11 @@ def _records(source: OpenSource, form: SourceFormat, sample_bytes: float, file: 
             text, place = "\n".join(example.texts), example.place
             texts.append(text)
             nbytes += len(text.encode())
+            messages += sum(len(part.messages) for part in parts_of(example) if isinstance(part, ChatExample))
     except PlaitError:  # plait data will name the record
         found = "part" if texts else "all"
     share = _share_before(place, source, file) if found == "part" else 1.0
-    return _Counted(nbytes / share, len(texts) / share, texts)
+    return _Counted(nbytes / share, len(texts) / share, messages / share, texts)
 
 
 def _share_before(place: str, source: OpenSource, file: Path | None) -> float:
