@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.machines.cluster import read_cluster
 from plait.model.sizes import named_shape
+from plait.planner.explain.changes import error_with_suggestions
 from plait.planner.explain.choice import limits
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.report.report import memory_text
@@ -84,9 +86,13 @@ def test_the_plan_names_the_place_in_the_pipeline_of_its_fullest_device():
 
 
 def test_a_named_layout_is_refused_where_its_tensors_alone_are_more_than_a_device_has():
-    with pytest.raises(PlaitError, match=r"needs .* a device, and .* has"):
-        constrained_search(small("7B"), read_cluster("8x4090"), search(small("350M"), read_cluster("8x4090")).profile,
-                           named(8, recompute="none"))  # fmt: skip
+    asked = named(8, recompute="none")
+    with pytest.raises(DoesNotFit) as caught:
+        constrained_search(
+            small("7B"), read_cluster("8x4090"), search(small("350M"), read_cluster("8x4090")).profile, asked
+        )
+    refusal = str(error_with_suggestions(caught.value, asked))
+    assert re.search(r"what \[layout\] asks for needs .* a device, and .* has", refusal)
 
 
 def test_of_a_named_layout_more_is_computed_again_before_the_spare_is_used():
