@@ -62,12 +62,17 @@ class Interrupted(BaseException):
     """
 
     def __init__(self, signal: StopSignal, sentence: str = "") -> None:
-        super().__init__(sentence or f"stopped by {signal}")
+        super().__init__(sentence or f"stopped by {signal_in_words(signal)}")
         self.signal: StopSignal = signal
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""
         return [f"plait: {self}"]
+
+
+def signal_in_words(signal: str) -> str:
+    """What a person calls a signal: Ctrl-C for the one that a terminal sends for these keys."""
+    return "Ctrl-C" if signal == "SIGINT" else signal
 
 
 def file_error_sentence(error: OSError) -> str:

@@ -6,10 +6,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from plait.commands.planning.make_plan import COMPARING_LAYOUTS, kept_plan
 from plait.commands.planning.output_files import check_output_file, write_output_file
-from plait.commands.planning.plan_report import REPORT_COLUMNS, make_plan_report, plan_report_text, training_section
+from plait.commands.planning.plan_report import (
+    REPORT_COLUMNS,
+    make_plan_report,
+    plan_report_text,
+    plan_summary_text,
+    training_section,
+)
 from plait.commands.preparing.corpus import find_prepared_corpus
 from plait.errors import PlaitError
 from plait.machines.cluster import Cluster, read_cluster
@@ -41,6 +48,7 @@ def plan(
     json_file: Path | None,
     html_file: Path | None = None,
     measured: str | None = None,
+    detail: Literal["summary", "reasons"] = "summary",
     screen: Screen,
 ) -> None:
     """Print the plan for each cluster, or for this machine where none is named; raises PlaitError in one sentence."""
@@ -57,10 +65,13 @@ def plan(
     if measured_s:
         reports = [with_measured_step(reports[0], measured_s)]
     columns = screen.columns or REPORT_COLUMNS
+    text_of = plan_summary_text if detail == "summary" else plan_report_text
     for report in reports:
-        screen.print(plan_report_text(report, columns))
+        screen.print(text_of(report, columns))
     if len(reports) > 1:
-        screen.print(comparison_table(reports, columns))
+        screen.print(f"{comparison_table(reports, columns)}\n")
+    if detail == "summary":
+        screen.print("--why gives the reasons, the other layouts, and what would change the choice")
     if json_file:
         values = [report_values(report) for report in reports]
         write_output_file(json_file, json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n")

@@ -23,13 +23,14 @@ from plait.planner.report.bars import (
 )
 from plait.planner.report.figures import Picture
 from plait.planner.report.layout_map import draw_map, layout_map, map_caption
-from plait.planner.report.report import PlanReport, PlanSection
+from plait.planner.report.report import PlanReport, PlanSection, run_cost_text, run_time_text
 from plait.planner.search.found import Search
 from plait.units import format_bytes, format_count, format_duration
 
 CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Content security policy: the browser loads nothing from the network, whatever the page contains."""
 PAGE_HEADINGS = {
+    "time": "the whole run",
     "layout": "what was chosen",
     "step": "a step",
     "memory": "memory",
@@ -40,7 +41,6 @@ PAGE_HEADINGS = {
     "binds": "what limits the speed",
     "changes": "what would change the choice",
     "sure": "how accurate this is",
-    "run": "the whole run",
 }
 """Short titles of the report's sections, for the page."""
 
@@ -107,7 +107,8 @@ def _opening(reports: Sequence[PlanReport]) -> str:
         "that are about as fast as the fastest. All times are forecasts.</p>",
     ]
     if len(reports) > 1:
-        lines.append("<table><tr><th>machines</th><th>a step</th><th>tokens a second</th><th>chosen layout</th></tr>")
+        titles = ("machines", "the whole run", "money", "a step", "tokens a second", "chosen layout")
+        lines.append(f"<table><tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr>")
         lines += [_table_row(report, number) for number, report in enumerate(reports)]
         lines.append("</table>")
     lines.append("<noscript><p>The pictures need JavaScript; the words do without.</p></noscript>")
@@ -117,25 +118,26 @@ def _opening(reports: Sequence[PlanReport]) -> str:
 def _table_row(report: PlanReport, number: int) -> str:
     link = f'<a href="#machines-{number}">{escape(report.cluster)}</a>'
     step, tokens = format_duration(report.chosen.step_s), format_count(report.tokens_per_s)
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in (link, step, tokens, escape(report.layout)))}</tr>"
+    cells = (link, run_time_text(report.run), run_cost_text(report.run), step, tokens, escape(report.layout))
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _chapter(report: PlanReport, number: int) -> str:
     first = ' class="first"' if number == 0 else ""
     facts = {
+        "the whole run takes": run_time_text(report.run),
+        f"memory, of {format_bytes(report.capacity_bytes)}": format_bytes(report.chosen.bytes_per_device),
+        "money, at public prices": run_cost_text(report.run),
         "a step takes": format_duration(report.chosen.step_s),
         "tokens a second": format_count(report.tokens_per_s),
         "of the arithmetic peak (MFU)": f"{report.mfu:.0%}",
-        f"memory, of {format_bytes(report.capacity_bytes)}": format_bytes(report.chosen.bytes_per_device),
-        "points of complexity": str(report.chosen.complexity),
-        "layouts priced": f"{len(report.search.candidates):,}",
     }
     cells = "".join(f"<div><dt>{what}</dt><dd>{value}</dd></div>" for what, value in facts.items())
     words = "\n".join(map(_section, report.sections))
     lines = [
         f'<section>\n<h2 id="machines-{number}"{first}>{escape(report.cluster)}</h2>',
         f'<p class="soft">{report.model} on {escape(report.machines)}; {report.batch}.</p>',
-        *(f'<p class="soft">{escape(note)}.</p>' for note in report.notes),
+        *(f'<p class="soft">{escape(note)}.</p>' for note in (*report.notes, *report.reasons)),
         f'<p class="answer">{escape(report.layout)}</p>',
         f'<dl class="facts">{cells}</dl>',
         *(_figure(picture, f"figure-{number}-{place}") for place, picture in enumerate(pictures(report.search))),
