@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import shlex
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 StopSignal = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
@@ -100,4 +102,21 @@ def disk_advice(error: OSError) -> str:
 
 def installing(package: str) -> str:
     """The command that brings a missing package into the environment that plait runs in."""
-    return shlex.join([sys.executable, "-m", "pip", "install", package])
+    tool = _environment_tool(Path(sys.prefix))
+    return install_command(package, "uv" if tool == "pip" and find_spec("pip") is None else tool, sys.executable)
+
+
+def install_command(package: str, tool: Literal["pip", "pipx", "uv"], python: str) -> str:
+    """The command that brings a package into the environment of a Python, by the tool that made it."""
+    if tool == "pipx":
+        return shlex.join(["pipx", "inject", Path(python).parents[1].name, package])
+    if tool == "uv":
+        return shlex.join(["uv", "pip", "install", "--python", python, package])
+    return shlex.join([python, "-m", "pip", "install", package])
+
+
+def _environment_tool(prefix: Path) -> Literal["pip", "pipx", "uv"]:
+    """By the file that each tool leaves in the environments that it makes."""
+    if (prefix / "pipx_metadata.json").exists():
+        return "pipx"
+    return "uv" if (prefix / "uv-receipt.toml").exists() else "pip"

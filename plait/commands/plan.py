@@ -22,7 +22,7 @@ from plait.errors import PlaitError
 from plait.machines.cluster import Cluster, read_cluster
 from plait.planner.explain.glossary import glossary_text
 from plait.planner.report.diagnosis import seconds_of
-from plait.planner.report.page import page_html, plotly_script
+from plait.planner.report.page import page_html
 from plait.planner.report.report import PlanReport, with_measured_step
 from plait.planner.report.report_json import report_values
 from plait.planner.report.text import comparison_table
@@ -57,7 +57,6 @@ def plan(
     check_output_file(json_file)
     check_output_file(html_file)
     measured_s = None if measured is None else seconds_of(measured)
-    script = plotly_script() if html_file else ""
     config = load_recipe(recipe, overrides)
     machines = [read_cluster(text) for text in clusters] or [None]
     with screen.progress() as show:
@@ -76,7 +75,7 @@ def plan(
         values = [report_values(report) for report in reports]
         write_output_file(json_file, json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n")
     if html_file:
-        write_output_file(html_file, page_html(reports, script))
+        write_output_file(html_file, page_html(reports))
 
 
 def terms() -> str:

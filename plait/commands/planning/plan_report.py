@@ -16,7 +16,7 @@ from plait.planner.calibration.factors import calibration_text
 from plait.planner.derive.resources import Resources
 from plait.planner.memory.state_copies import with_copies
 from plait.planner.plan import Placement, Plan
-from plait.planner.report.page import page_html, plotly_script
+from plait.planner.report.page import page_html
 from plait.planner.report.report import PlanReport, PlanSection, plan_report_of, run_cost_text, run_time_text
 from plait.planner.report.report_json import report_values
 from plait.planner.report.text import report_lines, summary_lines
@@ -137,10 +137,10 @@ class PlannedRun:
         return f"<table>{rows}</table><ul>{reasons}</ul>{whole}"
 
     def to_html(self, file: str | Path) -> Path:
-        """Write a page with figures and return its path; raises PlaitError where it cannot be written or drawn."""
+        """Write a page with figures and return its path; raises PlaitError where it cannot be written."""
         path = Path(file)
         check_output_file(path)
-        write_output_file(path, page_html([self.report], plotly_script()))
+        write_output_file(path, page_html([self.report]))
         return path
 
     def _facts(self) -> Sequence[tuple[str, str]]:
