@@ -37,6 +37,7 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 OTHERS_LISTED = 10
 """Number of other layouts in a report where nobody asks for another number."""
+WHY_HINT = "--why gives the reasons, the other layouts, and what would change the choice"
 
 
 def plan(
@@ -70,7 +71,7 @@ def plan(
     if len(reports) > 1:
         screen.print(f"{comparison_table(reports, columns)}\n")
     if detail == "summary":
-        screen.print("--why gives the reasons, the other layouts, and what would change the choice")
+        screen.print(WHY_HINT)
     if json_file:
         values = [report_values(report) for report in reports]
         write_output_file(json_file, json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n")

@@ -190,7 +190,7 @@ def assert_stopped(place: Place, name: str, process: subprocess.Popen[str], code
     stopped = ended(process)
     assert stopped.code == code and not stopped.err
     by = "Ctrl-C" if code == 130 else "SIGTERM"
-    assert f"stop     {by}: {STOP_IN_WORDS}; {by} again quits without saving" in stopped.out
+    assert f"stop     {by}: {STOP_IN_WORDS}; again quits without saving" in stopped.out
     step = newest(place, name)
     assert step < STEPS and place.lines(name)[-1]["step"] == step
     assert f"stopped after step {step} of {STEPS}, saved" in stopped.out

@@ -149,7 +149,7 @@ def run_session(
 def stopping_text(signal: StopSignal) -> str:
     """What a person reads at the moment of a stop: saving comes after the step at hand, which may take long."""
     again = "SIGTERM" if signal in ("SIGHUP", "SIGUSR1") else signal  # a terminal ends, a scheduler warns, only once
-    repeated = f"{signal_in_words(again)} {'again ' * (again == signal)}quits without saving"
+    repeated = f"{'again' if again == signal else again} quits without saving"
     return f"stop     {signal_in_words(signal)}: {STOP_IN_WORDS}; {repeated}"
 
 
