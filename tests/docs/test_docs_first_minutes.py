@@ -64,7 +64,7 @@ class EightyColumns(SilentScreen):
 
 def planned_for_clusters(*clusters: str) -> str:
     screen = EightyColumns()
-    plan(RECIPE, [], clusters=clusters, top=10, json_file=None, screen=screen)
+    plan(RECIPE, ["model.size=25M"], clusters=clusters, top=10, json_file=None, screen=screen)
     return "\n".join(screen.said)
 
 
@@ -95,7 +95,9 @@ def training_stops() -> str:
 SCREENS: Mapping[str, Callable[[], str]] = {
     "$ ls": lambda: "  ".join(sorted(path.name for path in Path().iterdir() if path.suffix != ".toml")),
     "$ plait plan first.toml": planned_for_the_laptop,
-    "$ plait plan first.toml --cluster 4090 --cluster 8xH100": partial(planned_for_clusters, "4090", "8xH100"),
+    "$ plait plan first.toml model.size=25M --cluster 4090 --cluster 8xH100": partial(
+        planned_for_clusters, "4090", "8xH100"
+    ),
     "$ plait train first.toml": training_begins,
     "^C": training_stops,
 }
