@@ -103,10 +103,10 @@ def disk_advice(error: OSError) -> str:
 def installing(package: str) -> str:
     """The command that brings a missing package into the environment that plait runs in."""
     tool = _environment_tool(Path(sys.prefix))
-    return install_command(package, "uv" if tool == "pip" and find_spec("pip") is None else tool, sys.executable)
+    return installing_by(package, "uv" if tool == "pip" and find_spec("pip") is None else tool, sys.executable)
 
 
-def install_command(package: str, tool: Literal["pip", "pipx", "uv"], python: str) -> str:
+def installing_by(package: str, tool: Literal["pip", "pipx", "uv"], python: str) -> str:
     """The command that brings a package into the environment of a Python, by the tool that made it."""
     if tool == "pipx":
         return shlex.join(["pipx", "inject", Path(python).parents[1].name, package])

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import plait
 from plait.cli import app
+from plait.commands.plan import WHY_HINT
 from plait.commands.python_call import as_command, in_call_words, screen_for
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.machines.cluster import cluster_from_json, read_cluster
@@ -69,7 +70,7 @@ def test_the_values_are_those_of_the_commands(place: Path, monkeypatch: pytest.M
     losses, text = plait.evaluate("play", folder=work), plait.sample("play", "Ka", tokens=8, folder=work)
     monkeypatch.chdir(work)
     file = str(run.path / "recipe.toml")
-    assert command("plan", file, "--cluster", "2xH100", "--json", "plan.json") == f"{plan}\n"
+    assert command("plan", file, "--cluster", "2xH100", "--json", "plan.json") == f"{plan}\n{WHY_HINT}\n"
     assert json.loads(Path("plan.json").read_text()) == json.loads(json.dumps(plan.values))
     assert (plan.placement.layout, plan.step_s, plan.mfu) == tuple(
         plan.values[key] for key in ("layout", "step_s", "mfu")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from plait.commands.planning.plan_report import make_plan_report, plan_report_text, plan_summary_text
-from plait.errors import PlaitError, install_command, installing
+from plait.errors import PlaitError, installing, installing_by
 from plait.layout import Layout, layout_summary
 from plait.machines.cluster import read_cluster
 from plait.planner.derive.resources import on_paper
@@ -111,10 +111,10 @@ def test_time_memory_and_money_stand_second_and_the_reasons_only_where_asked_for
 
 def test_the_command_that_installs_can_be_pasted_and_is_that_of_the_tool_which_made_the_environment() -> None:
     python = "/home/me/my tools/plait/bin/python"
-    assert install_command("pyarrow", "pip", python) == f"'{python}' -m pip install pyarrow"
-    assert install_command("pyarrow", "pipx", python) == "pipx inject plait pyarrow"
-    assert install_command("pyarrow", "uv", python) == f"uv pip install --python '{python}' pyarrow"
-    assert installing("pyarrow") in [install_command("pyarrow", tool, sys.executable) for tool in ("pip", "uv")]
+    assert installing_by("pyarrow", "pip", python) == f"'{python}' -m pip install pyarrow"
+    assert installing_by("pyarrow", "pipx", python) == "pipx inject plait pyarrow"
+    assert installing_by("pyarrow", "uv", python) == f"uv pip install --python '{python}' pyarrow"
+    assert installing("pyarrow") in [installing_by("pyarrow", tool, sys.executable) for tool in ("pip", "uv")]
 
 
 @pytest.mark.parametrize("columns", [80, 60])
