@@ -116,7 +116,7 @@ def plan(
     ] = False,
     terms: Annotated[bool, typer.Option("--terms", help="Explain the technical terms.")] = False,
 ) -> None:
-    """Choose a fast, simple layout for any machines, and say why. Those of --cluster need not exist."""
+    """Say what a run takes: time, memory, money, and the best layout. Machines of --cluster need not exist."""
     from plait.commands import plan as planning
 
     if prove and recipe:

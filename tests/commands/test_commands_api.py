@@ -72,9 +72,7 @@ def test_the_values_are_those_of_the_commands(place: Path, monkeypatch: pytest.M
     file = str(run.path / "recipe.toml")
     assert command("plan", file, "--cluster", "2xH100", "--json", "plan.json") == f"{plan}\n{WHY_HINT}\n"
     assert json.loads(Path("plan.json").read_text()) == json.loads(json.dumps(plan.values))
-    assert (plan.placement.layout, plan.step_s, plan.mfu) == tuple(
-        plan.values[key] for key in ("layout", "step_s", "mfu")
-    )
+    assert (plan.layout, plan.step_s, plan.mfu) == tuple(plan.values[key] for key in ("layout", "step_s", "mfu"))
     assert command("verify", file, *one, "--json", "verify.json").splitlines()[-1] == str(verdict).splitlines()[-1]
     told = json.loads(Path("verify.json").read_text())
     assert told["ok"] is verdict.ok is True and max(told["max_grad_rel_err"], verdict.max_grad_rel_err) < 1e-10
