@@ -67,6 +67,9 @@ preferences: pairs  ## teach that model by DPO which answers are preferred, on t
 	@echo; echo "after:"
 	$(CHAT) preferences --temperature 0 --tokens 96
 
+# The tests start plait some thousand times: it is compiled once, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two parts run side by side, about equally long. Each prints its results when it is done.
 PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-commands test-pieces
 COMMANDS := tests/end_to_end tests/launch tests/data tests/commands tests/planner

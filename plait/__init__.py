@@ -1,4 +1,14 @@
-"""plait plans, proves and runs the training of language models on whatever machines there are."""
+"""plait plans, proves and runs the training of language models on whatever machines there are.
+
+    import plait
+
+    print(plait.plan("first.toml"))                        # time, memory and money, before anything runs
+    plait.train("first.toml", {"train.budget": "4 minutes"})
+    print(plait.sample("first", "KING HENRY."))
+
+`plait new first` writes such a recipe; a dict of its sections does as well. help(plait.train) explains a function, and
+docs/guide-python.md has all names.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +29,26 @@ if TYPE_CHECKING:
         verify,
     )
     from plait.api_models import chat, evaluate, export, sample
-    from plait.clusters.submit import SubmittedJob, submit
-    from plait.commands.planning.plan_report import PlannedRun
-    from plait.commands.runs import Run, runs
+    from plait.clusters.submit import SubmittedJob as SubmittedJob
+    from plait.clusters.submit import submit
+    from plait.commands.planning.plan_report import PlannedRun as PlannedRun
+    from plait.commands.runs import Run as Run
+    from plait.commands.runs import runs
     from plait.custom.collectives import all_reduce, broadcast, rank, size
-    from plait.custom.cutting import BatchCut
+    from plait.custom.cutting import BatchCut as BatchCut
     from plait.custom.exact_norm.batch_norm import convert_batch_norm
-    from plait.custom.planning.plan import CustomPlan
-    from plait.custom.run import SpreadRun
+    from plait.custom.planning.plan import CustomPlan as CustomPlan
+    from plait.custom.run import SpreadRun as SpreadRun
     from plait.custom.spread import spread
-    from plait.errors import Interrupted, PlaitError, ProgramFailed, RunFailed
-    from plait.machines.cluster import Cluster
-    from plait.proof import Verdict
-    from plait.report.receipt import Receipt
+    from plait.errors import Interrupted as Interrupted
+    from plait.errors import PlaitError as PlaitError
+    from plait.errors import ProgramFailed as ProgramFailed
+    from plait.errors import RunFailed as RunFailed
+    from plait.machines.cluster import Cluster as Cluster
+    from plait.proof import Verdict as Verdict
+    from plait.report.receipt import Receipt as Receipt
 
 __all__ = [
-    "BatchCut",
-    "Cluster",
-    "CustomPlan",
-    "Interrupted",
-    "PlaitError",
-    "PlannedRun",
-    "ProgramFailed",
-    "Receipt",
-    "Run",
-    "RunFailed",
-    "SpreadRun",
-    "SubmittedJob",
-    "Verdict",
     "all_reduce",
     "broadcast",
     "chat",
@@ -68,7 +70,23 @@ __all__ = [
     "train",
     "verify",
 ]
+"""The functions. Types are public, too, but stay out of this list, by which help(plait) would print their members."""
 
+_TYPES = (
+    "BatchCut",
+    "Cluster",
+    "CustomPlan",
+    "Interrupted",
+    "PlaitError",
+    "PlannedRun",
+    "ProgramFailed",
+    "Receipt",
+    "Run",
+    "RunFailed",
+    "SpreadRun",
+    "SubmittedJob",
+    "Verdict",
+)
 _HOMES = {
     "BatchCut": "plait.custom.cutting",
     "Cluster": "plait.machines.cluster",
@@ -103,11 +121,11 @@ def __getattr__(name: str) -> Any:
 
     No public name equals the name of a folder in this package: importing that folder would replace the public name.
     """
-    if name not in __all__:
+    if name not in (*__all__, *_TYPES):
         raise AttributeError(f"module 'plait' has no attribute {name!r}")
     return getattr(import_module(_HOMES.get(name, "plait.api")), name)
 
 
 def __dir__() -> list[str]:
     """The public names and the version: what completion in a notebook offers, without importing any of it."""
-    return sorted({*globals(), *__all__})
+    return sorted((*__all__, *_TYPES, "__version__"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from plait.arguments import check_arguments, texts_of
-from plait.commands.python_call import ProgressDisplay, as_command, screen_for
+from plait.commands.python_call import ProgressDisplay, as_command, known_keywords, screen_for
 from plait.errors import Interrupted, PlaitError
 from plait.working_folder import Place, named_folder
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from plait.machines.cluster import Cluster
     from plait.planner.derive.model_size import CorpusFacts
     from plait.proof import Verdict
+    from plait.recipe.load import RecipeOverrides
     from plait.recipe.schema import RunConfig
     from plait.report.receipt import Receipt
 
@@ -24,22 +25,30 @@ if TYPE_CHECKING:
     """A recipe's file, its sections as a dict, or what `load_recipe` returned."""
 
 
-def load_recipe(recipe: AnyRecipe, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe, with `section.key=value` overrides; raises PlaitError in one sentence.
+@known_keywords
+def load_recipe(recipe: AnyRecipe, overrides: RecipeOverrides = ()) -> RunConfig:
+    """Read a recipe, with overrides such as {"train.budget": "60 steps"} or ["train.budget=60 steps"].
 
-    Without `run.name` a run has the name of its recipe's file; that of a dict has the name of its first text.
+    Without `run.name` a run has the name of its recipe's file; that of a dict has the name of its first text. Raises
+    PlaitError in one sentence.
     """
     from plait.recipe.load import load_recipe as load
     from plait.recipe.schema import RunConfig as Loaded
 
     if not isinstance(recipe, str | Path | Mapping | Loaded):
         raise PlaitError(f"recipe = {recipe!r:.80} is not usable; give a path, a dict, or what load_recipe returned")
-    return load(Path(recipe) if isinstance(recipe, str) else recipe, texts_of("overrides", overrides))
+    if not isinstance(overrides, Mapping | list | tuple | str):
+        raise PlaitError(
+            f'overrides = {overrides!r:.80} is not usable; give a dict such as {{"train.budget": "1 hour"}}'
+        )
+    settings = overrides if isinstance(overrides, Mapping) else texts_of("overrides", overrides)
+    return load(Path(recipe) if isinstance(recipe, str) else recipe, settings)
 
 
+@known_keywords
 def plan(
     recipe: AnyRecipe,
-    overrides: Sequence[str] = (),
+    overrides: RecipeOverrides = (),
     *,
     cluster: str | Path | Cluster | None = None,
     folder: Place = None,
@@ -62,9 +71,10 @@ def plan(
         return planned_run(plan_report(config, cluster, top=OTHERS_LISTED, working=working))
 
 
+@known_keywords
 def train(
     recipe: AnyRecipe,
-    overrides: Sequence[str] = (),
+    overrides: RecipeOverrides = (),
     *,
     hosts: int = 1,
     address: str | None = None,
@@ -94,6 +104,7 @@ def train(
     return end.receipt
 
 
+@known_keywords
 def join(
     at: str, *, secret_file: str | Path | None = None, progress: ProgressDisplay = "auto", folder: Place = None
 ) -> None:
@@ -109,9 +120,10 @@ def join(
         raise Interrupted(ended_by)
 
 
+@known_keywords
 def verify(
     recipe: AnyRecipe,
-    overrides: Sequence[str] = (),
+    overrides: RecipeOverrides = (),
     *,
     where: Literal["anywhere", "here"] = "anywhere",
     folder: Place = None,
@@ -131,9 +143,10 @@ def verify(
     return verdict
 
 
+@known_keywords
 def probe(
     recipe: AnyRecipe | None = None,
-    overrides: Sequence[str] = (),
+    overrides: RecipeOverrides = (),
     *,
     workers: int | None = None,
     threads: int | None = None,
@@ -153,8 +166,9 @@ def probe(
     return cluster
 
 
+@known_keywords
 def prepare_data(
-    recipe: AnyRecipe, overrides: Sequence[str] = (), *, progress: ProgressDisplay = "auto", folder: Place = None
+    recipe: AnyRecipe, overrides: RecipeOverrides = (), *, progress: ProgressDisplay = "auto", folder: Place = None
 ) -> CorpusFacts:
     """Turn a recipe's text into tokens on disk, once; returns how many, and where they are."""
     from plait.commands.preparing.corpus import corpus_facts, prepared_corpus
@@ -165,6 +179,7 @@ def prepare_data(
         return corpus_facts(prepared_corpus(config, working, screen_for(progress)))
 
 
+@known_keywords
 def run(
     function: Callable[[], Any],
     *,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from plait.arguments import check_arguments, texts_of
-from plait.commands.python_call import as_command, screen_for
+from plait.commands.python_call import as_command, known_keywords, screen_for
 from plait.errors import PlaitError
 from plait.working_folder import Place, named_folder
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from plait.commands.sample import SampledText
 
 
+@known_keywords
 def sample(
     run: str | Path,
     prompt: str = "",
@@ -42,9 +43,10 @@ def sample(
         return go_on(str(run), prompt, **options, adapter=other, working=named_folder(folder))
 
 
+@known_keywords
 def evaluate(
     run: str | Path,
-    files: Sequence[str] = (),
+    files: str | Path | Sequence[str | Path] = (),
     *,
     sequence: int | None = None,
     choices: str | Path | None = None,
@@ -79,6 +81,7 @@ def evaluate(
         return ask_choices(str(run), Path(choices), **options, screen=screen, working=working)
 
 
+@known_keywords
 def chat(
     run: str | Path,
     *,
@@ -86,7 +89,7 @@ def chat(
     temperature: float = 0.7,
     top_p: float = 0.95,
     seed: int = 1,
-    adapters: Sequence[str] = (),
+    adapters: str | Path | Sequence[str | Path] = (),
     folder: Place = None,
 ) -> Conversation:
     """A conversation with the model of a run or of a folder, by its chat template: `say` gives its answers. It begins
@@ -100,6 +103,7 @@ def chat(
         return open_chat(str(run), settings, adapters=names, working=named_folder(folder))
 
 
+@known_keywords
 def export(
     run: str | Path,
     to: str | Path,

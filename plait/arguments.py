@@ -77,7 +77,9 @@ def check_arguments(**arguments: object) -> None:
 
 
 def texts_of(name: str, values: object) -> Sequence[str]:
-    """A list of texts; raises PlaitError for anything else, a single text included."""
-    if not isinstance(values, list | tuple) or not all(isinstance(value, str) for value in values):
+    """The texts or paths of a list, or a single one; raises PlaitError for anything else."""
+    if isinstance(values, str | Path):
+        return [str(values)]
+    if not isinstance(values, list | tuple) or not all(isinstance(value, str | Path) for value in values):
         raise PlaitError(f"{name} = {values!r:.80} is not usable; give a list of texts")
-    return values
+    return [str(value) for value in values]

@@ -7,11 +7,13 @@ import io
 import os
 import stat
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from plait.checked_json import printable
 from plait.command_line.arguments import (
     Address,
     HostCount,
@@ -26,15 +28,23 @@ from plait.command_line.arguments import (
     Version,
 )
 from plait.command_line.clusters import fetch_command, logs_command, node_command, stop_command, submit_command
+from plait.command_line.help_text import GroupedCommands, PlainCommand
 from plait.command_line.models import chat_command, evaluate, export_command, sample, screen_on
 from plait.command_line.programs import join_command, run_command
 from plait.command_line.runs import drill_command, new_command, status_command
 from plait.errors import PlaitError
+from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
 from plait.process_exit import exit_code_of, exit_with_sentence
 from plait.screen.terminal import TerminalScreen
 
-app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    cls=GroupedCommands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+command = partial(app.command, cls=PlainCommand)
 
 
 @app.callback()
@@ -42,10 +52,10 @@ def options(version: Version = False) -> None:
     """Plan, prove and run the training of language models on the machines that you have."""
 
 
-app.command(name="new")(new_command)
+command(name="new")(new_command)
 
 
-@app.command()
+@command()
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -61,7 +71,7 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", help="At the end, also print the whole receipt.")] = False,
 ) -> None:
     """Train a model as a recipe says. The same command continues a run that was stopped."""
-    from plait.commands.train import train
+    from plait.commands.train import continuing_command, train
     from plait.hosts.joining import HostsRequest
 
     check = "never" if no_check else "new layouts"
@@ -69,38 +79,57 @@ def train(
     details = [name for name, asked in (("reasons", why), ("receipt", verbose)) if asked]
     shown: Any = {"details": details, "screen": _screen()}
     end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, **shown)
+    if end.stopped_by != "finished":  # not wrapped, so that it can be copied
+        again = printable(continuing_command(recipe, overrides or [], requested, check))
+        OptionalOutput(sys.stdout).write(f"next     {again}\n")
     raise typer.Exit(exit_code_of(end.stopped_by))
 
 
-app.command(name="join")(join_command)
+command(name="join")(join_command)
 
 
-@app.command()
+@command()
 def plan(
     recipe: RecipeIfAny = None,
     overrides: Overrides = None,
     cluster: Annotated[
         list[str] | None,
-        typer.Option("--cluster", help='Machines: 8xH100, "2x(8xA100)+400G", "macbook+4090@1G", a cluster.json.'),
+        typer.Option(
+            "--cluster",
+            metavar="MACHINES",
+            help='Machines: 8xH100, "2x(8xA100)+400G", "macbook+4090@1G", a cluster.json.',
+        ),
     ] = None,
-    top: Annotated[int, typer.Option("--top", help="Number of other layouts to list.", min=0)] = 10,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file, as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with figures to this file.")] = None,
+    top: Annotated[
+        int, typer.Option("--top", metavar="NUMBER", help="Number of other layouts for --why and --json.", min=0)
+    ] = 10,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file, as JSON.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with figures to this file.")
+    ] = None,
     measured: MeasuredStep = None,
     prove: LayoutsToProve = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Also print the reasons, other layouts, and what would change the choice.")
+    ] = False,
     terms: Annotated[bool, typer.Option("--terms", help="Explain the technical terms.")] = False,
 ) -> None:
-    """Choose a fast, simple layout for any machines, and say why. Those of --cluster need not exist."""
-    from plait.commands import plan as command
+    """Say what a run takes: time, memory, money, and the best layout. Machines of --cluster need not exist."""
+    from plait.commands import plan as planning
 
     if prove and recipe:
         _prove(recipe, overrides or [], prove, json, elsewhere=bool(cluster or html or measured))
         return
     if terms:
-        _screen().print(command.terms())
+        _screen().print(planning.terms())
     if recipe:
         options = {"json_file": json, "html_file": html, "measured": measured}
-        command.plan(recipe, overrides or [], clusters=cluster or [], top=top, **options, screen=_screen())
+        detail = "reasons" if why else "summary"
+        planning.plan(
+            recipe, overrides or [], clusters=cluster or [], top=top, detail=detail, **options, screen=_screen()
+        )
     elif not terms:
         raise PlaitError("plait plan needs a recipe; name a .toml file, or write plait plan --terms")
 
@@ -113,7 +142,7 @@ def _prove(recipe: Path, overrides: list[str], count: int, json_file: Path | Non
     prove(recipe, overrides, count=count, json_file=json_file, screen=_screen())
 
 
-@app.command()
+@command()
 def data(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -125,11 +154,13 @@ def data(
     prepare_text(recipe, overrides or [], show=show or 0, screen=_screen())
 
 
-@app.command()
+@command()
 def verify(
     recipe: Recipe,
     overrides: Overrides = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file, as JSON.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file, as JSON.")
+    ] = None,
     here: Annotated[
         bool, typer.Option("--here", help="Use this machine's devices, and the run's own precision and kernels.")
     ] = False,
@@ -141,15 +172,20 @@ def verify(
     raise typer.Exit(0 if verdict is None or verdict.ok else 1)
 
 
-@app.command()
+@command()
 def probe(
     recipe: RecipeIfAny = None,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Also write the figures to this file, as JSON.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Workers that run at the same time; one for each GPU or core if left out.", min=1)
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Also write the figures to this file, as JSON.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of each worker.", min=1)] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER", help="Workers that run at the same time; one for each GPU or core if left out.", min=1
+        ),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(metavar="NUMBER", help="Threads of each worker.", min=1)] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what was measured before.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Only say within a minute whether training can run.")] = False,
     hosts: HostCount = 1,
@@ -190,18 +226,18 @@ def _check_machines(recipe: Path | None, overrides: list[str], hosts: Any) -> No
     raise typer.Exit(0 if check_machines(config, hosts=hosts, screen=_screen()) == "ready" else 1)
 
 
-app.command()(sample)
-app.command(name="eval")(evaluate)
-app.command(name="chat")(chat_command)
-app.command(name="export")(export_command)
-app.command(name="run")(run_command)
-app.command(name="status")(status_command)
-app.command(name="submit")(submit_command)
-app.command(name="logs")(logs_command)
-app.command(name="stop")(stop_command)
-app.command(name="fetch")(fetch_command)
-app.command(name="node", hidden=True)(node_command)
-app.command(name="drill")(drill_command)
+command()(sample)
+command(name="eval")(evaluate)
+command(name="chat")(chat_command)
+command(name="export")(export_command)
+command(name="run")(run_command)
+command(name="status")(status_command)
+command(name="submit")(submit_command)
+command(name="logs")(logs_command)
+command(name="stop")(stop_command)
+command(name="fetch")(fetch_command)
+command(name="node", hidden=True)(node_command)
+command(name="drill")(drill_command)
 
 
 def _screen() -> TerminalScreen:

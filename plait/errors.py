@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import shlex
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 StopSignal = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
@@ -62,12 +64,17 @@ class Interrupted(BaseException):
     """
 
     def __init__(self, signal: StopSignal, sentence: str = "") -> None:
-        super().__init__(sentence or f"stopped by {signal}")
+        super().__init__(sentence or f"stopped by {signal_in_words(signal)}")
         self.signal: StopSignal = signal
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""
         return [f"plait: {self}"]
+
+
+def signal_in_words(signal: str) -> str:
+    """What a person calls a signal: Ctrl-C for the one that a terminal sends for these keys."""
+    return "Ctrl-C" if signal == "SIGINT" else signal
 
 
 def file_error_sentence(error: OSError) -> str:
@@ -95,4 +102,21 @@ def disk_advice(error: OSError) -> str:
 
 def installing(package: str) -> str:
     """The command that brings a missing package into the environment that plait runs in."""
-    return shlex.join([sys.executable, "-m", "pip", "install", package])
+    tool = _environment_tool(Path(sys.prefix))
+    return installing_by(package, "uv" if tool == "pip" and find_spec("pip") is None else tool, sys.executable)
+
+
+def installing_by(package: str, tool: Literal["pip", "pipx", "uv"], python: str) -> str:
+    """The command that brings a package into the environment of a Python, by the tool that made it."""
+    if tool == "pipx":
+        return shlex.join(["pipx", "inject", Path(python).parents[1].name, package])
+    if tool == "uv":
+        return shlex.join(["uv", "pip", "install", "--python", python, package])
+    return shlex.join([python, "-m", "pip", "install", package])
+
+
+def _environment_tool(prefix: Path) -> Literal["pip", "pipx", "uv"]:
+    """By the file that each tool leaves in the environments that it makes."""
+    if (prefix / "pipx_metadata.json").exists():
+        return "pipx"
+    return "uv" if (prefix / "uv-receipt.toml").exists() else "pip"

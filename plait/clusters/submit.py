@@ -16,7 +16,7 @@ from plait.clusters.slurm import slurm_limit_s
 from plait.clusters.submitted import SYSTEMS, end_job, fetch_job, job_log_lines, job_state_line
 from plait.commands.planning.output_files import write_output_file
 from plait.commands.programs.program_file import program_hash
-from plait.commands.python_call import ProgressDisplay, as_command, screen_for
+from plait.commands.python_call import ProgressDisplay, as_command, known_keywords, screen_for
 from plait.commands.runs import Run
 from plait.errors import PlaitError
 from plait.machines.cluster import Cluster, read_cluster
@@ -67,6 +67,7 @@ class SubmittedJob:
         return Run(self.name)
 
 
+@known_keywords
 def submit(
     target: str | Path,
     arguments: Sequence[str] = (),
@@ -83,6 +84,8 @@ def submit(
     `options`: time, gpus, machines, kind, and the keys of `--with`. "show" sends nothing: the job's `text` is what
     would be used. By ssh it blocks to the run's end, else until the scheduler has the job. Raises PlaitError.
     """
+    if isinstance(arguments, str):
+        raise PlaitError(f"arguments = {arguments!r:.80} is not usable; give a list of texts, one for each argument")
     check_arguments(target=target, on=on, cluster=cluster, nodes=nodes, deed=deed, progress=progress)
     with as_command():
         words = (str(target), *texts_of("arguments", arguments))

@@ -58,22 +58,39 @@ def _finite_temperature(value: float) -> float:
     return value
 
 
-Recipe = Annotated[Path, typer.Argument(help="A recipe file (.toml).", autocompletion=_recipe_files)]
-RecipeIfAny = Annotated[Path | None, typer.Argument(help="A recipe file (.toml).", autocompletion=_recipe_files)]
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (.toml).", autocompletion=_recipe_files)]
+RecipeIfAny = Annotated[
+    Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (.toml).", autocompletion=_recipe_files)
+]
 RecipeOrRun = Annotated[
     Path,
     typer.Argument(metavar="RECIPE|RUN", help="A recipe file (.toml), or a run.", autocompletion=_recipes_and_runs),
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(help='Settings to change: train.budget="60 steps" and so on.')]
-RunName = Annotated[
-    str, typer.Argument(help="A run, by name or folder; or a model's folder or .gguf file.", autocompletion=_run_names)
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help='Settings to change: train.budget="60 steps" and so on.'),
 ]
-HostCount = Annotated[int, typer.Option("--hosts", help="Number of machines, this one included.", min=1)]
-Address = Annotated[str | None, typer.Option("--address", help="Address at which other hosts reach this machine.")]
-Port = Annotated[int, typer.Option("--port", help="Port where they join; 0 takes a free one.", min=0, max=65535)]
-SecretFile = Annotated[Path | None, typer.Option("--secret-file", help="File with the hosts' secret, private to you.")]
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run, by name or folder; or a model's folder or .gguf file.", autocompletion=_run_names
+    ),
+]
+HostCount = Annotated[
+    int, typer.Option("--hosts", metavar="NUMBER", help="Number of machines, this one included.", min=1)
+]
+Address = Annotated[
+    str | None, typer.Option("--address", metavar="ADDRESS", help="Address at which other hosts reach this machine.")
+]
+Port = Annotated[
+    int, typer.Option("--port", metavar="NUMBER", help="Port where they join; 0 takes a free one.", min=0, max=65535)
+]
+SecretFile = Annotated[
+    Path | None, typer.Option("--secret-file", metavar="FILE", help="File with the hosts' secret, private to you.")
+]
 ProgramOfHost = Annotated[
-    Path | None, typer.Option("--program", help="Your copy of the program, where plait run waits for hosts.")
+    Path | None,
+    typer.Option("--program", metavar="FILE", help="Your copy of the program, where plait run waits for hosts."),
 ]
 Texts = Annotated[
     list[str] | None,
@@ -81,39 +98,65 @@ Texts = Annotated[
 ]
 MoreTexts = Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=True)]
 OtherTexts = Annotated[
-    list[str] | None, typer.Option("--files", help="Text files to measure instead of the held-out text.")
+    list[str] | None,
+    typer.Option("--files", metavar="FILE...", help="Text files to measure instead of the held-out text."),
 ]
 HeldOutRun = Annotated[
     str | None,
-    typer.Option("--heldout-of", help="Take the text that this run held out.", autocompletion=_run_names),
+    typer.Option(
+        "--heldout-of", metavar="RUN", help="Take the text that this run held out.", autocompletion=_run_names
+    ),
 ]
 MeasuredStep = Annotated[
-    str | None, typer.Option("--measured", help="Measured step time (412ms): say what explains the difference.")
+    str | None,
+    typer.Option("--measured", metavar="TIME", help="Measured step time (412ms): say what explains the difference."),
 ]
 LayoutsToProve = Annotated[
-    int | None, typer.Option("--prove", help="Run this many of the best layouts here for a few steps each.", min=1)
+    int | None,
+    typer.Option(
+        "--prove", metavar="NUMBER", help="Run this many of the best layouts here for a few steps each.", min=1
+    ),
 ]
 ShownSamples = Annotated[
-    int | None, typer.Option("--show", help="Also show this many samples, and what of them is learnt.", min=1, max=1000)
+    int | None,
+    typer.Option(
+        "--show", metavar="NUMBER", help="Also show this many samples, and what of them is learnt.", min=1, max=1000
+    ),
 ]
 TopP = Annotated[
     float,
     typer.Option(
-        "--top-p", callback=_probability, help="Choose among the most likely tokens of this total probability."
+        "--top-p",
+        metavar="NUMBER",
+        callback=_probability,
+        help="Choose among the most likely tokens of this total probability.",
     ),
 ]
-Temperature = Annotated[float, typer.Option(callback=_finite_temperature, help="0 always takes the most likely token.")]
+Temperature = Annotated[
+    float, typer.Option(metavar="NUMBER", callback=_finite_temperature, help="0 always takes the most likely token.")
+]
 Questions = Annotated[
-    Path | None, typer.Option("--choices", help="Multiple-choice questions to ask instead (JSON lines).")
+    Path | None,
+    typer.Option("--choices", metavar="FILE", help="Multiple-choice questions to ask instead (JSON lines)."),
 ]
 AdapterName = Annotated[
     str | None,
-    typer.Option("--adapter", help='Another adapter: a run, a folder of PEFT\'s, or "none" for the base alone.'),
+    typer.Option(
+        "--adapter",
+        metavar="ADAPTER",
+        help='Another adapter: a run, a folder of PEFT\'s, or "none" for the base alone.',
+    ),
 ]
 AdapterNames = Annotated[
     list[str] | None,
-    typer.Option("--adapter", help='An adapter: a run, a folder of PEFT\'s, "none". Several: one after the other.'),
+    typer.Option(
+        "--adapter",
+        metavar="ADAPTER",
+        help='An adapter: a run, a folder of PEFT\'s, "none". Several: one after the other.',
+    ),
 ]
-TextField = Annotated[str | None, typer.Option("--field", help="Column that holds the text, or the messages.")]
-WindowTokens = Annotated[int | None, typer.Option("--sequence", help="Tokens of a window.", min=2)]
+TextField = Annotated[
+    str | None, typer.Option("--field", metavar="COLUMN", help="Column that holds the text, or the messages.")
+]
+WindowTokens = Annotated[int | None, typer.Option("--sequence", metavar="NUMBER", help="Tokens of a window.", min=2)]
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]

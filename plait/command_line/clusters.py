@@ -12,23 +12,28 @@ from plait.command_line.models import screen_on
 from plait.launch.local.output import OptionalOutput
 from plait.process_exit import exit_code_of
 
-JobName = Annotated[str, typer.Argument(help="The name of a job that was submitted from this folder.")]
-_TARGET = typer.Argument(metavar="RECIPE|PROGRAM.py [SETTINGS|ARGS]...", help="What to run.")
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="The name of a job that was submitted from this folder.")]
+_TARGET = typer.Argument(metavar="RECIPE|PROGRAM.py [KEY=VALUE|ARGUMENT]...", help="What to run.")
 
 
 def submit_command(
     target: Annotated[list[str], _TARGET],
     on: Annotated[str, typer.Option("--on", metavar="slurm|ssh|kubernetes", help="Who starts it.")],
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help='The machines: "4x(8xH100)+400G"; asked for if left out.')
+        str | None,
+        typer.Option("--cluster", metavar="MACHINES", help='The machines: "4x(8xH100)+400G"; asked for if left out.'),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes; as many as pay, if left out.", min=1)] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs of each node; all of them if left out.", min=1)] = None,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="NUMBER", help="Number of nodes; as many as pay, if left out.", min=1)
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(metavar="NUMBER", help="GPUs of each node; all of them if left out.", min=1)
+    ] = None,
     machines: Annotated[
         str | None, typer.Option(metavar="A,B,C", help="Names that ssh takes; the first leads.")
     ] = None,
     time: Annotated[
-        str | None, typer.Option(help='Limit of time: "8 hours". What is not done by then goes on.')
+        str | None, typer.Option(metavar="TIME", help='Limit of time: "8 hours". What is not done by then goes on.')
     ] = None,
     kind: Annotated[
         str | None, typer.Option(metavar="jobset|trainjob|job", help="Kind of Kubernetes object; a JobSet if left out.")
@@ -37,7 +42,9 @@ def submit_command(
         list[str] | None, typer.Option("--with", metavar="KEY=VALUE", help="account, partition, qos, image, queue, …")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the files that would be used.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Only write them into this folder.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="Only write them into this folder.")
+    ] = None,
 ) -> None:
     """Run on as many of a cluster's nodes as pay. Slurm, Kubernetes or ssh starts it."""
     from plait.clusters.request import SubmitRequest, parse_kind, parse_machines, parse_scheduler

@@ -36,11 +36,13 @@ def screen_on(stream: TextIO) -> TerminalScreen:
 
 def sample(
     run: RunName,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
-    tokens: Annotated[int, typer.Option(help="Number of tokens to add.", min=1)] = 200,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option(metavar="NUMBER", help="Number of tokens to add.", min=1)] = 200,
     temperature: Temperature = 0.8,
     top_p: TopP = 0.95,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.", min=0, max=2**63 - 1)] = 1,
+    seed: Annotated[
+        int, typer.Option(metavar="NUMBER", help="The same seed gives the same text.", min=0, max=2**63 - 1)
+    ] = 1,
     adapter: AdapterNames = None,
 ) -> None:
     """Let a trained model continue a text."""
@@ -90,8 +92,10 @@ def evaluate(
 
 def export_command(
     run: RunName,
-    to: Annotated[Path, typer.Option(help="The folder to make.")],
-    dtype: Annotated[str, typer.Option(help="float32 keeps every bit; or bfloat16, float16.")] = "float32",
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder to make.")],
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="float32 keeps every bit; or bfloat16, float16.")
+    ] = "float32",
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter, as PEFT's files.")] = False,
     merged: Annotated[
         bool, typer.Option("--merged", help="The whole model, the adapter added to its weights.")
@@ -108,10 +112,12 @@ def export_command(
 
 def chat_command(
     run: RunName,
-    tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 512,
+    tokens: Annotated[int, typer.Option(metavar="NUMBER", help="Most tokens of an answer.", min=1)] = 512,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.", min=0, max=2**63 - 1)] = 1,
+    seed: Annotated[
+        int, typer.Option(metavar="NUMBER", help="The same seed gives the same answers.", min=0, max=2**63 - 1)
+    ] = 1,
     adapter: AdapterNames = None,
 ) -> None:
     """Talk with a model by its chat template. Each line is a message; /adapter NAME takes another one; /quit ends."""

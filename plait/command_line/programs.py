@@ -28,10 +28,13 @@ def join_command(
 def run_command(
     program: Annotated[Path, typer.Argument(metavar="PROGRAM.py", help="A Python file that calls plait.spread.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="The program's own arguments, after --.")
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENT...]", help="The program's own arguments, after --.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Workers of each machine; one for each GPU, or one in all, if left out.", min=1)
+        int | None,
+        typer.Option(
+            metavar="NUMBER", help="Workers of each machine; one for each GPU, or one in all, if left out.", min=1
+        ),
     ] = None,
     hosts: HostCount = 1,
     address: Address = None,

@@ -20,7 +20,9 @@ PLACE = "RANK@STEP"
 
 
 def new_command(
-    name: Annotated[str, typer.Argument(help="The run's name: the recipe is NAME.toml, in this folder.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The run's name: the recipe is NAME.toml, in this folder.")
+    ],
     text: Texts = None,
     more: MoreTexts = None,
 ) -> None:
@@ -64,8 +66,12 @@ def drill_command(
     drawn: Annotated[
         str, typer.Option("--random", metavar="N|TIME", help="This many more, or for 30min, drawn by the seed.")
     ] = "0",
-    seed: Annotated[int | None, typer.Option(help="The same seed draws the same failures.", min=0)] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="NUMBER", help="The same seed draws the same failures.", min=0)
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to this file.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Disturb a run that is at work without asking.")] = False,
 ) -> None:
     """Rehearse failures of workers. Trains twice, once left alone, and compares the ends."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from plait.commands.programs.program_file import PROGRAM_ENTRIES, program_hash, program_in_environment
-from plait.errors import PlaitError
+from plait.errors import PlaitError, signal_in_words
 from plait.hosts.connectivity import ConnectivityListener
 from plait.hosts.handshake import read_secret
 from plait.hosts.job_files import JoinedHostFiles
@@ -95,7 +95,7 @@ def ending_text(ended_by: ReleasedBy) -> str:
         return "over     this host is not needed: the run leaves it out, because a step would take no less time with it"
     if ended_by.startswith("left by"):
         return f"over     this host {ended_by}; all is saved, and the run goes on without it where it can"
-    how = "it is finished" if ended_by == "finished" else f"it was stopped by {ended_by}"
+    how = "it is finished" if ended_by == "finished" else f"it was stopped by {signal_in_words(ended_by)}"
     return f"over     the run has ended: {how}"
 
 

@@ -6,16 +6,23 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from plait.commands.planning.make_plan import COMPARING_LAYOUTS, kept_plan
 from plait.commands.planning.output_files import check_output_file, write_output_file
-from plait.commands.planning.plan_report import REPORT_COLUMNS, make_plan_report, plan_report_text, training_section
+from plait.commands.planning.plan_report import (
+    REPORT_COLUMNS,
+    make_plan_report,
+    plan_report_text,
+    plan_summary_text,
+    training_section,
+)
 from plait.commands.preparing.corpus import find_prepared_corpus
 from plait.errors import PlaitError
 from plait.machines.cluster import Cluster, read_cluster
 from plait.planner.explain.glossary import glossary_text
 from plait.planner.report.diagnosis import seconds_of
-from plait.planner.report.page import page_html, plotly_script
+from plait.planner.report.page import page_html
 from plait.planner.report.report import PlanReport, with_measured_step
 from plait.planner.report.report_json import report_values
 from plait.planner.report.text import comparison_table
@@ -30,6 +37,7 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 OTHERS_LISTED = 10
 """Number of other layouts in a report where nobody asks for another number."""
+WHY_HINT = "--why gives the reasons, the other layouts, and what would change the choice"
 
 
 def plan(
@@ -41,6 +49,7 @@ def plan(
     json_file: Path | None,
     html_file: Path | None = None,
     measured: str | None = None,
+    detail: Literal["summary", "reasons"] = "summary",
     screen: Screen,
 ) -> None:
     """Print the plan for each cluster, or for this machine where none is named; raises PlaitError in one sentence."""
@@ -49,7 +58,6 @@ def plan(
     check_output_file(json_file)
     check_output_file(html_file)
     measured_s = None if measured is None else seconds_of(measured)
-    script = plotly_script() if html_file else ""
     config = load_recipe(recipe, overrides)
     machines = [read_cluster(text) for text in clusters] or [None]
     with screen.progress() as show:
@@ -57,15 +65,18 @@ def plan(
     if measured_s:
         reports = [with_measured_step(reports[0], measured_s)]
     columns = screen.columns or REPORT_COLUMNS
+    text_of = plan_summary_text if detail == "summary" else plan_report_text
     for report in reports:
-        screen.print(plan_report_text(report, columns))
+        screen.print(text_of(report, columns))
     if len(reports) > 1:
-        screen.print(comparison_table(reports, columns))
+        screen.print(f"{comparison_table(reports, columns)}\n")
+    if detail == "summary":
+        screen.print(WHY_HINT)
     if json_file:
         values = [report_values(report) for report in reports]
         write_output_file(json_file, json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n")
     if html_file:
-        write_output_file(html_file, page_html(reports, script))
+        write_output_file(html_file, page_html(reports))
 
 
 def terms() -> str:

@@ -8,7 +8,10 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Literal, ParamSpec, TypeVar
 
 from rich.console import Console
 
@@ -24,6 +27,33 @@ from plait.screen.terminal import TerminalScreen
 ProgressDisplay = Literal["auto", "lines", "off"]
 """What is shown while work goes on: "auto" draws a bar in a notebook or on a terminal, "lines" prints what the command
 prints, "off" shows nothing."""
+
+
+_Parameters = ParamSpec("_Parameters")
+_Returned = TypeVar("_Returned")
+
+
+def known_keywords(function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
+    """The function, which answers a keyword that it does not take with one sentence that says what to write."""
+
+    @wraps(function)
+    def call(*arguments: _Parameters.args, **keywords: _Parameters.kwargs) -> _Returned:
+        known = list(signature(function).parameters)
+        if unknown := next((name for name in keywords if name not in known), None):
+            raise PlaitError(f"plait.{function.__name__} takes no {unknown}; {_what_to_write(unknown, known)}")
+        return function(*arguments, **keywords)
+
+    return call
+
+
+def _what_to_write(unknown: str, known: Sequence[str]) -> str:
+    from plait.recipe.refusal import setting_named
+
+    if "overrides" in known and (setting := setting_named(unknown)):
+        return f'as a setting of the recipe write overrides={{"{setting}": …}}'
+    if near := get_close_matches(unknown, known, n=1):
+        return f"did you mean {near[0]}?"
+    return f"it takes {', '.join(known)}"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +29,7 @@ from plait.commands.preparing.corpus import (
     run_facts,
 )
 from plait.commands.verifying.gradient_check import check_new_layout
-from plait.errors import Interrupted, StopSignal
+from plait.errors import Interrupted, StopSignal, signal_in_words
 from plait.hosts.job_files import refuse_joined_folder
 from plait.hosts.joining import ONE_HOST, HostsRequest
 from plait.hosts.run_hosts import RunHosts, run_hosts
@@ -120,8 +121,20 @@ def train(
 def stopped_early_text(signal: StopSignal, *, has_begun: bool) -> str:
     """What a stop means that came while text was prepared, the machine measured, or other hosts awaited."""
     if has_begun:
-        return f"stopped by {signal} while no worker trained; the same command goes on with the run as it was saved"
-    return f"stopped by {signal} before training began; the same command starts it again"
+        words = "while no worker trained; the same command goes on with the run as it was saved"
+        return f"stopped by {signal_in_words(signal)} {words}"
+    return f"stopped by {signal_in_words(signal)} before training began; the same command starts it again"
+
+
+def continuing_command(recipe: Path, overrides: Sequence[str], hosts: HostsRequest, check: CheckMode) -> str:
+    """The whole command that goes on with a run that was stopped, with the settings that it was given."""
+    words = ["plait", "train", str(recipe), *overrides, *(["--no-check"] if check == "never" else [])]
+    if hosts.n_hosts > 1:
+        words += ["--hosts", str(hosts.n_hosts)]
+        words += ["--address", hosts.address] if hosts.address else []
+        words += ["--port", str(hosts.port)] if hosts.port else []
+        words += ["--secret-file", str(hosts.secret_file)] if hosts.secret_file else []
+    return shlex.join(words)
 
 
 CheckMode = Literal["new layouts", "never"]

@@ -1,7 +1,8 @@
-"""Shapes by name: "3M" … "405B", a sensible Llama-like shape for each."""
+"""Shapes by name: "250K" … "405B", a sensible Llama-like shape for each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -39,6 +40,8 @@ def _size(layers: int, width: int, heads: int, kv_heads: int, ffn: int, vocabula
 
 MODEL_SIZES: dict[str, Size] = {
     #             layers width heads kv_heads ffn vocabulary
+    "250K": _size(4, 64, 2, 2, 192, 512, "tied"),
+    "500K": _size(2, 128, 4, 4, 384, 512, "tied"),
     "1M": _size(4, 128, 4, 4, 384, 1024, "tied"),
     "3M": _size(6, 192, 6, 6, 512, 2048, "tied"),
     "5M": _size(6, 256, 8, 8, 640, 2048, "tied"),
@@ -81,14 +84,14 @@ def explicit_shape(*, layers: int, width: int, vocabulary: int, sequence: int, *
     return _complete(_size(layers, width, heads, heads, ffn, vocabulary, tied), vocabulary, sequence, explicit)
 
 
-def nearest_size(parameters: float, vocabulary: int) -> str:
-    """The size whose count of parameters at this vocabulary is nearest, as a ratio, to the given one."""
+def nearest_size(parameters: float, vocabulary: int, *, among: Sequence[str] = tuple(MODEL_SIZES)) -> str:
+    """Of some sizes the one whose count of parameters at this vocabulary is nearest, as a ratio, to the given one."""
 
     def distance(size: str) -> float:
         count = parameter_count(named_shape(size, vocabulary=vocabulary, sequence=1024))
         return max(count / parameters, parameters / count)
 
-    return min(MODEL_SIZES, key=distance)
+    return min(among, key=distance)
 
 
 def default_ffn(width: int, activation: str) -> int:

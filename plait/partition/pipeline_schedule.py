@@ -8,6 +8,7 @@ for any number of micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,7 +45,7 @@ def schedule_actions(schedule: Schedule, *, ranks: int, virtual: int, micros: in
 
 
 def _of_rank(schedule: Schedule, rank: int, ranks: int, virtual: int, micros: int) -> tuple[Action, ...]:
-    rounds = micro_rounds(schedule, ranks, micros)
+    rounds = list(micro_rounds(schedule, ranks, micros))
     stages = range(rank, ranks * virtual, ranks)
     forwards = [Action(kind="forward", stage=s, micro=m) for some in rounds for s in stages for m in some]
     backward: ActionKind = "backward-input" if schedule == "zero-bubble" else "backward"
@@ -72,11 +73,12 @@ def forwards_ahead(schedule: Schedule, ranks: int, virtual: int, first_round: in
     return [(virtual - 1) * first_round + each_hop * (ranks - 1 - rank) for rank in range(ranks)]
 
 
-def micro_rounds(schedule: Schedule, ranks: int, micros: int) -> list[range]:
+def micro_rounds(schedule: Schedule, ranks: int, micros: int) -> Iterator[range]:
     """The micro-batches in rounds, the longer ones first: a rank takes a round through one stage, then the next."""
     count = 1 if schedule == "gpipe" else max(1, micros // ranks)
-    shares = [equal_share(micros, count, index) for index in range(count)]
-    return [range(first, first + length) for first, length in shares]
+    for index in range(count):
+        first, length = equal_share(micros, count, index)
+        yield range(first, first + length)
 
 
 def _weights_of(action: Action) -> Action:

@@ -105,11 +105,18 @@ class TrainingJob:
     documents: Literal["mask", "join"]
     choices: str = ""
     """The file of multiple-choice questions that an evaluation asks; empty: none."""
+    most_tokens: int | None = None
+    """After which a run of a time budget ends, as its text teaches the model nothing more; None: when time is over."""
 
     @property
     def batch_tokens(self) -> int:
         """Tokens of one optimizer step, over all ranks."""
         return self.batch_sequences * self.sequence
+
+    @property
+    def ends_with_its_text(self) -> bool:
+        """Whether a run of a time budget ends before that, as its text is learnt."""
+        return self.most_tokens is not None and self.steps * self.batch_tokens >= self.most_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

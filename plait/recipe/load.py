@@ -22,6 +22,9 @@ from plait.recipe.schema import RunConfig
 from plait.recipe.values import LONGEST_NAME
 from plait.regular_file import SMALL_FILE_BYTES, UnfitFileError, read_regular_text
 
+RecipeOverrides = Sequence[str] | Mapping[str, Any]
+"""Settings that replace those of a recipe: texts such as 'train.budget="60 steps"', or a mapping from "train.budget" or
+from sections to values."""
 RecipeSource = Path | Mapping[str, Any] | RunConfig
 """A recipe's file, its sections as nested mappings, or a recipe that was loaded before."""
 
@@ -33,7 +36,7 @@ _UNQUOTED = re.compile(r"""\s*([\w.-]+)\s*=\s*([^\s"'\[{#=][^"'#]*?)\s*(?:#.*)?"
 """A line of TOML with a value that is no text in quotes, no list and no table."""
 
 
-def load_recipe(recipe: RecipeSource, overrides: Sequence[str] = ()) -> RunConfig:
+def load_recipe(recipe: RecipeSource, overrides: RecipeOverrides = ()) -> RunConfig:
     """Read a recipe and apply `section.key=value` overrides; relative paths become absolute.
 
     A path in the file is searched beside the recipe, then in the current folder; a path on the command line in the
@@ -62,16 +65,29 @@ def _refusing_depth() -> Iterator[None]:
         raise PlaitError("the recipe is nested too deeply; a value of a recipe is one list deep") from None
 
 
-def _requested(recipe: RecipeSource, overrides: Sequence[str]) -> dict[str, Any]:
+def _requested(recipe: RecipeSource, overrides: RecipeOverrides) -> dict[str, Any]:
     """The recipe with its overrides as nested values with absolute paths."""
     requested, here = _nested_values(recipe), Path.cwd()
     beside = recipe.resolve().parent if isinstance(recipe, Path) else here
     resolve_paths(requested, (beside, here))
-    for text in overrides:
-        override = parse_override(text)
+    for override in _nested_overrides(overrides):
         resolve_paths(override, (here, beside))
         _merge(requested, override)
     return requested
+
+
+def _nested_overrides(overrides: RecipeOverrides) -> list[dict[str, Any]]:
+    """Each override as nested values."""
+    if not isinstance(overrides, Mapping):
+        return [parse_override(text) for text in overrides]
+    return [_below(key.split("."), value) for key, value in _own_copy(overrides).items()]
+
+
+def _below(keys: Sequence[str], value: Any) -> dict[str, Any]:
+    """The value inside one mapping for each key, the first key outermost."""
+    for key in reversed(keys):
+        value = {key: value}
+    return value
 
 
 def _nested_values(recipe: RecipeSource) -> dict[str, Any]:
@@ -177,9 +193,7 @@ def parse_override(text: str) -> dict[str, Any]:
         raise PlaitError(f"{key.strip()} is nested too deeply; a value of a recipe is one list deep") from None
     except ValueError:
         parsed = value.strip()
-    for part in reversed(parts):
-        parsed = {part: parsed}
-    return parsed
+    return _below(parts, parsed)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -62,13 +62,18 @@ def _keys(section: type[BaseModel]) -> dict[str, str]:
 def _unknown(key: str, word: str, section: type[BaseModel]) -> str:
     names = list(_keys(section).values())
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    everywhere = [f"{top}.{word}" for top, f in RunConfig.model_fields.items() if word in _fields(f.annotation)]
-    if everywhere:
-        return f"{key} is not a key of the recipe; did you mean {everywhere[0]}?"
+    if setting := setting_named(word):
+        return f"{key} is not a key of the recipe; did you mean {setting}?"
     if near:
         path = key.rpartition(".")[0]
         return f"{key} is not a key of the recipe; did you mean {f'{path}.' if path else ''}{near[0]}?"
     return f"{key} is not a key of the recipe; known here are {', '.join(names)}"
+
+
+def setting_named(word: str) -> str:
+    """The first key of a recipe, as section.key, whose last part is the word; empty where there is none."""
+    tops = (top for top, field in RunConfig.model_fields.items() if word in _fields(field.annotation))
+    return next((f"{top}.{word}" for top in tops), "")
 
 
 def _fields(annotation: object) -> Mapping[str, object]:

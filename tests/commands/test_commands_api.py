@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pydoc
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 import plait
 from plait.cli import app
+from plait.commands.plan import WHY_HINT
 from plait.commands.python_call import as_command, in_call_words, screen_for
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.machines.cluster import cluster_from_json, read_cluster
@@ -68,11 +70,9 @@ def test_the_values_are_those_of_the_commands(place: Path, monkeypatch: pytest.M
     losses, text = plait.evaluate("play", folder=work), plait.sample("play", "Ka", tokens=8, folder=work)
     monkeypatch.chdir(work)
     file = str(run.path / "recipe.toml")
-    assert command("plan", file, "--cluster", "2xH100", "--json", "plan.json") == f"{plan}\n"
+    assert command("plan", file, "--cluster", "2xH100", "--json", "plan.json") == f"{plan}\n{WHY_HINT}\n"
     assert json.loads(Path("plan.json").read_text()) == json.loads(json.dumps(plan.values))
-    assert (plan.placement.layout, plan.step_s, plan.mfu) == tuple(
-        plan.values[key] for key in ("layout", "step_s", "mfu")
-    )
+    assert (plan.layout, plan.step_s, plan.mfu) == tuple(plan.values[key] for key in ("layout", "step_s", "mfu"))
     assert command("verify", file, *one, "--json", "verify.json").splitlines()[-1] == str(verdict).splitlines()[-1]
     told = json.loads(Path("verify.json").read_text())
     assert told["ok"] is verdict.ok is True and max(told["max_grad_rel_err"], verdict.max_grad_rel_err) < 1e-10
@@ -239,7 +239,12 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.plan(RECIPE, folder="a" * 5000), r"is no folder"),
     (lambda: plait.Run("\0"), r"there is no run"),
     (lambda: plait.load_recipe({**RECIPE, "trian": {}}), r"trian is not a key of the recipe; did you mean train\?"),
-    (lambda: plait.load_recipe(RECIPE, "train.budget=1 step"), r"overrides = .* give a list of texts"),
+    (lambda: plait.load_recipe(RECIPE, 3), r"overrides = 3 is not usable; give a dict"),  # type: ignore[arg-type]
+    (lambda: plait.load_recipe(RECIPE, {"budget": "1 step"}), r"budget is not a key .* did you mean train.budget\?"),
+    (lambda: plait.load_recipe(RECIPE, {3: 4}), r"write the keys of a recipe as texts"),  # type: ignore[dict-item]
+    (lambda: plait.train(RECIPE, budget="1 step"), r'write overrides=\{"train.budget": …\}'),  # type: ignore[call-arg]
+    (lambda: plait.sample("play", max_tokens=9), r"takes no max_tokens; did you mean tokens\?"),  # type: ignore[call-arg]
+    (lambda: plait.export("play", "x", gguf=True), r"it takes run, to, dtype, what, folder"),  # type: ignore[call-arg]
     (lambda: plait.load_recipe({**RECIPE, "model": {"layers": object()}}), r"model.layers is not usable"),
     (lambda: plait.plan(RECIPE, cluster=8), r"cluster = 8 is not usable"),  # type: ignore[arg-type]
     (lambda: plait.plan(RECIPE, cluster="8xH1000"), r"H1000"),
@@ -252,11 +257,12 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.sample("play", tokens=0, folder="work"), r"tokens = 0 is too small"),
     (lambda: plait.evaluate("play", sequence=1, folder="work"), r"sequence = 1 is too small; give 2 or more"),
     (lambda: plait.sample("nobody", folder="work"), r'there is no run "nobody"'),
-    (lambda: plait.evaluate("play", "play.txt", folder="work"), r"files = .* give a list of texts"),
+    (lambda: plait.evaluate("play", 3, folder="work"), r"files = 3 is not usable; give a list of texts"),  # type: ignore[arg-type]
     (lambda: plait.Run("work"), r'there is no run "work"'),
     (lambda: plait.probe(workers=True), r"workers = True is not usable"),
     (lambda: plait.submit("a.py", on="pbs"), r'on = .pbs. is not usable; give "slurm", "ssh" or "kubernetes"'),  # type: ignore[arg-type]
-    (lambda: plait.submit("a.py", on="ssh", options={"machines": "ann"}), r"machines = .* give a list of texts"),
+    (lambda: plait.submit("a.py", on="ssh", options={"machines": 3}), r"machines = 3 is .* give a list of texts"),
+    (lambda: plait.submit("a.py", "--epochs 3", on="slurm"), r"give a list of texts, one for each argument"),
     (lambda: plait.submit("a.py", on="ssh", options={"machines": ["-oProxy"]}), r"no name of a machine"),
     (lambda: plait.submit("a.py", on="slurm", options={"gpus": "8"}), r"gpus = '8' is not usable"),
     (lambda: plait.submit("a.py", on="slurm", nodes=0), r"nodes = 0 is too small"),
@@ -291,5 +297,38 @@ def test_the_name_of_a_dict_is_that_of_its_first_text() -> None:
 def test_every_public_name_is_there_and_in_the_guide() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guide-python.md").read_text()
     types = {"Cluster", "PlannedRun", "Receipt", "Verdict"}
-    assert all(getattr(plait, name) is not None and name in dir(plait) for name in plait.__all__)
-    assert [name for name in plait.__all__ if f"plait.{name}" not in guide and name not in types] == []
+    assert all(getattr(plait, name) is not None for name in dir(plait)) and set(plait.__all__) < set(dir(plait))
+    named = [name for name in dir(plait) if name != "__version__" and name not in types]
+    assert [name for name in named if f"plait.{name}" not in guide] == []
+
+
+def test_the_package_shows_its_public_names_alone_and_a_short_help_with_an_example() -> None:
+    assert [name for name in dir(plait) if name.startswith("_")] == ["__version__"]
+    homes = {getattr(plait, name).__module__.partition(".")[0] for name in dir(plait) if name != "__version__"}
+    assert homes == {"plait"}
+    told = pydoc.plain(pydoc.render_doc(plait)).splitlines()
+    assert len(told) < 200
+    shown = [line.strip() for line in told[:14]]
+    assert 'plait.train("first.toml", {"train.budget": "4 minutes"})' in shown
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.budget=9 steps", "model.layers=3", "data.files=play.txt"],
+        {"train.budget": "9 steps", "model.layers": 3, "data.files": Path("play.txt")},
+        {"train": {"budget": "9 steps"}, "model": {"layers": 3}},
+    ],
+)
+def test_overrides_are_a_list_or_a_dict(overrides: Any) -> None:
+    loaded = plait.load_recipe(RECIPE, overrides)
+    assert (loaded.train.budget, loaded.model.layers, loaded.model.width) == ("9 steps", 3, 32)
+    assert plait.load_recipe(RECIPE, "train.budget=9 steps").train.budget == "9 steps"
+
+
+def test_files_are_a_list_or_a_single_one(place: Path) -> None:
+    (place / "work" / "other.txt").write_text(some_text(60))
+    file = place / "work" / "other.txt"
+    losses = [plait.evaluate("play", files, folder="work") for files in ([str(file)], str(file), file, [file])]
+    assert losses.count(losses[0]) == 4
+    file.unlink()

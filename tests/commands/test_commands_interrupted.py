@@ -6,11 +6,14 @@ import os
 import signal as signals
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from plait import cli
+from plait.commands.train import continuing_command
 from plait.errors import Interrupted, StopSignal
+from plait.hosts.joining import ONE_HOST, HostsRequest
 
 
 @pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
@@ -24,7 +27,16 @@ def test_a_signal_is_no_bug(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == code
-    assert capsys.readouterr().err == f"plait: stopped by {signal}\n"
+    assert capsys.readouterr().err == f"plait: stopped by {'Ctrl-C' if signal == 'SIGINT' else signal}\n"
+
+
+def test_a_stopped_run_names_the_whole_command_that_goes_on_with_it() -> None:
+    recipe = Path("my recipes/first.toml")
+    alone = continuing_command(recipe, ["train.budget=1 hour", "model.size=10M"], ONE_HOST, "new layouts")
+    assert alone == "plait train 'my recipes/first.toml' 'train.budget=1 hour' model.size=10M"
+    hosts = HostsRequest(n_hosts=2, address="10.0.0.1", port=24717, secret_file=Path("secret.txt"))
+    several = "plait train a.toml --no-check --hosts 2 --address 10.0.0.1 --port 24717 --secret-file secret.txt"
+    assert continuing_command(Path("a.toml"), [], hosts, "never") == several
 
 
 @pytest.mark.parametrize("number", [signals.SIGTERM, signals.SIGINT, signals.SIGHUP])
@@ -58,6 +70,7 @@ def test_a_signal_in_the_midst_of_a_command_closes_what_is_open_and_goes(
 ENDS_UNDER_FIRE = """
 import atexit, os, signal, sys
 from plait import cli
+from plait.commands.train import continuing_command
 
 class Errors:
     def write(self, text):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from plait.cli import app
 from plait.commands.join import joining_text
-from plait.commands.planning.plan_report import make_plan_report, plan_report_text, training_section
+from plait.commands.planning.plan_report import make_plan_report, plan_report_text, plan_summary_text, training_section
 from plait.commands.probe import probe_start, unsteady_text
 from plait.commands.prove import trial_text, winner_text
 from plait.commands.sample import SampledText
@@ -74,11 +74,13 @@ def plan_texts(folder: Path) -> Mapping[str, str]:
     config = recipe(folder, "run.name=shakespeare", "train.budget=4 minutes")
     here = make_plan_report(config, Resources(machine=LAPTOP, peak_flops=PEAK_FLOPS[LAPTOP]), top=3)
     first = training_section(None, here.layouts, here.plan.placement.layout)
+    with_training = replace(here, sections=(first, *here.sections))
     large = recipe(folder, "model.size=7B", "train.budget=140B tokens")
     several = [make_plan_report(large, on_paper(read_cluster(text)), top=3) for text in ("8xH100", "2x(8xA100)+400G")]
     trials = [replace(here.layouts[0], step_s=0.25), replace(here.layouts[0], step_s=0.31)]
     return {
-        "plan": plan_report_text(replace(here, sections=(first, *here.sections)), 80),
+        "plan": plan_summary_text(with_training, 80),
+        "plan-why": plan_report_text(with_training, 80),
         "plan-several": comparison_table(several, 80),
         "plan-prove": "\n".join([*map(trial_text, trials), winner_text(here.plan.placement.layout)]),
     }

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable
 from functools import partial
 
 import pytest
+from typer.main import get_command
 
 import plait
+from plait.cli import app
+from plait.command_line.help_text import COMMAND_EXAMPLES, COMMAND_GROUPS, GroupedCommands
 from plait.machines.machine import software_versions
 from tests.end_to_end.command import Ended, Place, ended
 from tests.end_to_end.conftest import RunWarm
 from tests.matrix import few_fast, slow
 
-COMMANDS = (
-    "new",
-    "train",
-    "join",
-    "plan",
-    "data",
-    "verify",
-    "probe",
-    "sample",
-    "eval",
-    "chat",
-    "export",
-    "run",
-    "status",
-    "submit",
-    "logs",
-    "stop",
-    "fetch",
-    "drill",
-)
+COMMANDS = tuple(name for names in COMMAND_GROUPS.values() for name in names)
 POOR = {
     "ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     "ISO-8859-1": {"PYTHONIOENCODING": "iso-8859-1"},
@@ -60,8 +46,10 @@ def test_the_help_of_all_commands_fits_80_columns_and_is_whole(typed: Callable[.
     assert told.code == 0 and not told.err
     lines = told.out.splitlines()
     assert max(map(len, lines)) <= 80
-    listed = {line.split()[0]: line for line in lines[lines.index("Commands:") + 1 :]}
-    assert tuple(listed) == COMMANDS
+    commands = lines[lines.index(f"{next(iter(COMMAND_GROUPS))}:") : lines.index("Options:")]
+    listed = {line.split()[0]: line for line in commands if line.startswith("  ")}
+    assert tuple(listed) == COMMANDS and len(COMMANDS) == 18
+    assert [line.rstrip(":") for line in commands if line and not line.startswith(" ")] == list(COMMAND_GROUPS)
     assert all(line.endswith(".") and not line.endswith("...") for line in listed.values()), told.out
 
 
@@ -107,6 +95,28 @@ def test_the_help_of_a_command_fits_80_columns(typed: Callable[..., Ended], comm
     assert max(map(len, told.out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("command", ["plan", "drill"])
+def test_h_is_help_in_plain_words_with_two_examples(typed: Callable[..., Ended], command: str) -> None:
+    told = typed(command, "-h").out
+    assert told == typed(command, "--help").out
+    assert told.count(f"\n  plait {command} ") == 2
+    assert "--json FILE " in told and "NUMBER " in told
+
+
+def test_no_help_names_types_of_python_and_each_command_has_a_place_and_examples() -> None:
+    group = get_command(app)
+    assert isinstance(group, GroupedCommands)
+    shown = {name: command for name, command in group.commands.items() if not command.hidden}
+    assert sorted(shown) == sorted(COMMANDS) == sorted(COMMAND_EXAMPLES)
+    for name, command in shown.items():
+        told = command.get_help(command.make_context(name, [], resilient_parsing=True))
+        assert not re.search(r"<\w|x[<>]=|\bNone\b", told), told
+        for example in COMMAND_EXAMPLES[name]:
+            _, typed, *arguments = shlex.split(re.split(r" \| | && ", example)[0])
+            assert typed == name
+            command.make_context(name, arguments)  # raises for what the command does not take
+
+
 @pytest.mark.parametrize("encoding", few_fast(POOR, "strict ASCII"))
 def test_a_character_that_cannot_be_encoded_is_no_error(narrow: Place, encoding: str) -> None:
     (narrow.folder / "quoted.txt").write_text("a “quoted” text …\n" * 400, encoding="utf-8")
@@ -134,7 +144,7 @@ def test_a_training_whose_text_the_terminal_cannot_show_ends_well(narrow: Place)
     ("arguments", "sentence"),
     [
         (("trian",), "No such command 'trian'. Did you mean 'train'? (see plait --help)"),
-        (("train",), "Missing argument 'recipe' (see plait train --help)"),
+        (("train",), "Missing argument 'RECIPE' (see plait train --help)"),
         (("train", "tiny.toml", "--hosst", "2"), "No such option: --hosst"),
         (("sample", "x", "--tokens", "many"), "--tokens"),
     ],

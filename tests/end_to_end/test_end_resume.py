@@ -102,7 +102,10 @@ def test_a_stop_while_steps_are_timed_waits_for_no_step(place: Place, tmp_path: 
     stopped = ended(process)
     assert time.monotonic() - at < 10
     assert (stopped.code, stopped.err) == (129, "")
-    assert stopped.out.endswith("stopped by SIGHUP before training began; the same command starts it again\n")
+    assert (
+        "stopped by SIGHUP before training began; the same command starts it again\nnext     plait train "
+        in stopped.out
+    )
     place.assert_nobody_left()
     assert not place.path("slow").exists() and not list(tmp_path.glob("plait-*"))
 
@@ -186,10 +189,12 @@ def assert_stopped(place: Place, name: str, process: subprocess.Popen[str], code
     """Stopped by a signal: saved at the step where it stood, said so, and left no process."""
     stopped = ended(process)
     assert stopped.code == code and not stopped.err
-    assert f"stop     by {'SIGINT' if code == 130 else 'SIGTERM'}: {STOP_IN_WORDS}; another " in stopped.out
+    by = "Ctrl-C" if code == 130 else "SIGTERM"
+    assert f"stop     {by}: {STOP_IN_WORDS}; again quits without saving" in stopped.out
     step = newest(place, name)
     assert step < STEPS and place.lines(name)[-1]["step"] == step
     assert f"stopped after step {step} of {STEPS}, saved" in stopped.out
+    assert stopped.out.splitlines()[-1].startswith(f"next     plait train tiny.toml run.name={name}")
     place.assert_nobody_left()
     return step
 

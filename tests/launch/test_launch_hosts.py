@@ -331,7 +331,7 @@ def test_ctrl_c_on_another_host_stops_the_job_for_all(two: _Hosts):
     record = Record(2, lambda record: os.killpg(agent.pid, signal.SIGINT))
     assert two.run(job("wait_for_stop", 2), record).stopped_by == "SIGINT"
     assert record.values("saved") == {rank: {"rank": rank} for rank in range(2)}
-    assert agent.said() == f"by SIGINT: {STOP_IN_WORDS}; another SIGINT leaves the run at once"
+    assert agent.said() == f"Ctrl-C: {STOP_IN_WORDS}; Ctrl-C again leaves the run at once"
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
@@ -342,7 +342,7 @@ def test_a_measurement_on_several_hosts_ends_at_the_first_signal_on_any(two: _Ho
     assert time.monotonic() - record.acted_at_s < SOON_S
     assert running(record.pids.values()) == []
     if where == "there":
-        assert agent.said().startswith("by SIGHUP: what is being measured is given up; another SIGHUP")
+        assert agent.said().startswith("SIGHUP: giving up what is being measured; SIGHUP again")
     assert two.run(job("hello", 2), Record()).stopped_by == "finished"
 
 

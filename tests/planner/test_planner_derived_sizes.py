@@ -3,18 +3,38 @@ that the time budget's own forecast bears out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from plait.commands.planning.plan_report import make_plan_report
+from plait.errors import PlaitError
 from plait.machines.cluster import read_cluster
 from plait.model.shape import parameter_count
-from plait.planner.derive.published_rules import EXPECTED_MFU, divisible_batch
-from plait.planner.derive.resources import on_paper
+from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.published_rules import (
+    EXPECTED_MFU,
+    compute_optimal_parameters,
+    divisible_batch,
+    useful_parameters,
+)
+from plait.planner.derive.resources import Resources, on_paper
+from plait.planner.plan import Plan
 from plait.planner.resolve.request import request_of
-from tests.planner.machines import WEB, recipe
+from plait.planner.resolve.resolve import draft, settle
+from plait.planner.resolve.worker_layouts import choose
+from plait.recipe.schema import RunConfig
+from tests.planner.machines import LAPTOP, PEAK_FLOPS, WEB, corpus, recipe
+
+MACHINES: Mapping[str, Callable[[], Resources]] = {
+    "laptop": lambda: Resources(machine=LAPTOP, peak_flops=PEAK_FLOPS[LAPTOP]),
+    "4090": lambda: on_paper(read_cluster("4090")),
+    "8xH100": lambda: on_paper(read_cluster("8xH100")),
+}
+SMALLEST_PARAMETERS = 2.5 * 10**6
+"""Of the smallest named size with the larger vocabulary."""
 
 
 @pytest.mark.parametrize(
@@ -58,6 +78,62 @@ def test_a_time_budget_is_sized_by_the_rate_that_the_plan_itself_forecasts(tmp_p
     assert wanted == pytest.approx(300, rel=0.7), "seconds for 20 tokens a parameter"
     [reason] = [note for note in report.notes if note.startswith("model ")]
     assert "FLOP/s as forecast)" in reason
+
+
+@pytest.mark.parametrize("flops", [1e12, 1e15, 1e18, 1e21, 1e24])
+def test_fresh_text_is_shared_out_at_twenty_tokens_a_parameter(flops: float) -> None:
+    parameters = compute_optimal_parameters(flops=flops, unique_tokens=10**15)
+    assert flops / (6 * parameters) / parameters == pytest.approx(20, rel=0.1)
+
+
+@pytest.mark.parametrize("unique", [20_000, 10**6, 10**9, 10**12])
+def test_no_budget_makes_a_model_larger_than_its_text_can_train(unique: int) -> None:
+    sizes = [compute_optimal_parameters(flops=10.0**power, unique_tokens=unique) for power in range(9, 30)]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == useful_parameters(unique) < unique
+
+
+@pytest.mark.parametrize("machine", ["laptop", "4090", "8xH100"])
+@pytest.mark.parametrize("budget", ["4 minutes", "1 hour", "10 days"])
+@pytest.mark.parametrize("kilobytes", [50, 750, 5_000, 500_000, 50_000_000])
+def test_a_size_that_plait_chooses_is_never_refused(tmp_path: Path, kilobytes: int, budget: str, machine: str) -> None:
+    text = corpus(kilobytes * 250, max(1, kilobytes // 100), 1024 if kilobytes < 1000 else 32768)
+    config, machines = recipe(tmp_path, f"train.budget={budget}"), MACHINES[machine]()
+    found = draft(config, text, machines, recipe_hash="")
+    assert parameter_count(found.plan.job.shape) <= max(text.train_tokens, SMALLEST_PARAMETERS)
+
+
+def test_the_largest_model_that_fits_is_taken_where_the_best_one_does_not(tmp_path: Path) -> None:
+    config = recipe(tmp_path, "train.budget=300 days")
+    found = draft(config, WEB, on_paper(read_cluster("4090")), recipe_hash="")
+    assert parameter_count(found.plan.job.shape) == pytest.approx(1e9, rel=0.1)
+    [reason] = [note for note in found.request.notes if note.startswith("model ")]
+    assert "the largest that fits (no layout holds 1.3B)" in reason
+
+
+def test_a_size_that_was_asked_for_is_refused_where_it_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(PlaitError, match="fits no layout of"):
+        draft(recipe(tmp_path, "model.size=13B"), WEB, on_paper(read_cluster("4090")), recipe_hash="")
+
+
+def test_a_small_text_ends_a_run_before_its_time_is_over(tmp_path: Path) -> None:
+    config, text = recipe(tmp_path, "train.budget=1 hour"), corpus(300_000, 1)
+    report = make_settled(config, text)
+    job = report.job
+    assert job.ends_with_its_text
+    assert job.steps * job.batch_tokens == pytest.approx(16.4 * text.train_tokens, rel=0.02)
+    [reason] = [one for one in report.reasons if "this text is small" in one]
+    assert "read 16 times" in reason and "in 1 h 0 min the model would only memorise it" in reason
+
+
+def test_the_text_ends_no_run_whose_size_was_asked_for(tmp_path: Path) -> None:
+    job = make_settled(recipe(tmp_path, "train.budget=1 hour", "model.size=1M"), corpus(300_000, 1)).job
+    assert job.most_tokens is None and job.steps * job.batch_tokens > 20 * 300_000
+
+
+def make_settled(config: RunConfig, text: CorpusFacts) -> Plan:
+    found = draft(config, text, on_paper(read_cluster("4090")), recipe_hash="")
+    return settle(config, found, [choose(found.layouts)])
 
 
 def test_named_sizes_keep_their_model(tmp_path: Path) -> None:

@@ -7,16 +7,18 @@ import pty
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from plait.commands.planning.plan_report import make_plan_report, plan_report_text
-from plait.errors import PlaitError, installing
+from plait.commands.planning.plan_report import make_plan_report, plan_report_text, plan_summary_text
+from plait.errors import PlaitError, installing, installing_by
 from plait.layout import Layout, layout_summary
 from plait.machines.cluster import read_cluster
 from plait.planner.derive.resources import on_paper
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates
+from plait.planner.report.report_json import report_values
 from plait.planner.report.text import comparison_table
 from plait.planner.search.layout_kinds import layout_sentences, layout_text
 from plait.units import (
@@ -86,14 +88,33 @@ def test_headings_are_plain(tmp_path: Path) -> None:
     text = plan_report_text(make_plan_report(recipe(tmp_path, *SMALL), on_paper(read_cluster("8x4090")), top=3))
     headings = re.findall(r"^(\w[\w ]{7}) ", text, re.MULTILINE)
     assert [heading.strip() for heading in headings] == [
-        *("plan", "batch", "layout", "step", "memory", "why", "others", "compared", "limits", "what if", "accuracy"),
-        "run",
+        *("plan", "time", "memory", "money", "batch", "layout", "step", "why"),
+        *("others", "compared", "limits", "what if", "accuracy"),
     ]
 
 
-def test_the_command_that_installs_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/home/me/my folder/bin/python")
-    assert installing("plotly") == "'/home/me/my folder/bin/python' -m pip install plotly"
+def test_time_memory_and_money_stand_second_and_the_reasons_only_where_asked_for(tmp_path: Path) -> None:
+    report = make_plan_report(recipe(tmp_path, *SMALL), on_paper(read_cluster("8x4090")), top=3)
+    short, whole = plan_summary_text(report, 80).splitlines(), plan_report_text(report, 80).splitlines()
+    for lines in (short, whole):
+        assert [line.split()[0] for line in lines if not line.startswith(" ")][:4] == [
+            "plan",
+            "time",
+            "memory",
+            "money",
+        ]
+    assert len(short) <= 16 and all(line in whole for line in short if not line.startswith(" "))
+    assert "sequence 256: usual" not in " ".join(short)
+    assert report_values(report)["run"] == asdict(report.run)
+    assert report.run.steps == 500 and report.run.tokens == 500 * 16384
+
+
+def test_the_command_that_installs_can_be_pasted_and_is_that_of_the_tool_which_made_the_environment() -> None:
+    python = "/home/me/my tools/plait/bin/python"
+    assert installing_by("pyarrow", "pip", python) == f"'{python}' -m pip install pyarrow"
+    assert installing_by("pyarrow", "pipx", python) == "pipx inject plait pyarrow"
+    assert installing_by("pyarrow", "uv", python) == f"uv pip install --python '{python}' pyarrow"
+    assert installing("pyarrow") in [installing_by("pyarrow", tool, sys.executable) for tool in ("pip", "uv")]
 
 
 @pytest.mark.parametrize("columns", [80, 60])

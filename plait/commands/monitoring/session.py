@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor, pass_to_monitor
-from plait.errors import StopSignal
+from plait.errors import StopSignal, signal_in_words
 from plait.launch.values.job import NOTE, STOP_IN_WORDS, STOPPING, Job, JobResult, Message
 from plait.planner.plan import Plan
 from plait.report.metrics import EvalReport, StepReport
@@ -149,7 +149,8 @@ def run_session(
 def stopping_text(signal: StopSignal) -> str:
     """What a person reads at the moment of a stop: saving comes after the step at hand, which may take long."""
     again = "SIGTERM" if signal in ("SIGHUP", "SIGUSR1") else signal  # a terminal ends, a scheduler warns, only once
-    return f"stop     by {signal}: {STOP_IN_WORDS}; another {again} ends them at once, without saving"
+    repeated = f"{'again' if again == signal else again} quits without saving"
+    return f"stop     {signal_in_words(signal)}: {STOP_IN_WORDS}; {repeated}"
 
 
 def _parse_floats(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,6 +128,8 @@ def _time_text(plan: Plan) -> str:
     batch = format_count(plan.batch_tokens)
     until = f"{budget} in {steps}" if budget.unit in ("tokens", "epochs") else f"{steps} of {batch} tokens"
     asked = f", budget {budget}" if budget.unit == "seconds" else ""
+    if plan.job.ends_with_its_text:
+        asked = f"; the text is small, the rest of {budget} would only memorise it"
     known = f"{left} ({'timed' if plan.step_s else 'forecast'}): " if (left := time_left_text(plan, 0)) else ""
     return f"{known}{until}{asked}"
 

@@ -16,10 +16,10 @@ from plait.planner.calibration.factors import calibration_text
 from plait.planner.derive.resources import Resources
 from plait.planner.memory.state_copies import with_copies
 from plait.planner.plan import Placement, Plan
-from plait.planner.report.page import page_html, plotly_script
-from plait.planner.report.report import PlanReport, PlanSection, plan_report_of
+from plait.planner.report.page import page_html
+from plait.planner.report.report import PlanReport, PlanSection, plan_report_of, run_cost_text, run_time_text
 from plait.planner.report.report_json import report_values
-from plait.planner.report.text import report_lines
+from plait.planner.report.text import report_lines, summary_lines
 from plait.planner.resolve.resolve import draft, lines_without_effect, settle
 from plait.planner.resolve.worker_layouts import WorkerLayout, choose
 from plait.recipe.schema import RunConfig
@@ -44,16 +44,22 @@ def make_plan_report(
             f"{resources.machine.name} is not in plait's catalogue; describe it in a cluster.json and pass --cluster"
         )
     plan = settle(config, drafted, [chosen])
-    notes = [*read_as, *assumed, *drafted.request.notes, *lines_without_effect(config, [chosen])]
+    notes = list(dict.fromkeys((*read_as, *assumed, *plan.warnings, *lines_without_effect(config, [chosen]))))
+    reasons = [reason for reason in drafted.request.notes if reason not in notes]
     learnt = calibration_text(forecast.calibration, forecast.items, forecast.basis)
     copies = with_copies(config.recover, plan, found.cluster.n_nodes)[1]
-    notes += [line for line in (learnt, copies) if line]
-    return plan_report_of(plan, found, layouts=drafted.layouts, notes=notes, top=top)
+    reasons += [line for line in (learnt, copies) if line]
+    return plan_report_of(plan, found, layouts=drafted.layouts, notes=notes, reasons=reasons, top=top)
 
 
 def plan_report_text(report: PlanReport, columns: int = REPORT_COLUMNS) -> str:
-    """The whole answer for people, in lines of this many columns at most."""
+    """The whole answer for people with all reasons, in lines of this many columns at most."""
     return "\n".join(wrapped(line, columns) for line in report_lines(report)) + "\n"
+
+
+def plan_summary_text(report: PlanReport, columns: int = REPORT_COLUMNS) -> str:
+    """The answer for people without its reasons, in lines of this many columns at most."""
+    return "\n".join(wrapped(line, columns) for line in summary_lines(report)) + "\n"
 
 
 def training_section(kept: Plan | None, layouts: Sequence[WorkerLayout], forecast: Layout) -> PlanSection:
@@ -116,7 +122,7 @@ class PlannedRun:
         return self.values["why"]
 
     def __str__(self) -> str:
-        return plan_report_text(self.report)
+        return plan_summary_text(self.report)
 
     def __repr__(self) -> str:
         return str(self).rstrip("\n")
@@ -125,14 +131,16 @@ class PlannedRun:
         """What a notebook shows: the main figures, the reasons, and the whole report to unfold."""
         rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self._facts())
         reasons = "".join(f"<li>{escape(line)}</li>" for line in self.why)
-        whole = f"<details><summary>the whole plan</summary><pre>{escape(str(self))}</pre></details>"
+        whole = (
+            f"<details><summary>the whole plan</summary><pre>{escape(plan_report_text(self.report))}</pre></details>"
+        )
         return f"<table>{rows}</table><ul>{reasons}</ul>{whole}"
 
     def to_html(self, file: str | Path) -> Path:
-        """Write a page with figures and return its path; raises PlaitError where it cannot be written or drawn."""
+        """Write a page with figures and return its path; raises PlaitError where it cannot be written."""
         path = Path(file)
         check_output_file(path)
-        write_output_file(path, page_html([self.report], plotly_script()))
+        write_output_file(path, page_html([self.report]))
         return path
 
     def _facts(self) -> Sequence[tuple[str, str]]:
@@ -141,7 +149,9 @@ class PlannedRun:
             ("machines", self.values["cluster"]),
             ("layout", self.report.layout),
             ("a step", f"{format_duration(self.step_s)}, give or take {self.values['error']:.0%}"),
+            ("the whole run", run_time_text(self.report.run)),
             ("memory", f"{format_bytes(self.bytes_per_device)} a device"),
+            ("money", run_cost_text(self.report.run)),
             ("MFU", mfu),
         )
 

@@ -26,11 +26,11 @@ STOPPING = "stopping"
 """Kind of the message, as if of rank 0, by which a supervisor says that the ranks have been asked to end."""
 
 StoppedBy = Literal["finished", StopSignal]
-STOP_IN_WORDS = "the workers finish their step and save"
+STOP_IN_WORDS = "finishing this step and saving"
 AtStop = Literal["save", "abandon"]
+"""What the first stop signal does to a job's ranks: they save and return, or are killed at once."""
 JobEnd = Literal["over", "paused"]
 """paused: its ranks saved and returned before they were done, because the hosts of the run change."""
-"""What the first stop signal does to a job's ranks: they save and return, or are killed at once."""
 LeftBy = Literal["left by SIGINT", "left by SIGTERM", "left by SIGHUP"]
 """A signal stopped one joined host, and the run goes on without it."""
 SIGNAL_OF_LEAVING: Mapping[LeftBy, StopSignal] = {

@@ -13,7 +13,7 @@ from plait.errors import PlaitError
 from plait.model.parts.objectives import OBJECTIVE_KEYS, objectives_of_keys
 from plait.model.requested_size import named_size, parameters_of_size, shape_of_size
 from plait.model.shape import ModelShape, parameter_count
-from plait.model.sizes import explicit_shape, nearest_size
+from plait.model.sizes import MODEL_SIZES, explicit_shape, nearest_size
 from plait.planner.derive import published_rules
 from plait.planner.derive.adapters import adapter_for
 from plait.planner.derive.derived import Derived
@@ -84,6 +84,8 @@ class TrainingRate:
     flops_per_s: float
     """Training FLOPs (6 for each parameter and token) per second, all devices together."""
     source: Literal["assumed", "forecast"]
+    too_large: str = ""
+    """The smallest named size that was found to fit no layout; empty where none was."""
 
     def __str__(self) -> str:
         return f"{format_si(self.flops_per_s, 'FLOP/s')} {'as forecast' if self.source == 'forecast' else 'assumed'}"
@@ -100,6 +102,8 @@ class RunSize:
     shape: ModelShape
     tokens: float
     flops: float
+    most_tokens: int | None = None
+    """After which a run of a time budget ends, as its text teaches the model nothing more; None: when time is over."""
 
 
 def budget_of(config: RunConfig) -> Amount:
@@ -120,21 +124,57 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) 
     if corpus.base is not None:
         return _size_of_base(config, corpus, corpus.base, rate, budget)
     vocabulary = fitting_vocabulary(config.model.vocabulary, corpus.vocabulary)
-    size, spelt_out = config.model.size, "auto" not in (config.model.layers, config.model.width)
     if config.train.budget == "auto":
-        what = "20 tokens a parameter (Hoffmann 2022)" if size != "auto" else "no model size or budget was asked for"
+        named = config.model.size != "auto"
+        what = "20 tokens a parameter (Hoffmann 2022)" if named else "no model size or budget was asked for"
         why.append(f"budget {budget}: {what}")
-    if size == "auto" and not spelt_out:
-        amount = Amount(budget.value * corpus.train_tokens, "tokens") if budget.unit == "epochs" else budget
-        best = _best_parameter_count(config, amount, rate.flops_per_s, corpus.train_tokens)
-        size = nearest_size(best, vocabulary)
-    found = _model_shape(config, size, vocabulary, corpus)
-    shape, why = found.value, [*why, *found.reasons]
-    if config.model.size == "auto" and not spelt_out:
-        timed = f", at most four passes over the text, {rate}" if budget.unit == "seconds" else ""
-        rule = f"20 tokens a parameter{timed}"
-        why.append(f"model {format_count(parameter_count(shape))} parameters: learns most within the budget ({rule})")
-    return Derived(value=_run_size(config, corpus, shape, budget, rate), reasons=tuple(why))
+    chosen = _chosen_size(config, corpus, rate) if has_open_size(config, corpus) else None
+    found = _model_shape(config, chosen or config.model.size, vocabulary, corpus)
+    run = _run_size(config, corpus, found.value, budget, rate)
+    why += found.reasons
+    if chosen:
+        why.append(f"model {format_count(parameter_count(run.shape))} parameters: {_size_reason(config, corpus, rate)}")
+        if budget.unit == "seconds":
+            run = _ending_with_its_text(run, corpus.train_tokens)
+    return Derived(value=run, reasons=tuple(why))
+
+
+def has_open_size(config: RunConfig, corpus: CorpusFacts) -> bool:
+    """Whether the model's size is plait's to choose."""
+    return corpus.base is None and config.model.size == "auto" and "auto" in (config.model.layers, config.model.width)
+
+
+def smaller_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> TrainingRate | None:
+    """The rate from which the next smaller size is derived; None where there is none, or the size is not plait's to
+    choose."""
+    if not has_open_size(config, corpus):
+        return None
+    chosen = _chosen_size(config, corpus, rate)
+    return None if chosen == next(iter(MODEL_SIZES)) else replace(rate, too_large=chosen)
+
+
+def _chosen_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> str:
+    """The named size that learns most within the budget, of those that fit."""
+    sizes = list(MODEL_SIZES)
+    fitting = sizes[: sizes.index(rate.too_large)] if rate.too_large else sizes
+    vocabulary = fitting_vocabulary(config.model.vocabulary, corpus.vocabulary)
+    return nearest_size(_best_parameter_count(config, corpus, rate), vocabulary, among=fitting)
+
+
+def _size_reason(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> str:
+    if rate.too_large:
+        return f"the largest that fits (no layout holds {rate.too_large}); a larger one would learn more"
+    if _best_parameter_count(config, corpus, rate) == published_rules.useful_parameters(corpus.train_tokens):
+        return f"more would learn nothing from {format_count(corpus.train_tokens)} tokens of text (Muennighoff 2023)"
+    timed = f" and repeated text counts less, {rate}" if budget_of(config).unit == "seconds" else ""
+    return f"learns most within the budget (20 tokens a parameter{timed})"
+
+
+def _ending_with_its_text(run: RunSize, unique_tokens: int) -> RunSize:
+    """The run, over at the latest when its text teaches nothing more."""
+    most = ceil(published_rules.useful_tokens(unique_tokens))
+    share = min(1.0, most / run.tokens)
+    return replace(run, tokens=run.tokens * share, flops=run.flops * share, most_tokens=most)
 
 
 def _run_size(config: RunConfig, corpus: CorpusFacts, shape: ModelShape, budget: Amount, rate: TrainingRate) -> RunSize:
@@ -170,16 +210,20 @@ def _size_of_base(
     return Derived(value=_run_size(config, corpus, shape, budget, rate), reasons=tuple(why))
 
 
-def _best_parameter_count(config: RunConfig, budget: Amount, rate: float, unique_tokens: int) -> float:
-    """Parameters that suit the budget: the size that learns most in a time, or that its tokens are enough to train."""
+def _best_parameter_count(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> float:
+    """Parameters that suit the budget and the text: the size that learns most in a time, or that the budget's tokens
+    are enough to train."""
+    budget, unique = budget_of(config), corpus.train_tokens
     if budget.unit == "seconds":
-        return published_rules.compute_optimal_parameters(flops=rate * budget.value, unique_tokens=unique_tokens)
+        flops = rate.flops_per_s * budget.value
+        return published_rules.compute_optimal_parameters(flops=flops, unique_tokens=unique)
     parameters, flops = 1e6, 1e12
     for _ in range(50):  # size, FLOPs and batch depend on each other; this settles within a few rounds
-        tokens = budget.value if budget.unit == "tokens" else budget.value * _batch_tokens(config, flops)
+        each = {"tokens": 1.0, "epochs": float(unique)}.get(budget.unit) or _batch_tokens(config, flops)
+        tokens = budget.value * each
         parameters = max(published_rules.parameters_for_tokens(tokens), 1e5)
         flops = 6 * parameters * tokens
-    return parameters
+    return min(parameters, published_rules.useful_parameters(unique))
 
 
 def _batch_tokens(config: RunConfig, flops: float) -> float:

@@ -1,10 +1,11 @@
 """Published rules of thumb for what a recipe leaves open, each a pure function with its source.
 
 Sources: Goyal et al. 2017 (arXiv 1706.02677: the learning rate follows the batch, warm-up), Hoffmann et al. 2022
-(2203.15556: 20 tokens a parameter), Muennighoff et al. 2023 (2305.16264: four passes over the data are about as good
-as fresh data), Malladi et al. 2022 (2205.10287: for Adam the learning rate follows the square root of the batch),
-Bi et al. 2024 (DeepSeek LLM, 2401.02954, section 3.1: batch and learning rate from the training FLOPs), Brown et al.
-2020 (2005.14165, appendix B: betas, weight decay, clipping), Hägele et al. 2024 (2405.18392: decay over the last 20 %).
+(2203.15556: 20 tokens a parameter), Muennighoff et al. 2023 (2305.16264: what repeated text is worth, and parameters
+beyond those that a text can train), Malladi et al. 2022 (2205.10287: for Adam the learning rate follows the square
+root of the batch), Bi et al. 2024 (DeepSeek LLM, 2401.02954, section 3.1: batch and learning rate from the training
+FLOPs), Brown et al. 2020 (2005.14165, appendix B: betas, weight decay, clipping), Hägele et al. 2024 (2405.18392:
+decay over the last 20 %).
 
 Rules for tuning a model that is trained already: Touvron et al. 2023 (Llama 2, 2307.09288, section 3.1: all weights at
 2e-5, decay 0.1, 64 examples a step), Taori et al. 2023 (Alpaca: three epochs, a warm-up of 3 %), Schulman and Thinking
@@ -19,7 +20,7 @@ tenth of the run as warm-up, no weight decay). None of them asks how many device
 
 from __future__ import annotations
 
-from math import ceil, floor, log2, sqrt
+from math import ceil, exp, floor, log2, sqrt
 
 from plait.model.adapter_shape import AdapterVariant
 from plait.model.shape import ModelShape, parameter_count
@@ -27,19 +28,51 @@ from plait.model.weights import active_parameter_count, trained_parameter_count
 from plait.recipe.finetune import FinetuneMethod, FinetuneObjective
 
 TOKENS_PER_PARAMETER = 20
-USEFUL_EPOCHS = 4
+LOSS_EXPONENT, LOSS_OF_PARAMETERS, LOSS_OF_TOKENS = 0.3527, 521.0, 1488.0
+"""How the loss falls with parameters and tokens (Muennighoff et al. 2023, appendix A: 521 / N^0.3527 +
+1488 / D^0.3527). The two are balanced at about 20 tokens a parameter."""
+REPEATS_DECAY, EXCESS_DECAY = 15.39, 5.31
+"""Repeats of a text, and parameters beyond those that the text can train (in multiples of these), after which one more
+is worth 1/e of the first (the same source: R*_D and R*_N)."""
 EXPECTED_MFU = 0.45
 """Share of the arithmetic peak that a first guess expects, before the step is measured."""
 
 
 def compute_optimal_parameters(*, flops: float, unique_tokens: int) -> float:
-    """Parameters that learn most from `flops` of training: 20 tokens each, or fewer when text runs short.
+    """Parameters that learn most from `flops` of training (6 a parameter and token) on a text: 20 tokens each while the
+    text is fresh, by the law of repeated text where it is not; never more than useful_parameters."""
+    most, tokens = useful_parameters(unique_tokens), useful_tokens(unique_tokens)
+    largest = min(most, 2 * sqrt(flops / (6 * TOKENS_PER_PARAMETER)))  # fresh text takes half of that
+    candidates = [largest * 1.05**-power for power in range(100)]
 
-    Training costs 6 FLOPs a parameter and token. Text is good for four passes; FLOPs beyond that go into size.
-    """
-    by_flops = sqrt(flops / (6 * TOKENS_PER_PARAMETER))
-    by_text = flops / (6 * USEFUL_EPOCHS * unique_tokens)
-    return max(by_flops, by_text)
+    def loss(parameters: float) -> float:
+        return _loss(parameters, min(flops / (6 * parameters), tokens), unique_tokens)
+
+    return min(candidates, key=loss)
+
+
+def useful_tokens(unique_tokens: int) -> float:
+    """Tokens of training after which a text teaches next to nothing new and is only memorised: R*_D repeats of it."""
+    return (1 + REPEATS_DECAY) * unique_tokens
+
+
+def useful_parameters(unique_tokens: int) -> float:
+    """Parameters beyond which a text trains none: those with 20 tokens each, and three times R*_N as many in excess,
+    whose worth is 95 % of any number's."""
+    return (1 + 3 * EXCESS_DECAY) * unique_tokens / TOKENS_PER_PARAMETER
+
+
+def _loss(parameters: float, tokens: float, unique_tokens: int) -> float:
+    """What training can still take from the loss, by the law of repeated text (Muennighoff et al. 2023, equation 5)."""
+    fresh = min(tokens, unique_tokens)
+    trained = min(parameters, fresh / TOKENS_PER_PARAMETER)
+    worth = _worth(parameters, trained, EXCESS_DECAY), _worth(tokens, fresh, REPEATS_DECAY)
+    return LOSS_OF_PARAMETERS / worth[0] ** LOSS_EXPONENT + LOSS_OF_TOKENS / worth[1] ** LOSS_EXPONENT
+
+
+def _worth(amount: float, full: float, decay: float) -> float:
+    """How much an amount is worth of which `full` counts whole and each multiple beyond it less and less."""
+    return full * (1 + decay * (1 - exp(-(amount / full - 1) / decay)))
 
 
 def training_flops_of_weights(shape: ModelShape) -> int:

@@ -44,8 +44,8 @@ class SizedJob:
     """For the optimizer and the documents; a plan names them after those for its layout."""
 
     def holds_at(self, rate: TrainingRate) -> bool:
-        """Whether the job would be the same at another rate: only a budget of time depends on it."""
-        return self.job.budget.unit != "seconds" or rate == self.rate
+        """Whether the job would be the same at another rate: only a budget of time depends on how fast it is."""
+        return rate == self.rate or (self.job.budget.unit != "seconds" and rate.too_large == self.rate.too_large)
 
 
 def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> SizedJob:
@@ -72,6 +72,7 @@ def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> Size
         corpus_hash=corpus.content_hash,
         documents=documents.value,
         choices=config.report.choices or "",
+        most_tokens=scale.most_tokens,
     )
     return SizedJob(
         job=job,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 
@@ -100,7 +101,7 @@ def _kept_and_split(schedule: Schedule, micros: int, layers: Reals) -> list[Real
     ranks, virtual = layers.shape
     if schedule == "gpipe":
         return [np.array([[micros * own, 0.0]]) for own in layers.sum(axis=1)]
-    rounds = [len(some) for some in micro_rounds(schedule, ranks, micros)][:ROUNDS_COUNTED]
+    rounds = [len(some) for some in islice(micro_rounds(schedule, ranks, micros), ROUNDS_COUNTED)]
     chunks = np.concatenate([np.repeat(np.arange(virtual), count) for count in rounds])
     count, nothing = len(chunks), np.zeros((ranks, 1))
     forwards = np.hstack([nothing, layers[:, chunks].cumsum(axis=1)])

@@ -33,6 +33,9 @@ from plait.planner.problem.workload import Workload, expected_distinct_tokens
 
 ROUNDS_WALKED = 3
 """Rounds of micro-batches through all ranks that are traced; for every schedule but gpipe the peak is within these."""
+GPIPE_MICROS_WALKED = 1024
+"""Micro-batches of a gpipe step that are traced: what it keeps of each is the same, so that more of them keep as many
+times as much."""
 LAYERS_GATHERED_AT_ONCE = 2
 """Layers whose sharded parameters are gathered at a time: the current one and the next."""
 HELD_BACK, HELD_BACK_AGAIN = constant("held_back"), constant("held_back_again")
@@ -143,6 +146,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     )
     schedule, micros = SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
     held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
+    beyond = micro_batches_per_step(w, c) / micros if schedule == "gpipe" and micros == GPIPE_MICROS_WALKED else 1.0
     layers = sum(stages.layers[rank::pipeline])
     own_stages = range(rank, pipeline * virtual, pipeline)
     n_tables = head_places(w, each, pipeline).tables[rank]
@@ -170,7 +174,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
         "gradients": held[0] + in_buckets + received + travelling,
         "optimizer": w.moments * (own - kept),
         "gathered": fully * (tables + gathered * p.gathered_weights),
-        "activations": held[1],
+        "activations": held[1] * beyond,
         "logits": held[2],
         "fixed": held[3],
         "gaps": ALLOCATOR_GAP_STREAMS * layers * (c.recompute != RECOMPUTE_MODES.index("full")) * p.gathered,
@@ -206,4 +210,5 @@ def _micros(workload: Workload, c: Candidates) -> NDArray[np.int64]:
     """Number of micro-batches to trace: all of a step, or as many as reach the peak."""
     micros = np.ceil(micro_batches_per_step(workload, c)).astype(np.int64)
     enough = np.where(c.pipeline > 1, ROUNDS_WALKED * c.pipeline + micros % c.pipeline, 2)
-    return np.where(c.schedule == SCHEDULES.index("gpipe"), micros, np.minimum(micros, enough))
+    enough = np.where(c.schedule == SCHEDULES.index("gpipe"), GPIPE_MICROS_WALKED, enough)
+    return np.minimum(micros, enough)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import log10
 
 import numpy as np
 
@@ -19,17 +18,16 @@ from plait.planner.explain.changes import (
 )
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.report.figures import (
-    ABOVE,
     COLOURS,
-    GUIDED,
     Drawing,
     LegendKey,
-    Values,
-    chart_layout,
-    five_digits,
+    area_html,
+    chart_html,
+    curve_html,
+    curves_html,
+    line_html,
     ratio_axis,
     seconds_unit,
-    wrapped_text,
 )
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import step_seconds
@@ -155,41 +153,26 @@ def draw_sweep(sweep: Sweep) -> Drawing:
     best_s = min(min(line.step_s) for line in sweep.lines)
     factor, unit = seconds_unit(best_s * 4)
     slowest_s = min(line.step_s[0] for line in sweep.lines)
-    here = {"type": "line", "x0": sweep.present, "x1": sweep.present, "y0": 0, "y1": 1, "yref": "paper"} | GUIDED
-    # Words are placed by the logarithm, lines and areas by the value itself: so plotly wants it.
-    note = {"x": log10(sweep.present), "y": 1, "yref": "paper", "text": "you are here"} | ABOVE
-    layout = chart_layout(
-        440,
-        ratio_axis(f"{sweep.unit} {sweep.where}", sweep.bandwidths[0], sweep.bandwidths[-1]),
-        ratio_axis(f"{unit} a step", best_s * factor / 1.15, slowest_s * factor * 1.5),
-        shapes=[*(_area(band) for band in sweep.bands), here],
-        annotations=[note],
-    )
+    x = ratio_axis(f"{sweep.unit} {sweep.where}", sweep.bandwidths[0], sweep.bandwidths[-1])
+    y = ratio_axis(f"{unit} a step", best_s * factor / 1.15, slowest_s * factor * 1.5)
     chosen = {band.line for band in sweep.bands}
-    legend = tuple(
-        LegendKey(colour=COLOURS[place % len(COLOURS)], words=line.words + (": chosen" if place in chosen else ""))
-        for place, line in enumerate(sweep.lines)
+    areas = [area_html(x.share(band.first), x.share(band.last), _colour(band.line)) for band in sweep.bands]
+    curves = []
+    for place, line in enumerate(sweep.lines):  # thin lines over thick ones, where two kinds take the same time
+        points = [(x.share(at), y.share(s * factor)) for at, s in zip(sweep.bandwidths, line.step_s, strict=True)]
+        drawn = curve_html(
+            points, _colour(place), width=4 if place in chosen else 1.5, dashes="" if place in chosen else "2 3"
+        )
+        curves.append(drawn)
+    here = line_html(x.share(sweep.present), "you are here")
+    return Drawing(
+        html=chart_html(x, y, f"{''.join(areas)}{curves_html(curves)}{here}"),
+        legend=tuple(
+            LegendKey(colour=_colour(place), words=line.words + (": chosen" if place in chosen else ""))
+            for place, line in enumerate(sweep.lines)
+        ),
     )
-    # In this order thin lines are drawn over thick ones, where two kinds take the same time.
-    data = tuple(_curve(sweep, place, factor, unit) for place in range(len(sweep.lines)))
-    return Drawing(data=data, layout=layout, legend=legend)
 
 
-def _area(band: Band) -> Values:
-    """The background of the bandwidths at which a line is chosen."""
-    colour = COLOURS[band.line % len(COLOURS)]
-    box = {"type": "rect", "x0": band.first, "x1": band.last, "y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
-    return box | {"line": {"width": 0}, "fillcolor": colour, "opacity": 0.18}
-
-
-def _curve(sweep: Sweep, place: int, factor: float, unit: str) -> Values:
-    line, chosen = sweep.lines[place], any(band.line == place for band in sweep.bands)
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": five_digits(sweep.bandwidths),
-        "y": five_digits([step_s * factor for step_s in line.step_s]),
-        "line": {"color": COLOURS[place % len(COLOURS)]} | ({"width": 4} if chosen else {"width": 1.5, "dash": "dot"}),
-        "hovertemplate": f"{wrapped_text(line.words, 60)}<br>%{{y:.3g}} {unit} a step at %{{x:.3g}} {sweep.unit}"
-        "<extra></extra>",
-    }
+def _colour(line: int) -> str:
+    return COLOURS[line % len(COLOURS)]

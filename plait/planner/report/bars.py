@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.partition.pipeline_schedule import ActionKind, schedule_actions
@@ -11,27 +12,22 @@ from plait.planner.heterogeneous.unequal_pipeline import unequal_stage_times
 from plait.planner.problem.candidates import SCHEDULES
 from plait.planner.problem.stage_partition import micro_batches_per_step
 from plait.planner.report.figures import (
-    ABOVE,
     BLUE,
     COLOURS,
     GREEN,
     GREY,
-    GUIDED,
     ORANGE,
     PURPLE,
     RED,
     TEAL,
     YELLOW,
+    Bar,
+    BarRow,
     Drawing,
     LegendKey,
-    Values,
-    chart_layout,
-    five_digits,
-    horizontal_bars,
-    seconds_unit,
+    bars_html,
+    ends_html,
     time_words,
-    title,
-    wrapped_text,
 )
 from plait.planner.search.cost_breakdown import (
     BOTTLENECKS,
@@ -54,10 +50,10 @@ GROUPS = (*BOTTLENECKS, "all else")
 """What binds where an item takes long."""
 GROUP_COLOURS = dict(zip(GROUPS, (BLUE, TEAL, ORANGE, RED, PURPLE, GREY), strict=True))
 HIDDEN_COLOUR = "#c9a06f"
+LINE_COLOUR = "#7d7875"
 RUNNERS_UP_SHOWN = 5
 LEAST_MEMORY_SHARE_SHOWN = 0.005
 """Share of a device's memory from which an item is drawn by itself in any of the bars."""
-GIB = 2**30
 ACTIONS_DRAWN = 6000
 """Actions that a picture may hold; where a step has more, fewer micro-batches are drawn."""
 ACTION_COLOURS: dict[ActionKind, tuple[str, str]] = {
@@ -129,40 +125,22 @@ def waterfall_caption(waterfall: Waterfall) -> str:
 
 def draw_waterfall(waterfall: Waterfall) -> Drawing:
     """An item a row, each from where the one above ended; then the sum, and what is hidden."""
-    longest_s = max(waterfall.step_s, waterfall.hidden_s)
-    factor, unit = seconds_unit(longest_s)
-    rows = [(f.name, f.start_s, f.spent_s, GROUP_COLOURS[f.group]) for f in waterfall.falls]
-    rows.append(("the whole step", 0.0, waterfall.step_s, GREEN))
+    rows = [_time_row(f.name, f.start_s, f.spent_s, GROUP_COLOURS[f.group], waterfall) for f in waterfall.falls]
+    rows.append(_time_row("the whole step", 0.0, waterfall.step_s, GREEN, waterfall))
     if waterfall.hidden_s > 0:
-        rows.append(("beside it: hidden messages", 0.0, waterfall.hidden_s, HIDDEN_COLOUR))
-    texts = [f"{time_words(spent)} · {spent / waterfall.step_s:.1%}" for _, _, spent, _ in rows]
-    texts[len(waterfall.falls)] = time_words(waterfall.step_s)
-    notes = []
-    for row, (_, start, spent, _) in enumerate(rows):
-        # Text goes to the side of a bar that has room for it.
-        left, inside = (start + spent) > 0.75 * longest_s > 2 * spent, spent > 0.3 * longest_s
-        place, anchor = (start, "right") if left else (start + spent, "right" if inside else "left")
-        white = {"font": {"color": "white"}} if inside and not left else {}
-        notes.append(
-            {"x": place * factor, "y": row, "text": texts[row], "xanchor": anchor, "yanchor": "middle"}
-            | {"showarrow": False, **white}
-        )
-    ys = list(range(len(rows)))
-    data = horizontal_bars(ys, [spent * factor for _, _, spent, _ in rows], [start * factor for _, start, _, _ in rows])
-    data |= {
-        "marker": {"color": [colour for *_, colour in rows]},
-        "hovertext": [f"{wrapped_text(name, 60)}: {text}" for (name, *_), text in zip(rows, texts, strict=True)],
-        "hoverinfo": "text",
-    }
-    names = {"tickvals": ys, "ticktext": [wrapped_text(name, 26) for name, *_ in rows], "showgrid": False}
-    layout = chart_layout(
-        100 + 42 * len(rows),
-        {"title": title(f"{unit} from the step's beginning"), "rangemode": "tozero"},
-        {"range": [len(rows) - 0.5, -0.5], **names},
-        annotations=notes,
-    )
+        rows.append(_time_row("beside it: hidden messages", 0.0, waterfall.hidden_s, HIDDEN_COLOUR, waterfall))
     seen = [group for group in GROUPS if any(fall.group == group for fall in waterfall.falls)]
-    return Drawing(data=(data,), layout=layout, legend=tuple(LegendKey(colour=GROUP_COLOURS[g], words=g) for g in seen))
+    return Drawing(
+        html=bars_html(rows, whole=max(waterfall.step_s, waterfall.hidden_s), style="named"),
+        legend=tuple(LegendKey(colour=GROUP_COLOURS[g], words=g) for g in seen),
+    )
+
+
+def _time_row(name: str, start_s: float, spent_s: float, colour: str, waterfall: Waterfall) -> BarRow:
+    share = f" · {spent_s / waterfall.step_s:.1%}" if spent_s != waterfall.step_s else ""
+    words = f"{time_words(spent_s)}{share}"
+    bar = Bar(start=start_s, length=spent_s, colour=colour, words=f"{name}: {words}")
+    return BarRow(name=name, bars=(bar,), value=words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,43 +202,30 @@ def memory_caption(bars: MemoryBars) -> str:
 
 def draw_memory(bars: MemoryBars) -> Drawing:
     """Stacked bars, a layout's words above each, and lines where devices end."""
-    rows, colours = list(range(len(bars.layouts))), [COLOURS[i % len(COLOURS)] for i in range(len(bars.items))]
-    data = [
-        horizontal_bars(rows, [size / GIB for size in item.bytes_per_device])
-        | {
-            "width": 0.36,
-            "marker": {"color": colour, "opacity": [1.0] + [0.65] * (len(rows) - 1)},
-            "hovertext": [f"{item.name}: {format_bytes(size)}" for size in item.bytes_per_device],
-            "hoverinfo": "text",
-        }
-        for item, colour in zip(bars.items, colours, strict=True)
-    ]
-    labels = [
-        f"<b>chosen:</b> {wrapped_text(bars.layouts[0], 88)}",
-        *(wrapped_text(words, 95) for words in bars.layouts[1:]),
-    ]
-    notes = [
-        {"x": 0, "y": row - 0.2, "text": label, "xanchor": "left", "align": "left"} | ABOVE
-        for row, label in enumerate(labels)
-    ]
-    marks, names = [], []
-    for device, size in bars.capacities:
-        marks.append(
-            {"type": "line", "x0": size / GIB, "x1": size / GIB, "y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
-            | GUIDED
-        )
-        text = wrapped_text(f"{device}: {format_bytes(size)}", 40)
-        names.append({"x": size / GIB, "y": 1, "yref": "paper", "text": text, "xanchor": "right"} | ABOVE)
-    layout = chart_layout(
-        90 + 62 * len(rows),
-        {"title": title("GiB on one device"), "rangemode": "tozero"},
-        {"range": [len(rows) - 0.7, -0.85], "showticklabels": False, "showgrid": False},
-        barmode="stack",
-        shapes=marks,
-        annotations=[*notes, *names],
-    )
-    legend = tuple(LegendKey(colour=one, words=item.name) for item, one in zip(bars.items, colours, strict=True))
-    return Drawing(data=tuple(data), layout=layout, legend=legend)
+    colours = [COLOURS[place % len(COLOURS)] for place in range(len(bars.items))]
+    rows = [_memory_row(bars, place, colours) for place in range(len(bars.layouts))]
+    most = max(sum(item.bytes_per_device[place] for item in bars.items) for place in range(len(bars.layouts)))
+    whole = 1.01 * max(most, *(size for _, size in bars.capacities))
+    legend = [LegendKey(colour=one, words=item.name) for item, one in zip(bars.items, colours, strict=True)]
+    marks = [size for _, size in bars.capacities]
+    html = bars_html(rows, whole=whole, style="headed", marks=marks)
+    return Drawing(html=html, legend=(*legend, _lines_key(bars)))
+
+
+def _memory_row(bars: MemoryBars, place: int, colours: Sequence[str]) -> BarRow:
+    pieces, start = [], 0.0
+    for item, colour in zip(bars.items, colours, strict=True):
+        size, words = item.bytes_per_device[place], f"{item.name}: {format_bytes(item.bytes_per_device[place])}"
+        pieces.append(Bar(start=start, length=size, colour=colour, words=words, opacity=0.65 if place else 1.0))
+        start += size
+    name = f"{bars.layouts[place]}: {format_bytes(start)}"
+    return BarRow(name=name if place else f"chosen: {name}", bars=tuple(pieces))
+
+
+def _lines_key(bars: MemoryBars) -> LegendKey:
+    """Which devices end at the dashed lines, from the left."""
+    ends = ", ".join(f"{name} {format_bytes(size)}" for name, size in bars.capacities)
+    return LegendKey(colour=LINE_COLOUR, words=f"{'lines' if len(bars.capacities) > 1 else 'line'}: {ends}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,50 +297,35 @@ def pipeline_caption(picture: PipelinePicture | None) -> str:
 def draw_pipeline(picture: PipelinePicture) -> Drawing:
     """A line for each rank of the pipeline, a block for each action."""
     ranks, ended_s = len(picture.timeline.ranks), picture.timeline.duration_s
-    factor, unit = seconds_unit(ended_s + picture.once_s)
-    by_kind: dict[ActionKind, list[tuple[int, ActionSpan]]] = {}
-    for rank, spans in enumerate(picture.timeline.ranks):
-        for span in spans:
-            by_kind.setdefault(span.action.kind, []).append((rank, span))
-    once = horizontal_bars(list(range(ranks)), [picture.once_s * factor] * ranks, [ended_s * factor] * ranks) | {
-        "marker": {"color": GREY},
-        "hovertext": f"{ONCE_TEXT}: {time_words(picture.once_s)}",
-        "hoverinfo": "text",
-    }
+    once = Bar(start=ended_s, length=picture.once_s, colour=GREY, words=f"{ONCE_TEXT}: {time_words(picture.once_s)}")
     every = max(1, ranks // 16)
-    names = {"tickvals": list(range(0, ranks, every)), "ticktext": [f"group {r + 1}" for r in range(0, ranks, every)]}
-    layout = chart_layout(
-        100 + max(14, min(34, 500 // ranks)) * ranks,
-        {"title": title(f"{unit} from the step's beginning"), "rangemode": "tozero"},
-        {"range": [ranks - 0.5, -0.5], "showgrid": False, **names},
-        bargap=0.12,
-    )
-    legend = [
-        LegendKey(colour=colour, words=words) for kind, (words, colour) in ACTION_COLOURS.items() if kind in by_kind
+    rows = [
+        BarRow(
+            name=f"group {rank + 1}" if rank % every == 0 else "",
+            bars=(*(_block(span, picture) for span in spans), once),
+        )
+        for rank, spans in enumerate(picture.timeline.ranks)
     ]
+    kinds = {span.action.kind for spans in picture.timeline.ranks for span in spans}
+    legend = [
+        LegendKey(colour=colour, words=words) for kind, (words, colour) in ACTION_COLOURS.items() if kind in kinds
+    ]
+    whole_s = ended_s + picture.once_s
+    blocks = bars_html(rows, whole=whole_s, style="numbered", row_px=max(12, min(30, 500 // ranks)))
     return Drawing(
-        data=(*(_blocks(kind, spans, picture) for kind, spans in by_kind.items()), once),
-        layout=layout,
+        html=blocks + ends_html(time_words(whole_s)),
         legend=(*legend, LegendKey(colour=GREY, words=ONCE_TEXT)),
     )
 
 
-def _blocks(kind: ActionKind, spans: list[tuple[int, ActionSpan]], picture: PipelinePicture) -> Values:
-    words, colour = ACTION_COLOURS[kind]
-    factor, unit = seconds_unit(picture.timeline.duration_s + picture.once_s)
-    chunks = [span.action.stage // len(picture.timeline.ranks) for _, span in spans]
-    bars = horizontal_bars(
-        [rank for rank, _ in spans],
-        [(span.end_s - span.start_s) * factor for _, span in spans],
-        [span.start_s * factor for _, span in spans],
+def _block(span: ActionSpan, picture: PipelinePicture) -> Bar:
+    words, colour = ACTION_COLOURS[span.action.kind]
+    chunk = span.action.stage // len(picture.timeline.ranks)
+    return Bar(
+        start=span.start_s,
+        length=span.end_s - span.start_s,
+        colour=colour,
+        words=f"{words.split(':')[0]} of micro-batch {span.action.micro + 1}, stage {span.action.stage + 1}: "
+        f"{time_words(span.start_s)} to {time_words(span.end_s)}",
+        opacity=1 - 0.55 * chunk / max(picture.virtual - 1, 1),
     )
-    return bars | {
-        "marker": {
-            "color": colour,
-            "opacity": five_digits([1 - 0.55 * chunk / max(picture.virtual - 1, 1) for chunk in chunks]),
-            "line": {"width": 0.5, "color": "rgba(128,128,128,0.6)"},
-        },
-        "customdata": [[span.action.micro + 1, span.action.stage + 1] for _, span in spans],
-        "hovertemplate": f"{words.split(':')[0]}<br>micro-batch %{{customdata[0]}}, stage %{{customdata[1]}}<br>"
-        f"from %{{base:.4g}} to %{{x:.4g}} {unit}<extra></extra>",
-    }

@@ -19,14 +19,14 @@ from plait.planner.report.figures import (
     GREY,
     Drawing,
     LegendKey,
-    Values,
-    chart_layout,
-    five_digits,
+    area_html,
+    chart_html,
+    dot_html,
+    even_axis,
     ratio_axis,
     seconds_unit,
+    star_html,
     time_words,
-    title,
-    wrapped_text,
 )
 from plait.planner.search.cost_breakdown import TIME_NAMES
 from plait.planner.search.found import Search
@@ -172,45 +172,25 @@ def draw_map(layout_map: LayoutMap) -> Drawing:
     colours = {family: COLOURS[place % len(COLOURS)] for place, family in enumerate(families)}
     times = [dot.step_s for dot in layout_map.dots]
     factor, unit = seconds_unit(max(times))
-    least, most = min(times) * factor / 1.04, max(times) * factor * 1.04
+    x = ratio_axis(f"{unit} a step", min(times) * factor / 1.04, max(times) * factor * 1.04)
+    y = even_axis("points of complexity", -1, max(4, *(dot.points for dot in layout_map.dots)) + 1)
     # Points are whole numbers: a little scatter lets one see many dots on one line. The same at each writing.
-    shift = dict(zip(map(id, layout_map.dots), np.random.default_rng(1).uniform(-0.28, 0.28, len(times)), strict=True))
-    data = []
-    for family in families:
-        if own := [dot for dot in layout_map.dots if dot.family == family and dot is not layout_map.chosen]:
-            round_ = {"color": colours[family], "size": 7, "opacity": 0.6}
-            heights = [dot.points + float(shift[id(dot)]) for dot in own]
-            data.append(_dots(own, factor, heights) | {"marker": round_})
-    edge = {"width": 1.5, "color": "black"}
-    star = {"symbol": "star", "size": 20, "color": colours[layout_map.chosen.family], "line": edge}
-    data.append(_dots([layout_map.chosen], factor, [float(layout_map.chosen.points)]) | {"marker": star})
-    band = {
-        "type": "rect",
-        "x0": layout_map.fastest.step_s * factor,
-        "x1": layout_map.enough_s * factor,
-        "y0": 0,
-        "y1": 1,
-    }
-    layout = chart_layout(
-        460,
-        ratio_axis(f"{unit} a step", least, most),
-        {"title": title("points of complexity"), "range": [-1, max(dot.points for dot in layout_map.dots) + 1]},
-        shapes=[band | {"yref": "paper", "line": {"width": 0}, "fillcolor": GREY, "opacity": 0.25, "layer": "below"}],
+    scatter = np.random.default_rng(1).uniform(-0.28, 0.28, len(times)).tolist()
+    dots = [
+        dot_html(x.share(dot.step_s * factor), y.share(dot.points + shift), colours[dot.family], _dot_words(dot))
+        for dot, shift in zip(layout_map.dots, scatter, strict=True)
+        if dot is not layout_map.chosen
+    ]
+    chosen = layout_map.chosen
+    place = x.share(chosen.step_s * factor), y.share(chosen.points)
+    star = star_html(*place, colours[chosen.family], _dot_words(chosen))
+    enough = min(layout_map.enough_s * factor, x.most)
+    band = area_html(x.share(layout_map.fastest.step_s * factor), x.share(enough), GREY)
+    return Drawing(
+        html=chart_html(x, y, f"{band}{''.join(dots)}{star}"),
+        legend=tuple(LegendKey(colour=colours[family], words=family) for family in families),
     )
-    legend = tuple(LegendKey(colour=colours[family], words=family) for family in families)
-    return Drawing(data=tuple(data), layout=layout, legend=legend)
 
 
-def _dots(dots: list[Dot], factor: float, heights: list[float]) -> Values:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": five_digits([dot.step_s * factor for dot in dots]),
-        "y": five_digits(heights),
-        "hovertext": [
-            f"<b>{time_words(dot.step_s)}, {dot.points} points</b><br>{wrapped_text(dot.words, 60)}<br>"
-            f"<i>{wrapped_text(dot.why, 60)}</i>"
-            for dot in dots
-        ],
-        "hoverinfo": "text",
-    }
+def _dot_words(dot: Dot) -> str:
+    return f"{time_words(dot.step_s)}, {dot.points} points\n{dot.words}\n{dot.why}"

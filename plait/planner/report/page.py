@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from plait.errors import PlaitError, installing
 from plait.planner.explain.glossary import GLOSSARY
 from plait.planner.report.bandwidth import bandwidth_sweep, draw_sweep, sweep_caption
 from plait.planner.report.bars import (
@@ -23,13 +21,14 @@ from plait.planner.report.bars import (
 )
 from plait.planner.report.figures import Picture
 from plait.planner.report.layout_map import draw_map, layout_map, map_caption
-from plait.planner.report.report import PlanReport, PlanSection
+from plait.planner.report.report import PlanReport, PlanSection, run_cost_text, run_time_text
 from plait.planner.search.found import Search
 from plait.units import format_bytes, format_count, format_duration
 
-CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Content security policy: the browser loads nothing from the network, whatever the page contains."""
+CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Content security policy: the browser loads nothing and runs nothing, whatever the page contains."""
 PAGE_HEADINGS = {
+    "time": "the whole run",
     "layout": "what was chosen",
     "step": "a step",
     "memory": "memory",
@@ -40,22 +39,13 @@ PAGE_HEADINGS = {
     "binds": "what limits the speed",
     "changes": "what would change the choice",
     "sure": "how accurate this is",
-    "run": "the whole run",
 }
 """Short titles of the report's sections, for the page."""
+TABLE_TITLES = ("machines", "the whole run", "money", "a step", "tokens a second", "chosen layout")
 
 
-def plotly_script() -> str:
-    """The script that draws; raises PlaitError where plotly is not installed. Call it before long work."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise PlaitError(f"the page of --html is drawn by plotly; {installing('plotly')}") from None
-    return get_plotlyjs()
-
-
-def page_html(reports: Sequence[PlanReport], script: str) -> str:
-    """The page's text; `script` is plotly's, and without it only words show."""
+def page_html(reports: Sequence[PlanReport]) -> str:
+    """The page's text."""
     name = f"plait plan: {_subject(reports)}"
     bodies = [_chapter(report, number) for number, report in enumerate(reports)]
     guard = f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
@@ -66,7 +56,7 @@ def page_html(reports: Sequence[PlanReport], script: str) -> str:
         _opening(reports),
         *bodies,
         _terms(),
-        f"<script>{script}</script>\n<script>\n{_resource('page.js')}</script>\n</body>\n</html>\n",
+        "</body>\n</html>\n",
     ]
     return "\n".join(parts)
 
@@ -107,38 +97,40 @@ def _opening(reports: Sequence[PlanReport]) -> str:
         "that are about as fast as the fastest. All times are forecasts.</p>",
     ]
     if len(reports) > 1:
-        lines.append("<table><tr><th>machines</th><th>a step</th><th>tokens a second</th><th>chosen layout</th></tr>")
+        lines.append(f"<table><tr>{''.join(f'<th>{title}</th>' for title in TABLE_TITLES)}</tr>")
         lines += [_table_row(report, number) for number, report in enumerate(reports)]
         lines.append("</table>")
-    lines.append("<noscript><p>The pictures need JavaScript; the words do without.</p></noscript>")
     return "\n".join(lines)
 
 
 def _table_row(report: PlanReport, number: int) -> str:
     link = f'<a href="#machines-{number}">{escape(report.cluster)}</a>'
     step, tokens = format_duration(report.chosen.step_s), format_count(report.tokens_per_s)
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in (link, step, tokens, escape(report.layout)))}</tr>"
+    cells = (link, run_time_text(report.run), run_cost_text(report.run), step, tokens, escape(report.layout))
+    named = zip(TABLE_TITLES, cells, strict=True)
+    shown = "".join(f'<td data-title="{title}">{cell}</td>' for title, cell in named)
+    return f"<tr>{shown}</tr>"
 
 
 def _chapter(report: PlanReport, number: int) -> str:
     first = ' class="first"' if number == 0 else ""
     facts = {
+        "the whole run takes": run_time_text(report.run),
+        f"memory, of {format_bytes(report.capacity_bytes)}": format_bytes(report.chosen.bytes_per_device),
+        "money, at public prices": run_cost_text(report.run),
         "a step takes": format_duration(report.chosen.step_s),
         "tokens a second": format_count(report.tokens_per_s),
         "of the arithmetic peak (MFU)": f"{report.mfu:.0%}",
-        f"memory, of {format_bytes(report.capacity_bytes)}": format_bytes(report.chosen.bytes_per_device),
-        "points of complexity": str(report.chosen.complexity),
-        "layouts priced": f"{len(report.search.candidates):,}",
     }
     cells = "".join(f"<div><dt>{what}</dt><dd>{value}</dd></div>" for what, value in facts.items())
     words = "\n".join(map(_section, report.sections))
     lines = [
         f'<section>\n<h2 id="machines-{number}"{first}>{escape(report.cluster)}</h2>',
         f'<p class="soft">{report.model} on {escape(report.machines)}; {report.batch}.</p>',
-        *(f'<p class="soft">{escape(note)}.</p>' for note in report.notes),
+        *(f'<p class="soft">{escape(note)}.</p>' for note in (*report.notes, *report.reasons)),
         f'<p class="answer">{escape(report.layout)}</p>',
         f'<dl class="facts">{cells}</dl>',
-        *(_figure(picture, f"figure-{number}-{place}") for place, picture in enumerate(pictures(report.search))),
+        *map(_figure, pictures(report.search)),
         f'<h3>The answer in words</h3>\n<dl class="words">\n{words}\n</dl>\n</section>',
     ]
     return "\n".join(lines)
@@ -151,18 +143,11 @@ def _section(section: PlanSection) -> str:
     return f"<dt>{heading}</dt>\n<dd>{lines}{f'<ul>{points}</ul>' if points else ''}</dd>"
 
 
-def _figure(picture: Picture, name: str) -> str:
+def _figure(picture: Picture) -> str:
     lines = [f'<figure>\n<h3>{escape(picture.title)}</h3>\n<p class="caption">{escape(picture.caption)}</p>']
     if drawing := picture.drawing:
-        values = json.dumps({"data": drawing.data, "layout": drawing.layout}, separators=(",", ":"), allow_nan=False)
-        # In a script element only "<" can end the data early.
-        safe = values.replace("<", "\\u003c")
-        height = f'style="height:{drawing.layout["height"]}px"'
         keys = "".join(f'<li><i style="background:{key.colour}"></i>{escape(key.words)}</li>' for key in drawing.legend)
-        lines += [
-            f'<div class="plot" data-figure="{name}" {height}></div>\n<ul class="legend">{keys}</ul>',
-            f'<script type="application/json" id="{name}">{safe}</script>',
-        ]
+        lines.append(f'<div class="plot">{drawing.html}</div>\n<ul class="legend">{keys}</ul>')
     return "\n".join([*lines, "</figure>"])
 
 

@@ -57,11 +57,25 @@ class LayoutFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSection:
-    """A part of the report in words: what it states, then a list."""
+    """A part of the report in words: what it states, then its reasons and details as a list."""
 
     title: str
     lines: tuple[str, ...] = ()
     points: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTotals:
+    """What the whole run comes to by the forecast; the names are those of a receipt."""
+
+    steps: int
+    tokens: int
+    wall_s: float
+    device_hours: float
+    energy_wh: float | None
+    """At full board power; None where no board power of a device is published."""
+    cost_usd: float | None
+    """At public on-demand prices; None where a device has no public price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +90,10 @@ class PlanReport:
     machines: str
     """The machines by name and in full, and which of them are used where some are left out."""
     notes: tuple[str, ...]
-    """Sentences about values that were derived or assumed."""
+    """How the machines were read, what was assumed, settings without effect, and warnings."""
+    reasons: tuple[str, ...]
+    """Why each value that the recipe leaves open was chosen."""
+    run: PlannedTotals
     chosen: LayoutFigures
     layout: str
     """The chosen layout in words, and what it leaves out."""
@@ -112,14 +129,20 @@ class PlanReport:
     def tokens_per_s(self) -> float:
         return self.search.workload.batch_tokens / self.chosen.step_s
 
-    def points(self, *titles: str) -> list[str]:
-        """The lists of some sections, one after the other."""
-        by_title = {section.title: section.points for section in self.sections}
-        return [point for title in titles for point in by_title.get(title, ())]
+    def sentences(self, *titles: str) -> list[str]:
+        """All that some sections say, one section after the other."""
+        by_title = {section.title: (*section.lines, *section.points) for section in self.sections}
+        return [sentence for title in titles for sentence in by_title.get(title, ())]
 
 
 def plan_report_of(
-    plan: Plan, found: Search, *, layouts: Sequence[WorkerLayout] = (), notes: Sequence[str] = (), top: int = 0
+    plan: Plan,
+    found: Search,
+    *,
+    layouts: Sequence[WorkerLayout] = (),
+    notes: Sequence[str] = (),
+    reasons: Sequence[str] = (),
+    top: int = 0,
 ) -> PlanReport:
     """The report on a plan and the search that it is from, with `top` other layouts."""
     index = found.chosen
@@ -135,6 +158,8 @@ def plan_report_of(
         search=found,
         machines=machines,
         notes=tuple(notes),
+        reasons=tuple(reasons),
+        run=_run_totals(found, plan.job.budget),
         chosen=layout_figures(found, index),
         layout=layout,
         time=time_items(found, index),
@@ -177,53 +202,100 @@ def _sections(report: PlanReport, top: int) -> tuple[PlanSection, ...]:
     priced = f"{counted(len(found.candidates), 'layout', ',')} priced, {found.n_refused:,} refused"
     experts = [PlanSection(title="experts", points=tuple(mixture_lines(found)))] if found.workload.experts else []
     changes = [recipe_layout_changes(found)] if found.constraints else layout_changes(found)
+    chosen_because, *others_lost = choice_reasons(found)
     return (
+        PlanSection(title="time", lines=(_time(report),)),
+        PlanSection(title="memory", lines=(memory_text(found),), points=(_memory_items(found, report.memory),)),
+        PlanSection(title="money", lines=(_money(report),), points=(_energy(report),)),
         PlanSection(
             title="layout",
             lines=(report.layout,),
             points=(*layout_sentences(report.chosen.row, found.workload.layers), *who),
         ),
-        PlanSection(title="step", lines=_step(report)),
-        PlanSection(title="memory", lines=(memory_text(found, report.memory),)),
-        PlanSection(title="why", points=tuple(choice_reasons(found))),
+        PlanSection(title="step", lines=(_step(report),), points=_step_details(report)),
+        PlanSection(title="why", lines=(chosen_because,), points=tuple(others_lost)),
         *experts,
         PlanSection(title="others", points=tuple(runners_up_lines(found, top))),
-        PlanSection(title="listed", lines=(f"{priced}{reasons and ': '}{reasons}",)),
+        PlanSection(title="listed", points=(f"{priced}{reasons and ': '}{reasons}",)),
         PlanSection(title="binds", points=tuple(limits(found))),
         PlanSection(title="changes", points=tuple(changes)),
         PlanSection(title="sure", points=tuple(certainty_lines(found))),
-        PlanSection(title="run", points=tuple(_run_totals(found, report.plan.job.budget))),
     )
 
 
-def _step(report: PlanReport) -> tuple[str, str]:
+def _time(report: PlanReport) -> str:
+    """How long the run takes, and by what arithmetic."""
+    run, step = report.run, format_duration(report.chosen.step_s)
+    return (
+        f"{run_time_text(run)}: {counted(run.steps, 'step', ',')} of {step}, give or take "
+        f"{report.search.tolerance:.0%}; {format_count(run.tokens)} tokens, {format_count(run.device_hours)} "
+        f"device-hours, budget {report.plan.job.budget}"
+    )
+
+
+def run_time_text(run: PlannedTotals) -> str:
+    """The time of the whole run, in days where it takes two or more."""
+    days = run.wall_s / 86400
+    return f"{days:.1f} days" if days >= 2 else format_duration(run.wall_s)
+
+
+def run_cost_text(run: PlannedTotals) -> str:
+    """The price of the whole run."""
+    if run.cost_usd is None:
+        return "unknown"
+    if run.cost_usd < 0.01:
+        return "less than $0.01"
+    return f"${run.cost_usd:.2f}" if run.cost_usd < 100 else f"${format_count(run.cost_usd)}"
+
+
+def _money(report: PlanReport) -> str:
+    cost = run_cost_text(report.run)
+    if report.run.cost_usd is None:
+        lacking = _names(report.search, "price_per_hour")
+        return f"{cost}, because no public price of {lacking} is in the catalogue"
+    return f"{cost} at public on-demand prices"
+
+
+def _energy(report: PlanReport) -> str:
+    if report.run.energy_wh is None:
+        return f"energy: unknown, because no board power of {_names(report.search, 'watts')} is published"
+    spent = format_si(report.run.energy_wh, "Wh")
+    return f"energy: {spent} at full board power; hosts, switches and cooling come on top"
+
+
+def _step(report: PlanReport) -> str:
+    tokens_per_s = format_count(report.tokens_per_s)
+    used = f"{report.mfu:.1%} of the arithmetic peak (MFU)"
+    if report.mfu_causal > 1:  # no device computes faster than its peak
+        used = (
+            f"{mfu_text(report.mfu_causal)} of the arithmetic peak (MFU), which was measured while the machine was busy"
+        )
+    return f"{format_duration(report.chosen.step_s)}, {tokens_per_s} tokens a second; {used}"
+
+
+def _step_details(report: PlanReport) -> tuple[str, ...]:
     step_s = report.chosen.step_s
     parts = [
         f"{TIME_NAMES[name]} {spent / step_s:.0%}"
         for name, spent in _largest(report.time, LEAST_SHARE_MENTIONED * step_s)
     ]
-    used = (
-        f"{report.mfu:.1%} of the arithmetic peak (MFU) with all of attention counted, {report.mfu_causal:.1%} with "
-        "the half that a causal model uses"
-    )
-    if report.mfu_causal > 1:  # no device computes faster than its peak
-        used = (
-            f"{mfu_text(report.mfu_causal)} of the arithmetic peak (MFU), which was measured while the machine was busy"
-        )
-    tokens_per_s = format_count(report.tokens_per_s)
-    return f"{format_duration(step_s)}, {tokens_per_s} tokens a second; {used}", ", ".join(parts)
+    counting = f"MFU with the half of attention that a causal model uses: {report.mfu_causal:.1%}"
+    return (", ".join(parts), *([counting] if report.mfu_causal <= 1 else []))
 
 
-def memory_text(found: Search, items: Mapping[str, float]) -> str:
-    """What the chosen layout needs on the device with least room left, and what fills it."""
+def memory_text(found: Search) -> str:
+    """What the chosen layout needs on the device with least room left."""
     whole, ranks = found.bytes_per_device(found.chosen), int(found.candidates.pipeline[found.chosen])
-    parts = [
-        f"{MEMORY_NAMES[name]} {format_bytes(size)}" for name, size in _largest(items, LEAST_SHARE_MENTIONED * whole)
-    ]
     which = "fullest device" if found.assigner.devices.have_equal_memory else "device that has least room left"
     place = f" (place {int(found.memory(found.chosen).rank[0]) + 1} of {ranks} in the pipeline)" if ranks > 1 else ""
     capacity = format_bytes(found.capacity_bytes(found.chosen))
-    return f"{format_bytes(whole)} of {capacity} on the {which}{place}: {', '.join(parts)}"
+    return f"{format_bytes(whole)} of {capacity} on the {which}{place}"
+
+
+def _memory_items(found: Search, items: Mapping[str, float]) -> str:
+    """What fills that device."""
+    least = LEAST_SHARE_MENTIONED * found.bytes_per_device(found.chosen)
+    return ", ".join(f"{MEMORY_NAMES[name]} {format_bytes(size)}" for name, size in _largest(items, least))
 
 
 def _largest(items: Mapping[str, float], least: float) -> list[tuple[str, float]]:
@@ -261,27 +333,19 @@ def _record(found: Search) -> str:
     return f"of {known.rows:,} published runs of {RUN_FAMILY_TEXTS[family]} {errors}"
 
 
-def _run_totals(found: Search, budget: Amount) -> list[str]:
-    """What the whole run comes to: steps, hours, device-hours, energy, money; what no public figure tells is said."""
+def _run_totals(found: Search, budget: Amount) -> PlannedTotals:
     cluster, batch_tokens = found.cluster, found.workload.batch_tokens
     steps = steps_in_budget(budget, batch_tokens, step_s=found.chosen_step_s)
-    seconds = steps * found.chosen_step_s
-    hours, days = seconds / 3600, seconds / 86400
-    time = f"{days:.1f} days" if days >= 2 else format_duration(seconds)
-    energy = f"unknown, because no board power of {_names(found, 'watts')} is published"
-    if cluster.watts is not None:
-        spent = format_si(cluster.watts * seconds / JOULES_PER_WH, "Wh")
-        energy = f"{spent} at full board power; hosts, switches and cooling come on top"
-    money = f"unknown, because no public price of {_names(found, 'price_per_hour')} is in the catalogue"
-    if cluster.price_per_hour is not None:
-        usd = cluster.price_per_hour * hours
-        money = f"{f'${format_count(usd)}' if usd >= 0.01 else 'less than $0.01'} at public on-demand prices"
-    return [
-        f"{counted(steps, 'step', ',')}, {format_count(steps * batch_tokens)} tokens, for a budget of {budget}: "
-        f"{time}, {format_count(hours * cluster.hour_devices)} device-hours",
-        f"energy: {energy}",
-        f"money: {money}",
-    ]
+    wall_s = steps * found.chosen_step_s
+    hours = wall_s / 3600
+    return PlannedTotals(
+        steps=steps,
+        tokens=steps * batch_tokens,
+        wall_s=wall_s,
+        device_hours=hours * cluster.hour_devices,
+        energy_wh=None if cluster.watts is None else cluster.watts * wall_s / JOULES_PER_WH,
+        cost_usd=None if cluster.price_per_hour is None else cluster.price_per_hour * hours,
+    )
 
 
 def _names(found: Search, lacking: Literal["watts", "price_per_hour"]) -> str:

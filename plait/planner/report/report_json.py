@@ -32,6 +32,7 @@ def report_values(report: PlanReport) -> dict[str, Any]:
         "n_devices": found.cluster.n_devices,
         "left_out": left_out_text(found),
         "step_s": chosen.step_s,
+        "run": asdict(report.run),
         "mfu": report.mfu,
         "mfu_causal": report.mfu_causal,
         "bytes_per_device": chosen.bytes_per_device,
@@ -42,10 +43,10 @@ def report_values(report: PlanReport) -> dict[str, Any]:
         "complexity": chosen.complexity,
         "time": dict(report.time),
         "memory": dict(report.memory),
-        "why": report.points("why", "binds", "changes", "sure"),
+        "why": report.sentences("why", "binds", "changes", "sure"),
     }
     if found.workload.experts:
-        values["experts"] = report.points("experts")
+        values["experts"] = report.sentences("experts")
     values["runners_up"] = [_runner_up(one) for one in report.runners_up]
     if report.measured:
         values["measured"] = {**asdict(report.measured), "factor": report.measured.factor}

@@ -3,40 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from textwrap import fill
 
-from plait.planner.report.report import PlanReport
+from plait.planner.report.report import PlanReport, PlanSection, run_cost_text, run_time_text
 from plait.units import format_count, format_duration
 
 TEXT_HEADINGS = {"listed": "compared", "binds": "limits", "changes": "what if", "sure": "accuracy"}
 """What a section is called here where it is not its title, which programs read."""
+PLANNED_FIRST = ("time", "memory", "money")
+"""Sections that people plan by: they stand directly below the line that names model and machines."""
+
+
+def summary_lines(report: PlanReport) -> list[str]:
+    """The answer without its reasons, a line for each sentence: what `plait plan` prints unless asked for more."""
+    return _lines(report, report.notes, [replace(one, points=_points_shown(one)) for one in report.sections])
 
 
 def report_lines(report: PlanReport) -> list[str]:
-    """The whole answer, a line for each sentence."""
-    lines = [
+    """The whole answer with all reasons, a line for each sentence."""
+    return _lines(report, (*report.notes, *report.reasons), report.sections)
+
+
+def _points_shown(section: PlanSection) -> tuple[str, ...]:
+    """What of a section's list stands in the summary: all of it where it answers the question that was asked."""
+    return section.points if section.title == "measured" else ()
+
+
+def _lines(report: PlanReport, notes: Sequence[str], sections: Sequence[PlanSection]) -> list[str]:
+    first = [section for section in sections if section.title in PLANNED_FIRST]
+    return [
         f"plan     {report.model} on {report.machines}",
+        *(line for section in first for line in _section_lines(section)),
         f"batch    {report.batch}",
-        *(f"         · {note}" for note in report.notes),
+        *(f"         · {note}" for note in notes),
+        *(line for section in sections if section not in first for line in _section_lines(section)),
     ]
-    for section in report.sections:
-        heading = TEXT_HEADINGS.get(section.title, section.title)
-        said = (*section.lines, *(f"· {point}" for point in section.points))
-        lines += [f"{heading if first == 0 else '':8} {line}" for first, line in enumerate(said)]
-    return lines
+
+
+def _section_lines(section: PlanSection) -> list[str]:
+    heading = TEXT_HEADINGS.get(section.title, section.title)
+    said = (*section.lines, *(f"· {point}" for point in section.points))
+    return [f"{heading if first == 0 else '':8} {line}" for first, line in enumerate(said)]
 
 
 def comparison_table(reports: Sequence[PlanReport], columns: int) -> str:
     """Several clusters in a table of this many columns of text at most; a long layout goes on in the lines below it."""
-    rows = [("cluster", "step", "tokens/s", "layout")]
+    rows = [("cluster", "time", "money", "step", "tokens/s", "layout")]
     rows += [
-        (one.cluster, format_duration(one.chosen.step_s), format_count(one.tokens_per_s), one.layout) for one in reports
+        (
+            one.cluster,
+            run_time_text(one.run),
+            run_cost_text(one.run),
+            format_duration(one.chosen.step_s),
+            format_count(one.tokens_per_s),
+            one.layout,
+        )
+        for one in reports
     ]
-    wide = [max(len(row[column]) for row in rows) for column in range(3)]
-    start = min(sum(wide) + 2 * len(wide), columns // 2)
+    *narrow, _ = zip(*rows, strict=True)
+    wide = [max(map(len, cells)) for cells in narrow]
+    start = min(sum(wide) + 2 * len(wide), columns * 2 // 3)
     return "\n".join(
         fill(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, wide, strict=False)), row[3]]),
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, wide, strict=False)), row[-1]]),
             columns,
             subsequent_indent=" " * start,
             break_long_words=False,

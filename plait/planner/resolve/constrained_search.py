@@ -11,7 +11,6 @@ from math import ceil
 from plait.layout import Layout
 from plait.machines.cluster import Cluster
 from plait.planner.calibration.constants import constant
-from plait.planner.explain.changes import error_with_suggestions
 from plait.planner.explain.unequal_devices import unequal_shares_of
 from plait.planner.heterogeneous.batch_shares import equal_shares
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES
@@ -62,11 +61,11 @@ def constrained_search(
                 return with_best_host_order(found)
     try:
         return with_best_host_order(search(workload, cluster, profile=profile, constraints=constraints))
-    except DoesNotFit as error:
+    except DoesNotFit:
         for tried in [usual] if usual is constraints else [usual, constraints]:
             if reordered := search_host_orders_that_fit(workload, cluster, profile, tried):
                 return reordered
-        raise error_with_suggestions(error, constraints, profile) from None
+        raise
 
 
 def searched_devices(request: Request, option: WorkerOption) -> Search:

@@ -29,9 +29,11 @@ from plait.planner.derive.intervals import (
     report_every_steps,
     steps_in_budget,
 )
-from plait.planner.derive.model_size import CorpusFacts
+from plait.planner.derive.model_size import CorpusFacts, TrainingRate, smaller_size
+from plait.planner.derive.published_rules import REPEATS_DECAY
 from plait.planner.derive.resources import Resources
-from plait.planner.derive.training_job import SizedJob
+from plait.planner.derive.training_job import SizedJob, rate_before_pricing
+from plait.planner.explain.changes import error_with_suggestions
 from plait.planner.memory.state_copies import with_copies_reasoned
 from plait.planner.plan import Cadence, Forecast, Machines, Plan
 from plait.planner.resolve.constrained_search import usual_micro_sequences
@@ -45,6 +47,7 @@ from plait.planner.resolve.worker_layouts import (
     used_peak_flops,
     worker_layouts,
 )
+from plait.planner.search.feasibility import DoesNotFit
 from plait.recipe.schema import RunConfig
 from plait.units import Every, counted, format_count, format_duration, format_si, parse_every
 
@@ -76,11 +79,12 @@ def draft(
     A budget of time is sized twice: at the rate that such machines usually reach, then once more at the rate that the
     chosen layout's forecast promises.
     """
-    request = request_of(config, corpus, resources := with_named_workers(config, resources), begun)
-    layouts = worth_measuring(request)
-    if rate := None if isinstance(begun, Plan) else forecast_rate(request, resources, layouts):
-        request = request_of(config, corpus, resources, rate=rate)
-        layouts = worth_measuring(request)
+    resources = with_named_workers(config, resources)
+    found = _largest_that_fits(config, corpus, resources, begun, worth_measuring)
+    if rate := None if isinstance(begun, Plan) else forecast_rate(found.request, resources, found.layouts):
+        rate = replace(rate, too_large=found.rate.too_large)
+        found = _largest_that_fits(config, corpus, resources, rate, worth_measuring)
+    request, layouts = found.request, found.layouts
     machine, first = resources.machine, layouts[0]
     balance, saving = _balance(config, resources, first), checkpoint_every(config)
     plan = Plan(
@@ -119,6 +123,37 @@ def draft(
         evaluations="auto" if config.report.evaluate == "auto" else parse_step_interval(config.report.evaluate),
         heldout_tokens=corpus.heldout_tokens,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sized:
+    """A request whose model fits the machines, its layouts, and the rate from which it was sized."""
+
+    request: Request
+    layouts: tuple[WorkerLayout, ...]
+    rate: TrainingRate
+
+
+def _largest_that_fits(
+    config: RunConfig,
+    corpus: CorpusFacts,
+    resources: Resources,
+    begun: Plan | SizedJob | TrainingRate | None,
+    worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]],
+) -> _Sized:
+    """The request with its layouts; where plait chooses the model's size, that of the largest model that fits. Raises
+    PlaitError, with what would help, where none does."""
+    rate = begun if isinstance(begun, TrainingRate) else rate_before_pricing(resources)
+    job = None if isinstance(begun, TrainingRate) else begun
+    while True:
+        request = request_of(config, corpus, resources, job, rate)
+        try:
+            return _Sized(request=request, layouts=worth_measuring(request), rate=rate)
+        except DoesNotFit as error:
+            smaller = None if isinstance(job, Plan) else smaller_size(config, corpus, rate)
+            if smaller is None:
+                raise error_with_suggestions(error, request.constraints, request.profile) from None
+            rate = smaller
 
 
 def with_layout(plan: Plan, split: WorkerLayout) -> Plan:
@@ -242,15 +277,25 @@ def _run_length(draft: Draft, plan: Plan) -> Derived[_RunLength]:
         spent = rounds * evaluation_steps if requested is None else _evaluating(rough, requested, evaluation_steps)
         steps = max(1, round(rough - spent))
         known = "measured" if plan.step_s else "predicted"
-        why.append(
-            f"{counted(steps, 'step')}: {budget} at {format_duration(step_s)} a step, as {known}, evaluations included"
-        )
+        reason = f"{budget} at {format_duration(step_s)} a step, as {known}, evaluations included"
+        if plan.job.most_tokens is not None and steps * plan.batch_tokens > plan.job.most_tokens:
+            steps = ceil(plan.job.most_tokens / plan.batch_tokens)
+            reason = _short_text_reason(plan, steps * step_s)
+        why.append(f"{counted(steps, 'step')}: {reason}")
     if evaluation_steps > 0.2 * steps:
         why.append(
             "measuring the held-out loss adds over a fifth to the training time; a smaller data.holdout is faster"
         )
     between = (ceil(steps / rounds) if rounds > 1 else 0) if requested is None else requested
     return Derived(value=_RunLength(steps=steps, evaluate_every_steps=between), reasons=tuple(why))
+
+
+def _short_text_reason(plan: Plan, duration_s: float) -> str:
+    passes = 1 + round(REPEATS_DECAY)
+    return (
+        f"this text is small: read {passes} times, in {format_duration(duration_s)}, it is learnt; in "
+        f"{plan.job.budget} the model would only memorise it (Muennighoff 2023)"
+    )
 
 
 def _evaluating(rough: int, every: int, evaluation_steps: float) -> float:
