@@ -76,7 +76,7 @@ def test_a_time_budget_is_sized_by_the_rate_that_the_plan_itself_forecasts(tmp_p
     assert trained < EXPECTED_MFU * plan.machines.peak_flops / 2, "else this test shows nothing"
     wanted = 20 * parameter_count(plan.job.shape) ** 2 * 6 / trained
     assert wanted == pytest.approx(300, rel=0.7), "seconds for 20 tokens a parameter"
-    [reason] = [note for note in report.notes if note.startswith("model ")]
+    [reason] = [note for note in report.reasons if note.startswith("model ")]
     assert "FLOP/s as forecast)" in reason
 
 
