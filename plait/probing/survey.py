@@ -10,7 +10,8 @@ from plait.launch.values.job import Job
 from plait.machines.cluster import Cluster, cluster_of_hosts
 from plait.machines.machine import Machine, usable_cores
 from plait.machines.measured import LEAST_UNDISTURBED_SHARE, Measurements
-from plait.machines.requested_workers import ANY_WORKERS, PeakNeed, RequestedWorkers, SurveyRequest
+from plait.machines.requested_workers import ANY_WORKERS, PEAK_S, PeakNeed, RequestedWorkers, SurveyRequest
+from plait.planner.derive.model_size import budget_of
 from plait.planner.derive.resources import FixedWorkers, Probe, ProbeNeed, Resources, on_paper
 from plait.planner.heterogeneous.host_permutations import cluster_of_nodes
 from plait.planner.resolve.named import named_workers
@@ -21,6 +22,7 @@ from plait.probing.measurements import (
     StoredProbe,
     pool_measurements,
 )
+from plait.probing.measuring_time import MeasuringTime, Timing
 from plait.probing.request import recipe_probe_request
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
@@ -47,11 +49,14 @@ class MachineSurvey:
 
 
 def survey_machine(
-    workers: WorkerPool, requested: RequestedWorkers = ANY_WORKERS, peak: PeakNeed = "measured"
+    workers: WorkerPool,
+    requested: RequestedWorkers = ANY_WORKERS,
+    peak: PeakNeed = "measured",
+    peak_s: float = PEAK_S,
 ) -> MachineSurvey:
     """Describe this machine with the requested devices and measure its arithmetic peak, in a worker that uses all
     cores."""
-    argument = SurveyRequest(requested=requested, peak=peak).to_json()
+    argument = SurveyRequest(requested=requested, peak=peak, peak_s=peak_s).to_json()
     job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=1, threads=usable_cores(), at_stop="abandon")
     found = ask_rank_0(workers, job, "machine")
     machine = Machine.from_fingerprint(found["fingerprint"])
@@ -88,6 +93,7 @@ def survey_machines(
     show: ShowProgress = ignore_progress,
     before: Sequence[HostMachine] = (),
     peak: PeakNeed = "measured",
+    timing: Timing = "bounded",
 ) -> MachineSurvey:
     """This machine; over several hosts host 0's, with a function that probes all of them once the model is known, and
     tells `show` how far that is.
@@ -97,7 +103,8 @@ def survey_machines(
     """
     hosts = workers.host_machines(peak)
     if not hosts:
-        return survey_machine(workers, named_workers(config), peak)
+        limit = MeasuringTime.of(budget_of(config), timing)
+        return survey_machine(workers, named_workers(config), peak, min(PEAK_S, limit.left_s / 4))
     machines = tuple(machine for machine, _, _ in hosts)
     rates = [flops for _, flops, _ in hosts if flops is not None]
     return MachineSurvey(
