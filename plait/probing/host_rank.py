@@ -59,7 +59,7 @@ def machine_peak_flops(machine: Machine, most_s: float = PEAK_S) -> tuple[float 
 
 UNDISTURBED_SHARE = 0.9
 """Share of its cores' time from which a measurement counts as undisturbed."""
-MEASURED_S = 0.5
+QUIET_PEAK_S = 0.5
 """Seconds of measuring, unless none of the tries was undisturbed."""
 TRY_S = 0.1
 
@@ -94,7 +94,7 @@ def measure_matmul_flops(*, threads: int, most_s: float = PEAK_S, size: int = 10
     multiply, flops = partial(torch.mm, a, b, out=torch.empty(size, size)), 2.0 * size**3
     began, tries = time.perf_counter(), [_short_try(multiply, flops, threads)]
     while (spent := time.perf_counter() - began) < most_s:
-        if spent >= MEASURED_S and any(one.granted >= UNDISTURBED_SHARE for one in tries):
+        if spent >= QUIET_PEAK_S and any(one.granted >= UNDISTURBED_SHARE for one in tries):
             break
         tries.append(_short_try(multiply, flops, threads))
     torch.set_num_threads(before)

@@ -10,7 +10,7 @@ from plait.errors import OutOfTime
 from plait.launch.values.job import Job
 from plait.machines.measured import LEAST_UNDISTURBED_SHARE
 from plait.model.shape import ModelShape
-from plait.planner.calibration.factors import MEASURED_STEP_ERROR, without_calibration
+from plait.planner.calibration.factors import without_calibration
 from plait.planner.derive.arithmetic import arithmetic_name
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
@@ -122,7 +122,7 @@ def _time_steps(config: RunConfig, plan: Plan, workers: WorkerPool, least_s: flo
 
 
 ALMOST_EQUAL, SIMILAR_STEP_ERROR = 1.3, 0.2
-"""Sizes within this factor (first) make a kept step as sure as a timed one; others leave this relative error."""
+"""Sizes within this factor (first) make a kept step as good as a timed one; others leave this relative error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,16 +161,18 @@ def sizes_of(shape: ModelShape, tokens: int) -> tuple[int, ...]:
 
 
 def with_kept_step(plan: Plan, split: WorkerLayout, timings: KeptTimings) -> WorkerLayout | None:
-    """The layout with a forecast that steps of similar models corrected; None where none were timed."""
+    """The layout with the step that earlier ones of about its sizes took, or with a forecast that those of similar
+    sizes corrected; None where none were timed."""
     forecast, peak = split.forecast, plan.machines.peak_flops
     key = StepKey.of(with_layout(plan, split))
     known = nearest(timings.factors, key.name, key.sizes)
     if known is None or forecast is None or forecast.items is None or peak is None or forecast.basis != "formulas":
         return None
     step_s = known.value * without_calibration(forecast.items, forecast.calibration).step_s / peak
-    error = MEASURED_STEP_ERROR if is_similar(known.sizes, key.sizes, within=ALMOST_EQUAL) else SIMILAR_STEP_ERROR
     corrected = updated_forecast(forecast, forecast.calibration, step_s)
-    return replace(split, forecast=replace(corrected, error=min(error, forecast.error)))
+    if is_similar(known.sizes, key.sizes, within=ALMOST_EQUAL):
+        return replace(split, step_s=step_s, forecast=corrected)
+    return replace(split, forecast=replace(corrected, error=min(SIMILAR_STEP_ERROR, forecast.error)))
 
 
 def kept_steps(plan: Plan, measured: Sequence[WorkerLayout]) -> list[KeptFactor]:

@@ -18,7 +18,7 @@ from rich.table import Column
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.plausibility import mfu_text
 from plait.screen.screen import wrapped
-from plait.screen.ticker import LOOK_EVERY_S, ticking
+from plait.screen.ticker import TICK_S, ticking
 from plait.units import format_count, format_duration
 
 LINE_EVERY_S = 10.0
@@ -47,7 +47,7 @@ class Console:
         *,
         screen: Screen | None = None,
         clock: Callable[[], float] = time.monotonic,
-        look_every_s: float = LOOK_EVERY_S,
+        tick_s: float = TICK_S,
     ) -> None:
         self._total = total_steps
         self._screen = screen or Screen(highlight=False)
@@ -58,7 +58,7 @@ class Console:
         self._progress = _progress(self._screen) if self._screen.is_terminal else None
         self._lock, self._looking = Lock(), ExitStack()
         if self._progress is None:
-            self._looking.enter_context(ticking(self._say_what_goes_on, look_every_s))
+            self._looking.enter_context(ticking(self._say_what_goes_on, tick_s))
         if self._progress is not None:
             self._task = self._progress.add_task("", total=total_steps, completed=steps_done, facts="starting")
             self._progress.start()

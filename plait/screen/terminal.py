@@ -13,7 +13,7 @@ from rich.text import Text
 
 from plait.screen.console import LINE_EVERY_S, MOVES_PER_S, SPINNER, Console
 from plait.screen.screen import ShowProgress, TextPiece, in_brackets, wrapped
-from plait.screen.ticker import LOOK_EVERY_S, ticking
+from plait.screen.ticker import TICK_S, ticking
 from plait.units import format_duration
 
 WIDEST_COLUMNS = 110
@@ -24,9 +24,9 @@ class TerminalScreen:
     """Wraps lines at words on a terminal; elsewhere every line stays whole, so that programs can read it."""
 
     def __init__(
-        self, rich: RichConsole, *, clock: Callable[[], float] = time.monotonic, look_every_s: float = LOOK_EVERY_S
+        self, rich: RichConsole, *, clock: Callable[[], float] = time.monotonic, tick_s: float = TICK_S
     ) -> None:
-        self._rich, self._clock, self._look_every_s = rich, clock, look_every_s
+        self._rich, self._clock, self._tick_s = rich, clock, tick_s
 
     @property
     def columns(self) -> int | None:
@@ -52,7 +52,7 @@ class TerminalScreen:
         something new was shown, and none in the first."""
         if not self._rich.is_terminal:
             lines = _ProgressLines(self.print, self._clock)
-            with ticking(lines.look, self._look_every_s):
+            with ticking(lines.look, self._tick_s):
                 yield lines.show
             return
         columns = (
@@ -77,7 +77,7 @@ class TerminalScreen:
             bar.stop()
 
     def steps(self, total_steps: int, steps_done: int = 0) -> Console:
-        return Console(total_steps, steps_done, screen=self._rich, clock=self._clock, look_every_s=self._look_every_s)
+        return Console(total_steps, steps_done, screen=self._rich, clock=self._clock, tick_s=self._tick_s)
 
 
 class _ProgressLines:

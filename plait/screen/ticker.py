@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
 
-LOOK_EVERY_S = 1.0
+TICK_S = 1.0
 
 
 @contextmanager
-def ticking(look: Callable[[], None], every_s: float = LOOK_EVERY_S) -> Iterator[None]:
+def ticking(look: Callable[[], None], every_s: float = TICK_S) -> Iterator[None]:
     """While the block lasts, call `look` every so many seconds."""
     over = Event()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from plait.errors import RunFailed
-from plait.launch.values.job import RankContext
+from plait.launch.values.job import DETAIL, RankContext
 from plait.model.weights import training_flops_per_token
 from plait.report.metrics import EvalReport
 from plait.trainer.assemble import Assembly

@@ -212,9 +212,9 @@ class _Saves:
         due = self._pace.is_due(step), self._copies.is_due(step)
         _enter("the agreement after the step", self._observers)
         agreed = self._actions.agree(self._actions.stop_requested(), *due)
-        if agreed.copy_cost_s:
-            if sentence := self._copies.copied(agreed.copy_cost_s, self._pace.share):
-                self._actions.detail(sentence)
+        cost_s = agreed.copy_cost_s
+        if cost_s and (sentence := self._copies.copied(cost_s, self._pace.share)):
+            self._actions.detail(sentence)
         self._ended(self._actions.save_ended())
         return agreed
 

@@ -23,7 +23,7 @@ from plait.trainer.worker import process_group_for
 
 WARM_UP_STEPS = 2
 LEAST_TIMED_STEPS = 4
-STEADY_SPREAD = 0.08
+STEADY_STEPS_SPREAD = 0.08
 """Distance of the quartiles over the median, below which further steps tell nothing new."""
 UNSTEADY_LONGER = 3.0
 """How many times as long is timed at most where steps are unsteady."""
@@ -46,13 +46,15 @@ def rank(context: RankContext, argument: str) -> None:
         pace = Pace(least_s=requested["least_s"], ends_at_s=began_s + requested["most_s"])
         times = _time_steps(assembly, world, pace, context.stop_requested)
         assembly.loader.close()
-        waited = world.largest(torch.tensor([waited_s() / (time.perf_counter() - began_s)], dtype=torch.float64)).item()
+        waited = world.largest(
+            torch.tensor([runqueue_wait_s() / (time.perf_counter() - began_s)], dtype=torch.float64)
+        ).item()
         if context.rank == 0 and times is not None:
             granted = max(0.0, 1 - waited)
             context.send("measured", step_s=statistics.median(times) if times else None, granted=granted)
 
 
-def waited_s(tasks: Path = Path("/proc/self/task")) -> float:
+def runqueue_wait_s(tasks: Path = Path("/proc/self/task")) -> float:
     """Seconds that the thread of this process which waited longest wanted a core and another program had it; 0 where
     the kernel does not say."""
     with suppress(OSError, ValueError, IndexError):
@@ -77,7 +79,7 @@ class Pace:
         if len(timed) < LEAST_TIMED_STEPS or sum(timed) < self.least_s:
             return False
         first, middle, last = statistics.quantiles(timed, n=4)
-        return last - first <= STEADY_SPREAD * middle or sum(timed) >= UNSTEADY_LONGER * self.least_s
+        return last - first <= STEADY_STEPS_SPREAD * middle or sum(timed) >= UNSTEADY_LONGER * self.least_s
 
 
 def _time_steps(

@@ -14,7 +14,6 @@ from plait.commands.preparing.corpus import corpus_facts, run_facts
 from plait.data.shards import Corpus
 from plait.errors import OutOfTime, RunFailed
 from plait.machines.machine import Machine
-from plait.planner.calibration.factors import MEASURED_STEP_ERROR
 from plait.planner.derive.resources import ProbeNeed, Resources, probe_digest
 from plait.planner.derive.training_job import rate_before_pricing, size_job
 from plait.planner.plan import Plan
@@ -163,7 +162,7 @@ class LayoutTimer:
             return found
         if all(known):
             best = choose(found)
-            if need == "order" or (best.forecast and best.forecast.error <= MEASURED_STEP_ERROR):
+            if need == "order" or best.step_s is not None:
                 return found
             found = [best]
         measured = measure(self._config, plan, self._workers, tuple(found), self._show, self._limit.part(0.6))
