@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -232,5 +232,8 @@ def open_workers(
     previous = (
         [(share.mark, share.name) for share in (*begun.machines.hosts, *begun.machines.left_out)] if begun else []
     )
-    with run_hosts(hosts, run, plan_for, previous) as elastic:
+    with ExitStack() as opened:
+        with run.screen.progress() as show:
+            show(0, 0, "waiting for the other hosts")
+            elastic = opened.enter_context(run_hosts(hosts, run, plan_for, previous))
         yield elastic

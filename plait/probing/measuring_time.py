@@ -9,6 +9,7 @@ from typing import Literal
 
 from plait.errors import OutOfTime
 from plait.launch.values.job import NO_LIMIT_S, Job
+from plait.screen.screen import ShowProgress
 from plait.units import Amount, format_duration
 
 SHARE_OF_BUDGET = 0.1
@@ -18,7 +19,11 @@ LEAST_S = 0.2
 """Less is not enough to start workers and time anything."""
 Timing = Literal["bounded", "none"]
 """Whether anything may be timed before a run; "none" is `--no-timing`."""
-SKIP_TIMING = "--no-timing skips it"
+
+
+def with_skip_hint(show: ShowProgress) -> ShowProgress:
+    """The same, with the words behind each stage by which a person skips it."""
+    return lambda done, total, stage: show(done, total, f"{stage} (--no-timing skips it)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from plait.planner.resolve.resolve import updated_forecast, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.private_folder import job_folder
 from plait.probing.kept import KeptFactor, KeptTimings, is_similar, nearest
-from plait.probing.measuring_time import SKIP_TIMING, UNLIMITED, MeasuringTime
+from plait.probing.measuring_time import UNLIMITED, MeasuringTime
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
@@ -52,7 +52,7 @@ def measure(
     """Time real steps of each layout, as far as the time allows: the others come back without a timed step."""
     measured = []
     for number, split in enumerate(layouts):
-        show(number, len(layouts), f"timing steps of layout {number + 1} of {len(layouts)} ({SKIP_TIMING})")
+        show(number, len(layouts), f"timing steps of layout {number + 1} of {len(layouts)}")
         part = limit.part(1 / (len(layouts) - number))
         try:
             timed = time_plan(config, with_layout(plan, split), workers, least_s=LAYOUT_S, limit=part)

@@ -23,7 +23,7 @@ from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, cho
 from plait.private_folder import make_private_folder
 from plait.probing.calibration_store import load_calibration
 from plait.probing.kept import KeptTimings, keep_timings, load_timings
-from plait.probing.measuring_time import SKIP_TIMING, MeasuringTime, Timing
+from plait.probing.measuring_time import MeasuringTime, Timing, with_skip_hint
 from plait.probing.processor_arithmetic import (
     TIMING_PRECISIONS,
     TIMING_PRODUCTS,
@@ -110,7 +110,7 @@ class LayoutTimer:
         say: Log,
     ) -> None:
         self._config, self._site, self._workers = config, site, workers
-        self._limit, self._rates, self._show = limit, rates, show
+        self._limit, self._rates, self._show = limit, rates, with_skip_hint(show)
         self._missing: list[str] = []
         self._keeps = site.probe is None and workers.fixed_workers is None
         self._kept = load_timings(workers.working_folder, site.machine, say) if self._keeps else KeptTimings()
@@ -125,9 +125,9 @@ class LayoutTimer:
     ) -> Resources:
         """The resources with the library that suits their products; with torch's own where that takes too long."""
         if self._site.machine.device == "cpu":
-            self._show(0, 0, f"{TIMING_PRODUCTS} ({SKIP_TIMING})")
+            self._show(0, 0, TIMING_PRODUCTS)
         try:
-            return choose_arithmetic(self._limit.part(0.5))
+            return choose_arithmetic(self._limit.part(0.3))
         except OutOfTime:
             self._missing.append("the speed of matrix products")
             return otherwise
@@ -137,7 +137,7 @@ class LayoutTimer:
     ) -> Draft:
         """The draft in the precision that suits the processors; in float32 where finding out takes too long."""
         if self._site.machine.device == "cpu":
-            self._show(0, 0, f"{TIMING_PRECISIONS} ({SKIP_TIMING})")
+            self._show(0, 0, TIMING_PRECISIONS)
         try:
             return draft_in_best_precision(
                 self._config,
