@@ -14,6 +14,7 @@ from plait.commands.planning.begun_plan import resumed_plan
 from plait.data.shards import Corpus
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
+from plait.planner.derive.intervals import EVALUATIONS_AT_MOST, with_evaluations_left, with_raised_budget
 from plait.planner.plan import Plan
 from plait.probing.survey import MachineSurvey
 from plait.workers import HostWorkers
@@ -48,3 +49,18 @@ def test_a_plan_that_changes_asks_for_it(tmp_path: Path, case: str) -> None:
     moved = case == "another machine"
     with pytest.raises(_MeasuredError):
         _resumed(plan, replace(LAPTOP, cores=2 * LAPTOP.cores) if moved else LAPTOP, tmp_path, fresh=not moved)
+
+
+def test_a_run_that_is_continued_over_and_over_is_evaluated_ten_times_and_then_at_its_ends(tmp_path: Path) -> None:
+    plan = planned(recipe(tmp_path, "model.size=1M", "train.budget=100 steps"), PLAYS, LAPTOP)
+    plan = replace(plan, cadence=replace(plan.cadence, evaluate_every_steps=25))
+    evaluated = [25, 50, 75, 100]
+    for steps in (200, 1000, 5000, 20_000):
+        config = recipe(tmp_path, "model.size=1M", f"train.budget={steps} steps")
+        plan = with_evaluations_left(config, with_raised_budget(config, plan), evaluated)
+        every = plan.cadence.evaluate_every_steps
+        between = [] if not every else [step for step in range(evaluated[-1] + 1, steps) if step % every == 0]
+        assert not between or len(evaluated) + len(between) < EVALUATIONS_AT_MOST
+        evaluated += [*between, steps]
+    named = recipe(tmp_path, "model.size=1M", "train.budget=30000 steps", "report.evaluate=25 steps")
+    assert with_evaluations_left(named, plan, evaluated) == plan, "an interval that the recipe names stays"
