@@ -139,7 +139,8 @@ class RunPlans:
     """Makes the plans of a run for the workers that are there; raises PlaitError where they cannot carry it."""
 
     def __init__(self, run: RunOnHosts, check: CheckMode, timing: Timing = "bounded") -> None:
-        self._run, self._check, self._timing = run, check, timing
+        self._run, self._check = run, check
+        self._timing: Timing = timing
         self._before: Sequence[HostMachine] = ()
         """The hosts that the last plan was made for: what was measured of some of them still holds."""
 

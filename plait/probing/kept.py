@@ -17,7 +17,7 @@ from typing import TypeVar
 from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.errors import RunFailed
 from plait.machines.machine import Machine
-from plait.machines.measured import ProductRates
+from plait.machines.measured import LEAST_UNDISTURBED_SHARE, ProductRates
 from plait.private_folder import make_private_folder
 from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
@@ -51,9 +51,11 @@ class KeptFactor:
     name: str
     sizes: tuple[int, ...]
     value: float
+    granted: float = 1.0
+    """Share of the time in which the workers had their cores meanwhile: less where other programs ran."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.value < inf and min(self.sizes, default=1) >= 1):
+        if not (0 < self.value < inf and 0 <= self.granted <= 1 and min(self.sizes, default=1) >= 1):
             raise ValueError("a ratio that is none, or of no size")
 
 
@@ -118,7 +120,7 @@ def keep_timings(
         before,
         peak_flops=peak_flops or before.peak_flops,
         rates=_with(before.rates, rates),
-        factors=_with(before.factors, factors),
+        factors=_with(before.factors, [one for one in factors if not _is_worse(one, before.factors)]),
     )
     path = _path(working, machine)
     with suppress(OSError, RunFailed):
@@ -129,6 +131,12 @@ def keep_timings(
 def _with(before: Sequence[_Kept], new: Sequence[_Kept]) -> tuple[_Kept, ...]:
     same = {(one.name, one.sizes) for one in new}
     return (*(one for one in before if (one.name, one.sizes) not in same), *new)[-MOST_KEPT:]
+
+
+def _is_worse(new: KeptFactor, before: Sequence[KeptFactor]) -> bool:
+    """Whether the same was measured before, while less else ran."""
+    same = [one.granted for one in before if (one.name, one.sizes) == (new.name, new.sizes)]
+    return new.granted < min(LEAST_UNDISTURBED_SHARE, max(same, default=0.0))
 
 
 def _path(working: WorkingFolder, machine: Machine) -> Path:

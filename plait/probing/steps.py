@@ -161,8 +161,8 @@ def sizes_of(shape: ModelShape, tokens: int) -> tuple[int, ...]:
 
 
 def with_kept_step(plan: Plan, split: WorkerLayout, timings: KeptTimings) -> WorkerLayout | None:
-    """The layout with the step that earlier ones of about its sizes took, or with a forecast that those of similar
-    sizes corrected; None where none were timed."""
+    """The layout with the step that earlier ones of about its sizes took while nothing else ran, or with a forecast
+    that others of similar sizes corrected; None where none were timed."""
     forecast, peak = split.forecast, plan.machines.peak_flops
     key = StepKey.of(with_layout(plan, split))
     known = nearest(timings.factors, key.name, key.sizes)
@@ -170,20 +170,20 @@ def with_kept_step(plan: Plan, split: WorkerLayout, timings: KeptTimings) -> Wor
         return None
     step_s = known.value * without_calibration(forecast.items, forecast.calibration).step_s / peak
     corrected = updated_forecast(forecast, forecast.calibration, step_s)
-    if is_similar(known.sizes, key.sizes, within=ALMOST_EQUAL):
+    if known.granted >= LEAST_UNDISTURBED_SHARE and is_similar(known.sizes, key.sizes, within=ALMOST_EQUAL):
         return replace(split, step_s=step_s, forecast=corrected)
     return replace(split, forecast=replace(corrected, error=min(SIMILAR_STEP_ERROR, forecast.error)))
 
 
 def kept_steps(plan: Plan, measured: Sequence[WorkerLayout]) -> list[KeptFactor]:
-    """What to keep of steps that were timed while no other program ran: how they compare with the formulas. A formula's
-    seconds go by the machine's peak, which may be measured again, so each ratio is kept times the peak."""
+    """What to keep of timed steps: how they compare with the formulas. A formula's seconds go by the machine's peak,
+    which may be measured again, so each ratio is kept times the peak."""
     found = []
     for split in measured:
         forecast, peak = split.forecast, plan.machines.peak_flops
-        undisturbed = split.granted >= LEAST_UNDISTURBED_SHARE
-        if split.step_s and undisturbed and forecast and forecast.items and forecast.basis == "formulas" and peak:
+        if split.step_s and forecast and forecast.items and forecast.basis == "formulas" and peak:
             key = StepKey.of(with_layout(plan, split))
             said_s = without_calibration(forecast.items, forecast.calibration).step_s
-            found.append(KeptFactor(name=key.name, sizes=key.sizes, value=split.step_s / said_s * peak))
+            ratio = split.step_s / said_s * peak
+            found.append(KeptFactor(name=key.name, sizes=key.sizes, value=ratio, granted=split.granted))
     return found

@@ -139,8 +139,8 @@ def _make_probe(
         if cluster is not None:
             log("probe    measured before, together with the hosts that are gone")
             return cluster
+        limit = MeasuringTime.of(budget_of(config), timing)
         try:
-            limit = MeasuringTime.of(budget_of(config), timing)
             cluster = probe_cluster(workers, hosts, need, fresh=fresh, show=with_skip_hint(show), limit=limit)
         except OutOfTime:
             why = f"did not end within {format_duration(limit.limit_s)}" if limit.limit_s else "was not wanted"

@@ -17,13 +17,13 @@ from plait.launch.values.job import Job, JobResult, Message
 from plait.machines.measured import Arithmetic
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
-from plait.probing.kept import KeptFactor, nearest
+from plait.probing.kept import KeptFactor, keep_timings, load_timings, nearest
 from plait.probing.measuring_time import MeasuringTime, Timing, allowed_s
 from plait.probing.survey import MachineSurvey
 from plait.trainer.time_steps import Pace
 from plait.units import Amount
 from plait.workers import PRODUCTS_ENTRY, TIMING_ENTRY, OnMessage
-from plait.working_folder import CURRENT_FOLDER
+from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 from tests.commands.product_answers import product_message, rates_of
 from tests.planner.machines import LAPTOP, recipe
 
@@ -55,6 +55,9 @@ class Machine:
             step_s = 0.5 if plan.arithmetic.precision == "bf16" else 1.0
             on_message(Message(rank=0, kind="measured", values={"step_s": step_s, "granted": self.granted}))
         return JobResult(stopped_by="finished", wall_s=1.0)
+
+    def copied_steps(self, lineage: int) -> tuple[()]:
+        return ()
 
 
 @pytest.fixture
@@ -130,11 +133,24 @@ def test_another_batch_and_a_similar_model_are_planned_by_what_was_timed(tmp_pat
     assert other.timed, "three times as wide is not similar"
 
 
-def test_steps_that_were_timed_beside_another_program_are_not_kept(tmp_path: Path, corpus: Corpus) -> None:
+def test_steps_that_were_timed_beside_another_program_choose_a_layout_and_count_no_steps(
+    tmp_path: Path, corpus: Corpus
+) -> None:
     planned(tmp_path, corpus, Machine(granted=0.6), "train.precision=float32")
     later = Machine()
-    planned(tmp_path, corpus, later, "train.precision=float32", "train.batch_tokens=8192")
-    assert later.timed
+    plan = planned(tmp_path, corpus, later, "train.precision=float32", "train.batch_tokens=8192")
+    assert not later.jobs and plan.step_s is None, "the forecast goes by them"
+    counted = planned(tmp_path, corpus, later, "train.precision=float32", budget="4 minutes")
+    assert len(later.timed) == 1 and counted.step_s == 1.0, "the layout that is chosen so is timed"
+
+
+def test_a_busy_hour_does_not_replace_what_a_quiet_one_measured(tmp_path: Path) -> None:
+    working = WorkingFolder(tmp_path)
+    for value, granted in ((1.0, 0.99), (3.0, 0.5), (1.1, 0.95)):
+        factor = KeptFactor(name="step", sizes=(8,), value=value, granted=granted)
+        keep_timings(working, LAPTOP, factors=[factor])
+        (kept,) = load_timings(working, LAPTOP).factors
+        assert kept.value == (value if granted > 0.9 else 1.0)
 
 
 def test_a_short_run_takes_bf16_by_one_quick_round_or_by_what_is_known(tmp_path: Path, corpus: Corpus) -> None:

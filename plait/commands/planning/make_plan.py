@@ -110,7 +110,8 @@ class LayoutTimer:
         say: Log,
     ) -> None:
         self._config, self._site, self._workers = config, site, workers
-        self._limit, self._rates, self._show = limit, rates, with_skip_hint(show)
+        self._limit, self._show = limit, with_skip_hint(show)
+        self._rates: RatesFreshness = rates
         self._missing: list[str] = []
         self._keeps = site.probe is None and workers.fixed_workers is None
         self._kept = load_timings(workers.working_folder, site.machine, say) if self._keeps else KeptTimings()
