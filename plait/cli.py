@@ -63,6 +63,9 @@ def train(
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Skip the gradient check (it runs once for each new layout).")
     ] = False,
+    no_timing: Annotated[
+        bool, typer.Option("--no-timing", help="Time nothing first: plan by forecast and what earlier runs measured.")
+    ] = False,
     hosts: HostCount = 1,
     address: Address = None,
     port: Port = 0,
@@ -75,10 +78,11 @@ def train(
     from plait.hosts.joining import HostsRequest
 
     check = "never" if no_check else "new layouts"
+    timing = "none" if no_timing else "bounded"
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
     details = [name for name, asked in (("reasons", why), ("receipt", verbose)) if asked]
     shown: Any = {"details": details, "screen": _screen()}
-    end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, **shown)
+    end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, timing=timing, **shown)
     if end.stopped_by != "finished":  # not wrapped, so that it can be copied
         again = printable(continuing_command(recipe, overrides or [], requested, check))
         OptionalOutput(sys.stdout).write(f"next     {again}\n")

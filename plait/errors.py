@@ -51,6 +51,10 @@ class ProgramFailed(RunFailed):
         self.program_traceback = program_traceback
 
 
+class OutOfTime(RunFailed):
+    """A job was ended at its time limit: who set the limit knows what to do without the result."""
+
+
 class GaveUp(RunFailed):
     """A run was started again and again, and got no further: no scheduler should start it once more."""
 

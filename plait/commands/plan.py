@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from plait.commands.planning.make_plan import COMPARING_LAYOUTS, kept_plan
+from plait.commands.planning.make_plan import PLANNING, kept_plan
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.planning.plan_report import (
     REPORT_COLUMNS,
@@ -95,7 +95,7 @@ def plan_report(
     """The plan for a cluster, or for this machine, with `top` other layouts; raises PlaitError in one sentence."""
     if cluster is None:
         return _report_for_this_machine(config, top, working, show)
-    show(0, 0, f"{COMPARING_LAYOUTS} for {cluster.name}")
+    show(0, 0, f"{PLANNING} for {cluster.name}")
     return make_plan_report(config, resources_on_paper(cluster, working), top=top, working=working)
 
 
@@ -105,7 +105,7 @@ def _report_for_this_machine(config: RunConfig, top: int, working: WorkingFolder
         show(0, 0, "looking at the machine")
         survey = survey_machine(workers, named_workers(config))
         corpus = find_prepared_corpus(config, working)  # a text that is not here is said: plait train would say so
-        show(0, 0, COMPARING_LAYOUTS)
+        show(0, 0, PLANNING)
         report = make_plan_report(config, resources_of(survey, workers), top=top, working=working)
         kept = kept_plan(config, corpus, survey, workers) if corpus else None
     first = training_section(kept, report.layouts, report.plan.placement.layout)

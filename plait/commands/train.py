@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from plait.commands.planning.begun_plan import (
     refuse_other_text,
     resumed_plan,
 )
-from plait.commands.planning.introduction import Details, run_start, running_runs_text
+from plait.commands.planning.introduction import Details, StartOf, run_start, running_runs_text
 from plait.commands.planning.make_plan import make_plan
 from plait.commands.preparing.corpus import (
     corpus_facts,
@@ -39,8 +39,10 @@ from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
 from plait.planner.plan import Plan
 from plait.planner.resolve.named import named_workers, refuse_unfit_names
+from plait.probing.measuring_time import Timing
 from plait.probing.survey import HostMachine, MachineSurvey, survey_machine, survey_machines
 from plait.recipe.load import RecipeSource, load_recipe, run_name_of
+from plait.report.metrics import read_metrics
 from plait.run_folder import NEW_PLAN_KEYS, check_changes, lock_run_folder, run_folder
 from plait.screen.screen import Screen
 from plait.workers import (
@@ -62,6 +64,7 @@ def train(
     fresh_plan: bool = False,
     check: CheckMode = "new layouts",
     hosts: HostsRequest = ONE_HOST,
+    timing: Timing = "bounded",
     details: Details = (),
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
@@ -95,10 +98,14 @@ def train(
         try:
             peak: PeakNeed = "as known" if folder.has_begun and renew == "nothing" else "measured"
             run = RunOnHosts(config=config, folder=folder, screen=screen, working=working, peak=peak, entries=entries)
-            plans, begun = RunPlans(run, check), folder.saved_plan() if folder.has_begun and renew != "all" else None
+            plans, begun = (
+                RunPlans(run, check, timing),
+                folder.saved_plan() if folder.has_begun and renew != "all" else None,
+            )
             with open_workers(hosts, run, plans.further, begun) as elastic:
+                start: StartOf = "known plan" if begun and renew == "nothing" else "new plan"
                 plan = plans.first(elastic.workers, renew)
-                screen.print(run_start(plan, folder.path, details))
+                screen.print(run_start(plan, folder.path, details, start))
                 if sharing := running_runs_text(plan, folder):
                     screen.print(sharing)
                 plans.check(plan, elastic.workers)
@@ -145,8 +152,9 @@ ReplanScope = Literal["all", "plan", "nothing"]
 class RunPlans:
     """Makes the plans of a run for the workers that are there; raises PlaitError where they cannot carry it."""
 
-    def __init__(self, run: RunOnHosts, check: CheckMode) -> None:
+    def __init__(self, run: RunOnHosts, check: CheckMode, timing: Timing = "bounded") -> None:
         self._run, self._check = run, check
+        self._timing: Timing = timing
         self._before: Sequence[HostMachine] = ()
         """The hosts that the last plan was made for: what was measured of some of them still holds."""
 
@@ -164,13 +172,27 @@ class RunPlans:
             show(0, 0, "looking at the machine")
 
             def survey(peak: PeakNeed) -> MachineSurvey:
-                return survey_machines(config, workers, screen.print, probe, show, peak=peak)
+                return survey_machines(config, workers, screen.print, probe, show, peak=peak, timing=self._timing)
 
             if folder.has_begun:
-                begun = folder.saved_plan()
-                plan = resumed_plan(config, begun, corpus, survey, workers, fresh=fresh, log=screen.print, show=show)
+                evaluated = [report.step for report in read_metrics(folder.metrics)[1]]
+                plan = resumed_plan(
+                    config,
+                    folder.saved_plan(),
+                    corpus,
+                    survey,
+                    workers,
+                    evaluated=evaluated,
+                    fresh=fresh,
+                    log=screen.print,
+                    show=show,
+                    timing=self._timing,
+                )
             else:
-                plan = make_plan(config, corpus, survey("measured"), workers, fresh=fresh, say=screen.print, show=show)
+                site = survey("measured")
+                plan = make_plan(
+                    config, corpus, site, workers, fresh=fresh, say=screen.print, show=show, timing=self._timing
+                )
                 not_read = tuple(f"text left out: {sentence}" for sentence in corpus.left_out)
                 plan = replace(plan, reasons=(*plan.reasons, *not_read))
         for line in overlong_lines(corpus_facts(corpus), plan.job.sequence, config.data.overlong):
@@ -186,9 +208,11 @@ class RunPlans:
             begun, log = run.folder.saved_plan(), run.screen.print
 
             def survey(peak: PeakNeed) -> MachineSurvey:
-                return survey_machines(run.config, workers, log, "kept", show, self._before, peak)
+                return survey_machines(run.config, workers, log, "kept", show, self._before, peak, self._timing)
 
-            plan = resumed_plan(run.config, begun, corpus, survey, workers, fresh=False, log=log, show=show)
+            plan = resumed_plan(
+                run.config, begun, corpus, survey, workers, fresh=False, log=log, show=show, timing=self._timing
+            )
         plan = self._on_hosts(plan, workers)
         self.check(plan, workers)
         return plan
@@ -225,5 +249,8 @@ def open_workers(
     previous = (
         [(share.mark, share.name) for share in (*begun.machines.hosts, *begun.machines.left_out)] if begun else []
     )
-    with run_hosts(hosts, run, plan_for, previous) as elastic:
+    with ExitStack() as opened:
+        with run.screen.progress() as show:
+            show(0, 0, "waiting for the other hosts")
+            elastic = opened.enter_context(run_hosts(hosts, run, plan_for, previous))
         yield elastic

@@ -57,12 +57,18 @@ PeakNeed = Literal["measured", "as known"]
 goes on by its plan needs none."""
 
 
+PEAK_S = 1.6
+"""Seconds of measuring a processor's peak at most, while other programs run; on a quiet machine it takes less."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurveyRequest:
     """What the worker that describes a host is asked."""
 
     requested: RequestedWorkers = ANY_WORKERS
     peak: PeakNeed = "measured"
+    peak_s: float = PEAK_S
+    """Seconds of measuring it at most."""
 
     def to_json(self) -> str:
         """As that worker reads it."""

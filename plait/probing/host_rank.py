@@ -15,27 +15,39 @@ from plait.launch.values.job import RankContext
 from plait.machines.catalog import find_device_by_driver_name
 from plait.machines.detect import detect_machine
 from plait.machines.machine import Machine
-from plait.machines.requested_workers import SurveyRequest
+from plait.machines.requested_workers import PEAK_S, SurveyRequest
+from plait.probing.kept import keep_timings, load_timings
 from plait.probing.timing import WallClock
+from plait.working_folder import CURRENT_FOLDER
 
 
 def run_host_rank(context: RankContext, argument: str) -> None:
     """Entry of the worker that describes this host: sends the machine's fingerprint and, where that is wanted, its
-    peak arithmetic rate.
+    peak arithmetic rate, which is kept once it was measured while nothing else ran.
 
     `argument` is a SurveyRequest as JSON. Raises PlaitError for GPUs that are not there.
     """
     survey = typed_value(SurveyRequest, parse_object(argument))
     machine = detect_machine(survey.requested)
-    flops, doubt = machine_peak_flops(machine) if survey.peak == "measured" else (None, "")
+    flops, doubt = _kept_or_measured(machine, survey.peak_s) if survey.peak == "measured" else (None, "")
     context.send("machine", fingerprint=machine.fingerprint(), peak_flops=flops, peak_doubt=doubt)
 
 
-def machine_peak_flops(machine: Machine) -> tuple[float | None, str]:
+def _kept_or_measured(machine: Machine, most_s: float) -> tuple[float | None, str]:
+    known = load_timings(CURRENT_FOLDER, machine).peak_flops if machine.device == "cpu" else 0.0
+    if known:
+        return known, ""
+    flops, doubt = machine_peak_flops(machine, most_s)
+    if machine.device == "cpu" and flops and not doubt:
+        keep_timings(CURRENT_FOLDER, machine, peak_flops=flops)
+    return flops, doubt
+
+
+def machine_peak_flops(machine: Machine, most_s: float = PEAK_S) -> tuple[float | None, str]:
     """Peak FLOP/s of all devices together, of which MFU is a share, None where it is not known; and what makes it
     doubtful, empty where nothing does."""
     if machine.device == "cpu":
-        found = measure_matmul_flops(threads=machine.cores)
+        found = measure_matmul_flops(threads=machine.cores, most_s=most_s)
         return found.flops, found.doubt
     known = find_device_by_driver_name(machine.name)
     # Without bf16 plait trains in float32 (planner/derive/training_job.py).
@@ -47,8 +59,8 @@ def machine_peak_flops(machine: Machine) -> tuple[float | None, str]:
 
 UNDISTURBED_SHARE = 0.9
 """Share of its cores' time from which a measurement counts as undisturbed."""
-MEASURED_S, DISTURBED_S = 0.8, 2.4
-"""Seconds of measuring; the second where none of the tries was undisturbed before."""
+QUIET_PEAK_S = 0.5
+"""Seconds of measuring, unless none of the tries was undisturbed."""
 TRY_S = 0.1
 
 
@@ -73,7 +85,7 @@ class MatmulRate:
         )
 
 
-def measure_matmul_flops(*, threads: int, size: int = 1024) -> MatmulRate:
+def measure_matmul_flops(*, threads: int, most_s: float = PEAK_S, size: int = 1024) -> MatmulRate:
     """The rate of float32 products of size × size matrices in the best of several short tries, because a peak is an
     upper limit; more tries where other programs took part of the cores in all of them."""
     before = torch.get_num_threads()
@@ -81,8 +93,8 @@ def measure_matmul_flops(*, threads: int, size: int = 1024) -> MatmulRate:
     a, b = torch.randn(size, size), torch.randn(size, size)
     multiply, flops = partial(torch.mm, a, b, out=torch.empty(size, size)), 2.0 * size**3
     began, tries = time.perf_counter(), [_short_try(multiply, flops, threads)]
-    while (spent := time.perf_counter() - began) < DISTURBED_S:
-        if spent >= MEASURED_S and any(one.granted >= UNDISTURBED_SHARE for one in tries):
+    while (spent := time.perf_counter() - began) < most_s:
+        if spent >= QUIET_PEAK_S and any(one.granted >= UNDISTURBED_SHARE for one in tries):
             break
         tries.append(_short_try(multiply, flops, threads))
     torch.set_num_threads(before)

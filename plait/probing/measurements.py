@@ -39,6 +39,7 @@ from plait.probing.answer import (
     relative_speeds,
     require_all_work,
 )
+from plait.probing.measuring_time import UNLIMITED, MeasuringTime
 from plait.probing.request import ProbeRequest, layer_products
 from plait.regular_file import read_regular_file
 from plait.screen.screen import ShowProgress, ignore_progress
@@ -82,10 +83,12 @@ class StoredProbe:
         except (PlaitError, OSError, ValueError):
             return None  # another version's, or incomplete: measure again and overwrite it
 
-    def measure(self, pool: WorkerPool, show: ShowProgress = ignore_progress) -> Measurements:
+    def measure(
+        self, pool: WorkerPool, show: ShowProgress = ignore_progress, limit: MeasuringTime = UNLIMITED
+    ) -> Measurements:
         """Measure and store; `show` gets the progress. Raises RunFailed with the name of a dead device or link,
-        Interrupted where a signal came."""
-        measured = measurements_from(self._run(pool, self.request, show), self.request, self._key)
+        Interrupted where a signal came, OutOfTime at the end of the time."""
+        measured = measurements_from(self._run(pool, self.request, show, limit), self.request, self._key)
         make_private_folder(self._path.parent)
         self._path.write_text(measurements_json(measured), encoding="utf-8")
         return measured
@@ -110,7 +113,7 @@ class StoredProbe:
         """Record that the stored measurements were made or confirmed just now."""
         self._path.with_suffix(".seen").write_text(json.dumps(addresses), encoding="utf-8")
 
-    def still_holds(self, pool: WorkerPool, known: Measurements) -> bool:
+    def still_holds(self, pool: WorkerPool, known: Measurements, limit: MeasuringTime = UNLIMITED) -> bool:
         """Time one message over each link and one layer on each host, and compare them with the known measurements;
         takes some seconds on all hosts. Raises as `measure` does."""
         model = self.request.models[0]
@@ -122,7 +125,7 @@ class StoredProbe:
             messages=(RECHECK_MESSAGE_BYTES,),
             seconds=0.0,
         )
-        result = self._run(pool, short)
+        result = self._run(pool, short, limit=limit)
         if [host.name for host in result.hosts] != [device.host for device in known.devices]:
             return False  # the hosts have another order, or are others
         firsts = [result.ranks[host.ranks[0]].timed for host in result.hosts]
@@ -131,7 +134,13 @@ class StoredProbe:
             are_close(*_common_product_seconds(*pair)) for pair in layers
         )
 
-    def _run(self, pool: WorkerPool, request: ProbeRequest, show: ShowProgress = ignore_progress) -> ProbeResult:
+    def _run(
+        self,
+        pool: WorkerPool,
+        request: ProbeRequest,
+        show: ShowProgress = ignore_progress,
+        limit: MeasuringTime = UNLIMITED,
+    ) -> ProbeResult:
         job = Job(
             entry=PROBE_ENTRY,
             argument=request.to_json(),
@@ -140,7 +149,7 @@ class StoredProbe:
             needs=(SYMBOLIC_SHAPES,),
             at_stop="abandon",
         )
-        return parse_result(ask_rank_0(pool, job, "probed", show))
+        return parse_result(ask_rank_0(pool, limit.limited(job), "probed", show))
 
     @property
     def _key(self) -> str:

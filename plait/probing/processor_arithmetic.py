@@ -1,15 +1,15 @@
-"""Chooses by measurement how processors multiply: the library of float32 products, and float32 or bf16."""
+"""Chooses by measurement how processors multiply: the library of float32 products, and float32 or bf16. What was
+measured is kept for similar models; what there is no time to measure is not chosen: torch's own library, float32."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from plait.errors import RunFailed
+from plait.errors import OutOfTime, RunFailed
 from plait.launch.values.job import Job
 from plait.machines.measured import ProductRates
 from plait.partition.execution import Precision
@@ -26,21 +26,23 @@ from plait.planner.derive.training_job import precision_of
 from plait.planner.plan import Plan, TrainingJob
 from plait.planner.resolve.resolve import Draft, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
-from plait.probing.kept_rates import keep_rates, kept_rates, rates_path
+from plait.probing.kept import KeptFactor, KeptRates, keep_timings, load_timings, nearest
+from plait.probing.measuring_time import UNLIMITED, MeasuringTime
 from plait.probing.request import ProbedModel
-from plait.probing.steps import ARITHMETIC_S, time_plan
+from plait.probing.steps import ARITHMETIC_S, StepKey, kind_of, sizes_of, time_plan
 from plait.recipe.schema import RunConfig
 from plait.workers import PRODUCTS_ENTRY, WorkerPool, ask_rank_0
-from plait.working_folder import WorkingFolder
 
-LEAST_RUN_S = 60.0
-"""A run must last so long that timing a step in both precisions, some ten seconds, is worth it."""
-ROUNDS = 3
+LEAST_RUN_S = 10.0
+"""A shorter run gains less in bf16 than finding out takes."""
+LONG_RUN_S, ROUNDS, SHORT_ROUNDS, SHORT_ROUND_S = 60.0, 3, 1, 0.3
+"""A run as long as this is worth ROUNDS of timing steps in both precisions; a shorter one SHORT_ROUNDS, with at least
+SHORT_ROUND_S of steps in each."""
 MOST_WORKERS = 8
 """Workers that are measured side by side, where their number is not given."""
 MOST_TOKENS = 512
 """Rows of the largest products that are measured: more change a processor's rate by little, and take longer."""
-TIMING_PRODUCTS = "timing matrix products"
+TIMING_PRODUCTS, TIMING_PRECISIONS = "timing matrix products", "timing steps in float32 and bf16"
 """What a person reads while this goes on."""
 RatesFreshness = Literal["kept", "again"]
 """Whether rates that were measured before on such a processor, with this software, are used again."""
@@ -50,12 +52,21 @@ MakeDraft = Callable[[Resources], Draft]
 
 
 def new_with_arithmetic(
-    config: RunConfig, job: TrainingJob, resources: Resources, workers: WorkerPool, *, rates: RatesFreshness
+    config: RunConfig,
+    job: TrainingJob,
+    resources: Resources,
+    workers: WorkerPool,
+    *,
+    rates: RatesFreshness,
+    limit: MeasuringTime = UNLIMITED,
 ) -> Resources:
-    """The resources of a new run, with the library that suits its processors best; GPUs have none to choose."""
+    """The resources of a new run, with the library that suits its processors best; GPUs have none to choose. Raises
+    OutOfTime where nothing is known of the processors and there is no time to measure them."""
     if resources.machine.device != "cpu":
         return resources
-    found = _measured_products(_products_of(job), resources, workers, rates)
+    named = config.train.matmul_backend == "onednn" or config.train.precision == "bf16"
+    needed = UNLIMITED if named else limit  # whether the processor has what was named, and how exact it is
+    found = _measured_products(_products_of(job), resources, workers, rates, needed)
     return _with_backends(config.train.matmul_backend, precision_of(config, resources).value, resources, found)
 
 
@@ -67,7 +78,7 @@ def arithmetic_to_probe(
     if resources.machine.device != "cpu":
         return None
     fewer = replace(model, sequences=min(model.sequences, max(1, MOST_TOKENS // model.sequence)))
-    return choose_backends(named, precision, _measured_products(fewer, resources, workers, "kept"))
+    return choose_backends(named, precision, _measured_products(fewer, resources, workers, "kept", UNLIMITED))
 
 
 def draft_in_best_precision(
@@ -77,28 +88,38 @@ def draft_in_best_precision(
     resources: Resources,
     workers: WorkerPool,
     make_draft: MakeDraft,
+    *,
+    rates: RatesFreshness = "kept",
+    limit: MeasuringTime = UNLIMITED,
 ) -> Draft:
     """A new run's draft with the reason for its precision, or another draft in a precision in which steps of the layout
-    `split` are much faster on its processors."""
+    `split` are much faster on its processors. Raises OutOfTime where that is not known and there is no time for it."""
     found = resources.arithmetic
     if config.train.precision != "auto" or found is None:
         return drafted
-    precision, reason = _precision(config, with_layout(drafted.plan, split), found, workers)
+    plan = with_layout(drafted.plan, split)
+    precision, reason = _precision(config, plan, found, resources, workers, rates, limit)
     if precision == found.precision:  # a second draft would probe several hosts again
         return replace(drafted, plan=replace(drafted.plan, reasons=(*drafted.plan.reasons, reason)))
     return make_draft(resources.with_arithmetic(found.with_precision(precision, reason)))
 
 
 def begun_with_arithmetic(
-    config: RunConfig, plan: Plan, resources: Resources, workers: WorkerPool, *, processors: RunProcessors
+    config: RunConfig,
+    plan: Plan,
+    resources: Resources,
+    workers: WorkerPool,
+    *,
+    processors: RunProcessors,
+    limit: MeasuringTime = UNLIMITED,
 ) -> Resources:
     """The resources of a begun run: its precision stays, and the library unless it came to other processors or the
-    recipe names one."""
+    recipe names one. Raises OutOfTime as `new_with_arithmetic` does."""
     if resources.machine.device != "cpu":
         return resources
     named = config.train.matmul_backend
     kept = plan.arithmetic.matmul_backend if named == "auto" and processors == "same" else named
-    found = _measured_products(_products_of(plan.job), resources, workers, "kept")
+    found = _measured_products(_products_of(plan.job), resources, workers, "kept", limit)
     return _with_backends(kept, plan.arithmetic.precision, resources, found)
 
 
@@ -119,14 +140,19 @@ def _products_of(job: TrainingJob) -> ProbedModel:
 
 
 def _measured_products(
-    model: ProbedModel, resources: Resources, workers: WorkerPool, rates: RatesFreshness
+    model: ProbedModel, resources: Resources, workers: WorkerPool, rates: RatesFreshness, limit: MeasuringTime
 ) -> Sequence[ProductRates]:
-    """Speed and error of a model's products on each worker: those given, else one a core. Kept for the next plan on
-    this machine; over several hosts, or where somebody else started the workers, they are measured each time.
+    """Speed and error of a model's products on each worker: those given, else one a core. Kept for this and similar
+    models on this machine; over several hosts, or where somebody else started the workers, they are measured each time.
 
     Of a worker with one thread processor time is measured, which other programs do not lengthen.
     """
     given = resources.fixed_workers or FixedWorkers(workers=min(resources.machine.cores, MOST_WORKERS), threads=1)
+    name, sizes = f"{kind_of(model.shape)}, {given.workers} × {given.threads}", sizes_of(model.shape, model.tokens)
+    is_kept = not resources.fixed_workers and not resources.probe
+    kept = load_timings(workers.working_folder, resources.machine).rates if is_kept and rates == "kept" else ()
+    if known := nearest(kept, name, sizes):
+        return known.ranks
     measuring = Job(
         entry=PRODUCTS_ENTRY,
         argument=json.dumps(asdict(model)),
@@ -134,20 +160,11 @@ def _measured_products(
         threads=given.threads,
         at_stop="abandon",
     )
-    if resources.fixed_workers or resources.probe:
-        return _rates_from(ask_rank_0(workers, measuring, "products"))
-    path = _rates_path(resources, measuring, workers.working_folder)
-    if rates == "kept" and (known := kept_rates(path)):
-        return known
-    found = _rates_from(ask_rank_0(workers, measuring, "products"))
-    keep_rates(path, found)
+    found = tuple(_rates_from(ask_rank_0(workers, limit.limited(measuring), "products")))
+    if is_kept:
+        entry = KeptRates(name=name, sizes=sizes, ranks=found)
+        keep_timings(workers.working_folder, resources.machine, rates=[entry])
     return found
-
-
-def _rates_path(resources: Resources, measuring: Job, working: WorkingFolder) -> Path:
-    """Where the rates of a machine's processor are kept, for its software and these products."""
-    given = [measuring.argument, measuring.world_size, measuring.threads]
-    return rates_path(working, resources.machine, given)
 
 
 def _rates_from(answer: Mapping[str, Any]) -> Sequence[ProductRates]:
@@ -159,28 +176,58 @@ def _rates_from(answer: Mapping[str, Any]) -> Sequence[ProductRates]:
         ) from None
 
 
-def _precision(config: RunConfig, plan: Plan, found: ProcessorArithmetic, workers: WorkerPool) -> tuple[Precision, str]:
-    """The precision for a run's processors, with the reason: bf16 where a whole step is much faster."""
+def _precision(
+    config: RunConfig,
+    plan: Plan,
+    found: ProcessorArithmetic,
+    resources: Resources,
+    workers: WorkerPool,
+    rates: RatesFreshness,
+    limit: MeasuringTime,
+) -> tuple[Precision, str]:
+    """The precision for a run's processors, with the reason: bf16 where a whole step is much faster, now or in an
+    earlier run."""
     if refusal := bf16_refusal(found.bf16_gain):
         return "float32", refusal
-    if _expected_s(plan) < LEAST_RUN_S:
+    key = StepKey.of(plan)
+    known = nearest(load_timings(workers.working_folder, resources.machine).factors, key.bf16_name, key.sizes)
+    if known is not None and rates == "kept":
+        return choose_precision(known.value, "as timed here before")
+    expected_s = _expected_s(plan)
+    if expected_s < LEAST_RUN_S:
         return "float32", "precision float32: the run is too short to time steps in bf16 as well"
-    return choose_precision(_timed_gain(config, plan, workers))
+    gain = _timed_gain(config, plan, workers, limit, "long" if expected_s >= LONG_RUN_S else "short")
+    kept = KeptFactor(name=key.bf16_name, sizes=key.sizes, value=gain)
+    keep_timings(workers.working_folder, resources.machine, factors=[kept])
+    return choose_precision(gain, "as timed here")
 
 
 def _expected_s(plan: Plan) -> float:
     """About how long a run will take; as good as for ever where there is no forecast."""
     if plan.job.budget.unit == "seconds":
         return plan.job.budget.value
-    return plan.job.steps * plan.forecast.step_s if plan.forecast else LEAST_RUN_S
+    return plan.job.steps * plan.forecast.step_s if plan.forecast else LONG_RUN_S
 
 
-def _timed_gain(config: RunConfig, plan: Plan, workers: WorkerPool) -> float:
+def _timed_gain(
+    config: RunConfig, plan: Plan, workers: WorkerPool, limit: MeasuringTime, run: Literal["long", "short"]
+) -> float:
     """How many times as fast a step is in bf16: the median of rounds in which both are timed one after the other, so
-    that another program's work spoils one round and not the answer."""
+    that another program's work spoils one round and not the answer. Raises OutOfTime where no round was completed."""
     both = (
         replace(plan, arithmetic=replace(plan.arithmetic, precision="float32")),
         replace(plan, arithmetic=replace(plan.arithmetic, precision="bf16")),
     )
-    rounds = [[time_plan(config, one, workers, least_s=ARITHMETIC_S) for one in both] for _ in range(ROUNDS)]
-    return median(single / half for single, half in rounds)
+    count, least_s = (ROUNDS, ARITHMETIC_S) if run == "long" else (SHORT_ROUNDS, SHORT_ROUND_S)
+    gains: list[float] = []
+    for number in range(count):
+        part = limit.part(1 / (count - number))
+        try:
+            single = time_plan(config, both[0], workers, least_s=least_s, limit=part.part(0.5))
+            half = time_plan(config, both[1], workers, least_s=least_s, limit=part)
+            gains.append(single.step_s / half.step_s)
+        except OutOfTime:
+            if not gains:
+                raise
+            break
+    return median(gains)

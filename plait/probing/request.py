@@ -37,6 +37,8 @@ EXTRA_PRODUCTS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
     ),
 }  # fmt: skip
 PROBED_MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)
+BRIEF_S = 0.5
+"""ProbeRequest.seconds of a brief probe."""
 EXTRA_ATTENTIONS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
     # Attention beside that of the layers: length of a sequence or document, heads, head width.
     "cpu": ((32, 4, 32), (128, 4, 64), (1024, 2, 64)),
@@ -151,6 +153,18 @@ def recipe_probe_request(
         host_backends=need.host_backends,
         gpus=machine.gpus,
         compile=need.compile,
+    )
+
+
+def brief_request(request: ProbeRequest) -> ProbeRequest:
+    """The same probe in a fraction of the time: fewer sizes of micro-batches and messages, the model's own products."""
+    models = tuple(dict.fromkeys((request.models[0], request.models[-1])))
+    return replace(
+        request,
+        models=models,
+        products=tuple(dict.fromkeys(product for model in models for product in layer_products(model))),
+        messages=request.messages[:5:2],
+        seconds=BRIEF_S,
     )
 
 

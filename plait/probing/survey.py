@@ -4,13 +4,17 @@ between them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from plait.errors import OutOfTime
 from plait.launch.values.job import Job
+from plait.machines.catalog import link_at_rate
 from plait.machines.cluster import Cluster, cluster_of_hosts
 from plait.machines.machine import Machine, usable_cores
 from plait.machines.measured import LEAST_UNDISTURBED_SHARE, Measurements
-from plait.machines.requested_workers import ANY_WORKERS, PeakNeed, RequestedWorkers, SurveyRequest
+from plait.machines.requested_workers import ANY_WORKERS, PEAK_S, PeakNeed, RequestedWorkers, SurveyRequest
+from plait.planner.derive.model_size import budget_of
 from plait.planner.derive.resources import FixedWorkers, Probe, ProbeNeed, Resources, on_paper
 from plait.planner.heterogeneous.host_permutations import cluster_of_nodes
 from plait.planner.resolve.named import named_workers
@@ -21,13 +25,20 @@ from plait.probing.measurements import (
     StoredProbe,
     pool_measurements,
 )
-from plait.probing.request import recipe_probe_request
+from plait.probing.measuring_time import UNLIMITED, MeasuringTime, Timing, with_skip_hint
+from plait.probing.request import brief_request, recipe_probe_request
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import ShowProgress, ignore_progress
-from plait.units import format_si
+from plait.units import format_duration, format_si
 from plait.workers import MEASURE_ENTRY, HostWorkers, WorkerPool, ask_rank_0
 from plait.working_folder import WorkingFolder
 
+ASSUMED_GBIT = 1.0
+"""Between hosts whose links there was no time to measure: the slowest that is usual."""
+LEAST_WHOLE_S = 60.0
+"""Time for measuring from which a whole probe is tried."""
+WHOLE_SHARE, BRIEF_SHARE = 0.5, 0.6
+"""Shares of what is left of the time for measuring that a whole probe may take, and then a brief one."""
 HostMachine = tuple[Machine, float | None, int]
 """A host's machine, the rate of its processor (None if unknown), and its number of workers."""
 
@@ -47,11 +58,14 @@ class MachineSurvey:
 
 
 def survey_machine(
-    workers: WorkerPool, requested: RequestedWorkers = ANY_WORKERS, peak: PeakNeed = "measured"
+    workers: WorkerPool,
+    requested: RequestedWorkers = ANY_WORKERS,
+    peak: PeakNeed = "measured",
+    peak_s: float = PEAK_S,
 ) -> MachineSurvey:
     """Describe this machine with the requested devices and measure its arithmetic peak, in a worker that uses all
     cores."""
-    argument = SurveyRequest(requested=requested, peak=peak).to_json()
+    argument = SurveyRequest(requested=requested, peak=peak, peak_s=peak_s).to_json()
     job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=1, threads=usable_cores(), at_stop="abandon")
     found = ask_rank_0(workers, job, "machine")
     machine = Machine.from_fingerprint(found["fingerprint"])
@@ -88,6 +102,7 @@ def survey_machines(
     show: ShowProgress = ignore_progress,
     before: Sequence[HostMachine] = (),
     peak: PeakNeed = "measured",
+    timing: Timing = "bounded",
 ) -> MachineSurvey:
     """This machine; over several hosts host 0's, with a function that probes all of them once the model is known, and
     tells `show` how far that is.
@@ -97,31 +112,40 @@ def survey_machines(
     """
     hosts = workers.host_machines(peak)
     if not hosts:
-        return survey_machine(workers, named_workers(config), peak)
+        limit = MeasuringTime.of(budget_of(config), timing)
+        return survey_machine(workers, named_workers(config), peak, min(PEAK_S, limit.left_s / 4))
     machines = tuple(machine for machine, _, _ in hosts)
     rates = [flops for _, flops, _ in hosts if flops is not None]
     return MachineSurvey(
         machine=machines[0],
         peak_flops=sum(rates) if len(rates) == len(hosts) else None,
         others=machines[1:],
-        probe=_make_probe(workers, hosts, before, log, fresh, show) if len(hosts) > 1 else None,
+        probe=_make_probe(config, workers, hosts, before, log, fresh, show, timing) if len(hosts) > 1 else None,
     )
 
 
 def _make_probe(
+    config: RunConfig,
     workers: HostWorkers,
     hosts: Sequence[HostMachine],
     before: Sequence[HostMachine],
     log: Callable[[str], None],
     fresh: ProbeFreshness,
     show: ShowProgress,
+    timing: Timing,
 ) -> Probe:
     def look(need: ProbeNeed) -> Cluster:
         cluster = _cluster_of_some(workers, hosts, before, need) if before and fresh == "kept" else None
         if cluster is not None:
             log("probe    measured before, together with the hosts that are gone")
             return cluster
-        cluster = probe_cluster(workers, hosts, need, fresh=fresh, show=show)
+        limit = MeasuringTime.of(budget_of(config), timing)
+        try:
+            cluster = probe_cluster(workers, hosts, need, fresh=fresh, show=with_skip_hint(show), limit=limit)
+        except OutOfTime:
+            why = f"did not end within {format_duration(limit.limit_s)}" if limit.limit_s else "was not wanted"
+            log(f"probe    {why}: the plan assumes {ASSUMED_GBIT:g} Gbit/s between the hosts (plait probe measures it)")
+            return cluster_of_hosts(hosts, link_at_rate(ASSUMED_GBIT, "machine"))
         assert cluster.measured is not None
         for sentence in cluster.measured.complaints:
             log(f"probe    {sentence}")
@@ -179,28 +203,48 @@ def probe_cluster(
     *,
     fresh: ProbeFreshness,
     show: ShowProgress = ignore_progress,
+    limit: MeasuringTime = UNLIMITED,
 ) -> Cluster:
     """Several hosts as a cluster, with a probe's measurements for a model.
 
     With "kept", an earlier probe's are used if machines and software are the same and its links are as fast as then.
     """
-    measured = pool_measurements(_probe_or_load(workers, [machine for machine, _, _ in hosts], need, fresh, show))
+    measured = pool_measurements(
+        _probe_or_load(workers, [machine for machine, _, _ in hosts], need, fresh, show, limit)
+    )
     return replace(cluster_of_hosts(hosts, slowest_measured_link(measured, "between")), measured=measured)
 
 
 def _probe_or_load(
-    workers: HostWorkers, machines: list[Machine], need: ProbeNeed, fresh: ProbeFreshness, show: ShowProgress
+    workers: HostWorkers,
+    machines: list[Machine],
+    need: ProbeNeed,
+    fresh: ProbeFreshness,
+    show: ShowProgress,
+    limit: MeasuringTime,
 ) -> Measurements:
+    """An earlier probe's measurements, or new ones: brief ones where the time is too short for whole ones."""
     stored, addresses = _stored_probe(workers, machines, _fixed(workers), need), workers.addresses()
-    known = stored.load() if fresh == "kept" else None
-    if known is not None and stored.was_checked_recently(addresses):
-        return known
-    if known is not None:
+    brief = replace(stored, request=brief_request(stored.request))
+    for kept in (stored, brief) if fresh == "kept" else ():
+        if (known := kept.load()) is None:
+            continue
+        if kept.was_checked_recently(addresses):
+            return known
         show(0, 0, "comparing the hosts with an earlier probe")
-    if known is None or not stored.still_holds(workers, known):
-        known = stored.measure(workers, show)
-    stored.mark_checked(addresses)
-    return known
+        if kept.still_holds(workers, known, limit.part(BRIEF_SHARE)):
+            kept.mark_checked(addresses)
+            return known
+    if limit.limit_s >= LEAST_WHOLE_S:
+        with suppress(OutOfTime):
+            return _measured(stored, workers, show, limit.part(WHOLE_SHARE))
+    return _measured(brief, workers, show, limit.part(BRIEF_SHARE))
+
+
+def _measured(stored: StoredProbe, workers: HostWorkers, show: ShowProgress, limit: MeasuringTime) -> Measurements:
+    found = stored.measure(workers, show, limit)
+    stored.mark_checked(workers.addresses())
+    return found
 
 
 def _fixed(workers: HostWorkers) -> FixedWorkers:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from math import isfinite
 from statistics import mean, median_low
+from threading import Lock
 
 from rich.console import Console as Screen
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.plausibility import mfu_text
 from plait.screen.screen import wrapped
+from plait.screen.ticker import TICK_S, ticking
 from plait.units import format_count, format_duration
 
-FIRST_LINE_AFTER_S = 10.0
-LINE_EVERY_S = 30.0
+LINE_EVERY_S = 10.0
+LATER_LINE_EVERY_S, LATER_S = 30.0, 1800.0
+"""Of a log after its first half hour, which somebody may be watching."""
 LINE_EVERY_SHARE = 0.05
+SPINNER, MOVES_PER_S = "line", 1.0
+"""What moves on a terminal, in ASCII, while nothing else does."""
 REFRESH_EVERY_S = 0.1
 BAR_FROM_COLUMNS = 100
 FACT_COLUMNS = (len("loss 12.345"), len("ETA 59 min 59 s"), len("12.3K tokens/s"))
@@ -29,8 +35,9 @@ FACT_COLUMNS = (len("loss 12.345"), len("ETA 59 min 59 s"), len("12.3K tokens/s"
 class Console:
     """A sink for people; `steps_done` is where this start goes on from, out of `total_steps`.
 
-    On a terminal it draws one line in place and prints notes above it; it starts no thread. Elsewhere it prints a
-    line after 10 seconds, then each 30 seconds and each 5 % of the steps, whichever comes first.
+    On a terminal it draws one line in place, which moves also during long steps, and prints notes above it. Elsewhere
+    it prints a line each 10 seconds, after half an hour each 30, and each 5 % of the steps, whichever comes first;
+    where no step ended for that long, a line says so.
     """
 
     def __init__(
@@ -40,29 +47,33 @@ class Console:
         *,
         screen: Screen | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tick_s: float = TICK_S,
     ) -> None:
         self._total = total_steps
         self._screen = screen or Screen(highlight=False)
         self._clock = clock
         self._recent = RecentSteps()
-        self._last_told_s = clock()
-        self._last_told_step = steps_done
-        self._line_every_s = FIRST_LINE_AFTER_S
+        self._last_told_s = self._last_step_s = self._began_s = clock()
+        self._last_told_step = self._last_step = steps_done
         self._progress = _progress(self._screen) if self._screen.is_terminal else None
+        self._lock, self._looking = Lock(), ExitStack()
+        if self._progress is None:
+            self._looking.enter_context(ticking(self._say_what_goes_on, tick_s))
         if self._progress is not None:
             self._task = self._progress.add_task("", total=total_steps, completed=steps_done, facts="starting")
             self._progress.start()
 
     def step(self, report: StepReport) -> None:
-        self._recent.add(report)
-        if self._progress is not None:
-            facts = facts_that_fit(self._facts(report), facts_width(self._screen.width))
-            self._progress.update(self._task, completed=report.step, facts=facts)
-            if self._due(report.step, REFRESH_EVERY_S, share=1.0):
-                self._progress.refresh()
-        elif self._due(report.step, self._line_every_s, LINE_EVERY_SHARE):
-            self._line_every_s = LINE_EVERY_S
-            self._print(aligned_facts(self._facts(report), self._total))
+        with self._lock:
+            self._recent.add(report)
+            self._last_step, self._last_step_s = report.step, self._clock()
+            if self._progress is not None:
+                facts = facts_that_fit(self._facts(report), facts_width(self._screen.width))
+                self._progress.update(self._task, completed=report.step, facts=facts)
+                if self._due(report.step, REFRESH_EVERY_S, share=1.0):
+                    self._progress.refresh()
+            elif self._due(report.step, self._line_every_s, LINE_EVERY_SHARE):
+                self._print(aligned_facts(self._facts(report), self._total))
 
     def evaluation(self, report: EvalReport) -> None:
         per_byte = "" if report.eval_nats_per_byte is None else f"{report.eval_nats_per_byte:.3g} nats per byte"
@@ -76,8 +87,22 @@ class Console:
 
     def close(self) -> None:
         """Leave the last state of the bar on the screen; a second call does nothing."""
+        self._looking.close()
         if self._progress is not None:
             self._progress.stop()
+
+    @property
+    def _line_every_s(self) -> float:
+        return LINE_EVERY_S if self._clock() - self._began_s < LATER_S else LATER_LINE_EVERY_S
+
+    def _say_what_goes_on(self) -> None:
+        with self._lock:
+            if self._clock() - self._last_told_s < self._line_every_s:
+                return
+            self._last_told_s = self._clock()
+            last = self._last_step >= self._total
+            what = "the held-out loss and the last checkpoint" if last else f"step {self._last_step + 1}/{self._total}"
+            self._print(f"working  {what}, {format_duration(round(self._clock() - self._last_step_s))} so far")
 
     def _print(self, text: str) -> None:
         columns = self._screen.width if self._screen.is_terminal else None
@@ -115,8 +140,9 @@ def aligned_facts(facts: list[str], total_steps: int) -> str:
 
 
 def facts_width(columns: int) -> int:
-    """How many of a screen's columns the facts get; from BAR_FROM_COLUMNS on the bar takes its share."""
-    return columns if columns < BAR_FROM_COLUMNS else columns - BAR_FROM_COLUMNS // 5 - 1
+    """How many of a screen's columns the facts get beside what moves; from BAR_FROM_COLUMNS on the bar takes its
+    share."""
+    return columns - 2 if columns < BAR_FROM_COLUMNS else columns - BAR_FROM_COLUMNS // 5 - 3
 
 
 def facts_that_fit(facts: list[str], columns: int) -> str:
@@ -134,7 +160,7 @@ def _progress(screen: Screen) -> Progress:
     facts = TextColumn("{task.fields[facts]}", markup=False)
     bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
     columns = (bar, facts) if screen.width >= BAR_FROM_COLUMNS else (facts,)
-    return Progress(*columns, console=screen, expand=True, auto_refresh=False)
+    return Progress(SpinnerColumn(SPINNER), *columns, console=screen, expand=True, refresh_per_second=MOVES_PER_S)
 
 
 # Figures of the last steps of a run, for the lines and bars that people watch.

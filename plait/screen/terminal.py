@@ -5,24 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from plait.screen.console import REFRESH_EVERY_S, Console
+from plait.screen.console import LINE_EVERY_S, MOVES_PER_S, SPINNER, Console
 from plait.screen.screen import ShowProgress, TextPiece, in_brackets, wrapped
+from plait.screen.ticker import TICK_S, ticking
+from plait.units import format_duration
 
 WIDEST_COLUMNS = 110
 """Longer lines are hard to read, however wide a terminal is."""
-PROGRESS_LINE_EVERY_S = 10.0
 
 
 class TerminalScreen:
     """Wraps lines at words on a terminal; elsewhere every line stays whole, so that programs can read it."""
 
-    def __init__(self, rich: RichConsole, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rich, self._clock = rich, clock
+    def __init__(
+        self, rich: RichConsole, *, clock: Callable[[], float] = time.monotonic, tick_s: float = TICK_S
+    ) -> None:
+        self._rich, self._clock, self._tick_s = rich, clock, tick_s
 
     @property
     def columns(self) -> int | None:
@@ -44,24 +48,28 @@ class TerminalScreen:
 
     @contextmanager
     def progress(self) -> Iterator[ShowProgress]:
-        """A bar that is gone at the end; in a log a line each PROGRESS_LINE_EVERY_S, and none in the first. Starts no
-        thread."""
+        """A bar that moves by itself and is gone at the end; in a log a line each LINE_EVERY_S, whether or not
+        something new was shown, and none in the first."""
         if not self._rich.is_terminal:
-            yield self._progress_lines()
+            lines = _ProgressLines(self.print, self._clock)
+            with ticking(lines.look, self._tick_s):
+                yield lines.show
             return
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.percentage:>3.0f} %"))
-        remaining = TimeRemainingColumn(compact=True)
-        bar = Progress(*columns, remaining, console=self._rich, transient=True, auto_refresh=False)
-        due = self._every(REFRESH_EVERY_S, at_once=True)
+        columns = (
+            SpinnerColumn(SPINNER),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=8),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeRemainingColumn(compact=True),
+        )
+        bar = Progress(*columns, console=self._rich, transient=True, refresh_per_second=MOVES_PER_S)
 
         def show(done: int, total: int, stage: str) -> None:
             if not bar.tasks:  # a bar says from the first what it is about
                 bar.add_task(stage, total=None)
                 bar.start()
             news = bar.tasks[0].description != stage
-            bar.update(bar.task_ids[0], completed=done, total=total or None, description=stage)
-            if news or due():
-                bar.refresh()
+            bar.update(bar.task_ids[0], completed=done, total=total or None, description=stage, refresh=news)
 
         try:
             yield show
@@ -69,26 +77,31 @@ class TerminalScreen:
             bar.stop()
 
     def steps(self, total_steps: int, steps_done: int = 0) -> Console:
-        return Console(total_steps, steps_done, screen=self._rich, clock=self._clock)
+        return Console(total_steps, steps_done, screen=self._rich, clock=self._clock, tick_s=self._tick_s)
 
-    def _progress_lines(self) -> ShowProgress:
-        due = self._every(PROGRESS_LINE_EVERY_S, at_once=False)
 
-        def show(done: int, total: int, stage: str) -> None:
-            if due():
-                self.print(f"working  {stage}{f', {done / total:.0%}' if total else ''}")
+class _ProgressLines:
+    """Progress in a log: what was shown last, in a line each LINE_EVERY_S."""
 
-        return show
+    def __init__(self, log: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self._log, self._clock, self._lock = log, clock, Lock()
+        self._text, self._stage = "", ""
+        self._printed_s = self._began_s = clock()
 
-    def _every(self, interval_s: float, *, at_once: bool) -> Callable[[], bool]:
-        """Answers True when this many seconds went by since it last did."""
-        last_s = self._clock() - (interval_s if at_once else 0.0)
+    def show(self, done: int, total: int, stage: str) -> None:
+        with self._lock:
+            if stage != self._stage:
+                self._stage, self._began_s = stage, self._clock()
+            self._text = f"working  {stage}{f', {done / total:.0%}' if total else ''}"
+            self._print_if_due("")
 
-        def due() -> bool:
-            nonlocal last_s
-            if self._clock() - last_s < interval_s:
-                return False
-            last_s = self._clock()
-            return True
+    def look(self) -> None:
+        """Say the same again where nothing new was shown for long, with the time that it takes already."""
+        with self._lock:
+            if self._text:
+                self._print_if_due(f", {format_duration(round(self._clock() - self._began_s))} so far")
 
-        return due
+    def _print_if_due(self, end: str) -> None:
+        if self._clock() - self._printed_s >= LINE_EVERY_S:
+            self._printed_s = self._clock()
+            self._log(f"{self._text}{end}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from plait.errors import RunFailed
-from plait.launch.values.job import RankContext
+from plait.launch.values.job import DETAIL, RankContext
 from plait.model.weights import training_flops_per_token
 from plait.report.metrics import EvalReport
 from plait.trainer.assemble import Assembly
@@ -64,6 +64,7 @@ def loop_actions(
         rebalance_if_due=balance.rebalance_if_due,
         stop_requested=context.stop_requested,
         learning_rate=lambda step: learning_rate(plan.job.optimizer, step, plan.job.steps),
+        detail=lambda sentence: tell(DETAIL, text=sentence),
         data_wait_s=lambda: assembly.loader.wait_s,
         mfu=lambda rate: rate * flops_per_token / plan.machines.peak_flops if plan.machines.peak_flops else None,
     )

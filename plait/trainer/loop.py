@@ -53,6 +53,10 @@ class Agreement:
     """Seconds for which the last copy held up the slowest rank; 0 where it is known already, or there was none."""
 
 
+def _ignore(*_: object) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopActions:
     """The operations that the loop calls; every rank's loop calls the same ones in the same order."""
@@ -80,16 +84,14 @@ class LoopActions:
     stop_requested: Callable[[], bool]
     learning_rate: Callable[[int], float]
     data_wait_s: Callable[[], float]
+    detail: Callable[[str], None] = _ignore
+    """Takes a sentence that only somebody who asked for details wants to read."""
     mfu: Callable[[float], float | None]
     """Maps tokens per second to model FLOP/s utilization (MFU); None where the peak FLOP/s are unknown."""
 
 
 LoopPhase = Literal["the agreement after the step", "balancing", "evaluation", "saving", "the copy of the state"]
 """What the loop does between steps; ranks may wait for each other in each of them."""
-
-
-def _ignore(*_: object) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +212,9 @@ class _Saves:
         due = self._pace.is_due(step), self._copies.is_due(step)
         _enter("the agreement after the step", self._observers)
         agreed = self._actions.agree(self._actions.stop_requested(), *due)
-        if agreed.copy_cost_s:
-            self._note(self._copies.copied(agreed.copy_cost_s, self._pace.share))
+        cost_s = agreed.copy_cost_s
+        if cost_s and (sentence := self._copies.copied(cost_s, self._pace.share)):
+            self._actions.detail(sentence)
         self._ended(self._actions.save_ended())
         return agreed
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,11 +23,17 @@ from plait.trainer.worker import process_group_for
 
 WARM_UP_STEPS = 2
 LEAST_TIMED_STEPS = 4
+STEADY_STEPS_SPREAD = 0.08
+"""Distance of the quartiles over the median, below which further steps tell nothing new."""
+UNSTEADY_LONGER = 3.0
+"""How many times as long is timed at most where steps are unsteady."""
 
 
 def rank(context: RankContext, argument: str) -> None:
-    """Entry point of each rank of a measurement; `argument` is JSON: a folder with plan.json and recipe.toml, and the
-    least seconds of timed steps. Rank 0 sends the median seconds of a step."""
+    """Entry point of each rank of a measurement; `argument` is JSON: a folder with plan.json and recipe.toml, the least
+    seconds of timed steps, and the most seconds of all. Rank 0 sends the median seconds of a step, None where the time
+    was up before one could be timed, and the share of the time in which the ranks had their cores."""
+    began_s = time.perf_counter()
     requested = json.loads(argument)
     folder = Path(requested["folder"])
     plan, config = read_plan(folder / "plan.json"), read_saved_recipe(folder / "recipe.toml")
@@ -35,26 +43,61 @@ def rank(context: RankContext, argument: str) -> None:
         assembly = assemble(config, plan, sums=world, mesh=mesh)
         if assembly.pairs is not None:  # the reference costs a step nothing, and its numbers change no time
             assembly.pairs.set_reference(torch.zeros(assembly.pairs.pairs, 2, dtype=torch.float64).to(assembly.device))
-        step_s = _time_steps(assembly, world, requested["least_s"], context.stop_requested)
+        pace = Pace(least_s=requested["least_s"], ends_at_s=began_s + requested["most_s"])
+        times = _time_steps(assembly, world, pace, context.stop_requested)
         assembly.loader.close()
-        if context.rank == 0 and step_s is not None:
-            context.send("measured", step_s=step_s)
+        waited = world.largest(
+            torch.tensor([runqueue_wait_s() / (time.perf_counter() - began_s)], dtype=torch.float64)
+        ).item()
+        if context.rank == 0 and times is not None:
+            granted = max(0.0, 1 - waited)
+            context.send("measured", step_s=statistics.median(times) if times else None, granted=granted)
 
 
-def _time_steps(assembly: Assembly, world: Sums, least_s: float, stop_requested: Callable[[], bool]) -> float | None:
-    """Median seconds of a step on this rank; None where one of the ranks was asked to stop, as torchrun asks them.
+def runqueue_wait_s(tasks: Path = Path("/proc/self/task")) -> float:
+    """Seconds that the thread of this process which waited longest wanted a core and another program had it; 0 where
+    the kernel does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        return max(int((task / "schedstat").read_text().split()[1]) for task in tasks.iterdir()) / 1e9
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """When enough steps were timed."""
+
+    least_s: float
+    ends_at_s: float
+    """By time.perf_counter."""
+
+    def is_enough(self, times: Sequence[float], now_s: float) -> bool:
+        """Whether these steps, the warm-up included, are enough, or a further one would end too late. Where time is
+        short one step of warm-up has to do."""
+        timed = times[WARM_UP_STEPS:]
+        if now_s + times[-1] > self.ends_at_s:
+            return True
+        if len(timed) < LEAST_TIMED_STEPS or sum(timed) < self.least_s:
+            return False
+        first, middle, last = statistics.quantiles(timed, n=4)
+        return last - first <= STEADY_STEPS_SPREAD * middle or sum(timed) >= UNSTEADY_LONGER * self.least_s
+
+
+def _time_steps(
+    assembly: Assembly, world: Sums, pace: Pace, stop_requested: Callable[[], bool]
+) -> Sequence[float] | None:
+    """Seconds of this rank's steps after the warm-up, none where there was time for no other; None where one of the
+    ranks was asked to stop, as torchrun asks them.
 
     All ranks take the same number of steps: rank 0's clock decides when they are enough."""
-    state, times = TrainState(), []
+    state, times = TrainState(), list[float]()
     enough = False
     while not enough:
         began = time.perf_counter()
         state, scalars = assembly.step(state)
         scalars.totals.tolist()  # waits for the device
         times.append(time.perf_counter() - began)
-        timed = times[WARM_UP_STEPS:]
-        here = len(timed) >= LEAST_TIMED_STEPS and sum(timed) >= least_s
-        enough, stop = world.largest(torch.tensor([int(here and world.index == 0), int(stop_requested())])).tolist()
+        here = world.index == 0 and pace.is_enough(times, time.perf_counter())
+        enough, stop = world.largest(torch.tensor([int(here), int(stop_requested())])).tolist()
         if stop:
             return None
-    return statistics.median(times[WARM_UP_STEPS:])
+    return times[min(WARM_UP_STEPS, max(1, len(times) - 1)) :]

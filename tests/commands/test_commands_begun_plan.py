@@ -17,6 +17,7 @@ from plait.data.sources import Source
 from plait.errors import PlaitError
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
+from plait.planner.derive.intervals import EVALUATIONS_AT_MOST, with_evaluations_left, with_raised_budget
 from plait.planner.plan import Plan
 from plait.probing.survey import MachineSurvey
 from plait.workers import HostWorkers
@@ -72,3 +73,18 @@ def test_text_that_changed_is_refused_by_the_names_of_its_files(tmp_path: Path) 
     lost = replace(plan, job=replace(job, corpus=str(tmp_path / "gone")))
     with pytest.raises(PlaitError, match=r"^the text \(or its tokenizer\) is not what this run was begun with; bring"):
         refuse_other_text(changed, lost)
+
+
+def test_a_run_that_is_continued_over_and_over_is_evaluated_ten_times_and_then_at_its_ends(tmp_path: Path) -> None:
+    plan = planned(recipe(tmp_path, "model.size=1M", "train.budget=100 steps"), PLAYS, LAPTOP)
+    plan = replace(plan, cadence=replace(plan.cadence, evaluate_every_steps=25))
+    evaluated = [25, 50, 75, 100]
+    for steps in (200, 1000, 5000, 20_000):
+        config = recipe(tmp_path, "model.size=1M", f"train.budget={steps} steps")
+        plan = with_evaluations_left(config, with_raised_budget(config, plan), evaluated)
+        every = plan.cadence.evaluate_every_steps
+        between = [] if not every else [step for step in range(evaluated[-1] + 1, steps) if step % every == 0]
+        assert not between or len(evaluated) + len(between) < EVALUATIONS_AT_MOST
+        evaluated += [*between, steps]
+    named = recipe(tmp_path, "model.size=1M", "train.budget=30000 steps", "report.evaluate=25 steps")
+    assert with_evaluations_left(named, plan, evaluated) == plan, "an interval that the recipe names stays"

@@ -213,11 +213,11 @@ def test_a_plan_on_paper_says_what_a_run_here_will_take(tmp_path: Path, corpus: 
 def test_a_begun_run_whose_step_was_timed_has_it_timed_again_elsewhere(tmp_path: Path, corpus: Corpus) -> None:
     named = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096", "layout.replicate=2")
     site, said = MachineSurvey(machine=LAPTOP, peak_flops=4e11), list[str]()
-    for budget, step_s in (("2 minutes", 1.0), ("9 steps", None)):
+    for budget, step_s in (("9 steps", None), ("2 minutes", 1.0)):  # what the second one keeps serves both
         config = recipe(tmp_path, *named, f"train.budget={budget}")
         begun = make_plan(config, corpus, site, OneTooMany(), fresh=False, say=said.append)
         again = replan(config, begun, corpus, site, OneTooMany(), said.append)
-        assert begun.step_s == step_s == again.step_s
+        assert begun.step_s == step_s == (again.step_s and round(again.step_s, 9))
         assert again.forecast is not None and again.forecast.calibration.is_measured == (step_s is not None)
 
 

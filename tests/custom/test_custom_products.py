@@ -283,7 +283,7 @@ def test_a_program_measures_once_and_resumes_to_the_bit(tmp_path: Path, capsys: 
             run.save(tmp_path / "kept")
         run.step(batch)
     assert capsys.readouterr().out.count("matrix products by") == 1
-    assert list((tmp_path / ".plait" / "products").iterdir())
+    assert list((tmp_path / ".plait" / "timings").iterdir())
     other = build()
     other.resume(tmp_path / "kept")
     other.step(batch)

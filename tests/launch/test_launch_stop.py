@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from plait.errors import RunFailed
-from plait.launch.local.run import run_job
+from plait.errors import OutOfTime, RunFailed
+from plait.launch.local.run import ForkServer, run_job
 from plait.launch.values.job import STOPPING
 from tests.launch.processes import ENTRIES, Record, is_running, job, running, wait_until
 
@@ -71,6 +71,15 @@ def test_a_job_that_gives_nothing_unfinished_ends_at_the_first_signal(number: si
     assert time.monotonic() - record.acted_at_s < 5
     assert [message.kind for message in record.messages] == ["pid", "pid"]
     assert running(record.all_pids) == []
+
+
+def test_a_job_ends_at_its_time_limit_and_the_server_serves_the_next():
+    record = Record(2)
+    with ForkServer(ENTRIES) as server:
+        with pytest.raises(OutOfTime, match=r"not done within 0\.2 s"):
+            server.run(replace(job("be_deaf", 2), at_stop="abandon", limit_s=0.2), on_message=record)
+        assert set(running(record.all_pids)) <= {server.pid}
+        assert server.run(replace(job("hello", 2), limit_s=60.0), on_message=Record(2)).stopped_by == "finished"
 
 
 @pytest.fixture

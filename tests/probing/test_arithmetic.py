@@ -196,7 +196,10 @@ def test_products_are_measured_once_for_a_processor_and_its_software(tmp_path: P
         first.arithmetic.matmul_flops,
         first.reasons[0],
     )
+    next_plan(asked(tmp_path, "train.batch_tokens=8192"), corpus, workers)
     next_plan(asked(tmp_path, "train.sequence=128"), corpus, workers)
+    assert workers.asked == 1, "similar products"
+    next_plan(asked(tmp_path, "model.size=11M"), corpus, workers)
     assert workers.asked == 2
     planned(asked(tmp_path, "optimizer.lr=0.002"), corpus, workers)
     assert workers.asked == 3, "--replan measures again"
@@ -207,15 +210,32 @@ def test_products_are_measured_once_for_a_processor_and_its_software(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "damage", few_fast([b"", b"{}", b'{"ranks": [{"workers": -1}]}', b"\xff\x00", b'{"ranks": 5}'], b"{}"), ids=str
+    "damage",
+    few_fast(
+        [
+            b"",
+            b"{}",
+            b'{"format": 1, "rates": [{"workers": -1}]}',
+            b"\xff\x00",
+            b'{"format": 1, "factors": 5}',
+            b'{"format": 1, "peak_flops": -1.0}',
+            b'{"format": 1, "factors": [{"name": "step", "sizes": [0], "value": 1.0}]}',
+            b"[" * 10_000,
+        ],
+        b"{}",
+    ),
+    ids=lambda damage: str(damage[:40]),
 )
-def test_damaged_rates_are_measured_again(tmp_path: Path, corpus: Corpus, damage: bytes) -> None:
-    workers = Processor(LAPTOP)
+def test_a_damaged_file_of_timings_is_ignored_with_one_line(tmp_path: Path, corpus: Corpus, damage: bytes) -> None:
+    workers, said = Processor(LAPTOP), list[str]()
     planned(asked(tmp_path), corpus, workers)
-    (kept,) = (tmp_path / ".plait" / "products").glob("*.json")
+    (kept,) = (tmp_path / ".plait" / "timings").glob("*.json")
     kept.write_bytes(damage)
-    assert next_plan(asked(tmp_path, "optimizer.lr=0.002"), corpus, workers).arithmetic.matmul_backend == "onednn"
-    assert workers.asked == 2
+    config = asked(tmp_path, "optimizer.lr=0.002")
+    plan = make_plan(config, corpus, workers.site, workers, fresh=False, say=said.append)
+    assert plan.arithmetic.matmul_backend == "onednn" and workers.asked == 2
+    (line,) = said
+    assert str(kept.name) in line and "is not used and will be written again" in line
 
 
 def test_a_virtual_machine_on_another_processor_says_what_changes(tmp_path: Path, corpus: Corpus) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
+from threading import Event
 
 import pytest
 from rich.console import Console as Screen
@@ -61,9 +62,33 @@ def test_steps_that_were_compiled_do_not_count_as_those_that_come():
     assert (first.step_s, first.tokens_per_s) == (0.5, 200.0)
 
 
-def test_a_log_gets_its_first_line_after_ten_seconds_and_one_each_thirty_when_that_is_sooner():
-    lines = log(total=100_000, steps=range(1, 111), seconds_a_step=1.0)
-    assert [line.split(" ")[1] for line in lines] == [f"{step}/100000" for step in (10, 40, 70, 100)]
+def test_a_log_gets_a_line_each_ten_seconds_and_after_half_an_hour_each_thirty_when_that_is_sooner():
+    lines = log(total=1_000_000, steps=range(1, 1871), seconds_a_step=1.0)
+    told = [int(line.split(" ")[1].split("/")[0]) for line in lines]
+    assert told[:3] == [10, 20, 30] and told[-3:] == [1790, 1820, 1850]
+
+
+def test_a_log_says_what_is_waited_for_where_no_step_ends():
+    out, clock, looked = io.StringIO(), Clock(), Event()
+
+    class Watched(Clock):
+        def __call__(self) -> float:
+            looked.set()
+            return clock.now_s
+
+    console = Console(24, screen=Screen(file=out, width=40), clock=Watched(), tick_s=0.001)
+    console.step(report(4))
+    for now_s, words in ((10.0, "working  step 5/24, 10 s so far"), (20.0, "working  step 5/24, 20 s so far")):
+        clock.now_s = now_s
+        while words not in out.getvalue():
+            looked.clear()
+            looked.wait(10)
+    console.step(report(24))
+    clock.now_s = 35.0
+    while "working  the held-out loss and the last checkpoint, 15 s so far" not in out.getvalue():
+        looked.clear()
+        looked.wait(10)
+    console.close()
 
 
 def test_a_resumed_run_goes_on_with_its_shares():

@@ -8,8 +8,9 @@ import re
 import pytest
 from rich.console import Console as RichConsole
 
+from plait.screen.console import LINE_EVERY_S
 from plait.screen.screen import Screen, SilentScreen
-from plait.screen.terminal import PROGRESS_LINE_EVERY_S, TerminalScreen
+from plait.screen.terminal import TerminalScreen
 
 
 class Clock:
@@ -45,7 +46,7 @@ def test_progress_in_a_log_is_a_line_now_and_then_and_none_at_first():
     with TerminalScreen(RichConsole(file=out, width=80), clock=clock).progress() as show:
         for done in range(100):
             show(done, 100, "counting")
-            clock.now_s += PROGRESS_LINE_EVERY_S / 10
+            clock.now_s += LINE_EVERY_S / 10
         show(0, 0, "hashing")
     assert out.getvalue().splitlines()[:2] == ["working  counting, 10%", "working  counting, 20%"]
     assert out.getvalue().splitlines()[-1] == "working  hashing" and len(out.getvalue().splitlines()) == 10

@@ -258,10 +258,12 @@ def test_a_state_is_copied_after_its_lines_were_told_and_a_save_is_a_copy_too() 
 
 
 def test_copies_come_as_often_as_their_cost_allows() -> None:
-    diary = Diary(copy_takes_s=1e9)
-    run(diary, replace(PACE, copy_every=Every(1, "steps", cost_share=0.02)))
+    diary, details = Diary(copy_takes_s=1e9), list[str]()
+    pace = replace(PACE, copy_every=Every(1, "steps", cost_share=0.02))
+    run_loop(TrainState(), pace, replace(diary.actions(), detail=details.append), diary)
     assert [entry.split()[1] for entry in diary.entries if entry.startswith("copy")] == ["2"]
-    assert any("a copy of the state in memory took" in entry for entry in diary.entries)
+    assert len(details) == 1 and details[0].startswith("a copy of the state in memory took")
+    assert not any("a copy of the state" in entry for entry in diary.entries), "only --verbose shows it"
 
 
 def test_a_state_without_a_finite_loss_is_not_copied() -> None:

@@ -37,8 +37,8 @@ class Predicted:
     tensor_bytes: float
 
 
-CompareWhen = Literal["always", "when off"]
-"""When the first steps are logged beside the forecast: once in any case, or only beyond the forecast's error."""
+CompareWhen = Literal["always", "when off", "never"]
+"""When the first steps are logged beside the forecast: once in any case, only beyond the forecast's error, or not."""
 LoadPerCore = Callable[[], float | None]
 """Returns the runnable programs per core; None where it is unknown or says nothing about the run."""
 
@@ -96,7 +96,9 @@ class ForecastMonitor:
         if self._has_compared_memory or not peak_tensor_bytes:
             return
         self._has_compared_memory = True
-        if comparison := memory_comparison_text(self.predicted.tensor_bytes, max(peak_tensor_bytes)):
+        if self._compare != "never" and (
+            comparison := memory_comparison_text(self.predicted.tensor_bytes, max(peak_tensor_bytes))
+        ):
             self._log(comparison)
 
     @property
@@ -122,6 +124,8 @@ class ForecastMonitor:
         predicted = self.predicted
         source = "steps" if predicted.calibration.is_measured else predicted.basis
         off = deviation_text(predicted.items, observed, predicted.error, source)
+        if self._compare == "never":
+            return
         if off or self._compare == "always":
             self._log(comparison_text(predicted.items, observed))
         if off:

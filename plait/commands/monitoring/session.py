@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor, pass_to_monitor
 from plait.errors import StopSignal, signal_in_words
-from plait.launch.values.job import NOTE, STOP_IN_WORDS, STOPPING, Job, JobResult, Message
+from plait.launch.values.job import DETAIL, NOTE, STOP_IN_WORDS, STOPPING, Job, JobResult, Message
 from plait.planner.plan import Plan
 from plait.report.metrics import EvalReport, StepReport
 from plait.run_folder import RunFolder
@@ -56,6 +56,7 @@ class Session:
         *,
         require_present: Callable[[], None],
         on_first_step: Callable[[], None] = lambda: None,
+        on_detail: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.saved_step = self.last_step = 0
         self.step_times: dict[int, float] = {}
@@ -66,7 +67,7 @@ class Session:
         self.copies_lost = ""
         """Why the workers could not go on from the copies in memory, and ended."""
         self._copies_s, self._copies_uncounted = 0.0, 0
-        self._on_first_step, self._began_at = on_first_step, time.monotonic()
+        self._on_first_step, self._on_detail, self._began_at = on_first_step, on_detail, time.monotonic()
         self._require_present = require_present
         self._folder, self._display, self._monitor, self._devices = folder, display, monitor, devices
         self._totals_updated_at = time.monotonic()
@@ -82,6 +83,8 @@ class Session:
             self._display.evaluation(EvalReport(**_parse_floats(values)))
         elif message.kind == NOTE:
             self._display.note(values["text"])
+        elif message.kind == DETAIL:
+            self._on_detail(values["text"])
         elif message.kind == STOPPING:
             self._display.note(stopping_text(values["signal"]))
         elif message.kind == "bad step":

@@ -80,10 +80,20 @@ def run_training(
     while True:
         start = next_start(folder, plan, point, screen, recovery.numbers())
         bar, failure = screen.steps(plan.job.steps, start.steps_done), None
-        compared = monitor_of(plan, start.steps_done, bar.note, "always" if "receipt" in details else "when off")
+        verbose = "receipt" in details
+        off_only = "when off" if start.steps_done == 0 else "never"  # a start that goes on has said so before
+        compared = monitor_of(plan, start.steps_done, bar.note, "always" if verbose else off_only)
         require_ours = partial(require_newest_start, require_present, folder, start)
         first = recovery.first_step
-        session = Session(folder, bar, compared, plan.devices, require_present=require_ours, on_first_step=first)
+        session = Session(
+            folder,
+            bar,
+            compared,
+            plan.devices,
+            require_present=require_ours,
+            on_first_step=first,
+            on_detail=bar.note if verbose else lambda text: None,
+        )
         recovery.begins(start)
         try:
             with listed_as_running(run_on_this_machine(plan, folder.path), registry_folder()):

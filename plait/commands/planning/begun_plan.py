@@ -12,11 +12,12 @@ from plait.data.index import SourceEntry, read_index
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.machines.requested_workers import PeakNeed
-from plait.planner.derive.intervals import with_new_intervals, with_raised_budget
+from plait.planner.derive.intervals import with_evaluations_left, with_new_intervals, with_raised_budget
 from plait.planner.derive.model_size import budget_of
 from plait.planner.memory.state_copies import with_copies
 from plait.planner.plan import Plan, same_hosts
 from plait.planner.resolve.named import constraints_of
+from plait.probing.measuring_time import Timing
 from plait.probing.survey import MachineSurvey
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Log, ShowProgress, ignore_progress
@@ -30,24 +31,26 @@ def resumed_plan(
     survey: Callable[[PeakNeed], MachineSurvey],
     workers: HostWorkers,
     *,
+    evaluated: Sequence[int] = (),
     fresh: bool,
     log: Log,
     show: ShowProgress = ignore_progress,
+    timing: Timing = "bounded",
 ) -> Plan:
     """The plan with which a begun run continues: its own, with a raised budget or another layout where that was
     requested or is necessary; only then is `survey` asked for peaks that are
-    measured."""
+    measured. `evaluated` are the steps after which the held-out loss was measured so far."""
     refuse_other_text(corpus, plan)
     plan = replace(plan, job=replace(plan.job, corpus=str(corpus.folder)))
     before = plan.job.budget
     if budget_of(config) != before:
-        plan = with_raised_budget(config, plan)
+        plan = with_evaluations_left(config, with_raised_budget(config, plan), evaluated)
         log(f"budget   {before} → {plan.job.budget}: {plan.job.steps} steps in all")
     moved = survey("as known").machine.fingerprint() != plan.machines.fingerprint
     if moved or fresh or _has_other_workers(plan, workers):
         requested = "as asked" if fresh else "the hosts are not those it was made for"
         why = "this machine is not the one it was made for" if moved else requested
-        plan = replan(config, plan, corpus, survey("measured"), workers, log, show)
+        plan = replan(config, plan, corpus, survey("measured"), workers, log, show, timing)
         log(f"plan     a new one for the remaining steps ({why}); {plan.job.steps} steps in all, as before")
     return with_copies(config.recover, with_new_intervals(config, plan), max(1, len(plan.machines.hosts)))[0]
 

@@ -22,6 +22,8 @@ from plait.units import counted, format_bytes, format_count, format_duration
 
 Details = Collection[Literal["reasons", "receipt"]]
 """What is printed beside the short start and end: the reasons of the plan (--why), the whole receipt (--verbose)."""
+StartOf = Literal["new plan", "known plan"]
+"""Whether a run's plan was just made, or its warnings were read when it was."""
 PARTS_IN_WORDS = {
     "pipeline": "{} groups of layers",
     "replicate": "{} copies",
@@ -32,10 +34,10 @@ PARTS_IN_WORDS = {
 }
 
 
-def run_start(plan: Plan, folder: Path, details: Details = ()) -> str:
+def run_start(plan: Plan, folder: Path, details: Details = (), start: StartOf = "new plan") -> str:
     """Four lines: the model and the run's name, the devices and their work, how long it takes, where it is; one more
-    where faster arithmetic than torch's default was chosen; then all reasons, or those alone that are warnings. The
-    line about the run's text comes before, once that is prepared."""
+    where faster arithmetic than torch's default was chosen; then all reasons, or of a new plan those alone that are
+    warnings. The line about the run's text comes before, once that is prepared."""
     shape = plan.job.shape
     size = f"{format_count(parameter_count(shape))} parameters in {counted(shape.layers, 'layer')}"
     lines = [
@@ -47,7 +49,8 @@ def run_start(plan: Plan, folder: Path, details: Details = ()) -> str:
     ]
     if chosen := _arithmetic_text(plan):
         lines.insert(2, f"numbers  {chosen}")
-    reasons = reason_lines(plan) if "reasons" in details else plan.warnings
+    warnings = plan.warnings if start == "new plan" else ()
+    reasons = reason_lines(plan) if "reasons" in details else warnings
     return "\n".join([*lines, *(f"         · {reason}" for reason in reasons)])
 
 
@@ -119,7 +122,7 @@ def _arithmetic_text(plan: Plan) -> str:
     begins = "precision bf16 with" if plan.arithmetic.precision == "bf16" else "matrix products by oneDNN"
     found = next((reason for reason in plan.reasons if reason.startswith(begins)), "")
     short = found.partition("; ")[0].removeprefix("precision ")
-    return short.replace(" on this processor", "").replace(", as timed here", "")
+    return short.replace(" on this processor", "").partition(", as timed here")[0]
 
 
 def _time_text(plan: Plan) -> str:

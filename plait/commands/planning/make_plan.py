@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
 from plait.commands.preparing.corpus import corpus_facts, run_facts
 from plait.data.shards import Corpus
-from plait.errors import RunFailed
+from plait.errors import OutOfTime, RunFailed
 from plait.machines.machine import Machine
-from plait.planner.derive.resources import ProbeNeed, probe_digest
+from plait.planner.derive.resources import ProbeNeed, Resources, probe_digest
 from plait.planner.derive.training_job import rate_before_pricing, size_job
 from plait.planner.plan import Plan
 from plait.planner.plan_file import PLAN_FORMAT, read_plan, write_plan
@@ -21,22 +22,28 @@ from plait.planner.resolve.resolve import Draft, draft, settle, updated_forecast
 from plait.planner.resolve.worker_layouts import WorkerLayout, best_layouts, choose
 from plait.private_folder import make_private_folder
 from plait.probing.calibration_store import load_calibration
+from plait.probing.kept import KeptTimings, keep_timings, load_timings
+from plait.probing.measuring_time import MeasuringTime, Timing, with_skip_hint
 from plait.probing.processor_arithmetic import (
+    TIMING_PRECISIONS,
     TIMING_PRODUCTS,
+    RatesFreshness,
+    RunProcessors,
     begun_with_arithmetic,
     draft_in_best_precision,
     new_with_arithmetic,
 )
-from plait.probing.steps import measure
+from plait.probing.steps import kept_steps, measure, with_kept_step
 from plait.probing.survey import MachineSurvey, resources_of
 from plait.recipe.load import flat_values
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Log, ShowProgress, ignore_progress
+from plait.units import counted
 from plait.workers import WorkerPool
 from plait.working_folder import WorkingFolder
 
-COMPARING_LAYOUTS = "comparing layouts"
-"""What a person reads while this goes on."""
+PLANNING = "planning"
+"""What a person reads while layouts are compared by their forecasts."""
 
 
 def make_plan(
@@ -48,6 +55,7 @@ def make_plan(
     fresh: bool,
     say: Log,
     show: ShowProgress = ignore_progress,
+    timing: Timing = "bounded",
 ) -> Plan:
     """The plan for a recipe on a machine: the one that was made for both before, unless `fresh`."""
     kept = None if fresh else kept_plan(config, corpus, site, workers)
@@ -62,25 +70,111 @@ def make_plan(
     seen = resources_of(site, workers)
     sized = size_job(config, facts, rate_before_pricing(seen))
     make_draft = partial(draft, config, facts, recipe_hash=key, begun=sized)
-    rates = "again" if fresh else "kept"
-    show(0, 0, TIMING_PRODUCTS)
-    resources = new_with_arithmetic(config, sized.job, seen, workers, rates=rates)
-    show(0, 0, COMPARING_LAYOUTS)
+    rates: RatesFreshness = "again" if fresh else "kept"
+    limit = MeasuringTime.of(sized.job.budget, timing)
+    timer = LayoutTimer(config, site, workers, limit=limit, rates=rates, show=show, say=say)
+    resources = timer.with_arithmetic(
+        lambda limit: new_with_arithmetic(config, sized.job, seen, workers, rates=rates, limit=limit), seen
+    )
+    show(0, 0, PLANNING)
     outline = make_draft(resources)
-    measured = _timed_layouts(config, outline, workers, show)
-    if site.machine.device == "cpu":
-        show(0, 0, "choosing the precision")
-    best = draft_in_best_precision(config, outline, choose(measured), resources, workers, make_draft)
+    need: StepNeed = "seconds" if sized.job.budget.unit == "seconds" else "order"
+    measured = timer.layouts(outline.plan, outline.layouts, need)
+    best = timer.draft_in_best_precision(outline, choose(measured), resources, make_draft)
     if best.plan.arithmetic.precision != outline.plan.arithmetic.precision:
-        measured = _timed_layouts(config, best, workers, show)
-    return _store_plan(settle(config, best, measured), key, workers.working_folder)
+        measured = timer.layouts(best.plan, best.layouts, need)
+    plan = settle(config, best, measured)
+    unmeasured = [sentence] if (sentence := timer.sentence) else []
+    return _store_plan(replace(plan, reasons=(*unmeasured, *plan.reasons)), key, workers.working_folder)
 
 
-def _timed_layouts(config: RunConfig, outline: Draft, workers: WorkerPool, show: ShowProgress) -> list[WorkerLayout]:
-    """A draft's layouts, with timed steps where a choice or a time budget depends on them."""
-    if len(outline.layouts) > 1 or outline.plan.job.budget.unit == "seconds":
-        return measure(config, outline.plan, workers, outline.layouts, show)
-    return list(outline.layouts)
+StepNeed = Literal["order", "seconds"]
+"""What step times are for: to choose among layouts, or also to turn a time budget into steps."""
+
+
+class LayoutTimer:
+    """Measures what a plan depends on, within the time that there is for it, and knows what it had to leave out.
+
+    What earlier runs of similar models measured here is used, unless it is to be measured again.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        site: MachineSurvey,
+        workers: WorkerPool,
+        *,
+        limit: MeasuringTime,
+        rates: RatesFreshness,
+        show: ShowProgress,
+        say: Log,
+    ) -> None:
+        self._config, self._site, self._workers = config, site, workers
+        self._limit, self._show = limit, with_skip_hint(show)
+        self._rates: RatesFreshness = rates
+        self._missing: list[str] = []
+        self._keeps = site.probe is None and workers.fixed_workers is None
+        self._kept = load_timings(workers.working_folder, site.machine, say) if self._keeps else KeptTimings()
+
+    @property
+    def sentence(self) -> str:
+        """What was not measured for lack of time, as a reason of the plan; "" where all was."""
+        return self._limit.sentence(self._missing)
+
+    def with_arithmetic(
+        self, choose_arithmetic: Callable[[MeasuringTime], Resources], otherwise: Resources
+    ) -> Resources:
+        """The resources with the library that suits their products; with torch's own where that takes too long."""
+        if self._site.machine.device == "cpu":
+            self._show(0, 0, TIMING_PRODUCTS)
+        try:
+            return choose_arithmetic(self._limit.part(0.3))
+        except OutOfTime:
+            self._missing.append("the speed of matrix products")
+            return otherwise
+
+    def draft_in_best_precision(
+        self, outline: Draft, split: WorkerLayout, resources: Resources, make_draft: Callable[[Resources], Draft]
+    ) -> Draft:
+        """The draft in the precision that suits the processors; in float32 where finding out takes too long."""
+        if self._site.machine.device == "cpu":
+            self._show(0, 0, TIMING_PRECISIONS)
+        try:
+            return draft_in_best_precision(
+                self._config,
+                outline,
+                split,
+                resources,
+                self._workers,
+                make_draft,
+                rates=self._rates,
+                limit=self._limit.part(0.7),
+            )
+        except OutOfTime:
+            self._missing.append("whether steps are faster in bf16")
+            return outline
+
+    def layouts(self, plan: Plan, layouts: tuple[WorkerLayout, ...], need: StepNeed) -> list[WorkerLayout]:
+        """A draft's layouts, with the times of their steps where something depends on them: the kept ones of similar
+        models, else timed now."""
+        known = [with_kept_step(plan, one, self._kept) if self._rates == "kept" else None for one in layouts]
+        found = [one or layout for one, layout in zip(known, layouts, strict=True)]
+        if len(found) == 1 and need == "order":
+            return found
+        if all(known):
+            best = choose(found)
+            if need == "order" or best.step_s is not None:
+                return found
+            found = [best]
+        measured = measure(self._config, plan, self._workers, tuple(found), self._show, self._limit.part(0.6))
+        if self._keeps and (new := kept_steps(plan, measured)):
+            keep_timings(self._workers.working_folder, self._site.machine, factors=new)
+            self._kept = replace(self._kept, factors=(*self._kept.factors, *new))
+        untimed = sum(one.step_s is None for one in measured)
+        if not untimed:
+            return measured
+        self._missing.append(f"steps of {counted(untimed, 'layout')}")
+        return [with_kept_step(plan, one, self._kept) or one if one.step_s is None else one for one in measured]
 
 
 def kept_plan(config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: WorkerPool) -> Plan | None:
@@ -182,6 +276,7 @@ def replan(
     workers: WorkerPool,
     say: Log,
     show: ShowProgress = ignore_progress,
+    timing: Timing = "bounded",
 ) -> Plan:
     """A begun run's plan for the present machines: another layout, the same steps and the same mathematics.
 
@@ -189,21 +284,23 @@ def replan(
     """
     key = plan_key(config, corpus.content_hash, site.machine, workers, site.others)
     moved = not _were_all_there(plan, site)
-    plan = replace(plan, machines=replace(plan.machines, hosts=(), left_out=()))
-    show(0, 0, TIMING_PRODUCTS)
-    resources = begun_with_arithmetic(
-        config, plan, resources_of(site, workers), workers, processors="other" if moved else "same"
+    begun = replace(plan, machines=replace(plan.machines, hosts=(), left_out=()))
+    processors: RunProcessors = "other" if moved else "same"
+    seen, limit = resources_of(site, workers), MeasuringTime.of(plan.job.budget, timing)
+    timer = LayoutTimer(config, site, workers, limit=limit, rates="kept", show=show, say=say)
+    resources = timer.with_arithmetic(
+        lambda limit: begun_with_arithmetic(config, begun, seen, workers, processors=processors, limit=limit), seen
     )
     for reason in resources.arithmetic.reasons if moved and resources.arithmetic else ():
         say(f"         · {reason}")
-    show(0, 0, COMPARING_LAYOUTS)
-    outline = draft(config, corpus_facts(corpus), resources, recipe_hash=key, begun=plan)
-    plan = _on_machine(plan, outline.plan)
+    show(0, 0, PLANNING)
+    outline = draft(config, corpus_facts(corpus), resources, recipe_hash=key, begun=begun)
+    plan = _on_machine(begun, outline.plan)
     again = plan.step_s is not None and site.probe is None  # over several hosts a probe has told how long steps take
-    timing = len(outline.layouts) > 1 or again
-    return with_layout(
-        plan, choose(measure(config, plan, workers, outline.layouts, show) if timing else outline.layouts)
-    )
+    best = choose(timer.layouts(plan, outline.layouts, "seconds" if again else "order"))
+    if sentence := timer.sentence:
+        say(f"         · {sentence}")
+    return with_layout(plan, best)
 
 
 def _were_all_there(plan: Plan, site: MachineSurvey) -> bool:

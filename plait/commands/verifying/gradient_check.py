@@ -82,13 +82,10 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
     kept = workers.working_folder.cache / "verified" / f"{key}.json"
     if kept.exists():
         return
-    verdict = check_gradients(
-        config,
-        small,
-        workers,
-        scope="gradients",
-        tolerances=FLOAT32_TOLERANCES if plan.machines.device == "cuda" else FLOAT64_TOLERANCES,
-    )
+    tolerances = FLOAT32_TOLERANCES if plan.machines.device == "cuda" else FLOAT64_TOLERANCES
+    with screen.progress() as show:
+        show(0, 0, "checking the layout's gradients (--no-check skips it)")
+        verdict = check_gradients(config, small, workers, scope="gradients", tolerances=tolerances)
     if not verdict.ok:
         raise PlaitError(
             f"the layout {plan.placement.layout} does not compute here what one process computes: {verdict.worst[0]} "

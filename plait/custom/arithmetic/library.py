@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any, Literal
 
 import torch
@@ -93,28 +95,30 @@ class ProductLibrary:
         """Measure the products, or read what was measured of them before on this machine; then all take what suits each
         machine."""
         from plait.planner.derive.arithmetic import choose_backends
-        from plait.probing.kept_rates import keep_rates, kept_rates, rates_path
+        from plait.probing.kept import KeptRates, keep_timings, load_timings, nearest
 
-        here, threads = detect_cpu_machine(), torch.get_num_threads()
-        path = rates_path(CURRENT_FOLDER, here, ["program", describe_work(counts), self._workers.size, threads])
-        kept = kept_rates(path)
+        here = detect_cpu_machine()
+        work = json.dumps([describe_work(counts), self._workers.size, torch.get_num_threads()])
+        name = f"program {sha256(work.encode()).hexdigest()[:32]}"
+        found = nearest(load_timings(CURRENT_FOLDER, here).rates, name, ())
+        kept = found.ranks if found else ()
         own = {
             "machine": here.digest(), "flops": total_flops(counts), "set": precision_is_set(),
             "rates": [one.to_values() for one in kept[:1]],
         }  # fmt: skip
         told = gather_json(own, self._workers)
         self._everybody = [[one["machine"], "default"] for one in told]
-        work = [float(one["flops"]) for one in told]
-        if any(one["set"] for one in told) or not all(work) or sum(work) < LEAST_FLOPS * len(work):
+        flops = [float(one["flops"]) for one in told]
+        if any(one["set"] for one in told) or not all(flops) or sum(flops) < LEAST_FLOPS * len(flops):
             return
         if not all(one["rates"] for one in told):
             measured = self._measured(counts)
-            keep_rates(path, [measured])
+            keep_timings(CURRENT_FOLDER, here, rates=[KeptRates(name=name, sizes=(), ranks=(measured,))])
             told = gather_json({"rates": [measured.to_values()]}, self._workers)
-        found = choose_backends("auto", "float32", [_rates_of(one) for one in told])
-        self._everybody = [[one, found.host_backends.get(one, found.backend)] for one, _ in self._everybody]
-        self.library = found.host_backends.get(here.digest(), found.backend)
-        for reason in found.reasons:
+        chosen = choose_backends("auto", "float32", [_rates_of(one) for one in told])
+        self._everybody = [[one, chosen.host_backends.get(one, chosen.backend)] for one, _ in self._everybody]
+        self.library = chosen.host_backends.get(here.digest(), chosen.backend)
+        for reason in chosen.reasons:
             self._workers.say(reason)
 
     def _measured(self, counts: WorkCounts) -> ProductRates:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
-from plait.errors import PlaitError, RunFailed, StopSignal
+from plait.errors import OutOfTime, PlaitError, RunFailed, StopSignal
 from plait.launch.local.failure_causes import FailureCauses, not_started_in_time, stuck_server, unsaved_text
 from plait.launch.local.hang_monitor import EndReports, HangMonitor
 from plait.launch.local.signals import SignalMailbox
@@ -18,7 +18,7 @@ from plait.launch.local.site import KillOrder, MembershipEvents, RankEvent, Work
 from plait.launch.values.failure import RESUME_ADVICE, Failure, HostLost, RankDied, WorkersFailed, rank_raised_from
 from plait.launch.values.job import NOTE, STOPPING, JobEnd, Message, StoppedBy
 from plait.launch.values.phase import Phase, PhaseTimeouts
-from plait.units import counted
+from plait.units import counted, format_duration
 
 _MORE_GRACE_S = 2.0
 """How long to wait again, for ranks that were asked to save, while bytes of it still move."""
@@ -58,6 +58,7 @@ class Supervision:
         self._verdict: PlaitError | None = None
         self._stopped_by: StoppedBy = "finished"
         self._signalled_here = False
+        self._limit_at_s = math.inf
         self._enter("starting", timeouts.start_s)
 
     def run(self) -> StoppedBy:
@@ -78,11 +79,13 @@ class Supervision:
 
     def _turn(self) -> None:
         watches = self._phase in ("starting", "running", "stopping")
-        until = min(self._deadline, self._hang_monitor.next_at_s if watches else math.inf)
+        until = min(self._deadline, self._limit_at_s, self._hang_monitor.next_at_s if watches else math.inf)
         left_s = max(0.0, until - time.monotonic())
         for key, _ in self._selector.select(None if math.isinf(left_s) else left_s):
             key.data()
-        if time.monotonic() >= self._deadline and self._open:
+        if time.monotonic() >= self._limit_at_s:
+            self._end_at_limit()
+        elif time.monotonic() >= self._deadline and self._open:
             self._time_is_up()
         elif watches and time.monotonic() >= self._hang_monitor.next_at_s:
             self._look()
@@ -147,6 +150,13 @@ class Supervision:
     def _note_start(self) -> None:
         if not self._unforked and not self._not_started and self._phase == "starting":
             self._enter("running", math.inf)
+            self._limit_at_s = time.monotonic() + self._sites[0].job.limit_s
+
+    def _end_at_limit(self) -> None:
+        self._limit_at_s = math.inf
+        if self._phase == "running":
+            self._verdict = OutOfTime(f"the workers were not done within {format_duration(self._sites[0].job.limit_s)}")
+            self._kill()
 
     def _expect_report(self, rank: int) -> None:
         due_s = self._reports.expect(rank)

@@ -17,11 +17,15 @@ RANKS_AT_MOST = 250
 _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 LONGEST_ARGUMENT = 1 << 19
+NO_LIMIT_S = 1e9
+"""Longer than any job runs."""
 THREADS_AT_MOST = 1 << 16
 """More than any machine has processors."""
 
 NOTE = "note"
 """Kind of the message, of rank 0 or as if of rank 0, whose "text" is a line for the log."""
+DETAIL = "detail"
+"""Kind of the message, of rank 0, whose "text" is a line for the log of somebody who asked for details."""
 STOPPING = "stopping"
 """Kind of the message, as if of rank 0, by which a supervisor says that the ranks have been asked to end."""
 
@@ -59,7 +63,8 @@ class Job:
     All are on this machine, unless it is one of several hosts and `part` says which are its own. `log_dir` (an
     existing directory) gets `rank-N.log`: everything the ranks but rank 0 print, and every rank's traceback. Without
     it the ranks share the terminal. `at_stop` is "abandon" for what gives nothing when it is not finished, as a
-    measurement does: nobody waits for the end of a step that may take minutes.
+    measurement does: nobody waits for the end of a step that may take minutes. After `limit_s` seconds, counted from
+    when all ranks run, the ranks are killed and the job raises OutOfTime.
     """
 
     entry: str
@@ -69,6 +74,7 @@ class Job:
     log_dir: str | None = None
     part: HostRanks | None = None
     at_stop: AtStop = "save"
+    limit_s: float = NO_LIMIT_S
     needs: tuple[str, ...] = ()
     """Names in EntryTable.optional: imported once for all ranks of a host, and not by each for itself."""
 

@@ -93,7 +93,8 @@ class Calibration:
     runs: int = 0
     """How many runs the factors come from."""
     timed: float = 1.0
-    """Seconds of a step timed before the run, divided by the forecast with both factors; 1 if none was timed."""
+    """Seconds of a step timed before this run, or of similar ones before an earlier run, divided by the forecast with
+    both factors; 1 if none was timed."""
 
     @property
     def is_measured(self) -> bool:
@@ -232,7 +233,7 @@ def calibration_text(calibration: Calibration, items: StepItems | None, basis: F
     if abs(calibration.timed - 1) >= LEAST_CHANGE_TO_MENTION:
         text = f"the formulas and {runs} here said" if calibration.runs else "the formulas said"
         without = format_duration(items.step_s / calibration.timed)
-        return f"the step time was measured on this machine when this was planned; {text} {without}"
+        return f"the step time goes by steps that were timed on this machine; {text} {without}"
     moved = items.step_s / without_calibration(items, calibration).step_s
     if not calibration.runs or abs(moved - 1) < LEAST_CHANGE_TO_MENTION:
         return None

@@ -148,12 +148,13 @@ def bf16_refusal(gain: float) -> str:
     return f"precision float32: bf16 products are {speed_text(gain)} its own on this processor"
 
 
-def choose_precision(step_gain: float) -> tuple[Precision, str]:
-    """The precision for a whole step that is this many times as fast in bf16, with the reason."""
+def choose_precision(step_gain: float, timed: str = "as timed here") -> tuple[Precision, str]:
+    """The precision for a whole step that is this many times as fast in bf16, with the reason; `timed` says when that
+    was found out."""
     if step_gain < LEAST_STEP_GAIN:
-        return "float32", f"precision float32: a step in bf16 is {speed_text(step_gain)} one in float32, as timed here"
+        return "float32", f"precision float32: a step in bf16 is {speed_text(step_gain)} one in float32, {timed}"
     return "bf16", (
-        f"precision bf16 with float32 weights: a step is {step_gain:.1f} times as fast as in float32, as timed here; "
+        f"precision bf16 with float32 weights: a step is {step_gain:.1f} times as fast as in float32, {timed}; "
         'train.precision = "float32" keeps float32'
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Literal
@@ -14,6 +15,8 @@ from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every, counted, parse_every, part_of
 
 DEFAULT_BALANCE_EVERY_STEPS = 50
+EVALUATIONS_AT_MOST = 10
+"""Of a run whose recipe names no interval, however often it is continued; further ones at the ends alone."""
 CHECKPOINT_COST_SHARE = 0.02
 """Largest share of the time that goes to saving, and to copies in memory, where nobody asked for an interval."""
 
@@ -37,6 +40,18 @@ def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
             "a begun run's budget may only grow (or take another run.name)"
         )
     return replace(plan, job=replace(plan.job, budget=budget, steps=steps))
+
+
+def with_evaluations_left(config: RunConfig, plan: Plan, evaluated: Sequence[int]) -> Plan:
+    """A begun run's plan for a raised budget, with the evaluations that are left of EVALUATIONS_AT_MOST; where these
+    were all made, only the one at the end. `evaluated` are the steps after which there was one. An interval that the
+    recipe names stays."""
+    if config.report.evaluate != "auto" or not plan.cadence.evaluate_every_steps:
+        return plan
+    between = EVALUATIONS_AT_MOST - len(evaluated) - 2  # one at the end, and one where an interval is cut
+    steps = plan.job.steps - max(evaluated, default=0)
+    every = max(plan.cadence.evaluate_every_steps, ceil(steps / between)) if between > 0 else 0
+    return replace(plan, cadence=replace(plan.cadence, evaluate_every_steps=every))
 
 
 def _exact(budget: Amount) -> str:

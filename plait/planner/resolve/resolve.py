@@ -23,6 +23,7 @@ from plait.planner.calibration.factors import (
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.hyperparameters import warmup_steps
 from plait.planner.derive.intervals import (
+    EVALUATIONS_AT_MOST,
     balance_every_steps,
     checkpoint_every,
     parse_step_interval,
@@ -270,7 +271,9 @@ def _run_length(draft: Draft, plan: Plan) -> Derived[_RunLength]:
     evaluation_steps = draft.heldout_tokens / (3 * plan.batch_tokens)
     step_s = plan.step_s or (plan.forecast.step_s if plan.forecast else None)
     rough = steps_in_budget(budget, plan.batch_tokens, step_s=step_s)
-    rounds = max(1, min(10, int(EVALUATION_SHARE * rough / evaluation_steps))) if evaluation_steps else 0
+    rounds = (
+        max(1, min(EVALUATIONS_AT_MOST, int(EVALUATION_SHARE * rough / evaluation_steps))) if evaluation_steps else 0
+    )
     requested = None if draft.evaluations == "auto" else round(draft.evaluations.value)
     steps = rough
     if budget.unit == "seconds" and step_s:
@@ -326,11 +329,9 @@ def updated_forecast(forecast: Forecast, runs: Calibration, step_s: float | None
     """
     if forecast.items is None:
         return forecast
-    said, before, now = (
-        without_calibration(forecast.items, forecast.calibration),
-        forecast.calibration,
-        replace(runs, timed=1.0),
-    )
+    said, before = without_calibration(forecast.items, forecast.calibration), forecast.calibration
+    as_before = step_s is None and (runs.compute, runs.messages) == (before.compute, before.messages)
+    now = replace(runs, timed=before.timed if as_before else 1.0)  # of steps that were timed for an earlier run
     measured = step_s if forecast.basis == "formulas" else None
     if measured is not None:
         now = replace(now, timed=measured / with_calibration(said, now).step_s)

@@ -42,6 +42,8 @@ class WorkerLayout:
     """What there is to say of the layout itself, beside why it was chosen."""
     step_s: float | None = None
     """Seconds of a measured step; None where none was timed."""
+    granted: float = 1.0
+    """Share of the time in which its workers had their cores while that step was timed."""
     search: Search | None = field(default=None, compare=False, repr=False)
     """The search that it is from, with this layout as the chosen one; for explanations."""
     chosen_in: Search | None = field(default=None, compare=False, repr=False)
