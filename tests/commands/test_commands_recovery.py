@@ -12,6 +12,7 @@ from plait.commands.monitoring.session import Session, Start
 from plait.commands.monitoring.starting import newest_checkpoint
 from plait.errors import PlaitError
 from plait.launch.values.failure import FailureFacts, WorkersFailed
+from plait.launch.values.job import DETAIL, Message
 from plait.recipe.schema import RecoverSection
 from plait.report.incidents import read_incidents
 from plait.report.metrics import StepReport
@@ -85,3 +86,12 @@ def test_where_none_is_whole_the_run_ends_with_that_sentence_and_the_failure_is_
     never = Recovery(RecoverSection(mode="never"), folder, folder.saved_plan(), lambda: None)
     with pytest.raises(WorkersFailed, match="killed by SIGKILL"):
         never.after(KILLED, session, Start(generation=2, lineage=2), newest_checkpoint(folder))
+
+
+def test_a_detail_is_read_by_who_asked_for_it(folder: RunFolder) -> None:
+    details: list[str] = []
+    silent = Session(folder, SilentScreen().steps(100), None, 1, require_present=lambda: None)
+    asked = Session(folder, SilentScreen().steps(100), None, 1, require_present=lambda: None, on_detail=details.append)
+    for session in (silent, asked):
+        session.on_message(Message(rank=0, kind=DETAIL, values={"text": "a copy took 1 s"}))
+    assert details == ["a copy took 1 s"]

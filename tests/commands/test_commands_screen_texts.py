@@ -187,6 +187,13 @@ def test_a_start_names_arithmetic_that_is_faster_than_the_default(
     assert [text for text in told if text.startswith("numbers")] == lines
 
 
+def test_a_run_that_goes_on_by_its_plan_does_not_repeat_warnings(tmp_path: Path) -> None:
+    warned = small_run(tmp_path, "optimizer.lr=3")
+    assert "warning: " in run_start(warned, RUN)
+    assert "warning: " not in run_start(warned, RUN, start="known plan")
+    assert "warning: " in run_start(warned, RUN, ["reasons"], "known plan"), "--why gives all reasons"
+
+
 def test_an_evaluation_is_one_line_of_json() -> None:
     line = (
         '{"step": 800, "eval_loss": 3.9, "eval_nats_per_byte": 1.5, "nats_per_token": 3.9, "nats_per_byte": 1.5, '
