@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import geometric_mean
 
 from plait.errors import OutOfTime
 from plait.launch.values.job import Job
@@ -28,6 +29,8 @@ LAYOUT_S, ARITHMETIC_S = 1.0, 1.0
 """Least seconds of timed steps: to choose among layouts, or in each round between two precisions."""
 LONGEST_TIMED_STEP_S = 4.0
 """A step that takes longer by forecast is timed with fewer micro-batches."""
+FIRST_SHARE = 0.7
+"""Part of the time for all layouts that the first may take."""
 COOPERATIVE_SHARE = 0.8
 """Part of its time after which a rank answers with what it has; at the end of it the rank is killed."""
 
@@ -49,11 +52,15 @@ def measure(
     show: ShowProgress = ignore_progress,
     limit: MeasuringTime = UNLIMITED,
 ) -> list[WorkerLayout]:
-    """Time real steps of each layout, as far as the time allows: the others come back without a timed step."""
+    """Time real steps of each layout, as far as the time allows: the others come back without a timed step.
+
+    The first one has most of the time: how fast it is says the most about the others, too.
+    """
     measured = []
     for number, split in enumerate(layouts):
         show(number, len(layouts), f"timing steps of layout {number + 1} of {len(layouts)}")
-        part = limit.part(1 / (len(layouts) - number))
+        left = len(layouts) - number
+        part = limit.part(max(FIRST_SHARE, 1 / left) if number == 0 else 1 / left)
         try:
             timed = time_plan(config, with_layout(plan, split), workers, least_s=LAYOUT_S, limit=part)
             measured.append(replace(split, step_s=timed.step_s, granted=timed.granted))
@@ -173,6 +180,25 @@ def with_kept_step(plan: Plan, split: WorkerLayout, timings: KeptTimings) -> Wor
     if known.granted >= LEAST_UNDISTURBED_SHARE and is_similar(known.sizes, key.sizes, within=ALMOST_EQUAL):
         return replace(split, step_s=step_s, forecast=corrected)
     return replace(split, forecast=replace(corrected, error=min(SIMILAR_STEP_ERROR, forecast.error)))
+
+
+def with_ratio_of_timed(layouts: Sequence[WorkerLayout]) -> list[WorkerLayout]:
+    """Layouts of which only some were timed, to be compared by forecast: that of a timed one is its step, and that of
+    another is as far off as those of the timed ones were, unless it was corrected by earlier runs already."""
+    ratios = [one.step_s / one.forecast.step_s for one in layouts if one.step_s and one.forecast]
+    if not ratios:
+        return list(layouts)
+    ratio = geometric_mean(ratios)
+
+    def corrected(one: WorkerLayout) -> WorkerLayout:
+        if (forecast := one.forecast) is None or forecast.calibration.is_measured:
+            return one
+        found = updated_forecast(forecast, forecast.calibration, one.step_s or ratio * forecast.step_s)
+        return replace(
+            one, forecast=found if one.step_s else replace(found, error=min(SIMILAR_STEP_ERROR, forecast.error))
+        )
+
+    return [corrected(one) for one in layouts]
 
 
 def kept_steps(plan: Plan, measured: Sequence[WorkerLayout]) -> list[KeptFactor]:

@@ -19,13 +19,14 @@ from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.probing.kept import KeptFactor, keep_timings, load_timings, nearest
 from plait.probing.measuring_time import MeasuringTime, Timing, allowed_s
+from plait.probing.steps import with_ratio_of_timed
 from plait.probing.survey import MachineSurvey
 from plait.trainer.time_steps import Pace
 from plait.units import Amount
 from plait.workers import PRODUCTS_ENTRY, TIMING_ENTRY, OnMessage
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 from tests.commands.product_answers import product_message, rates_of
-from tests.planner.machines import LAPTOP, recipe
+from tests.planner.machines import LAPTOP, PLAYS, drafted, recipe
 
 SMALL = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096")
 FAST_BF16: Mapping[Arithmetic, float] = {"onednn": 2.0, "bf16": 5.0}
@@ -177,3 +178,14 @@ def test_steps_are_timed_until_they_are_steady_or_the_time_is_short() -> None:
     unsteady = [9.0, 9.0, *[0.2, 0.4] * 3]
     assert not pace.is_enough(unsteady, now_s=20.0) and pace.is_enough([*unsteady, *unsteady[2:]], now_s=22.0)
     assert replace(pace, ends_at_s=20.0).is_enough([9.0], now_s=12.0), "a second one would end too late"
+
+
+def test_a_layout_that_was_not_timed_is_as_far_off_as_those_that_were(tmp_path: Path) -> None:
+    found = drafted(recipe(tmp_path, "train.budget=1 minute", "model.size=1M"), PLAYS, LAPTOP)
+    first, *others = found.layouts
+    assert first.forecast and others
+    compared = with_ratio_of_timed([replace(first, step_s=3 * first.forecast.step_s), *others])
+    for before, after in zip(found.layouts, compared, strict=True):
+        assert before.forecast and after.forecast
+        assert after.forecast.step_s == pytest.approx(3 * before.forecast.step_s)
+    assert with_ratio_of_timed(found.layouts) == list(found.layouts), "where none was timed"

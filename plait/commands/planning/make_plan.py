@@ -33,7 +33,7 @@ from plait.probing.processor_arithmetic import (
     draft_in_best_precision,
     new_with_arithmetic,
 )
-from plait.probing.steps import kept_steps, measure, with_kept_step
+from plait.probing.steps import kept_steps, measure, with_kept_step, with_ratio_of_timed
 from plait.probing.survey import MachineSurvey, resources_of
 from plait.recipe.load import flat_values
 from plait.recipe.schema import RunConfig
@@ -166,7 +166,9 @@ class LayoutTimer:
             if need == "order" or best.step_s is not None:
                 return found
             found = [best]
-        measured = measure(self._config, plan, self._workers, tuple(found), self._show, self._limit.part(0.6))
+        first = choose([replace(one, step_s=None) for one in found]).layout
+        found.sort(key=lambda one: one.layout != first)
+        measured = measure(self._config, plan, self._workers, tuple(found), self._show, self._limit.part(0.7))
         if self._keeps and (new := kept_steps(plan, measured)):
             keep_timings(self._workers.working_folder, self._site.machine, factors=new)
             self._kept = replace(self._kept, factors=(*self._kept.factors, *new))
@@ -174,7 +176,8 @@ class LayoutTimer:
         if not untimed:
             return measured
         self._missing.append(f"steps of {counted(untimed, 'layout')}")
-        return [with_kept_step(plan, one, self._kept) or one if one.step_s is None else one for one in measured]
+        known = [with_kept_step(plan, one, self._kept) if one.step_s is None else None for one in measured]
+        return with_ratio_of_timed([one or layout for one, layout in zip(known, measured, strict=True)])
 
 
 def kept_plan(config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: WorkerPool) -> Plan | None:

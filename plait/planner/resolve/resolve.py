@@ -239,7 +239,7 @@ def _balance(config: RunConfig, resources: Resources, split: WorkerLayout) -> De
 
 
 def _choice_reasons(measured: Sequence[WorkerLayout], best: WorkerLayout) -> list[str]:
-    if len(measured) < 2:
+    if len(measured) < 2 or any(split.step_s is None for split in measured):
         return []
     are_equal = len({split.workers for split in measured}) < len(measured)
     words = [_layout_words(split) if are_equal else f"{split.workers}" for split in measured]
