@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from plait.commands.planning.plan_report import PlannedRun
     from plait.machines.cluster import Cluster
     from plait.planner.derive.model_size import CorpusFacts
+    from plait.probing.measuring_time import Timing
     from plait.proof import Verdict
     from plait.recipe.load import RecipeOverrides
     from plait.recipe.schema import RunConfig
@@ -80,10 +81,12 @@ def train(
     address: str | None = None,
     port: int = 0,
     secret_file: str | Path | None = None,
+    timing: Timing = "bounded",
     progress: ProgressDisplay = "auto",
     folder: Place = None,
 ) -> Receipt:
-    """Train a recipe, or continue its run; blocks to the end. A finished run's receipt comes at once.
+    """Train a recipe, or continue its run; blocks to the end. A finished run's receipt comes at once. Nothing is
+    timed first with timing="none".
 
     Raises PlaitError before training starts, RunFailed after, and Interrupted where a signal (a notebook's stop button)
     came and the state is saved. With several hosts it first waits until the others have joined. Call it from the main
@@ -92,12 +95,12 @@ def train(
     from plait.commands.train import train as run
     from plait.hosts.joining import HostsRequest
 
-    check_arguments(hosts=hosts, address=address, port=port, secret_file=secret_file, progress=progress)
+    check_arguments(hosts=hosts, address=address, port=port, secret_file=secret_file, timing=timing, progress=progress)
     config, working = load_recipe(recipe, overrides), named_folder(folder)
     secret = Path(secret_file) if secret_file else None
     requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret)
     with as_command():
-        end = run(config, hosts=requested, screen=screen_for(progress), working=working)
+        end = run(config, hosts=requested, timing=timing, screen=screen_for(progress), working=working)
         if end.stopped_by != "finished":
             raise Interrupted(end.stopped_by, end.sentence)
     assert end.receipt is not None, "only torchrun's other ranks have none"

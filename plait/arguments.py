@@ -56,6 +56,7 @@ _WANTED: Mapping[str, _Wanted] = {
     "target": _PATH,
     "temperature": _REAL,
     "threads": _OPTIONAL_COUNT,
+    "timing": _Wanted(text='"bounded" or "none"', types=(str,), words=("bounded", "none")),
     "to": _PATH,
     "tokens": _COUNT,
     "top_p": _REAL,

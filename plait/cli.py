@@ -64,7 +64,7 @@ def train(
         bool, typer.Option("--no-check", help="Skip the gradient check (it runs once for each new layout).")
     ] = False,
     no_timing: Annotated[
-        bool, typer.Option("--no-timing", help="Time nothing first: plan by forecast and what earlier runs measured.")
+        bool, typer.Option("--no-timing", help="Skip timing: plan from forecasts and earlier measurements.")
     ] = False,
     hosts: HostCount = 1,
     address: Address = None,
@@ -84,7 +84,7 @@ def train(
     shown: Any = {"details": details, "screen": _screen()}
     end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, timing=timing, **shown)
     if end.stopped_by != "finished":  # not wrapped, so that it can be copied
-        again = printable(continuing_command(recipe, overrides or [], requested, check))
+        again = printable(continuing_command(recipe, overrides or [], requested, check, timing))
         OptionalOutput(sys.stdout).write(f"next     {again}\n")
     raise typer.Exit(exit_code_of(end.stopped_by))
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from plait.errors import PlaitError, RunFailed, StopSignal
+from plait.errors import OutOfTime, PlaitError, RunFailed, StopSignal
 from plait.launch.local.run import ForkServer
 from plait.launch.local.torchrun import launch_variables, threads_of, torchrun_context
 from plait.launch.values.entries import EntryTable
@@ -333,8 +333,11 @@ def ask_rank_0(workers: WorkerPool, job: Job, kind: str, show: ShowProgress = ig
         if message.kind == kind:
             answers.append(message)
 
-    result = workers.run(job, collect)
-    result.require_finished()
+    try:
+        workers.run(job, collect).require_finished()
+    except OutOfTime:  # workers that end too slowly have answered all the same
+        if not answers:
+            raise
     if not answers:
         raise PlaitError(f"a worker ended without an answer ({job.entry}); this is a bug in plait, please report it")
     return dict(answers[0].values)

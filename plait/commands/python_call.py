@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -108,8 +108,10 @@ class CallScreen:
     def print_pieces(self, pieces: Sequence[TextPiece]) -> None:
         self._screen.print_pieces(pieces)
 
-    def progress(self) -> AbstractContextManager[ShowProgress]:
-        return self._screen.progress()
+    @contextmanager
+    def progress(self) -> Iterator[ShowProgress]:
+        with self._screen.progress() as show:
+            yield lambda done, total, stage: show(done, total, in_call_words(stage))
 
     def steps(self, total_steps: int, steps_done: int = 0) -> StepDisplay:
         return _CallSteps(self._screen.steps(total_steps, steps_done))
@@ -157,6 +159,7 @@ def _call_of_run(found: re.Match[str]) -> str:
 _CALL_WORDS: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     (r"\bthe same command\b", "the same call"),
     (r"\b(its|the run's) command\b", r"\1 call"),
+    (r"--no-timing\b", 'timing="none"'),
     (r"--why gives the reasons", "Run.plan.reasons has the reasons"),
     (r"^(next {5}| {9})plait (sample|eval) (.+)$", _call_of_run),
     (r"plait probe --again", "plait.probe(again=True)"),

@@ -133,9 +133,12 @@ def stopped_early_text(signal: StopSignal, *, has_begun: bool) -> str:
     return f"stopped by {signal_in_words(signal)} before training began; the same command starts it again"
 
 
-def continuing_command(recipe: Path, overrides: Sequence[str], hosts: HostsRequest, check: CheckMode) -> str:
+def continuing_command(
+    recipe: Path, overrides: Sequence[str], hosts: HostsRequest, check: CheckMode, timing: Timing = "bounded"
+) -> str:
     """The whole command that goes on with a run that was stopped, with the settings that it was given."""
     words = ["plait", "train", str(recipe), *overrides, *(["--no-check"] if check == "never" else [])]
+    words += ["--no-timing"] if timing == "none" else []
     if hosts.n_hosts > 1:
         words += ["--hosts", str(hosts.n_hosts)]
         words += ["--address", hosts.address] if hosts.address else []

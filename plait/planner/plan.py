@@ -106,7 +106,7 @@ class TrainingJob:
     choices: str = ""
     """The file of multiple-choice questions that an evaluation asks; empty: none."""
     most_tokens: int | None = None
-    """After which a run of a time budget ends, as its text teaches the model nothing more; None: when time is over."""
+    """Tokens after which a run of a time budget stops, as its text has nothing left to teach; None: no such limit."""
 
     @property
     def batch_tokens(self) -> int:

@@ -41,7 +41,7 @@ class KeptRates:
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.sizes, default=1) < 1:
-            raise ValueError("rates of no worker, or of no size")
+            raise ValueError("rates need a worker and sizes of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class KeptFactor:
 
     def __post_init__(self) -> None:
         if not (0 < self.value < inf and 0 <= self.granted <= 1 and min(self.sizes, default=1) >= 1):
-            raise ValueError("a ratio that is none, or of no size")
+            raise ValueError("a ratio must be positive and its sizes at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class KeptTimings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.peak_flops < inf:
-            raise ValueError("a peak that no processor has")
+            raise ValueError("the peak must be finite and not negative")
 
 
 _Kept = TypeVar("_Kept", KeptRates, KeptFactor)

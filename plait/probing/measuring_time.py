@@ -28,7 +28,7 @@ def with_skip_hint(show: ShowProgress) -> ShowProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuringTime:
-    """The time that is left for measurements, by a clock that goes on while they are made."""
+    """A deadline that all measurements before a run share."""
 
     limit_s: float
     """Of all measurements together; 0 where none is wanted."""
@@ -59,9 +59,13 @@ class MeasuringTime:
         """What was not measured, as a reason of the plan; "" where all was."""
         if not missing:
             return ""
-        why = f"within {format_duration(self.limit_s)}" if self.limit_s else "because of --no-timing"
+        why = (
+            f"no time to measure (limit {format_duration(self.limit_s)})"
+            if self.limit_s
+            else "not measured (--no-timing)"
+        )
         what = " and ".join(missing)
-        return f"not measured {why}: {what}; the plan takes the forecast and what earlier runs here measured"
+        return f"{why}: {what}; the plan uses forecasts and earlier measurements"
 
 
 UNLIMITED = MeasuringTime(limit_s=NO_LIMIT_S, ends_at_s=NO_LIMIT_S, clock=lambda: 0.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from math import inf
 from statistics import median
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from plait.planner.derive.training_job import precision_of
 from plait.planner.plan import Plan, TrainingJob
 from plait.planner.resolve.resolve import Draft, with_layout
 from plait.planner.resolve.worker_layouts import WorkerLayout
-from plait.probing.kept import KeptFactor, KeptRates, keep_timings, load_timings, nearest
+from plait.probing.kept import KeptFactor, KeptRates, KeptTimings, keep_timings, load_timings, nearest
 from plait.probing.measuring_time import UNLIMITED, MeasuringTime
 from plait.probing.request import ProbedModel
 from plait.probing.steps import ARITHMETIC_S, StepKey, kind_of, sizes_of, time_plan
@@ -111,6 +112,7 @@ def begun_with_arithmetic(
     workers: WorkerPool,
     *,
     processors: RunProcessors,
+    rates: RatesFreshness = "kept",
     limit: MeasuringTime = UNLIMITED,
 ) -> Resources:
     """The resources of a begun run: its precision stays, and the library unless it came to other processors or the
@@ -119,7 +121,7 @@ def begun_with_arithmetic(
         return resources
     named = config.train.matmul_backend
     kept = plan.arithmetic.matmul_backend if named == "auto" and processors == "same" else named
-    found = _measured_products(_products_of(plan.job), resources, workers, "kept", limit)
+    found = _measured_products(_products_of(plan.job), resources, workers, rates, limit)
     return _with_backends(kept, plan.arithmetic.precision, resources, found)
 
 
@@ -190,7 +192,9 @@ def _precision(
     if refusal := bf16_refusal(found.bf16_gain):
         return "float32", refusal
     key = StepKey.of(plan)
-    known = nearest(load_timings(workers.working_folder, resources.machine).factors, key.bf16_name, key.sizes)
+    is_kept = not resources.fixed_workers and not resources.probe  # a gain over hosts says nothing about one of them
+    timings = load_timings(workers.working_folder, resources.machine) if is_kept else KeptTimings()
+    known = nearest(timings.factors, key.bf16_name, key.sizes)
     if known is not None and rates == "kept":
         return choose_precision(known.value, "as timed here before")
     expected_s = _expected_s(plan)
@@ -198,15 +202,18 @@ def _precision(
         return "float32", "precision float32: the run is too short to time steps in bf16 as well"
     gain = _timed_gain(config, plan, workers, limit, "long" if expected_s >= LONG_RUN_S else "short")
     kept = KeptFactor(name=key.bf16_name, sizes=key.sizes, value=gain)
-    keep_timings(workers.working_folder, resources.machine, factors=[kept])
+    if is_kept:
+        keep_timings(workers.working_folder, resources.machine, factors=[kept])
     return choose_precision(gain, "as timed here")
 
 
 def _expected_s(plan: Plan) -> float:
     """About how long a run will take; as good as for ever where there is no forecast."""
-    if plan.job.budget.unit == "seconds":
-        return plan.job.budget.value
-    return plan.job.steps * plan.forecast.step_s if plan.forecast else LONG_RUN_S
+    if plan.job.budget.unit != "seconds":
+        return plan.job.steps * plan.forecast.step_s if plan.forecast else LONG_RUN_S
+    most = plan.job.most_tokens
+    learnt_s = most / plan.batch_tokens * plan.forecast.step_s if most and plan.forecast else inf
+    return min(plan.job.budget.value, learnt_s)
 
 
 def _timed_gain(

@@ -163,7 +163,7 @@ def brief_request(request: ProbeRequest) -> ProbeRequest:
         request,
         models=models,
         products=tuple(dict.fromkeys(product for model in models for product in layer_products(model))),
-        messages=request.messages[:5:2],
+        messages=tuple(request.messages[at] for at in (0, 3, 4)),  # with the one by which links are checked again
         seconds=BRIEF_S,
     )
 

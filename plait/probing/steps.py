@@ -144,13 +144,21 @@ class StepKey:
     @staticmethod
     def of(plan: Plan) -> StepKey:
         job, placement, shape = plan.job, plan.placement, plan.job.shape
-        how = arithmetic_name(plan.arithmetic.product_precision, plan.arithmetic.matmul_backend)
+        arithmetic = plan.arithmetic
+        how = ", ".join(
+            (
+                arithmetic_name(arithmetic.product_precision, arithmetic.matmul_backend),
+                f"{arithmetic.gradient_transfer} gradients, {arithmetic.stage_transfer} stages",
+                "deterministic" if arithmetic.deterministic else "fastest",
+                f"{job.documents} documents",
+            )
+        )
         work = f"{kind_of(shape)}, {job.optimizer.kind}, {plan.arithmetic.compile}"
         options = f"{placement.layout.shard_what}, {placement.layout.schedule}, {placement.layout.recompute}"
         sizes = sizes_of(shape, placement.micro_sequences * job.sequence)
         return StepKey(
             name=f"step, {how}, {work}, {placement.layout}, {placement.threads}, {options}",
-            bf16_name=f"bf16, {plan.arithmetic.matmul_backend}, {work}, {placement.threads}",
+            bf16_name=f"bf16, {plan.arithmetic.matmul_backend}, {work}, {placement.layout}, {placement.threads}",
             sizes=(*sizes, shape.layers, job.sequence),
         )
 

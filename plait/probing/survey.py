@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 
 from plait.errors import OutOfTime
 from plait.launch.values.job import Job
@@ -134,16 +135,20 @@ def _make_probe(
     show: ShowProgress,
     timing: Timing,
 ) -> Probe:
+    @cache
+    def time_for_all() -> MeasuringTime:
+        return MeasuringTime.of(budget_of(config), timing)  # a second draft is measured within what is left
+
     def look(need: ProbeNeed) -> Cluster:
         cluster = _cluster_of_some(workers, hosts, before, need) if before and fresh == "kept" else None
         if cluster is not None:
             log("probe    measured before, together with the hosts that are gone")
             return cluster
-        limit = MeasuringTime.of(budget_of(config), timing)
+        limit = time_for_all()
         try:
             cluster = probe_cluster(workers, hosts, need, fresh=fresh, show=with_skip_hint(show), limit=limit)
         except OutOfTime:
-            why = f"did not end within {format_duration(limit.limit_s)}" if limit.limit_s else "was not wanted"
+            why = f"did not end within {format_duration(limit.limit_s)}" if limit.limit_s else "skipped (--no-timing)"
             log(f"probe    {why}: the plan assumes {ASSUMED_GBIT:g} Gbit/s between the hosts (plait probe measures it)")
             return cluster_of_hosts(hosts, link_at_rate(ASSUMED_GBIT, "machine"))
         assert cluster.measured is not None
@@ -232,7 +237,11 @@ def _probe_or_load(
         if kept.was_checked_recently(addresses):
             return known
         show(0, 0, "comparing the hosts with an earlier probe")
-        if kept.still_holds(workers, known, limit.part(BRIEF_SHARE)):
+        try:
+            holds = kept.still_holds(workers, known, limit.part(BRIEF_SHARE))
+        except OutOfTime:  # unchecked, but better than a network that nobody measured
+            return known
+        if holds:
             kept.mark_checked(addresses)
             return known
     if limit.limit_s >= LEAST_WHOLE_S:

@@ -53,8 +53,8 @@ class Console:
         self._screen = screen or Screen(highlight=False)
         self._clock = clock
         self._recent = RecentSteps()
-        self._last_told_s = self._last_step_s = self._began_s = clock()
-        self._last_told_step = self._last_step = steps_done
+        self._last_printed_s = self._last_step_s = self._began_s = clock()
+        self._last_printed_step = self._last_step = steps_done
         self._progress = _progress(self._screen) if self._screen.is_terminal else None
         self._lock, self._looking = Lock(), ExitStack()
         if self._progress is None:
@@ -97,9 +97,9 @@ class Console:
 
     def _say_what_goes_on(self) -> None:
         with self._lock:
-            if self._clock() - self._last_told_s < self._line_every_s:
+            if self._clock() - self._last_printed_s < self._line_every_s:
                 return
-            self._last_told_s = self._clock()
+            self._last_printed_s = self._clock()
             last = self._last_step >= self._total
             what = "the held-out loss and the last checkpoint" if last else f"step {self._last_step + 1}/{self._total}"
             self._print(f"working  {what}, {format_duration(round(self._clock() - self._last_step_s))} so far")
@@ -111,10 +111,10 @@ class Console:
     def _due(self, step: int, every_s: float, share: float) -> bool:
         """Whether to print this step: enough time or enough steps went by, or it is the last one."""
         now, every_steps = self._clock(), max(1.0, share * self._total)
-        crossed = step // every_steps > self._last_told_step // every_steps
-        due = crossed or now - self._last_told_s >= every_s or step == self._total
+        crossed = step // every_steps > self._last_printed_step // every_steps
+        due = crossed or now - self._last_printed_s >= every_s or step == self._total
         if due:
-            self._last_told_s, self._last_told_step = now, step
+            self._last_printed_s, self._last_printed_step = now, step
         return due
 
     def _facts(self, report: StepReport) -> list[str]:

@@ -1,4 +1,4 @@
-"""A look at the screen now and then, from a thread of its own: whoever is being waited for may say nothing for long."""
+"""Calls a function every second from a thread of its own, so that the screen moves while the work is silent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def ticking(look: Callable[[], None], every_s: float = TICK_S) -> Iterator[None]
 
     def run() -> None:
         while not over.wait(every_s):
-            look()
+            try:
+                look()
+            except OSError:  # a screen that cannot be written to: its owner meets that with the next line
+                return
 
     thread = Thread(target=run, name="screen", daemon=True)
     thread.start()

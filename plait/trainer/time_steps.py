@@ -74,7 +74,8 @@ class Pace:
         """Whether these steps, the warm-up included, are enough, or a further one would end too late. Where time is
         short one step of warm-up has to do."""
         timed = times[WARM_UP_STEPS:]
-        if now_s + times[-1] > self.ends_at_s:
+        next_s = times[-1] if len(times) > 1 else 0.0  # the first may have compiled its layers
+        if now_s + next_s > self.ends_at_s:
             return True
         if len(timed) < LEAST_TIMED_STEPS or sum(timed) < self.least_s:
             return False

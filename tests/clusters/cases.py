@@ -82,5 +82,5 @@ CASES: Mapping[str, SubmitRequest] = {
 def write_inputs(folder: Path) -> None:
     """The files that the cases name."""
     (folder / "web.toml").write_text(RECIPE)
-    (folder / "web.txt").write_text("Some text.\n")
+    (folder / "web.txt").touch()  # nothing to estimate its tokens from: the plan takes the usual ones
     (folder / "train_digits.py").write_text("import plait\n\nplait.spread\n")

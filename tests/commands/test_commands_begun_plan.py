@@ -68,10 +68,10 @@ def test_text_that_changed_is_refused_by_the_names_of_its_files(tmp_path: Path) 
     refuse_other_text(prepared(a="one ", b="two ", c="three "), replace(plan, job=job))
     changed = prepared(a="one ", b="another ", d="four ", e="five ")
     sentence = "the text is not what this run was begun with: d.txt, e.txt are new, c.txt is gone, b.txt is different; "
-    with pytest.raises(PlaitError, match=f"^{sentence}bring it back, or choose another run.name$"):
+    with pytest.raises(PlaitError, match=f"^{sentence}restore the files as they were, or choose another run.name$"):
         refuse_other_text(changed, replace(plan, job=job))
     lost = replace(plan, job=replace(job, corpus=str(tmp_path / "gone")))
-    with pytest.raises(PlaitError, match=r"^the text \(or its tokenizer\) is not what this run was begun with; bring"):
+    with pytest.raises(PlaitError, match=r"^the text \(or its tokenizer\) is not what .* begun with; restore"):
         refuse_other_text(changed, lost)
 
 

@@ -125,7 +125,7 @@ def test_a_finished_run_is_refused_other_text(place: Place, name: str) -> None:
     (place.folder / "other.txt").write_text(some_text(300, seed=2))
     other, missing = (place.train(name, f"data.files={file}") for file in ("other.txt", "missing.txt"))
     assert (other.code, missing.code) == (2, 2), (other, missing)
-    changed = "the text is not what this run was begun with: other.txt is new, play.txt is gone; bring it back"
+    changed = "the text is not what this run was begun with: other.txt is new, play.txt is gone; restore the files"
     assert other.sentence().startswith(changed)
     assert "no file matches " in missing.sentence() and "missing.txt" in missing.err
     moved = place.folder / "moved.txt"

@@ -123,7 +123,7 @@ def test_a_small_text_ends_a_run_before_its_time_is_over(tmp_path: Path) -> None
     assert job.ends_with_its_text
     assert job.steps * job.batch_tokens == pytest.approx(16.4 * text.train_tokens, rel=0.02)
     [reason] = [one for one in report.reasons if "this text is small" in one]
-    assert "read 16 times" in reason and "in 1 h 0 min the model would only memorise it" in reason
+    assert "16 passes, " in reason and "training for 1 h 0 min would only memorise it" in reason
 
 
 def test_the_text_ends_no_run_whose_size_was_asked_for(tmp_path: Path) -> None:

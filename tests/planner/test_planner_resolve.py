@@ -215,7 +215,7 @@ def test_a_forecast_takes_in_what_a_step_took_that_was_timed_and_still_knows_wha
     back = without_calibration(told.items, told.calibration)
     assert back.step_s == pytest.approx(said.step_s), "lessons are over what formulas said"
     assert calibration_text(told.calibration, told.items, told.basis) == (
-        f"the step time goes by steps that were timed on this machine; the formulas said {format_duration(said.step_s)}"
+        f"the step time is based on steps timed on this machine; the formulas said {format_duration(said.step_s)}"
     )
 
 

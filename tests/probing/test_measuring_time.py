@@ -103,7 +103,7 @@ def test_what_a_busy_machine_could_not_measure_is_forecast_and_said(
     tmp_path: Path, corpus: Corpus, slow: tuple[str, ...], what: str
 ) -> None:
     plan = planned(tmp_path, corpus, Machine(slow=slow), budget="4 minutes")
-    (sentence,) = [reason for reason in plan.reasons if reason.startswith("not measured within 24 s: ")]
+    (sentence,) = [reason for reason in plan.reasons if reason.startswith("no time to measure (limit 24 s): ")]
     assert what in sentence and plan.job.steps > 1
     assert plan.arithmetic.precision == "float32"
 
@@ -112,7 +112,7 @@ def test_no_timing_times_nothing_and_says_so(tmp_path: Path, corpus: Corpus) -> 
     machine = Machine()
     plan = planned(tmp_path, corpus, machine, timing="none")
     assert not machine.jobs and plan.step_s is None
-    assert any(reason.startswith("not measured because of --no-timing") for reason in plan.reasons)
+    assert any(reason.startswith("not measured (--no-timing): ") for reason in plan.reasons)
 
 
 def test_a_named_layout_and_steps_leave_nothing_to_compare(tmp_path: Path, corpus: Corpus) -> None:
@@ -177,7 +177,9 @@ def test_steps_are_timed_until_they_are_steady_or_the_time_is_short() -> None:
     assert pace.is_enough([9.0, 9.0, 0.3, 0.3, 0.3, 0.3], now_s=20.0)
     unsteady = [9.0, 9.0, *[0.2, 0.4] * 3]
     assert not pace.is_enough(unsteady, now_s=20.0) and pace.is_enough([*unsteady, *unsteady[2:]], now_s=22.0)
-    assert replace(pace, ends_at_s=20.0).is_enough([9.0], now_s=12.0), "a second one would end too late"
+    short = replace(pace, ends_at_s=20.0)
+    assert short.is_enough([9.0, 9.0], now_s=18.5), "a further one would end too late"
+    assert not short.is_enough([12.0], now_s=12.0), "the first may have compiled, and times nothing"
 
 
 def test_a_layout_that_was_not_timed_is_as_far_off_as_those_that_were(tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ def finish_run(
     receipt = _make_receipt(folder, plan, steps_done, monitor)
     write_receipt(receipt, folder.receipt)
     _print_end(folder, receipt, screen, details)
-    if missed := missed_budget_line(budget_of(config), receipt, plan.arithmetic.compile):
+    missed = missed_budget_line(budget_of(config), receipt, plan.arithmetic.compile)
+    if missed and not plan.job.ends_with_its_text:
         screen.print(missed)
     if monitor is not None:
         _print_observation(monitor, screen, details, working)

@@ -81,7 +81,7 @@ def run_training(
         start = next_start(folder, plan, point, screen, recovery.numbers())
         bar, failure = screen.steps(plan.job.steps, start.steps_done), None
         verbose = "receipt" in details
-        off_only = "when off" if start.steps_done == 0 else "never"  # a start that goes on has said so before
+        off_only = "when off" if start.steps_done == 0 or is_replanned else "never"  # by one plan it is said once
         compared = monitor_of(plan, start.steps_done, bar.note, "always" if verbose else off_only)
         require_ours = partial(require_newest_start, require_present, folder, start)
         first = recovery.first_step

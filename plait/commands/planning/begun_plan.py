@@ -18,6 +18,7 @@ from plait.planner.memory.state_copies import with_copies
 from plait.planner.plan import Plan, same_hosts
 from plait.planner.resolve.named import constraints_of
 from plait.probing.measuring_time import Timing
+from plait.probing.processor_arithmetic import RatesFreshness
 from plait.probing.survey import MachineSurvey
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Log, ShowProgress, ignore_progress
@@ -50,7 +51,8 @@ def resumed_plan(
     if moved or fresh or _has_other_workers(plan, workers):
         requested = "as asked" if fresh else "the hosts are not those it was made for"
         why = "this machine is not the one it was made for" if moved else requested
-        plan = replan(config, plan, corpus, survey("measured"), workers, log, show, timing)
+        rates: RatesFreshness = "again" if fresh else "kept"
+        plan = replan(config, plan, corpus, survey("measured"), workers, log, show, timing, rates)
         log(f"plan     a new one for the remaining steps ({why}); {plan.job.steps} steps in all, as before")
     return with_copies(config.recover, with_new_intervals(config, plan), max(1, len(plan.machines.hosts)))[0]
 
@@ -76,7 +78,7 @@ def refuse_other_text(corpus: Corpus, plan: Plan) -> None:
         begun = None
     changed = _changed_files(begun.sources, corpus.sources) if begun else ""
     what = f"the text is not what this run was begun with: {changed}" if changed else _OTHER_TEXT
-    raise PlaitError(f"{what}; bring it back, or choose another run.name")
+    raise PlaitError(f"{what}; restore the files as they were, or choose another run.name")
 
 
 _OTHER_TEXT = "the text (or its tokenizer) is not what this run was begun with"

@@ -132,7 +132,7 @@ def _time_text(plan: Plan) -> str:
     until = f"{budget} in {steps}" if budget.unit in ("tokens", "epochs") else f"{steps} of {batch} tokens"
     asked = f", budget {budget}" if budget.unit == "seconds" else ""
     if plan.job.ends_with_its_text:
-        asked = f"; the text is small, the rest of {budget} would only memorise it"
+        asked = f"; stops before {budget}: more passes over so small a text would only memorise it"
     known = f"{left} ({'timed' if plan.step_s else 'forecast'}): " if (left := time_left_text(plan, 0)) else ""
     return f"{known}{until}{asked}"
 

@@ -84,8 +84,9 @@ def make_plan(
     if best.plan.arithmetic.precision != outline.plan.arithmetic.precision:
         measured = timer.layouts(best.plan, best.layouts, need)
     plan = settle(config, best, measured)
-    unmeasured = [sentence] if (sentence := timer.sentence) else []
-    return _store_plan(replace(plan, reasons=(*unmeasured, *plan.reasons)), key, workers.working_folder)
+    if sentence := timer.sentence:  # not kept for later runs, which have another chance to measure
+        return replace(plan, reasons=(sentence, *plan.reasons))
+    return _store_plan(plan, key, workers.working_folder)
 
 
 StepNeed = Literal["order", "seconds"]
@@ -169,7 +170,8 @@ class LayoutTimer:
         first = choose([replace(one, step_s=None) for one in found]).layout
         found.sort(key=lambda one: one.layout != first)
         measured = measure(self._config, plan, self._workers, tuple(found), self._show, self._limit.part(0.7))
-        if self._keeps and (new := kept_steps(plan, measured)):
+        timed = [one for one, before in zip(measured, found, strict=True) if one is not before]
+        if self._keeps and (new := kept_steps(plan, timed)):
             keep_timings(self._workers.working_folder, self._site.machine, factors=new)
             self._kept = replace(self._kept, factors=(*self._kept.factors, *new))
         untimed = sum(one.step_s is None for one in measured)
@@ -280,6 +282,7 @@ def replan(
     say: Log,
     show: ShowProgress = ignore_progress,
     timing: Timing = "bounded",
+    rates: RatesFreshness = "kept",
 ) -> Plan:
     """A begun run's plan for the present machines: another layout, the same steps and the same mathematics.
 
@@ -290,9 +293,12 @@ def replan(
     begun = replace(plan, machines=replace(plan.machines, hosts=(), left_out=()))
     processors: RunProcessors = "other" if moved else "same"
     seen, limit = resources_of(site, workers), MeasuringTime.of(plan.job.budget, timing)
-    timer = LayoutTimer(config, site, workers, limit=limit, rates="kept", show=show, say=say)
+    timer = LayoutTimer(config, site, workers, limit=limit, rates=rates, show=show, say=say)
     resources = timer.with_arithmetic(
-        lambda limit: begun_with_arithmetic(config, begun, seen, workers, processors=processors, limit=limit), seen
+        lambda limit: begun_with_arithmetic(
+            config, begun, seen, workers, processors=processors, rates=rates, limit=limit
+        ),
+        seen,
     )
     for reason in resources.arithmetic.reasons if moved and resources.arithmetic else ():
         say(f"         · {reason}")

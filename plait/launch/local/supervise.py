@@ -279,6 +279,8 @@ class Supervision:
         error = self._verdict or (self._blame.error() if self._blame else None)
         if isinstance(error, WorkersFailed):
             error.stopped_by = self._stopped_by
+        if isinstance(error, OutOfTime) and self._stopped_by != "finished":
+            return self._stopped_by  # a person who stops the job meanwhile is heard
         if error is not None:
             raise error
         return self._stopped_by

@@ -233,7 +233,7 @@ def calibration_text(calibration: Calibration, items: StepItems | None, basis: F
     if abs(calibration.timed - 1) >= LEAST_CHANGE_TO_MENTION:
         text = f"the formulas and {runs} here said" if calibration.runs else "the formulas said"
         without = format_duration(items.step_s / calibration.timed)
-        return f"the step time goes by steps that were timed on this machine; {text} {without}"
+        return f"the step time is based on steps timed on this machine; {text} {without}"
     moved = items.step_s / without_calibration(items, calibration).step_s
     if not calibration.runs or abs(moved - 1) < LEAST_CHANGE_TO_MENTION:
         return None

@@ -25,7 +25,10 @@ def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
     """A begun run's plan for a raised budget: more steps, all else as it was. Raises PlaitError for a lowered one."""
     budget, old_budget = budget_of(config), plan.job.budget
     if budget.unit == old_budget.unit == "seconds":
-        steps = max(plan.job.steps, round(plan.job.steps * budget.value / old_budget.value))
+        step_s = plan.step_s or (plan.forecast.step_s if plan.forecast else None)
+        more_of_it = budget.value > old_budget.value and plan.job.ends_with_its_text
+        grown = budget.value / step_s if step_s and more_of_it else plan.job.steps * budget.value / old_budget.value
+        steps = max(plan.job.steps, round(grown))
     elif budget.unit != old_budget.unit and (budget.unit == "epochs" or (budget.unit == "seconds" and not plan.step_s)):
         raise PlaitError(f"this run counts in {old_budget.unit}; raise train.budget in {old_budget.unit} too")
     else:
@@ -39,7 +42,9 @@ def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
             f"train.budget = {asked} is less than the {present} that this run has; "
             "a begun run's budget may only grow (or take another run.name)"
         )
-    return replace(plan, job=replace(plan.job, budget=budget, steps=steps))
+    # Who asks for more of a text that is learnt gets it.
+    most_tokens = plan.job.most_tokens if steps == plan.job.steps else None
+    return replace(plan, job=replace(plan.job, budget=budget, steps=steps, most_tokens=most_tokens))
 
 
 def with_evaluations_left(config: RunConfig, plan: Plan, evaluated: Sequence[int]) -> Plan:

@@ -103,7 +103,7 @@ class RunSize:
     tokens: float
     flops: float
     most_tokens: int | None = None
-    """After which a run of a time budget ends, as its text teaches the model nothing more; None: when time is over."""
+    """Tokens after which a run of a time budget stops, as its text has nothing left to teach; None: no such limit."""
 
 
 def budget_of(config: RunConfig) -> Amount:

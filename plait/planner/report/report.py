@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Literal
 
 from plait.model.shape import parameter_count
@@ -13,7 +14,7 @@ from plait.planner.explain.choice import LEAST_SHARE_MENTIONED, choice_reasons, 
 from plait.planner.explain.compared_layouts import recipe_layout_changes, runners_up, runners_up_lines, why_not
 from plait.planner.explain.experts import mixture_lines
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines
-from plait.planner.plan import Plan
+from plait.planner.plan import Plan, TrainingJob
 from plait.planner.report.diagnosis import Diagnosis, diagnose, explanation_lines, verdict_text
 from plait.planner.resolve.worker_layouts import WorkerLayout
 from plait.planner.search.cost_breakdown import (
@@ -29,7 +30,7 @@ from plait.planner.search.model_error import RunFamily, published_errors, run_fa
 from plait.planner.step_time.device_rates import USUAL_ACHIEVABLE_SHARE
 from plait.planner.step_time.device_time import was_measured
 from plait.report.plausibility import mfu_text
-from plait.units import Amount, counted, format_bytes, format_count, format_duration, format_si
+from plait.units import counted, format_bytes, format_count, format_duration, format_si
 
 JOULES_PER_WH = 3600
 RUN_FAMILY_TEXTS: Mapping[RunFamily, str] = {
@@ -159,7 +160,7 @@ def plan_report_of(
         machines=machines,
         notes=tuple(notes),
         reasons=tuple(reasons),
-        run=_run_totals(found, plan.job.budget),
+        run=_run_totals(found, plan.job),
         chosen=layout_figures(found, index),
         layout=layout,
         time=time_items(found, index),
@@ -225,11 +226,13 @@ def _sections(report: PlanReport, top: int) -> tuple[PlanSection, ...]:
 
 def _time(report: PlanReport) -> str:
     """How long the run takes, and by what arithmetic."""
-    run, step = report.run, format_duration(report.chosen.step_s)
+    run, step, job = report.run, format_duration(report.chosen.step_s), report.plan.job
+    is_learnt = job.most_tokens is not None and run.tokens >= job.most_tokens
+    end = f"as the text is learnt by then, before {job.budget} are over" if is_learnt else f"budget {job.budget}"
     return (
         f"{run_time_text(run)}: {counted(run.steps, 'step', ',')} of {step}, give or take "
         f"{report.search.tolerance:.0%}; {format_count(run.tokens)} tokens, {format_count(run.device_hours)} "
-        f"device-hours, budget {report.plan.job.budget}"
+        f"device-hours, {end}"
     )
 
 
@@ -333,9 +336,11 @@ def _record(found: Search) -> str:
     return f"of {known.rows:,} published runs of {RUN_FAMILY_TEXTS[family]} {errors}"
 
 
-def _run_totals(found: Search, budget: Amount) -> PlannedTotals:
+def _run_totals(found: Search, job: TrainingJob) -> PlannedTotals:
     cluster, batch_tokens = found.cluster, found.workload.batch_tokens
-    steps = steps_in_budget(budget, batch_tokens, step_s=found.chosen_step_s)
+    steps = steps_in_budget(job.budget, batch_tokens, step_s=found.chosen_step_s)
+    if job.most_tokens is not None:
+        steps = min(steps, ceil(job.most_tokens / batch_tokens))
     wall_s = steps * found.chosen_step_s
     hours = wall_s / 3600
     return PlannedTotals(

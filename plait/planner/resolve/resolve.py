@@ -296,8 +296,8 @@ def _run_length(draft: Draft, plan: Plan) -> Derived[_RunLength]:
 def _short_text_reason(plan: Plan, duration_s: float) -> str:
     passes = 1 + round(REPEATS_DECAY)
     return (
-        f"this text is small: read {passes} times, in {format_duration(duration_s)}, it is learnt; in "
-        f"{plan.job.budget} the model would only memorise it (Muennighoff 2023)"
+        f"this text is small: {passes} passes, {format_duration(duration_s)}, learn it, and training for "
+        f"{plan.job.budget} would only memorise it (Muennighoff 2023)"
     )
 
 
