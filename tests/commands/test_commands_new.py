@@ -84,8 +84,8 @@ def test_what_is_there_stays_and_what_cannot_be_used_leaves_nothing(folder: Path
         ("Mein Läufer", [], "for example mein-laufer"),
         ("new", ["lost.txt"], 'no file matches "lost.txt"'),
         ("new", ["empty.txt"], "empty.txt is empty; fill it or take it out of --text"),
-        ("new", ["mine.toml"], "is of no kind that plait reads"),
-        ("new", [], "nothing here can be learnt from: empty.txt, which is empty"),
+        ("new", ["mine.toml"], "has a type that plait does not read; convert it to .txt, "),
+        ("new", [], "no file here can be used: empty.txt, which is empty; put a .txt here, or name one with --text"),
     ):
         with pytest.raises(PlaitError, match=re.escape(sentence)):
             write_recipe(name, texts)
@@ -127,9 +127,9 @@ def test_what_is_read_and_what_is_left_out_is_said(folder: Path) -> None:
         "left out table.csv, which has no column of text (its columns: a, b)",
         "left out qa.csv, which holds chats or prompts with answers; a recipe of its own learns them:",
         "         plait new NAME --text qa.csv",
-        'left out more, which is a folder with 1 file of text; add "more" to files if it belongs to them',
+        'left out more, which is a folder with 1 text file; add "more" to files to read it too',
         "wrote    mine.toml, a recipe with comments",
-        'files    what is converted or added later: name it in "files" in mine.toml',
+        'later    to add or convert a file: name it under "files" in mine.toml',
         "next     plait data mine.toml   prepares the text and shows what is read",
         "         plait plan mine.toml   shows the model, the time and the memory",
         "         plait train mine.toml  trains it",

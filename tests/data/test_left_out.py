@@ -94,7 +94,7 @@ def test_what_was_found_out_by_reading_is_remembered(folder: Path) -> None:
             index = json.loads((found.folder / "index.json").read_text())
             hashes = {one["name"]: one["sha256"] for one in index["sources"][0]["files"]}
             times = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns]
-            entries[str(file)] = [*times, hashes.get(file.name, "0" * 64), fault, "latin1" if fault else "utf-8"]
+            entries[str(file)] = [*times, hashes.get(file.name, "0" * 64), fault, "latin1" if fault else "utf-8", 1]
     known.write_text(json.dumps(entries))
     assert find_prepared(found.request, folder.parent / "cache") == found.folder
 

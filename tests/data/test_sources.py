@@ -106,7 +106,7 @@ BAD_FILES = [
     ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1: the text holds half of a surrogate pair; correct"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a.jsonl:2 is not UTF-8 text at byte 24 of the file; convert"),
     ("a.parquet", b"PAR1 not really", r"a.parquet is not a readable Parquet file \(.*\); write it again"),
-    ("a.doc", b"text\nx\n", r"a.doc is of no kind that plait reads; give it as .txt, .md, .csv, .tsv, .jsonl or .par"),
+    ("a.doc", b"text\nx\n", r"a.doc has a type that plait does not read; convert it to .txt, .md, .csv, .tsv, .jsonl"),
     ("a.pdf", b"%PDF-1.7\n", r"a.pdf is a PDF; make text of it \(pdftotext .*a.pdf .*a.txt\) or take it out of data"),
     (
         "a.txt",
