@@ -14,7 +14,15 @@ from typing import Literal, get_args
 from plait.checked_json import one_line
 from plait.data.conversations.formats import both_texts_and_chats, source_format, text_column
 from plait.data.documents import column_names
-from plait.data.file_faults import FileFault, beginning_fault, kind_fault, read_content, shown_path, typed_path
+from plait.data.file_faults import (
+    FileFault,
+    beginning_fault,
+    error_fault,
+    kind_fault,
+    read_content,
+    shown_path,
+    typed_path,
+)
 from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES
 from plait.data.sources import Source, open_source, open_sources
 from plait.errors import PlaitError
@@ -283,7 +291,7 @@ def _looked_at(file: Path, path: str, read: Reading) -> RecipeText | FileFault:
         if field := text_column(opened):
             return RecipeText(path, field=field, nbytes=size)
     except PlaitError as error:
-        return FileFault(file=file, what=f"cannot be read: {error}")
+        return error_fault(file, error)
     columns = column_names(list(first.values)) if first and first.values else "none"
     return FileFault(file=file, what=f"has no column of text (its columns: {columns})")
 

@@ -74,6 +74,12 @@ class FileContent:
         return _other_encoding(file, self.fault, self.encoding)
 
 
+def error_fault(file: Path, error: PlaitError) -> FileFault:
+    """The fault of a file of which reading raised this error."""
+    what, _, advice = str(error).removeprefix(f"{file} ").partition("; ")
+    return FileFault(file=file, what=what, advice=advice)
+
+
 def kind_fault(file: Path) -> FileFault | None:
     """The fault that a file's kind, size and beginning show, without reading more of it."""
     kind = file.suffix.lower()

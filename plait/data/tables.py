@@ -157,5 +157,5 @@ def _records(path: Path, columns: list[str], rows: Iterator[tuple[int, list[str]
         else:
             counts = f"{counted(len(row), 'column')} in line {line} and {len(columns)} in its header"
             if len(columns) == 1:
-                counts += f" (a text that holds {delimiter!r} stands in quotes)"
+                counts += f' (a text that holds "{delimiter}" must stand in quotes)'
             yield Record(f"{path}:{line}", {}, PlaitError(f"{path} has {counts}; correct that line"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -153,3 +154,35 @@ def test_many_texts_stand_in_lines_of_their_own_and_very_many_are_a_pattern(fold
     for number in range(20, 1001):
         (folder / f"chapter-{number:04}.txt").write_text("words\n")
     assert write_recipe("many", [])[0] == "reads    *.txt (5.87 KiB, and what is put here later)"
+
+
+def test_odd_files_are_a_line_each_and_nothing_outside_is_read(folder: Path) -> None:
+    (folder / "zh.csv").write_text("n,body\n" + "1,今天天气很好我们一起去公园散步吧\n" * 5, encoding="utf-8")
+    (folder / "both.jsonl").write_text('{"text": "a", "messages": []}\n')
+    (folder / "notes.txt").symlink_to("/etc/passwd")
+    (folder / "same.csv").symlink_to("zh.csv")
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("words\n")
+    (folder / "no.parquet").write_bytes(b"PAR1 not really")
+    for name in ("a.epub", "b.json", "c.json"):
+        (folder / name).write_text("x")
+    said = write_recipe("mine", [])
+    assert said[0] == 'reads    same.csv (262 B, column "body"), zh.csv (262 B, column "body")'
+    assert said[1:3] == [
+        "left out caf\\xe9.txt, which has a name that is not UTF-8; rename it",
+        "left out notes.txt, which is a link out of this folder; name it with --text if you want it",
+    ]
+    assert said[3].startswith(
+        'left out both.jsonl, which holds texts ("text") and chats ("messages"); choose data.format'
+    )
+    assert said[4].startswith("left out no.parquet, which is not a readable Parquet file (")
+    assert said[5] == "         not looked at: 1 .epub, 2 .json"
+
+
+def test_a_file_that_may_not_be_opened_is_left_out(folder: Path) -> None:
+    (folder / "a.txt").write_text("words\n")
+    (folder / "b.parquet").write_bytes(b"PAR1")
+    (folder / "b.parquet").chmod(0)
+    if os.access(folder / "b.parquet", os.R_OK):
+        pytest.skip("root may open every file")
+    said = write_recipe("mine", [])
+    assert said[1] == "left out b.parquet, which cannot be opened: permission denied; check its permissions"

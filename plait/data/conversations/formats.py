@@ -18,7 +18,7 @@ from plait.data.conversations.examples import (
 )
 from plait.data.conversations.pairs import ANSWERS, PairExample, preference_example
 from plait.data.documents import Document, Record, column_names
-from plait.data.file_faults import FileFault
+from plait.data.file_faults import FileFault, error_fault
 from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES
 from plait.data.sources import OpenSource
 from plait.errors import PlaitError
@@ -146,20 +146,15 @@ def _opening_fault(file: Path, part: OpenSource, form: SourceFormat) -> FileFaul
     try:
         _first_record(part)
     except PlaitError as error:
-        return _fault_of_error(file, error)
+        return error_fault(file, error)
     return None
-
-
-def _fault_of_error(file: Path, error: PlaitError) -> FileFault:
-    what, _, advice = str(error).removeprefix(f"{file} ").partition("; ")
-    return FileFault(file=file, what=what, advice=advice)
 
 
 def _format_fault(file: Path, part: OpenSource, form: SourceFormat) -> FileFault | None:
     try:
         firsts = list(islice((record for record in part.records() if record.fault is None), _FIRST_RECORDS))
     except PlaitError as error:
-        return _fault_of_error(file, error)
+        return error_fault(file, error)
     if not firsts:
         return FileFault(file=file, what="has no record that can be read", advice="correct its first lines")
     found = [format_of_columns(record, _USUAL_FIELD) for record in firsts]
