@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from plait.data.conversations.examples import ChatExample
 from plait.data.conversations.formats import SourceFormat, format_faults, holds_pairs, read_examples, source_format
@@ -94,6 +94,8 @@ def estimate_text(request: DataRequest) -> TextEstimate:
     text_bytes = sum(part.text_bytes for part in parts)
     sample = [text for part in parts for text in part.sample if text]
     if not sample:
+        for source, form in zip(opened.sources, formats, strict=True):
+            next(read_examples(source, form, _refuse), None)
         raise PlaitError("data.files hold no text that can be read; fill them, or name others")
     sampled = sum(len(text.encode()) for text in sample)
     tokenizer = ready_tokenizer(request)
@@ -116,6 +118,10 @@ def estimate_text(request: DataRequest) -> TextEstimate:
         sampled_bytes=sampled,
         left_out=opened.left_out,
     )
+
+
+def _refuse(error: PlaitError) -> NoReturn:
+    raise error
 
 
 def _trained(sample: list[str], vocabulary: int, read: Literal["all", "part"]) -> tuple[Tokenizer, list[str]]:
