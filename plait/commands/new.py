@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal, get_args
 
-from plait.data.conversations.formats import source_format, text_column
+from plait.checked_json import one_line
+from plait.data.conversations.formats import both_texts_and_chats, source_format, text_column
 from plait.data.documents import column_names
-from plait.data.file_faults import FileFault, kind_fault, read_content
+from plait.data.file_faults import (
+    FileFault,
+    beginning_fault,
+    error_fault,
+    kind_fault,
+    read_content,
+    shown_path,
+    typed_path,
+)
 from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES
 from plait.data.sources import Source, open_source, open_sources
 from plait.errors import PlaitError
@@ -73,7 +83,7 @@ def write_recipe(name: str, texts: Sequence[str]) -> list[str]:
     lines = found.lines() if found.texts or found.left_out else [_put_sample_text()]
     chosen = found.texts or (RecipeText(SAMPLE_TEXT),)
     _write_new(recipe, new_recipe_text(name, chosen).encode())
-    later = [f'files    what is converted or added later: name it in "files" in {recipe}'] if found.left_out else []
+    later = [f'later    to add or convert a file: name it under "files" in {recipe}'] if found.left_out else []
     return [
         *lines,
         f"wrote    {recipe}, a recipe with comments",
@@ -116,7 +126,8 @@ class RecipeText:
     def __str__(self) -> str:
         is_pattern = self.path.startswith("*")
         more = f', column "{self.field}"' if self.field else ", and what is put here later" if is_pattern else ""
-        return f"{self.path} ({format_bytes(self.nbytes)}{more})" if self.nbytes else self.path
+        path = one_line(self.path)
+        return f"{path} ({format_bytes(self.nbytes)}{more})" if self.nbytes else path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +136,8 @@ class FoundTexts:
 
     texts: tuple[RecipeText, ...]
     left_out: tuple[FileFault, ...]
+    not_looked_at: str = ""
+    """How many files of other types lie there, by type."""
 
     def lines(self) -> list[str]:
         """What is read and what is not, for people."""
@@ -133,13 +146,14 @@ class FoundTexts:
         others = [line for fault in self.left_out[:_SHOWN] for line in fault.lines()]
         if len(self.left_out) > _SHOWN:
             others.append(f"left out {len(self.left_out) - _SHOWN} more, for reasons like these")
+        others += [f"         not looked at: {self.not_looked_at}"] if self.not_looked_at else []
         return [f"reads    {', '.join(shown)}{more}", *others]
 
 
 _SHOWN = 6
 """Files that are named, of those that are read and of those that are left out."""
-_READ_WHOLE_BYTES = 1 << 28
-"""In a folder with more, files are looked at where they begin; `plait data` reads all of them."""
+_READ_WHOLE_BYTES = 1 << 25
+"""Of more in all, only the beginnings of files are read; `plait data` reads all of them."""
 _MOST_NAMES = 1000
 """Of more files the recipe has a pattern for each kind."""
 
@@ -149,13 +163,19 @@ def texts_here() -> FoundTexts:
     there are only files that cannot be learnt from."""
     known = (*TEXT_SUFFIXES, *RECORD_SUFFIXES, ".pdf")
     entries = [path for path in sorted(Path().iterdir()) if not path.name.startswith(".")]
-    files = [path for path in entries if path.is_file() and path.suffix.lower() in known]
-    whole = sum(file.stat().st_size for file in files) <= _READ_WHOLE_BYTES
-    looked = [_looked_at(file, file.name, "all" if whole else "beginning") for file in files]
+    there = [path for path in entries if path.is_file()]
+    others = Counter(path.suffix.lower() for path in there if path.suffix.lower() not in (*known, ".toml"))
+    looked_into = [path for path in entries if path.is_dir() or (path.is_file() and path.suffix.lower() in known)]
+    left_out = [fault for path in looked_into if (fault := _name_fault(path))]
+    unnamed = {fault.file for fault in left_out}
+    files = [path for path in looked_into if path not in unnamed and not path.is_dir()]
+    read = _read_of(files)
+    looked = [_looked_at(file, file.name, read) for file in files]
     texts = [one for one in looked if isinstance(one, RecipeText)]
-    left_out = [one for one in looked if isinstance(one, FileFault)]
+    left_out += [one for one in looked if isinstance(one, FileFault)]
     if left_out and not texts:
-        raise PlaitError(f"nothing here can be learnt from: {'; '.join(map(str, left_out[:_SHOWN]))}")
+        reasons = "; ".join(map(str, left_out[:_SHOWN]))
+        raise PlaitError(f"no file here can be used: {reasons}; put a .txt here, or name one with --text")
     sizes = {kind: sum(text.nbytes for text in texts if text.content == kind) for kind in get_args(Content)}
     main = max(sizes, key=lambda kind: sizes[kind])
     what = "chats or prompts with answers" if main == "text" else "plain text"
@@ -163,8 +183,8 @@ def texts_here() -> FoundTexts:
         FileFault(
             file=Path(text.path),
             what=f"holds {what}",
-            mend="a recipe of its own learns them",
-            command=shlex.join(["plait", "new", "NAME", "--text", text.path]),
+            advice="a recipe of its own learns them",
+            command=shlex.join(["plait", "new", "NAME", "--text", typed_path(Path(text.path))]),
         )
         for text in texts
         if text.content != main
@@ -172,13 +192,42 @@ def texts_here() -> FoundTexts:
     left_out += [
         FileFault(
             file=path,
-            what=f"is a folder with {counted(number, 'file')} of text",
-            mend=f"add {json.dumps(path.name, ensure_ascii=False)} to files if it belongs to them",
+            what=f"is a folder with {counted(number, 'text file')}",
+            advice=f"add {json.dumps(path.name, ensure_ascii=False)} to files to read it too",
         )
         for path in entries
-        if path.is_dir() and (number := sum(one.suffix.lower() in known for one in _entries(path)))
+        if path.is_dir()
+        and path not in unnamed
+        and (number := sum(one.suffix.lower() in known for one in _entries(path)))
     ]
-    return FoundTexts(texts=_few_names([text for text in texts if text.content == main]), left_out=tuple(left_out))
+    return FoundTexts(
+        texts=_few_names([text for text in texts if text.content == main]),
+        left_out=tuple(left_out),
+        not_looked_at=", ".join(
+            f"{number} {shown_path(Path(suffix[:12])) if suffix else 'without a suffix'}"
+            for suffix, number in sorted(others.items())
+        ),
+    )
+
+
+def _name_fault(path: Path) -> FileFault | None:
+    """Why a file or folder is not looked into, whatever is in it: a name that no recipe can hold, or a link that may
+    lead to what is not meant to be learnt."""
+    try:
+        path.name.encode()
+    except UnicodeEncodeError:
+        return FileFault(file=path, what="has a name that is not UTF-8", advice="rename it")
+    if path.is_symlink() and not path.resolve().is_relative_to(Path.cwd().resolve()):
+        return FileFault(file=path, what="is a link out of this folder", advice="name it with --text if you want it")
+    return None
+
+
+Reading = Literal["all", "beginning"]
+
+
+def _read_of(files: Sequence[Path]) -> Reading:
+    """How much of each file is read to find out whether it can be used."""
+    return "all" if sum(file.stat().st_size for file in files) <= _READ_WHOLE_BYTES else "beginning"
 
 
 def _few_names(texts: Sequence[RecipeText]) -> tuple[RecipeText, ...]:
@@ -199,10 +248,9 @@ def texts_named(texts: Sequence[str]) -> FoundTexts:
     local = [source for source in sources if not source.path.startswith("hf:")]
     if local:
         open_sources(local)
+    read = _read_of([Path(source.path) for source in local if Path(source.path).is_file()])
     looked = [
-        _looked_at(Path(source.path), source.path, "beginning")
-        if Path(source.path).is_file()
-        else RecipeText(source.path)
+        _looked_at(Path(source.path), source.path, read) if Path(source.path).is_file() else RecipeText(source.path)
         for source in sources
     ]
     faults = [one for one in looked if isinstance(one, FileFault)]
@@ -212,22 +260,29 @@ def texts_named(texts: Sequence[str]) -> FoundTexts:
     return FoundTexts(texts=found, left_out=tuple(faults))
 
 
-def _looked_at(file: Path, path: str, read: Literal["all", "beginning"]) -> RecipeText | FileFault:
+def _looked_at(file: Path, path: str, read: Reading) -> RecipeText | FileFault:
     """The file as a recipe names it, with the column of its text where that is not called so; or why it cannot be
     learnt from."""
-    fault = kind_fault(file)
-    if fault is None and (read == "all" or file.stat().st_size <= _READ_WHOLE_BYTES):
-        fault = read_content(file).fault_of(file)
-    if fault:
+    if fault := kind_fault(file) or (read_content(file).fault_of(file) if read == "all" else beginning_fault(file)):
         return fault
     size = file.stat().st_size
     if file.suffix.lower() in TEXT_SUFFIXES:
         return RecipeText(path, nbytes=size)
     try:
         opened = open_source(Source(path))
+        if chats := both_texts_and_chats(opened):
+            return FileFault(
+                file=file,
+                what=f'holds texts ("text") and chats ("{chats}")',
+                advice='choose data.format = "text" or "chat" in a recipe that reads only this file',
+            )
         form = source_format(opened, "auto")
         if form.kind == "preference":
-            return FileFault(file=file, what="holds pairs of answers", mend="a trained model is tuned by them (DPO)")
+            return FileFault(
+                file=file,
+                what="holds preference pairs",
+                advice='tune a trained model with them (finetune.objective = "dpo")',
+            )
         if form.kind != "text":
             return RecipeText(path, content="examples", nbytes=size)
         first = next(opened.records(), None)
@@ -236,7 +291,7 @@ def _looked_at(file: Path, path: str, read: Literal["all", "beginning"]) -> Reci
         if field := text_column(opened):
             return RecipeText(path, field=field, nbytes=size)
     except PlaitError as error:
-        return FileFault(file=file, what=f"cannot be read: {error}")
+        return error_fault(file, error)
     columns = column_names(list(first.values)) if first and first.values else "none"
     return FileFault(file=file, what=f"has no column of text (its columns: {columns})")
 

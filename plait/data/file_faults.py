@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import os
 import shlex
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain, count
 from pathlib import Path
 from typing import Literal
 
+from plait.checked_json import one_line
 from plait.data.documents import BLOCK_BYTES
 from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES
 from plait.data.tables import TABLE_SUFFIXES, table_fault
@@ -21,31 +24,32 @@ _KINDS = ".txt, .md, .csv, .tsv, .jsonl or .parquet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFault:
-    """What is wrong with one file, as the end of a sentence that begins with its name, and how to mend it."""
+    """What is wrong with one file, as the end of a sentence that begins with its name, and what to do about it."""
 
     file: Path
     what: str
-    mend: str = ""
+    advice: str = ""
     command: str = ""
     """What does so, to be typed in the current folder."""
 
     def __str__(self) -> str:
         """The file and its fault as one sentence, without a full stop."""
-        return f"{shown_path(self.file)}, which {self.what}{f'; {self._advice}' if self.mend else ''}"
+        return f"{one_line(shown_path(self.file))}, which {self.what}{f'; {self._full_advice}' if self.advice else ''}"
 
     def lines(self) -> list[str]:
         """What is printed of a file that is left out; a command has a line of its own, so that it can be copied."""
         if not self.command:
             return [f"left out {self}"]
-        return [f"left out {shown_path(self.file)}, which {self.what}; {self.mend}:", f"         {self.command}"]
+        name = one_line(shown_path(self.file))
+        return [f"left out {name}, which {self.what}; {self.advice}:", f"         {self.command}"]
 
     def error(self, removal: str) -> PlaitError:
         """The refusal of this file; `removal` is what to do so that it is not read."""
-        return PlaitError(f"{self.file} {self.what}; {self._advice or 'fill it'} or {removal}")
+        return PlaitError(f"{self.file} {self.what}; {self._full_advice or 'fill it'} or {removal}")
 
     @property
-    def _advice(self) -> str:
-        return f"{self.mend} ({self.command})" if self.command else self.mend
+    def _full_advice(self) -> str:
+        return f"{self.advice} ({self.command})" if self.command else self.advice
 
 
 Encoding = Literal["utf-8", "latin1", "windows-1252", "utf-16", "unknown"]
@@ -66,32 +70,49 @@ class FileContent:
         if not self.fault:
             return None
         if self.encoding == "utf-8":
-            return FileFault(file=file, what=self.fault, mend="correct it")
+            return FileFault(file=file, what=self.fault, advice="correct it")
         return _other_encoding(file, self.fault, self.encoding)
+
+
+def error_fault(file: Path, error: PlaitError) -> FileFault:
+    """The fault of a file of which reading raised this error."""
+    what, _, advice = str(error).removeprefix(f"{file} ").partition("; ")
+    return FileFault(file=file, what=what, advice=advice)
 
 
 def kind_fault(file: Path) -> FileFault | None:
     """The fault that a file's kind, size and beginning show, without reading more of it."""
     kind = file.suffix.lower()
     if kind == ".pdf":
-        command = _command("pdftotext", shown_path(file), shown_path(file.with_suffix(".txt")))
-        return FileFault(file=file, what="is a PDF", mend="make text of it", command=command)
+        command = shlex.join(["pdftotext", typed_path(file), typed_path(_free(file.with_suffix(".txt")))])
+        return FileFault(file=file, what="is a PDF", advice="make text of it", command=command)
     if kind not in (*TEXT_SUFFIXES, *RECORD_SUFFIXES):
-        return FileFault(file=file, what="is of no kind that plait reads", mend=f"give it as {_KINDS}")
-    if file.stat().st_size == 0:
-        return FileFault(file=file, what="is empty")
-    if kind == ".parquet":
-        return None
+        return FileFault(file=file, what="has a type that plait does not read", advice=f"convert it to {_KINDS}")
     try:
+        if file.stat().st_size == 0:
+            return FileFault(file=file, what="is empty")
         with open_regular_file(file) as opened:
             block = opened.read(BLOCK_BYTES)
-    except PermissionError:
-        return FileFault(file=file, what="may not be read by this user", mend="change its permissions")
-    if b"\0" not in block:
+    except OSError as error:
+        why = "permission denied" if isinstance(error, PermissionError) else str(error.strerror)
+        return FileFault(file=file, what=f"cannot be opened: {why}", advice="check its permissions")
+    if kind == ".parquet":
         return None
     if block.startswith(_UTF_16):
         return _other_encoding(file, "is UTF-16 text, not UTF-8", "utf-16")
+    if b"\0" not in block:
+        return None
     return _other_encoding(file, f"is binary: it has a NUL byte at byte {block.index(bytes(1))}", "unknown")
+
+
+def beginning_fault(file: Path) -> FileFault | None:
+    """The fault that the first bytes of a text or a table show, where it is too large to be read on the way."""
+    if file.suffix.lower() not in (*TEXT_SUFFIXES, *TABLE_SUFFIXES):
+        return None
+    check = _Utf8Check()
+    with open_regular_file(file) as opened:
+        check.add(opened.read(BLOCK_BYTES))
+    return FileContent("", check.fault, check.encoding).fault_of(file)
 
 
 def read_content(file: Path) -> FileContent:
@@ -150,17 +171,26 @@ class _Utf8Check:
 def _other_encoding(file: Path, what: str, encoding: Encoding) -> FileFault:
     """The fault of a file that is not UTF-8, with the command that makes it so."""
     if encoding not in _NAMES:
-        return FileFault(file=file, what=what, mend="convert it to UTF-8 text")
-    other = shown_path(file.with_name(f"{file.stem}-utf8{file.suffix}"))
-    command = f"{_command('iconv', '-f', encoding, '-t', 'utf-8', shown_path(file))} > {shlex.quote(other)}"
-    return FileFault(file=file, what=what, mend=f"convert it from {_NAMES[encoding]}", command=command)
+        return FileFault(file=file, what=what, advice="convert it to UTF-8 text")
+    other = typed_path(_free(file.with_name(f"{file.stem}-utf8{file.suffix}")))
+    command = f"{shlex.join(['iconv', '-f', encoding, '-t', 'utf-8', typed_path(file)])} > {shlex.quote(other)}"
+    return FileFault(file=file, what=what, advice=f"convert it from {_NAMES[encoding]}", command=command)
 
 
 def shown_path(file: Path) -> str:
-    """A path as a person types it: from the current folder on, where the file lies in it."""
+    """A path as a person reads it: from the current folder on, where the file lies in it; bytes of its name that are
+    not UTF-8 as escapes."""
     here = Path.cwd()
-    return str(file.relative_to(here) if file.is_relative_to(here) else file)
+    return os.fsencode(file.relative_to(here) if file.is_relative_to(here) else file).decode(errors="backslashreplace")
 
 
-def _command(*words: str) -> str:
-    return shlex.join(words)
+def typed_path(file: Path) -> str:
+    """A path as an argument of a command, which would take a leading "-" for an option."""
+    path = shown_path(file)
+    return f"./{path}" if path.startswith("-") else path
+
+
+def _free(file: Path) -> Path:
+    """This path, or the same with a number where something has that name, so that nothing is overwritten."""
+    numbered = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in count(2))
+    return next(path for path in chain([file], numbered) if not os.path.lexists(path))

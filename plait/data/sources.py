@@ -34,6 +34,10 @@ _MOST_FILES_APART = 64
 """With more files of records in one source, `by_file` does not tell them apart."""
 
 
+class NotHereError(PlaitError):
+    """Text that is named and not on this machine."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One entry of `data.files`: a file, a folder, a glob (`**` allowed) or `hf:NAME_OR_FOLDER[[:CONFIG]:SPLIT]`."""
@@ -99,20 +103,28 @@ class OpenedSources:
     def without(self, faults: Sequence[FileFault]) -> OpenedSources:
         """The sources without the files that have a fault. Raises PlaitError where no file is left, and where none is
         left of a source with a weight: a mix without it is not the one that was asked for."""
-        if not faults:
-            return self
         by_file = {fault.file: fault for fault in faults}
+        return self.without_in([[by_file[file] for file in source.files if file in by_file] for source in self.sources])
+
+    def without_in(self, faults_of: Sequence[Sequence[FileFault]]) -> OpenedSources:
+        """The sources without the files that have a fault in them, which are named for each source: another source may
+        read the same file by another column, and then it is not left out. Raises as `without`."""
+        if not any(faults_of):
+            return self
+        only = len(self.files) + len(self.left_out) == 1
         kept = list[OpenSource]()
-        for source in self.sources:
-            files = tuple(file for file in source.files if file not in by_file)
-            first = next((by_file[file] for file in source.files if file in by_file), None)
-            if first is None:
+        for source, faults in zip(self.sources, faults_of, strict=True):
+            faulty = {fault.file for fault in faults}
+            files = tuple(file for file in source.files if file not in faulty)
+            if not faulty:
                 kept.append(source)
             elif files:
                 kept.append(_open_files(source.source, files))
-            elif source.source.weight is not None or len(self.files) + len(self.left_out) == 1:
-                raise first.error(source.source.removal(first.file))
-        left_out = (*self.left_out, *by_file.values())
+            elif source.source.weight is not None or only:
+                raise faults[0].error(source.source.removal(faults[0].file))
+        read = set(chain.from_iterable(source.files for source in kept))
+        unread = {fault.file: fault for fault in chain.from_iterable(faults_of) if fault.file not in read}
+        left_out = (*self.left_out, *unread.values())
         if not kept:
             raise PlaitError(f"none of the {len(left_out)} files can be learnt from: {_first_faults(left_out)}")
         return replace(self, sources=tuple(kept), left_out=left_out)
@@ -177,7 +189,9 @@ def _matching_files(source: Source) -> tuple[Path, ...]:
     if not found:
         if Path(pattern).exists():
             raise PlaitError(f"{pattern} is a pipe, a socket or a device; name a file or folder in {source.given_as}")
-        raise PlaitError(f'no file matches "{pattern}" (looked in {Path.cwd()}); correct the path in {source.given_as}')
+        raise NotHereError(
+            f'no file matches "{pattern}" (looked in {Path.cwd()}); correct the path in {source.given_as}'
+        )
     return tuple(Path(name) for name in found)
 
 
@@ -245,7 +259,7 @@ def _load_hugging_face(name: str, config: str | None, split: str, given_as: str)
     try:
         import datasets
     except ImportError:
-        raise PlaitError(f"reading Hugging Face data sets needs datasets; {installing('datasets')}") from None
+        raise NotHereError(f"reading Hugging Face data sets needs datasets; {installing('datasets')}") from None
     if script := _script(Path(name)):
         raise PlaitError(
             f'the data set "{name}" is a program ({script}), which plait does not run; save its rows as JSONL'
@@ -258,7 +272,9 @@ def _load_hugging_face(name: str, config: str | None, split: str, given_as: str)
         if saved is None:
             return datasets.load_dataset(name, config, split=split, **never)
     except Exception as error:  # the library raises its own, ValueError, OSError and network errors alike
-        raise PlaitError(f'the data set "{name}" cannot be loaded ({first_line(error)}); correct {given_as}') from None
+        raise NotHereError(
+            f'the data set "{name}" cannot be loaded ({first_line(error)}); correct {given_as}'
+        ) from None
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
             raise PlaitError(f'"{name}" has no split "{split}"; choose one of {", ".join(map(str, saved))}')

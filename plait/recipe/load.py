@@ -229,11 +229,12 @@ def _parse_toml(text: str, where: str) -> dict[str, Any]:
 def _toml_advice(text: str, error: ValueError) -> str:
     """What to fix: where the line's value is a text without quotes, that line with them."""
     found = _LINE_NUMBER.search(str(error))
-    lines = text.splitlines()
+    lines = text.split("\n")  # as tomllib counts them
     line = lines[int(found[1]) - 1] if found and int(found[1]) <= len(lines) else ""
     unquoted = _UNQUOTED.fullmatch(line)
     if unquoted and unquoted[2].isprintable():
-        return f'a text stands in quotes: {unquoted[1]} = "{unquoted[2]}"'
+        quote = "'" if "\\" in unquoted[2] else '"'
+        return f"a text stands in quotes: {unquoted[1]} = {quote}{unquoted[2]}{quote}"
     return 'a text stands in quotes: files = "my.txt"' if "Invalid value" in str(error) else "correct that line"
 
 

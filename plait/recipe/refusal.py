@@ -40,7 +40,8 @@ def _did_you_mean(key: str, about: Sequence[Found]) -> str:
     is_amount = key == "train.budget" or key.endswith(".every")
     if is_amount and isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < inf:
         minutes = "minute" if given == 1 else "minutes"
-        return f'; did you mean "{given} {minutes}" or "{given} {"step" if given == 1 else "steps"}"?'
+        steps = f' or "{given} {"step" if given == 1 else "steps"}"' if float(given).is_integer() else ""
+        return f'; did you mean "{given} {minutes}"{steps}?'
     return ""
 
 

@@ -88,3 +88,22 @@ def test_a_run_that_is_continued_over_and_over_is_evaluated_ten_times_and_then_a
         evaluated += [*between, steps]
     named = recipe(tmp_path, "model.size=1M", "train.budget=30000 steps", "report.evaluate=25 steps")
     assert with_evaluations_left(named, plan, evaluated) == plan, "an interval that the recipe names stays"
+
+
+def test_files_of_one_name_in_several_folders_and_an_old_index_are_told_apart(tmp_path: Path) -> None:
+    def prepared(*names: str) -> Corpus:
+        sources = tuple(Source(str(tmp_path / name)) for name in names)
+        request = DataRequest(sources=sources, tokenizer="gpt2", vocabulary=None, holdout=0.1)
+        return open_corpus(prepare_corpus(request, tmp_path / "cache", lambda *_: None))
+
+    for folder, content in (("a", "one "), ("b", "two "), ("c", "three ")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.txt").write_text(content * 200)
+    begun, changed = prepared("a/x.txt", "b/x.txt"), prepared("c/x.txt", "b/x.txt")
+    plan = planned(recipe(tmp_path, "model.size=1M"), PLAYS, LAPTOP)
+    plan = replace(plan, job=replace(plan.job, corpus=str(begun.folder), corpus_hash=begun.content_hash))
+    with pytest.raises(PlaitError, match=r"begun with: x\.txt is different; "):
+        refuse_other_text(changed, plan)
+    without_files = replace(changed, sources=tuple(replace(source, files=()) for source in changed.sources))
+    with pytest.raises(PlaitError, match=r"^the text \(or its tokenizer\) is not what"):
+        refuse_other_text(without_files, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -84,8 +85,8 @@ def test_what_is_there_stays_and_what_cannot_be_used_leaves_nothing(folder: Path
         ("Mein Läufer", [], "for example mein-laufer"),
         ("new", ["lost.txt"], 'no file matches "lost.txt"'),
         ("new", ["empty.txt"], "empty.txt is empty; fill it or take it out of --text"),
-        ("new", ["mine.toml"], "is of no kind that plait reads"),
-        ("new", [], "nothing here can be learnt from: empty.txt, which is empty"),
+        ("new", ["mine.toml"], "has a type that plait does not read; convert it to .txt, "),
+        ("new", [], "no file here can be used: empty.txt, which is empty; put a .txt here, or name one with --text"),
     ):
         with pytest.raises(PlaitError, match=re.escape(sentence)):
             write_recipe(name, texts)
@@ -127,9 +128,9 @@ def test_what_is_read_and_what_is_left_out_is_said(folder: Path) -> None:
         "left out table.csv, which has no column of text (its columns: a, b)",
         "left out qa.csv, which holds chats or prompts with answers; a recipe of its own learns them:",
         "         plait new NAME --text qa.csv",
-        'left out more, which is a folder with 1 file of text; add "more" to files if it belongs to them',
+        'left out more, which is a folder with 1 text file; add "more" to files to read it too',
         "wrote    mine.toml, a recipe with comments",
-        'files    what is converted or added later: name it in "files" in mine.toml',
+        'later    to add or convert a file: name it under "files" in mine.toml',
         "next     plait data mine.toml   prepares the text and shows what is read",
         "         plait plan mine.toml   shows the model, the time and the memory",
         "         plait train mine.toml  trains it",
@@ -153,3 +154,35 @@ def test_many_texts_stand_in_lines_of_their_own_and_very_many_are_a_pattern(fold
     for number in range(20, 1001):
         (folder / f"chapter-{number:04}.txt").write_text("words\n")
     assert write_recipe("many", [])[0] == "reads    *.txt (5.87 KiB, and what is put here later)"
+
+
+def test_odd_files_are_a_line_each_and_nothing_outside_is_read(folder: Path) -> None:
+    (folder / "zh.csv").write_text("n,body\n" + "1,今天天气很好我们一起去公园散步吧\n" * 5, encoding="utf-8")
+    (folder / "both.jsonl").write_text('{"text": "a", "messages": []}\n')
+    (folder / "notes.txt").symlink_to("/etc/passwd")
+    (folder / "same.csv").symlink_to("zh.csv")
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("words\n")
+    (folder / "no.parquet").write_bytes(b"PAR1 not really")
+    for name in ("a.epub", "b.json", "c.json"):
+        (folder / name).write_text("x")
+    said = write_recipe("mine", [])
+    assert said[0] == 'reads    same.csv (262 B, column "body"), zh.csv (262 B, column "body")'
+    assert said[1:3] == [
+        "left out caf\\xe9.txt, which has a name that is not UTF-8; rename it",
+        "left out notes.txt, which is a link out of this folder; name it with --text if you want it",
+    ]
+    assert said[3].startswith(
+        'left out both.jsonl, which holds texts ("text") and chats ("messages"); choose data.format'
+    )
+    assert said[4].startswith("left out no.parquet, which is not a readable Parquet file (")
+    assert said[5] == "         not looked at: 1 .epub, 2 .json"
+
+
+def test_a_file_that_may_not_be_opened_is_left_out(folder: Path) -> None:
+    (folder / "a.txt").write_text("words\n")
+    (folder / "b.parquet").write_bytes(b"PAR1")
+    (folder / "b.parquet").chmod(0)
+    if os.access(folder / "b.parquet", os.R_OK):
+        pytest.skip("root may open every file")
+    said = write_recipe("mine", [])
+    assert said[1] == "left out b.parquet, which cannot be opened: permission denied; check its permissions"

@@ -92,3 +92,16 @@ def test_a_file_that_is_torn_does_not_spoil_the_estimate(tmp_path: Path) -> None
     (tmp_path / "r.toml").write_text('[data]\nfiles = ["a.txt", "old.csv", "torn.jsonl"]\n[model]\nsize = "1M"\n')
     facts, notes = corpus_facts_or_usual(load_recipe(tmp_path / "r.toml"), WorkingFolder(tmp_path))
     assert 5000 < facts.train_tokens < 20_000 and "old.csv, which is not UTF-8 text" in notes[1]
+
+
+def test_text_that_is_here_and_cannot_be_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("stars,review\n1,Good.\n")
+    (tmp_path / "empty.txt").touch()
+    named = f"data.files={json.dumps([str(tmp_path / 'a.csv')])}"
+    _, notes = corpus_facts_or_usual(recipe(tmp_path, named, "train.budget=20 steps"), WorkingFolder(tmp_path))
+    assert 'a.csv has no column "text"; name one of stars, review' in notes[0] and notes[0].startswith("warning: ")
+    with pytest.raises(PlaitError, match=r'a\.csv has no column "text"'):
+        corpus_facts_or_usual(recipe(tmp_path, named, "train.budget=3 epochs"), WorkingFolder(tmp_path))
+    named = f"data.files={json.dumps(str(tmp_path / 'empty.txt'))}"
+    _, notes = corpus_facts_or_usual(recipe(tmp_path, named, "train.budget=20 steps"), WorkingFolder(tmp_path))
+    assert not any(note.startswith("warning") for note in notes)

@@ -94,7 +94,7 @@ def test_what_was_found_out_by_reading_is_remembered(folder: Path) -> None:
             index = json.loads((found.folder / "index.json").read_text())
             hashes = {one["name"]: one["sha256"] for one in index["sources"][0]["files"]}
             times = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns]
-            entries[str(file)] = [*times, hashes.get(file.name, "0" * 64), fault, "latin1" if fault else "utf-8"]
+            entries[str(file)] = [*times, hashes.get(file.name, "0" * 64), fault, "latin1" if fault else "utf-8", 1]
     known.write_text(json.dumps(entries))
     assert find_prepared(found.request, folder.parent / "cache") == found.folder
 
@@ -181,3 +181,58 @@ def test_a_folder_of_chats_leaves_other_tables_out(folder: Path) -> None:
     assert other.startswith(
         'left out chats/qa.csv, which holds chat ("question"), and other files prompts with completions ('
     )
+
+
+def test_a_fault_of_one_source_leaves_the_file_to_another(folder: Path) -> None:
+    reviews = folder / "table.csv"
+    reviews.write_text("stars,review\n" + "".join(f"{n},Good for the {n}th time.\n" for n in range(40)))
+    (folder / "other.csv").write_text("a,b\n1,2\n")
+    sources = Source(str(folder / "[ort]*.csv")), Source(str(reviews), field="review")
+    found = Prepared(folder.parent, *sources)
+    assert [fault.file.name for fault in found.faults] == ["torn.csv", "other.csv"]
+    assert [len(list(source.files)) for source in open_corpus(found.folder).sources] == [1, 1]
+
+
+def test_every_table_of_very_many_is_looked_at_and_a_damaged_one_alone_does_not_end_all(folder: Path) -> None:
+    many = folder.parent / "many"
+    many.mkdir()
+    for number in range(70):
+        (many / f"{number}.csv").write_text("text\nSome words to learn.\n")
+    (many / "odd.csv").write_text("a,b\n1,2\n")
+    (many / "no.parquet").write_bytes(b"PAR1 not really")
+    found = Prepared(folder.parent, Source(str(many / "*.csv")), Source(str(many / "no.parquet")))
+    assert [fault.file.name for fault in found.faults] == ["odd.csv", "no.parquet"]
+    assert found.lines[1].startswith("left out many/no.parquet, which is not a readable Parquet file (")
+
+
+def test_commands_overwrite_nothing_and_take_no_name_for_an_option(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "-x.pdf").write_bytes(b"%PDF")
+    (folder / "report.txt").write_text(PROSE)
+    (folder / "report-2.txt").write_text(PROSE)
+    (folder / "old.txt").write_bytes("你好，世界".encode("utf-16"))
+    lines = Prepared(folder.parent, Source(str(folder))).lines
+    assert "         pdftotext ./-x.pdf ./-x.txt" in lines
+    assert "         pdftotext report.pdf report-3.txt" in lines
+    assert "left out old.txt, which is UTF-16 text, not UTF-8; convert it from UTF-16:" in lines
+
+
+def test_files_are_read_again_after_an_upgrade(folder: Path) -> None:
+    from plait.data.preparation.fingerprint import cached_contents, file_stamp
+
+    file, known = folder / "novel.txt", folder / "hashes.json"
+    entry = [*file_stamp(file), "0" * 64, "is wrong", "utf-8"]
+    for written in (entry, [*entry, 0]):
+        known.write_text(json.dumps({str(file): written}))
+        assert cached_contents([file], known) is None
+
+
+def test_a_table_without_answers_is_no_chat_and_what_stands_beside_a_question_is_read(tmp_path: Path) -> None:
+    from plait.data.conversations.examples import chat_example, question_column
+    from plait.data.documents import Record
+
+    assert not question_column({"": "0", "query": "What?", "label": "x"})
+    record = Record("a.csv:2", {"question": "Why?", "context": "It rains.", "answer": "Clouds."})
+    assert chat_example(record, "question").messages[0].content == "Why?\n\nIt rains."

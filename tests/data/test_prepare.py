@@ -78,7 +78,7 @@ def test_a_settled_file_is_not_hashed_again_and_a_changed_one_is(
     folder = prepare_corpus(request_, tmp_path, Stages())
     assert not json.loads(memory.read_text()), "its change time is from just now"
     stamp = file.stat()
-    invented = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, "0" * 64, "", "utf-8"]
+    invented = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, "0" * 64, "", "utf-8", 1]
     memory.write_text(json.dumps({str(file.resolve()): invented}))
     by_memory = prepare_corpus(request_, tmp_path, Stages())
     assert by_memory != folder, "the remembered hash was not used"
@@ -94,7 +94,7 @@ def test_what_was_prepared_is_found_without_reading_and_nothing_else(
     folder = prepare_corpus(request_, tmp_path, Stages())
     assert find_prepared(request_, tmp_path) is None, "written just now: its times could stay the same"
     stamp = file.stat()
-    entry = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, file_sha256(file), "", "utf-8"]
+    entry = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, file_sha256(file), "", "utf-8", 1]
     (tmp_path / "data" / "hashes.json").write_text(json.dumps({str(file.resolve()): entry}))
     assert find_prepared(request_, tmp_path) == folder
     assert find_prepared(changed(request_, holdout=0.1), tmp_path) is None, "another request"

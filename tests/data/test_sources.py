@@ -106,7 +106,7 @@ BAD_FILES = [
     ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1: the text holds half of a surrogate pair; correct"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a.jsonl:2 is not UTF-8 text at byte 24 of the file; convert"),
     ("a.parquet", b"PAR1 not really", r"a.parquet is not a readable Parquet file \(.*\); write it again"),
-    ("a.doc", b"text\nx\n", r"a.doc is of no kind that plait reads; give it as .txt, .md, .csv, .tsv, .jsonl or .par"),
+    ("a.doc", b"text\nx\n", r"a.doc has a type that plait does not read; convert it to .txt, .md, .csv, .tsv, .jsonl"),
     ("a.pdf", b"%PDF-1.7\n", r"a.pdf is a PDF; make text of it \(pdftotext .*a.pdf .*a.txt\) or take it out of data"),
     (
         "a.txt",
@@ -341,3 +341,23 @@ def test_a_table_in_another_encoding_is_one_sentence(tmp_path: Path) -> None:
         file = write(tmp_path / name, content.encode("latin1"))
         with pytest.raises(PlaitError, match=r"[ab]\.csv is not UTF-8 text after line \d+; convert it to UTF-8 text"):
             texts(Source(str(file)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("blank.csv", "\n\ntext,n\nhello,1\n   \nyou,2\n \n", ["hello", "you"]),
+        ("excel.csv", "sep=;\r\ntext;n\r\na, b;1\r\n\x1a", ["a, b"]),
+        ("bare.tsv", 'n\ttext\n1\t"Hi" he said\n2\t"no end\n3\tc\n', ['"Hi" he said', '"no end', "c"]),
+        ("quoted.tsv", 'n\ttext\n1\t"He said ""Hi"""\n2\t"two\nlines"\n', ['He said "Hi"', "two\nlines"]),
+    ],
+)
+def test_tables_as_programs_write_them(tmp_path: Path, name: str, content: str, found: list[str]) -> None:
+    (tmp_path / name).write_bytes(content.encode())
+    assert texts(Source(str(tmp_path / name))) == found
+
+
+def test_a_column_of_text_with_commas_is_told_of_quotes(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("\n\ntext\nHello, world\n")
+    with pytest.raises(PlaitError, match=r'2 columns in line 4 and 1 in its header \(a text that holds "," must stand'):
+        texts(Source(str(tmp_path / "a.csv")))

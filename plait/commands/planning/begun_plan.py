@@ -86,14 +86,32 @@ _NAMED_FILES = 4
 
 
 def _changed_files(before: Sequence[SourceEntry], after: Sequence[SourceEntry]) -> str:
-    """Which files are new, gone or different, in words; empty where all are the same."""
-    old, new = ({file.name: file.sha256 for source in each for file in source.files} for each in (before, after))
+    """Which files are new, gone or different, in words; empty where all are the same, and where an index of an earlier
+    version does not say. Names have no folders, so several files may have the same one."""
+    old, new = _hashes_by_name(before), _hashes_by_name(after)
+    if not old or not new:
+        return ""
     kinds = (
-        ("new", [name for name in new if name not in old]),
-        ("gone", [name for name in old if name not in new]),
-        ("different", [name for name in new if name in old and new[name] != old[name]]),
+        ("new", [name for name, hashes in new.items() if len(hashes) > len(old.get(name, []))]),
+        ("gone", [name for name, hashes in old.items() if len(hashes) > len(new.get(name, []))]),
+        (
+            "different",
+            [
+                name
+                for name, hashes in new.items()
+                if len(hashes) == len(old.get(name, [])) and sorted(hashes) != sorted(old[name])
+            ],
+        ),
     )
     return ", ".join(f"{_named(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in kinds if names)
+
+
+def _hashes_by_name(sources: Sequence[SourceEntry]) -> dict[str, list[str]]:
+    found = dict[str, list[str]]()
+    for source in sources:
+        for file in source.files:
+            found.setdefault(file.name, []).append(file.sha256)
+    return found
 
 
 def _named(names: Sequence[str]) -> str:

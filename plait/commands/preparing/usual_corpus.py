@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from plait.commands.preparing.base import base_facts, base_folder
 from plait.commands.preparing.corpus import data_request, find_prepared_corpus, run_facts
 from plait.data.preparation.estimate import estimate_text
 from plait.data.shards import Corpus
+from plait.data.sources import NotHereError
 from plait.errors import PlaitError
 from plait.model.requested_size import named_size
 from plait.model.sizes import MODEL_SIZES
@@ -25,13 +27,21 @@ _LEFT_OUT_NAMED = 4
 
 def corpus_facts_or_usual(config: RunConfig, working: WorkingFolder = CURRENT_FOLDER) -> tuple[CorpusFacts, list[str]]:
     """Facts about the recipe's text: exact ones if it is prepared, estimated ones if it is here, else usual ones; and
-    sentences that say what is estimated or assumed. Raises PlaitError for a budget in passes over text that is not
-    here."""
+    sentences that say what is estimated or assumed, and why text that is here cannot be read. Raises PlaitError for a
+    budget in passes over text that is not here or cannot be read."""
     corpus = corpus_if_prepared(config, working)
     if corpus:
         return run_facts(config, corpus, working), []
-    if estimated := _estimated_facts(config, working):
-        return estimated
+    unreadable = list[str]()
+    try:
+        return _estimated_facts(config, working)
+    except (NotHereError, OSError):
+        pass
+    except PlaitError as error:
+        if not _is_empty(config):
+            if budget_of(config).unit == "epochs":
+                raise
+            unreadable = [f"warning: {error}"]
     if budget_of(config).unit == "epochs":
         raise PlaitError(
             f'train.budget = "{config.train.budget}" depends on the text, which is not here; bring it here, or give '
@@ -39,15 +49,15 @@ def corpus_facts_or_usual(config: RunConfig, working: WorkingFolder = CURRENT_FO
         )
     facts, notes = _usual_corpus_facts(config)
     base = base_facts(config, working)
-    return (facts, notes) if base is None else (replace(facts, base=base, vocabulary=base.shape.vocabulary), [])
+    if base is not None:
+        facts, notes = replace(facts, base=base, vocabulary=base.shape.vocabulary), []
+    return facts, [*unreadable, *notes]
 
 
-def _estimated_facts(config: RunConfig, working: WorkingFolder) -> tuple[CorpusFacts, list[str]] | None:
-    """Facts by the sizes of the text's files and a sample of it; None where it is not here."""
-    try:
-        found = estimate_text(data_request(config, base_folder(config, working)))
-    except (PlaitError, OSError):
-        return None
+def _estimated_facts(config: RunConfig, working: WorkingFolder) -> tuple[CorpusFacts, list[str]]:
+    """Facts by the sizes of the text's files and a sample of it; raises NotHereError where it is on other machines,
+    and PlaitError where it cannot be read."""
+    found = estimate_text(data_request(config, base_folder(config, working)))
     heldout, base = round(config.data.holdout * found.tokens), base_facts(config, working)
     train = max(1, round(found.tokens) - heldout)
     facts = CorpusFacts(
@@ -65,6 +75,12 @@ def _estimated_facts(config: RunConfig, working: WorkingFolder) -> tuple[CorpusF
     tokens = f"about {format_count(train)} training tokens, vocabulary {facts.vocabulary}"
     estimated = f"text not prepared yet: {tokens}, estimated {found}; plait data makes this exact"
     return facts, [estimated, *(f"left out {fault}" for fault in found.left_out[:_LEFT_OUT_NAMED])]
+
+
+def _is_empty(config: RunConfig) -> bool:
+    """Whether the named files have no bytes: they stand for text on other machines."""
+    files = [Path(source.path) for source in data_request(config).sources]
+    return all(file.is_file() and file.stat().st_size == 0 for file in files)
 
 
 def corpus_if_prepared(config: RunConfig, working: WorkingFolder) -> Corpus | None:

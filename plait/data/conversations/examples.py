@@ -34,6 +34,8 @@ _MOST_NAMES = 12
 QUESTION_COLUMNS = ("question", "instruction", "prompt", "query")
 ANSWER_COLUMNS = ("answer", "response", "output", "reply")
 """The usual names, in tables and data sets, of a question and its answer: a chat of two messages."""
+_BESIDE_QUESTION = ("input", "context")
+"""What a question is about, as Alpaca's and Dolly's data sets name it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,17 +154,19 @@ def answer_column(values: Mapping[str, object]) -> str:
 
 def question_column(values: Mapping[str, object]) -> str:
     """The column that holds a question, where there is a column with its answer as well; else empty."""
-    column = next((column for column in QUESTION_COLUMNS if isinstance(values.get(column), str)), "")
-    return column if isinstance(values.get(answer_column(values)), str) else ""
+    column, answer = (
+        next((one for one in QUESTION_COLUMNS if isinstance(values.get(one), str)), ""),
+        answer_column(values),
+    )
+    return column if answer and isinstance(values[answer], str) else ""
 
 
 def _turns_of_columns(record: Record, column: str) -> list[dict[str, object]]:
-    """A question and its answer as messages; what Alpaca's data sets have as "input" belongs to the instruction."""
+    """A question and its answer as messages; what stands beside the question as "input" or "context" belongs to it."""
     named = answer_column(record.values) or ANSWER_COLUMNS[0]
     answer = column_value(record, named, "a question", f'its answer ("{named}")')
-    question, given = record.values[column], record.values.get("input")
-    if column == "instruction" and isinstance(given, str) and given:
-        question = f"{question}\n\n{given}"
+    given = [text for name in _BESIDE_QUESTION if isinstance(text := record.values.get(name), str) and text]
+    question = "\n\n".join([str(record.values[column]), *given])
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 

@@ -1,4 +1,4 @@
-"""Which kind of examples a source holds, told by its columns, and how each is read."""
+"""Which kind of examples a source holds, by its columns, and how each is read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from plait.data.conversations.examples import (
 )
 from plait.data.conversations.pairs import ANSWERS, PairExample, preference_example
 from plait.data.documents import Document, Record, column_names
-from plait.data.file_faults import FileFault
-from plait.data.folders import TEXT_SUFFIXES
+from plait.data.file_faults import FileFault, error_fault
+from plait.data.folders import RECORD_SUFFIXES, TEXT_SUFFIXES
 from plait.data.sources import OpenSource
 from plait.errors import PlaitError
 
@@ -34,6 +34,11 @@ _FIRST_RECORDS = 20
 _ROWS_LOOKED_AT = 200
 _FEWEST_SPACES = 4
 """In most rows of a column that is taken for text: names and places have fewer."""
+_WITHOUT_SPACES = "\u0e00"
+"""Letters from here on, Thai's first, are mostly of scripts without spaces between words: of these `_FEWEST_LETTERS`
+are as good."""
+_FEWEST_LETTERS = 12
+_CHARACTERS_LOOKED_AT = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +91,9 @@ def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceForma
     if requested == "chat":
         column = _chat_column(first, field) or question_column(first.values)
         return SourceFormat(kind="chat", column=column or (_CHAT_COLUMNS[0] if field == _USUAL_FIELD else field))
-    if told := _told(first, field):
-        return told
-    # One column is enough: whoever left another out is told which.
+    if found := format_of_columns(first, field):
+        return found
+    # One column is enough: the error then names the one that is missing.
     if any(column in first.values for column in ANSWERS):
         return _pairs(first)
     asks = any(column in first.values for column in _PROMPT_COLUMNS)
@@ -96,11 +101,22 @@ def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceForma
 
 
 def format_faults(opened: OpenSource, form: SourceFormat) -> list[FileFault]:
-    """The files of a folder or a pattern whose columns are not those of the source's format."""
-    if opened.selection or len(opened.files) == 1 or opened.source.field != _USUAL_FIELD:
+    """The files of records that cannot be opened, and those of a folder or a pattern whose columns are not those of the
+    source's format."""
+    if opened.selection:
         return []
-    found = (_format_fault(Path(name), part, form) for name, part in opened.by_file() if name)
-    return [fault for fault in found if fault]
+    records = [file for file in opened.files if file.suffix.lower() in RECORD_SUFFIXES]
+    may_differ = len(opened.files) > 1 and opened.source.field == _USUAL_FIELD
+    find = _format_fault if may_differ else _opening_fault
+    return [fault for file in records if (fault := find(file, opened.only(file), form))]
+
+
+def both_texts_and_chats(opened: OpenSource) -> str:
+    """The column of chats in a source whose first record has a text as well; empty where there is none."""
+    first = _first_record(opened)
+    if first is None or not isinstance(first.values.get(_USUAL_FIELD), str):
+        return ""
+    return next((column for column in _CHAT_COLUMNS if _is_list(first, column)), "")
 
 
 def text_column(opened: OpenSource) -> str:
@@ -111,31 +127,48 @@ def text_column(opened: OpenSource) -> str:
     for record in islice(opened.records(), _ROWS_LOOKED_AT):
         rows += 1
         for name, value in record.values.items():
-            if isinstance(value, str) and value.count(" ") >= _FEWEST_SPACES:
+            if isinstance(value, str) and _is_prose(value[:_CHARACTERS_LOOKED_AT]):
                 lengths.setdefault(name, []).append(len(value))
     usual = {name: sum(found) for name, found in lengths.items() if len(found) >= rows / 2}
     return max(usual, key=lambda name: usual[name], default="")
+
+
+def _is_prose(text: str) -> bool:
+    """Whether a text has several words; Thai, Chinese and Japanese are written without spaces."""
+    return (
+        text.count(" ") >= _FEWEST_SPACES
+        or sum(sign >= _WITHOUT_SPACES and sign.isalpha() for sign in text) >= _FEWEST_LETTERS
+    )
+
+
+def _opening_fault(file: Path, part: OpenSource, form: SourceFormat) -> FileFault | None:
+    """Why a file cannot be opened as what its name says, whatever its format is to be."""
+    try:
+        _first_record(part)
+    except PlaitError as error:
+        return error_fault(file, error)
+    return None
 
 
 def _format_fault(file: Path, part: OpenSource, form: SourceFormat) -> FileFault | None:
     try:
         firsts = list(islice((record for record in part.records() if record.fault is None), _FIRST_RECORDS))
     except PlaitError as error:
-        return FileFault(file=file, what=str(error).removeprefix(f"{file} "))
+        return error_fault(file, error)
     if not firsts:
-        return FileFault(file=file, what="has no record that can be read", mend="correct its first lines")
-    told = [_told(record, _USUAL_FIELD) for record in firsts]
-    if form in told or (form.kind == "preference" and any(own and own.kind == form.kind for own in told)):
+        return FileFault(file=file, what="has no record that can be read", advice="correct its first lines")
+    found = [format_of_columns(record, _USUAL_FIELD) for record in firsts]
+    if form in found or (form.kind == "preference" and any(own and own.kind == form.kind for own in found)):
         return None
-    own, columns = told[0], column_names(list(firsts[0].values))
+    own, columns = found[0], column_names(list(firsts[0].values))
     if form.kind == "text" and own is None:
         return FileFault(
             file=file,
             what=f'has no column "{_USUAL_FIELD}" (its columns: {columns})',
-            mend="name the file apart in data.files, with the column that holds its text as field",
+            advice="name the file apart in data.files, with the column that holds its text as field",
         )
     what = f"holds {own}, and other files {form}" if own else f"has no columns of {form}"
-    return FileFault(file=file, what=f"{what} (its columns: {columns})", mend="learn from it in a recipe of its own")
+    return FileFault(file=file, what=f"{what} (its columns: {columns})", advice="learn from it in a recipe of its own")
 
 
 def read_examples(
@@ -194,15 +227,17 @@ def _first(opened: OpenSource, requested: RequestedFormat) -> Record | None:
             firsts += [first] if first else []
     if failed and not firsts and requested != "auto":
         raise failed[0]
-    return next((first for first in firsts if _told(first, opened.source.field)), firsts[0] if firsts else None)
+    return next(
+        (first for first in firsts if format_of_columns(first, opened.source.field)), firsts[0] if firsts else None
+    )
 
 
 def _first_record(opened: OpenSource) -> Record | None:
     return next((record for record in opened.records() if record.fault is None), None)
 
 
-def _told(record: Record, field: str) -> SourceFormat | None:
-    """The format that a record's columns tell; None where they tell none."""
+def format_of_columns(record: Record, field: str) -> SourceFormat | None:
+    """The format that a record's columns show; None where they show none."""
     if isinstance(record.values.get(field), str):
         return SourceFormat(kind="text")
     if column := _chat_column(record, field):

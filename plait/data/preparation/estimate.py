@@ -4,11 +4,12 @@ it."""
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from plait.data.conversations.examples import ChatExample
 from plait.data.conversations.formats import SourceFormat, format_faults, holds_pairs, read_examples, source_format
@@ -79,9 +80,11 @@ def estimate_text(request: DataRequest) -> TextEstimate:
     """The estimate for the files as they are now; reads `SAMPLE_BYTES` of them, and some more of tables. Raises
     PlaitError where nothing can be learnt from."""
     opened = open_sources(request.sources)
+    opened = opened.without([fault for source in opened.sources for fault in _encoding_faults(source)])
     formats = [source_format(source, request.format) for source in opened.sources]
-    faults = [fault for source, form in zip(opened.sources, formats, strict=True) for fault in _faults(source, form)]
-    opened = opened.without(faults)
+    opened = opened.without_in(
+        [format_faults(source, form) for source, form in zip(opened.sources, formats, strict=True)]
+    )
     formats = [source_format(source, request.format) for source in opened.sources]
     total = max(1, sum(_size(file) for file in opened.files))
     parts = [
@@ -91,6 +94,8 @@ def estimate_text(request: DataRequest) -> TextEstimate:
     text_bytes = sum(part.text_bytes for part in parts)
     sample = [text for part in parts for text in part.sample if text]
     if not sample:
+        for source, form in zip(opened.sources, formats, strict=True):
+            next(read_examples(source, form, _refuse), None)
         raise PlaitError("data.files hold no text that can be read; fill them, or name others")
     sampled = sum(len(text.encode()) for text in sample)
     tokenizer = ready_tokenizer(request)
@@ -115,6 +120,10 @@ def estimate_text(request: DataRequest) -> TextEstimate:
     )
 
 
+def _refuse(error: PlaitError) -> NoReturn:
+    raise error
+
+
 def _trained(sample: list[str], vocabulary: int, read: Literal["all", "part"]) -> tuple[Tokenizer, list[str]]:
     """A tokenizer, and the texts to measure it on: not those that it learnt from, where these are part of the text."""
     if read == "all" or len(sample) < _TESTED_EVERY:
@@ -125,20 +134,19 @@ def _trained(sample: list[str], vocabulary: int, read: Literal["all", "part"]) -
     )
 
 
-def _faults(source: OpenSource, form: SourceFormat) -> Iterator[FileFault]:
-    """The files that `plait data` will leave out, as far as a sample shows it."""
-    yield from format_faults(source, form)
+def _encoding_faults(source: OpenSource) -> Iterator[FileFault]:
+    """The files that `plait data` will leave out because of their encoding, as far as a sample shows it."""
     if source.selection:
         return
     for file in _some(source.files):
         if file.suffix.lower() in (*TEXT_SUFFIXES, *TABLE_SUFFIXES) and not all(map(_is_utf_8, _blocks(file, 1))):
-            yield FileFault(file=file, what="is not UTF-8 text", mend="convert it to UTF-8 text")
+            yield FileFault(file=file, what="is not UTF-8 text", advice="convert it to UTF-8 text")
 
 
 def _counted(source: OpenSource, form: SourceFormat, sample_bytes: float) -> _Counted:
     """What a source holds, of which about `sample_bytes` are read."""
     texts = [file for file in source.files if file.suffix.lower() in TEXT_SUFFIXES]
-    tables = [] if source.selection else [file for file in source.files if file not in set(texts)]
+    tables = [] if source.selection else [file for file in source.files if file.suffix.lower() not in TEXT_SUFFIXES]
     size, all_bytes = sum(map(_size, texts)), max(1, sum(map(_size, source.files)))
     sample = _spread(texts, sample_bytes * size / all_bytes)
     found = _Counted(size, len(texts), 0, [block.decode("utf-8", "ignore") for block in sample])
@@ -201,7 +209,7 @@ def _spread(files: Sequence[Path], sample_bytes: float) -> list[bytes]:
     places = [(index + 0.5) * sum(sizes) / count for index in range(count)]
     blocks, before = list[bytes](), 0
     for file, size in zip(files, sizes, strict=True):
-        inside = sum(before <= place < before + size for place in places)
+        inside = bisect_left(places, before + size) - bisect_left(places, before)
         blocks += _blocks(file, inside) if inside else []
         before += size
     return blocks

@@ -17,6 +17,8 @@ FileStamp = tuple[int, int, int]
 """Size, modification time and change time (ns); the change time moves even when a copy keeps the old modification
 time."""
 
+_CHECK_VERSION = 1
+"""Raised when reading a file comes to find other faults, so that files that were read before are read again."""
 _TRUSTED_AFTER_NS = 2_000_000_000
 
 
@@ -37,9 +39,9 @@ def read_files(files: Sequence[Path], cache_file: Path, on_file: Callable[[Path]
         entry = known.get(name)
         if entry is None or tuple(entry[:3]) != now:
             found = read_content(path)
-            entry = [*now, found.sha256, found.fault, found.encoding]
+            entry = [*now, found.sha256, found.fault, found.encoding, _CHECK_VERSION]
             fresh[name] = entry
-        contents.append(FileContent(*entry[3:]))
+        contents.append(FileContent(*entry[3:6]))
     if fresh:
         _remember(cache_file, {**known, **{name: entry for name, entry in fresh.items() if _is_settled(entry)}})
     return contents
@@ -52,7 +54,7 @@ def cached_contents(files: Sequence[Path], cache_file: Path) -> list[FileContent
     entries = [(file_stamp(path), known.get(str(path.resolve()))) for path in files]
     if any(entry is None or tuple(entry[:3]) != now for now, entry in entries):
         return None
-    return [FileContent(*entry[3:]) for _, entry in entries if entry is not None]
+    return [FileContent(*entry[3:6]) for _, entry in entries if entry is not None]
 
 
 @contextmanager
@@ -82,7 +84,9 @@ def _recall(memory: Path) -> dict[str, list]:
 
 
 def _is_entry(entry: object) -> bool:
-    return isinstance(entry, list) and [type(value) for value in entry] == [int, int, int, str, str, str]
+    if not isinstance(entry, list) or [type(value) for value in entry] != [int, int, int, str, str, str, int]:
+        return False
+    return entry[-1] == _CHECK_VERSION
 
 
 def _remember(memory: Path, known: dict[str, list]) -> None:

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 
 from plait.data.conversations.built_in_templates import named_template
@@ -32,7 +31,7 @@ from plait.private_folder import make_private_folder
 
 HASHES = "hashes.json"
 """What reading files found, beside the prepared data."""
-_EXAMPLES_READ = 3
+_EXAMPLES_READ = 4
 """Raised when examples come to be read or rendered in another way, so that those prepared before are made again."""
 _HELD_OUT = 2
 """Raised when other documents or examples come to be held out, so that corpora prepared before are made again."""
@@ -157,7 +156,7 @@ def readable_sources(
     faults = [format_faults(source, form) for source, form in zip(opened.sources, formats, strict=True)]
     if not any(faults):
         return opened, tuple(formats)
-    opened = opened.without(list(chain.from_iterable(faults)))
+    opened = opened.without_in(faults)
     return opened, tuple(source_format(source, requested) for source in opened.sources)
 
 
