@@ -216,7 +216,8 @@ def _best_parameter_count(config: RunConfig, corpus: CorpusFacts, rate: Training
     budget, unique = budget_of(config), corpus.train_tokens
     if budget.unit == "seconds":
         flops = rate.flops_per_s * budget.value
-        return published_rules.compute_optimal_parameters(flops=flops, unique_tokens=unique)
+        best = published_rules.compute_optimal_parameters(flops=flops, unique_tokens=unique)
+        return max(best, min(published_rules.useful_parameters(unique), published_rules.LEAST_FASTER_PARAMETERS))
     parameters, flops = 1e6, 1e12
     for _ in range(50):  # size, FLOPs and batch depend on each other; this settles within a few rounds
         each = {"tokens": 1.0, "epochs": float(unique)}.get(budget.unit) or _batch_tokens(config, flops)

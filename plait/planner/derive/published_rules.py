@@ -34,6 +34,9 @@ LOSS_EXPONENT, LOSS_OF_PARAMETERS, LOSS_OF_TOKENS = 0.3527, 521.0, 1488.0
 REPEATS_DECAY, EXCESS_DECAY = 15.39, 5.31
 """Repeats of a text, and parameters beyond those that the text can train (in multiples of these), after which one more
 is worth 1/e of the first (the same source: R*_D and R*_N)."""
+LEAST_FASTER_PARAMETERS = 1.3e6
+"""Smaller models hardly train more tokens a second, as their steps go into attention, vocabulary and small operations:
+1.38M parameters took 15K tokens a second on two cores, 476K took 14K (docs/log.md)."""
 EXPECTED_MFU = 0.45
 """Share of the arithmetic peak that a first guess expects, before the step is measured."""
 
