@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def _sizes_of(case: Case, name: str) -> list[Trained]:
-    """The derived size's run, then those of its neighbours."""
+    """Trains the derived size, then the sizes around it."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "text.txt").write_bytes(case.text())
         recipe = f'[data]\nfiles = "text.txt"\n\n[train]\nbudget = "{case.minutes} minutes"\n'

@@ -231,7 +231,7 @@ def _read_of(files: Sequence[Path]) -> Reading:
 
 
 def _few_names(texts: Sequence[RecipeText]) -> tuple[RecipeText, ...]:
-    """Each text by its name; of very many, those of a kind by a pattern, except where a column is named."""
+    """Each text by name; a pattern for each type where there are very many, except for tables with a named column."""
     if len(texts) <= _MOST_NAMES:
         return tuple(texts)
     sizes: dict[str, int] = {}

@@ -67,7 +67,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _reason_to_leave(path: Path) -> str:
-    """Why nobody expects that a file is read, for counting; empty where somebody may."""
+    """Why a file is not looked at, for the count; empty where it is."""
     if path.name.startswith("."):
         return "hidden"
     if path.is_symlink():

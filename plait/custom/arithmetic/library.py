@@ -106,16 +106,16 @@ class ProductLibrary:
             "machine": here.digest(), "flops": total_flops(counts), "set": precision_is_set(),
             "rates": [one.to_values() for one in kept[:1]],
         }  # fmt: skip
-        told = gather_json(own, self._workers)
-        self._everybody = [[one["machine"], "default"] for one in told]
-        flops = [float(one["flops"]) for one in told]
-        if any(one["set"] for one in told) or not all(flops) or sum(flops) < LEAST_FLOPS * len(flops):
+        answers = gather_json(own, self._workers)
+        self._everybody = [[one["machine"], "default"] for one in answers]
+        flops = [float(one["flops"]) for one in answers]
+        if any(one["set"] for one in answers) or not all(flops) or sum(flops) < LEAST_FLOPS * len(flops):
             return
-        if not all(one["rates"] for one in told):
+        if not all(one["rates"] for one in answers):
             measured = self._measured(counts)
             keep_timings(CURRENT_FOLDER, here, rates=[KeptRates(name=name, sizes=(), ranks=(measured,))])
-            told = gather_json({"rates": [measured.to_values()]}, self._workers)
-        chosen = choose_backends("auto", "float32", [_rates_of(one) for one in told])
+            answers = gather_json({"rates": [measured.to_values()]}, self._workers)
+        chosen = choose_backends("auto", "float32", [_rates_of(one) for one in answers])
         self._everybody = [[one, chosen.host_backends.get(one, chosen.backend)] for one, _ in self._everybody]
         self.library = chosen.host_backends.get(here.digest(), chosen.backend)
         for reason in chosen.reasons:

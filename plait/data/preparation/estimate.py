@@ -30,15 +30,15 @@ SAMPLE_BYTES = 1 << 19
 """Of text that is read; a tokenizer learns from it within a second."""
 _BLOCK_BYTES = 1 << 14
 _SMALLEST_BLOCK_BYTES = 1 << 10
-"""Where files are small, more of them are read, but not more than so many bytes each would allow."""
+"""Smallest block; it bounds how many small files are sampled."""
 _ALL = 0.99
 """Of the bytes that are text: blocks may lose a character where one ends inside it."""
 _MOST_FILES = 16
 """Files of records of a source that are looked into."""
 _MARKS = ("User:\n", "\n\nAssistant:\n")
-"""What plait's plain template writes before the messages of a chat; those of others are about as long."""
+"""What plait's plain template writes before a chat's messages; other templates write about as much."""
 _TESTED_EVERY = 4
-"""Every so many blocks of a larger text one measures the tokenizer that learns from the others."""
+"""Every fourth block is held back to measure the tokenizer trained on the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

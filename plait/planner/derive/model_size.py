@@ -164,7 +164,10 @@ def _chosen_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> 
 def _size_reason(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> str:
     if rate.too_large:
         return f"the largest that fits (no layout holds {rate.too_large}); a larger one would learn more"
-    if _best_parameter_count(config, corpus, rate) == published_rules.useful_parameters(corpus.train_tokens):
+    best = _best_parameter_count(config, corpus, rate)
+    if best == published_rules.LEAST_FASTER_PARAMETERS:
+        return "the budget would suit a smaller one, but that would hardly train more tokens a second"
+    if best == published_rules.useful_parameters(corpus.train_tokens):
         return f"more would learn nothing from {format_count(corpus.train_tokens)} tokens of text (Muennighoff 2023)"
     timed = f" and repeated text counts less, {rate}" if budget_of(config).unit == "seconds" else ""
     return f"learns most within the budget (20 tokens a parameter{timed})"
