@@ -223,7 +223,9 @@ def test_sentences_and_notes_speak_of_the_call(capsys: pytest.CaptureFixture[str
     assert stopped.value.signal == "SIGINT"
     screen = screen_for("lines")
     screen.print("the same command")
-    screen.steps(2).note("stop, and give the same command")
+    steps = screen.steps(2)
+    steps.note("stop, and give the same command")
+    steps.close()
     assert capsys.readouterr().out == "the same call\nstop, and give the same call\n"
 
 
