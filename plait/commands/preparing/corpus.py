@@ -29,7 +29,7 @@ from plait.working_folder import WorkingFolder
 
 _LEFT_OUT_FILES = 6
 _NAMED_FILES = 12
-"""Of the files that are left out: those whose reasons are printed, and those of the others that are named."""
+"""How many of the files that were left out are printed with their reason, and how many more by name alone."""
 _NAMED_SOURCES = 4
 """Sources whose held-out share is printed by name."""
 _LOST = {"system": "the system message", "user": "what the user says", "assistant": "what the assistant says"}
