@@ -141,5 +141,5 @@ def _loading(run: str) -> Iterator[None]:
     """While the block lasts, a moving line on stderr, as the model's words alone go to stdout; in a log a line now and
     then."""
     with screen_on(sys.stderr).progress() as show:
-        show(0, 0, f"loading {printable(run)}")
+        show(0, 0, f"loading {printable(Path(run).name)}")
         yield
