@@ -92,7 +92,7 @@ def texts_of(name: str, values: object) -> Sequence[str]:
     return [str(value) for value in values]
 
 
-def known_keywords(
+def with_known_keywords(
     *options: str, hint: Callable[[str, Sequence[str]], str] = lambda unknown, known: ""
 ) -> Callable[[Callable[_Parameters, _Returned]], Callable[_Parameters, _Returned]]:
     """Decorates a public function: a keyword that it does not take is answered with one sentence that says what to

@@ -34,7 +34,7 @@ _Returned = TypeVar("_Returned")
 def known_keywords(function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
     """The function, which answers a keyword that it does not take with one sentence that says what to write, also where
     the keyword is a setting of the recipe."""
-    return arguments.known_keywords(hint=_as_setting)(function)
+    return arguments.with_known_keywords(hint=_as_setting)(function)
 
 
 def _as_setting(unknown: str, known: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
-from plait.arguments import known_keywords
+from plait.arguments import with_known_keywords
 from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers, find_workers
@@ -47,7 +47,7 @@ class SpreadOptions(TypedDict, total=False):
     """How batches of a kind of their own are cut."""
 
 
-@known_keywords(*SpreadOptions.__annotations__)
+@with_known_keywords(*SpreadOptions.__annotations__)
 def spread(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
