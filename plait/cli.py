@@ -74,15 +74,19 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", help="At the end, also print the whole receipt.")] = False,
 ) -> None:
     """Train a model as a recipe says. The same command continues a run that was stopped."""
-    from plait.commands.train import continuing_command, train
-    from plait.hosts.joining import HostsRequest
+    from plait.commands.early_start import early_server
 
-    check = "never" if no_check else "new layouts"
-    timing = "none" if no_timing else "bounded"
-    requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
-    details = [name for name, asked in (("reasons", why), ("receipt", verbose)) if asked]
-    shown: Any = {"details": details, "screen": _screen()}
-    end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, timing=timing, **shown)
+    screen = _screen()  # a log's silence counts from here
+    with early_server(recipe, overrides or [], hosts) as started:
+        from plait.commands.train import continuing_command, train
+        from plait.hosts.joining import HostsRequest
+
+        check = "never" if no_check else "new layouts"
+        timing = "none" if no_timing else "bounded"
+        requested = HostsRequest(n_hosts=hosts, address=address, port=port, secret_file=secret_file)
+        details = [name for name, asked in (("reasons", why), ("receipt", verbose)) if asked]
+        shown: Any = {"details": details, "screen": screen, "started": started}
+        end = train(recipe, overrides or [], fresh_plan=replan, check=check, hosts=requested, timing=timing, **shown)
     if end.stopped_by != "finished":  # not wrapped, so that it can be copied
         again = printable(continuing_command(recipe, overrides or [], requested, check, timing))
         OptionalOutput(sys.stdout).write(f"next     {again}\n")

@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -45,13 +45,15 @@ ENTRIES = EntryTable(
         MACHINE_CHECK_ENTRY: "plait.probing.check_rank:run_machine_check_rank",
     },
     preload=(
+        "plait.probing.host_rank",  # what a command asks for first
+        "plait.probing.products",
         "plait.trainer.worker",
         "plait.trainer.time_steps",
-        "plait.probing.host_rank",
         "plait.commands.verifying.reference",
         "plait.probing.rank",
-        "plait.probing.products",
         "plait.probing.check_rank",
+        "tensorboard.compat.proto.event_pb2",  # what rank 0 of a run needs
+        "tensorboard.summary.writer.record_writer",
     ),
     optional={COMPILER: "torch._dynamo", SYMBOLIC_SHAPES: "torch.fx.experimental.symbolic_shapes"},
 )
@@ -352,11 +354,14 @@ def _launched_workers() -> TorchrunWorkers | None:
 
 
 @contextmanager
-def worker_pool(working: WorkingFolder = CURRENT_FOLDER, entries: EntryTable = ENTRIES) -> Iterator[HostWorkers]:
-    """The workers at hand; under torchrun the block runs on rank 0 alone, and the others leave when it ends."""
+def worker_pool(
+    working: WorkingFolder = CURRENT_FOLDER, entries: EntryTable = ENTRIES, started: ForkServer | None = None
+) -> Iterator[HostWorkers]:
+    """The workers at hand, forked from a server that was `started` before, if any; under torchrun the block runs on
+    rank 0 alone, and the others leave when it ends."""
     workers = _launched_workers()
     if workers is None:
-        with ForkServer(entries, working_folder=working.path) as server:
+        with nullcontext(started) if started else ForkServer(entries, working_folder=working.path) as server:
             yield ForkedWorkers(server, working)
         return
     try:

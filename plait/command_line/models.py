@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 
+from plait.checked_json import printable
 from plait.command_line.arguments import (
     AdapterName,
     AdapterNames,
@@ -46,15 +50,17 @@ def sample(
     adapter: AdapterNames = None,
 ) -> None:
     """Let a trained model continue a text."""
-    from plait.commands.answering.pieces import write_pieces
-    from plait.commands.sample import sample, sample_each
-
     how = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     names, output = adapter or [], OptionalOutput(sys.stdout)
-    if len(names) > 1:
-        texts = sample_each(run, names, prompt, **how)
-    else:
-        texts = [("", sample(run, prompt, **how, adapter=names[0] if names else None))]
+    with _loading(run):
+        from plait.commands.answering.pieces import write_pieces
+        from plait.commands.sample import sample, sample_each
+
+        if len(names) > 1:
+            others = sample_each(run, names, prompt, **how)
+            texts = chain([next(others)], others)
+        else:
+            texts = [("", sample(run, prompt, **how, adapter=names[0] if names else None))]
     for name, text in texts:
         output.write(f"adapter  {name}\n" if name else "")
         write_pieces(output, text)
@@ -121,8 +127,19 @@ def chat_command(
     adapter: AdapterNames = None,
 ) -> None:
     """Talk with a model by its chat template. Each line is a message; /adapter NAME takes another one; /quit ends."""
-    from plait.commands.answering.chat import AnswerSettings, open_chat, talk
+    with _loading(run):
+        from plait.commands.answering.chat import AnswerSettings, open_chat, talk
 
-    settings = AnswerSettings(tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+        settings = AnswerSettings(tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+        conversation = open_chat(run, settings, adapters=adapter or [])
     person = "terminal" if sys.stdin.isatty() else "pipe"
-    talk(open_chat(run, settings, adapters=adapter or []), sys.stdin, OptionalOutput(sys.stdout), person)
+    talk(conversation, sys.stdin, OptionalOutput(sys.stdout), person)
+
+
+@contextmanager
+def _loading(run: str) -> Iterator[None]:
+    """While the block lasts, a moving line on stderr, as the model's words alone go to stdout; in a log a line now and
+    then."""
+    with screen_on(sys.stderr).progress() as show:
+        show(0, 0, f"loading {printable(Path(run).name)}")
+        yield

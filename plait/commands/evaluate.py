@@ -9,6 +9,7 @@ from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from plait.checked_json import printable
 from plait.commands.evaluating.measure import MeasuredText, run_evaluation
 from plait.commands.models.found_model import FoundModel, TrainedBy, find_model, template_folders
 from plait.commands.preparing.base import is_model_source
@@ -64,8 +65,9 @@ def evaluate(
             f"held out text with {other_run}"
         )
     plan = None if files else _plan_with_heldout(heldout_of or name, working, given_as)
-    found = find_model(name, working, sequence or (plan.job.sequence if plan and heldout_of else None), adapter)
     with TemporaryDirectory(prefix="plait-eval-") as cache, screen.progress() as show:
+        show(0, 0, f"opening {printable(Path(name).name)}")
+        found = find_model(name, working, sequence or (plan.job.sequence if plan and heldout_of else None), adapter)
         if plan:
             text, nbytes = _heldout_text(plan, found, working, given_as)
         else:

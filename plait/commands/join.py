@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -14,9 +15,18 @@ from plait.hosts.handshake import read_secret
 from plait.hosts.job_files import JoinedHostFiles
 from plait.hosts.joining import check_first_address, network_text, own_host_info
 from plait.hosts.member import connect, serve
+from plait.hosts.wire import Wire
 from plait.launch.values.job import SIGNAL_OF_LEAVING, Job, ReleasedBy, StoppedBy
-from plait.screen.screen import Screen
-from plait.workers import ENTRIES
+from plait.screen.screen import Log, Screen, ShowProgress
+from plait.workers import (
+    CHECK_ENTRY,
+    ENTRIES,
+    MACHINE_CHECK_ENTRY,
+    MEASURE_ENTRY,
+    PROBE_ENTRY,
+    PRODUCTS_ENTRY,
+    TIMING_ENTRY,
+)
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
@@ -35,14 +45,25 @@ def join(
     when the run failed or its leading host is lost.
     """
     address, port = _parse_address(at)
-    wire = connect(address, port, read_secret(str(secret_file) if secret_file else None))
-    check_first_address(wire.local_address, "join by an address of host 0 that leads over it")
-    screen.print(joining_text(at))
-    screen.print(network_text(wire.local_address))
+    secret = read_secret(str(secret_file) if secret_file else None)
 
     def say(line: str) -> None:
         screen.print(line)
 
+    with closing(WaitingLine(screen)) as line:
+        line.show("looking for host 0")
+        wire = connect(address, port, secret)
+        check_first_address(wire.local_address, "join by an address of host 0 that leads over it")
+        say(joining_text(at))
+        say(network_text(wire.local_address))
+        ended_by = _serve(wire, line, say, working, program)
+    say(ending_text(ended_by))
+    return signal_of(ended_by)
+
+
+def _serve(wire: Wire, line: WaitingLine, say: Log, working: WorkingFolder, program: Path | None) -> ReleasedBy:
+    """Take part in the run until it ends; returns what ended it."""
+    line.show(WAITING)
     host_info = own_host_info(working, program="" if program is None else program_hash(program))
     with (
         program_in_environment(program),
@@ -52,19 +73,56 @@ def join(
         try:
             # With a program there are no run's files: nothing here is read, written or listed for the leader.
             handlers = {**files.handlers, **connectivity.handlers} if program is None else connectivity.handlers
-            ended_by = serve(
+            return serve(
                 wire,
                 host_info=host_info,
                 handlers=handlers,
                 entries=ENTRIES if program is None else PROGRAM_ENTRIES,
-                while_running=files.running if program is None else _no_files,
+                while_running=partial(line.while_running, files.running if program is None else _no_files),
                 say=lambda subject, sentence: say(f"{subject:8} {sentence}"),
                 working_folder=working.path,
             )
         except PlaitError as error:
             raise error_to_show(files.local_error, error) from error.__cause__
-    screen.print(ending_text(ended_by))
-    return signal_of(ended_by)
+
+
+WAITING = "waiting for host 0"
+MEASURING, TRAINING = "measuring together with host 0", "at work for the run; host 0 prints its steps"
+
+
+class WaitingLine:
+    """The moving line of a joined host, which has nothing else to show. A log gets none while the run trains: host 0's
+    has its steps."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen, self._open = screen, ExitStack()
+        self._show: ShowProgress | None = None
+
+    def show(self, stage: str) -> None:
+        """Say from now on what this host does."""
+        if self._show is None:
+            self._show = self._open.enter_context(self._screen.progress())
+        self._show(0, 0, stage)
+
+    def close(self) -> None:
+        """Take the line away; a second call does nothing."""
+        self._open.close()
+        self._show = None
+
+    @contextmanager
+    def while_running(self, context: Callable[[Job], AbstractContextManager[None]], job: Job) -> Iterator[None]:
+        """The context of a job, with what the job is in the line."""
+        trains = job.entry not in _MEASURING
+        if trains and self._screen.columns is None:
+            self.close()
+        else:
+            self.show(TRAINING if trains else MEASURING)
+        with context(job):
+            yield
+        self.show(WAITING)
+
+
+_MEASURING = frozenset({MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY, TIMING_ENTRY, CHECK_ENTRY, MACHINE_CHECK_ENTRY})
 
 
 def error_to_show(local: PlaitError | None, ended: PlaitError) -> PlaitError:

@@ -151,7 +151,7 @@ class FoundTexts:
 
 
 _SHOWN = 6
-"""Files that are named, of those that are read and of those that are left out."""
+"""How many files are listed by name: of those that are read, and again of those that are left out."""
 _READ_WHOLE_BYTES = 1 << 25
 """Of more in all, only the beginnings of files are read; `plait data` reads all of them."""
 _MOST_NAMES = 1000

@@ -8,13 +8,11 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
-from functools import wraps
-from inspect import signature
 from typing import Literal, ParamSpec, TypeVar
 
 from rich.console import Console
 
+from plait import arguments
 from plait.checked_json import printable
 from plait.errors import Interrupted, PlaitError, file_error_sentence
 from plait.launch.local.signals import interrupting_signals
@@ -34,26 +32,17 @@ _Returned = TypeVar("_Returned")
 
 
 def known_keywords(function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
-    """The function, which answers a keyword that it does not take with one sentence that says what to write."""
-
-    @wraps(function)
-    def call(*arguments: _Parameters.args, **keywords: _Parameters.kwargs) -> _Returned:
-        known = list(signature(function).parameters)
-        if unknown := next((name for name in keywords if name not in known), None):
-            raise PlaitError(f"plait.{function.__name__} takes no {unknown}; {_what_to_write(unknown, known)}")
-        return function(*arguments, **keywords)
-
-    return call
+    """The function, which answers a keyword that it does not take with one sentence that says what to write, also where
+    the keyword is a setting of the recipe."""
+    return arguments.with_known_keywords(hint=_as_setting)(function)
 
 
-def _what_to_write(unknown: str, known: Sequence[str]) -> str:
+def _as_setting(unknown: str, known: Sequence[str]) -> str:
     from plait.recipe.refusal import setting_named
 
     if "overrides" in known and (setting := setting_named(unknown)):
         return f'as a setting of the recipe write overrides={{"{setting}": …}}'
-    if near := get_close_matches(unknown, known, n=1):
-        return f"did you mean {near[0]}?"
-    return f"it takes {', '.join(known)}"
+    return ""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from plait.arguments import check_arguments
+from plait.arguments import check_arguments, with_known_keywords
 from plait.checked_json import printable
 from plait.checkpoint.store import published_checkpoints
 from plait.commands.monitoring.finish import run_end
@@ -100,6 +100,7 @@ class Run:
         return f"<pre>{escape(str(self))}</pre>"
 
 
+@with_known_keywords()
 def runs(*, folder: str | Path | None = None) -> list[Run]:
     """All runs below `folder`/runs that have begun, sorted by name."""
     return [Run(name, folder=folder) for name in run_names(named_folder(folder))]

@@ -34,6 +34,7 @@ from plait.hosts.job_files import refuse_joined_folder
 from plait.hosts.joining import ONE_HOST, HostsRequest
 from plait.hosts.run_hosts import RunHosts, run_hosts
 from plait.hosts.workers import RunOnHosts
+from plait.launch.local.run import ForkServer
 from plait.launch.values.entries import EntryTable
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
@@ -69,12 +70,13 @@ def train(
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
     entries: EntryTable = ENTRIES,
+    started: ForkServer | None = None,
 ) -> TrainingEnd:
     """Run a recipe to its end, from where it stands; raises PlaitError (before) or RunFailed (during).
 
     A run that is finished prints its receipt. A first SIGINT, SIGTERM, SIGHUP or SIGUSR1 saves, and is the end's
     `stopped_by`. Over several hosts it first waits until the others have joined. `entries` are what the ranks of this
-    machine run.
+    machine run; `started` is their fork server where one was started ahead.
     """
     if serve_under_torchrun():
         return TrainingEnd(stopped_by="finished")
@@ -102,7 +104,7 @@ def train(
                 RunPlans(run, check, timing),
                 folder.saved_plan() if folder.has_begun and renew != "all" else None,
             )
-            with open_workers(hosts, run, plans.further, begun) as elastic:
+            with open_workers(hosts, run, plans.further, begun, started) as elastic:
                 start: StartOf = "known plan" if begun and renew == "nothing" else "new plan"
                 plan = plans.first(elastic.workers, renew)
                 screen.print(run_start(plan, folder.path, details, start))
@@ -232,7 +234,11 @@ class RunPlans:
 
 @contextmanager
 def open_workers(
-    hosts: HostsRequest, run: RunOnHosts, plan_for: PlanFor, begun: Plan | None
+    hosts: HostsRequest,
+    run: RunOnHosts,
+    plan_for: PlanFor,
+    begun: Plan | None,
+    started: ForkServer | None = None,
 ) -> Iterator[RunHosts | OneMachine]:
     """The workers of this machine, or of all hosts once they have joined, numbered as in the plan of a `begun` run.
     `plan_for` makes the plans for those that are there later.
@@ -240,7 +246,7 @@ def open_workers(
     Raises PlaitError for an error in the recipe's text, before anybody is invited.
     """
     if hosts.n_hosts == 1:
-        with worker_pool(run.working, run.entries) as workers:
+        with worker_pool(run.working, run.entries, started) as workers:
 
             def survey() -> Machine:
                 return survey_machine(workers, named_workers(run.config), "as known").machine

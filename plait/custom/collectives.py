@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.arguments import with_known_keywords
 from plait.custom.group import find_workers
 from plait.errors import PlaitError
 
@@ -17,16 +18,19 @@ _WHOLE_LIMIT = 2**63
 """Whole numbers travel as 64 bits, sign included."""
 
 
+@with_known_keywords()
 def rank() -> int:
     """This worker's number, from 0; 0 in one process. The first call on several workers waits until all are here."""
     return dist.get_rank() if dist.is_initialized() else find_workers().rank
 
 
+@with_known_keywords()
 def size() -> int:
     """The number of workers. The first call on several workers waits until all are here."""
     return dist.get_world_size() if dist.is_initialized() else find_workers().size
 
 
+@with_known_keywords()
 def broadcast(value: Any, source: int = 0) -> Any:
     """What worker `source` has, on all: a tensor (in place, and returned) or a number. Every worker must call it;
     blocks."""
@@ -39,6 +43,7 @@ def broadcast(value: Any, source: int = 0) -> Any:
     return _as_given(tensor, value)
 
 
+@with_known_keywords()
 def all_reduce(value: Any, how: Reduction = "sum") -> Any:
     """The sum, mean, largest or smallest of all workers' values: a tensor (in place, and returned) or a number. Every
     worker must call it; blocks."""

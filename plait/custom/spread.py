@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
+from plait.arguments import with_known_keywords
 from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers, find_workers
@@ -46,6 +47,7 @@ class SpreadOptions(TypedDict, total=False):
     """How batches of a kind of their own are cut."""
 
 
+@with_known_keywords(*SpreadOptions.__annotations__)
 def spread(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
@@ -67,8 +69,6 @@ def spread(
     "bf16" torch's autocast. `seed` gives the order of data and what is random in steps, and seeds torch, numpy and
     random here. Every worker must call it; blocks until all are here. Raises PlaitError in one sentence.
     """
-    if unknown := sorted(set(options) - set(SpreadOptions.__annotations__)):
-        raise PlaitError(f"plait.spread has no option {unknown[0]}; it has {', '.join(SpreadOptions.__annotations__)}")
     if precision not in ("auto", "float32", "bf16"):
         raise PlaitError(f'precision = "{precision}" is unknown; choose "auto", "float32" or "bf16"')
     program = Program(

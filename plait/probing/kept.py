@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from plait.checked_json import parse_object, sealed_text, typed_value
+from plait.data.preparation.fingerprint import exclusive_lock
 from plait.errors import RunFailed
 from plait.machines.machine import Machine
 from plait.machines.measured import LEAST_UNDISTURBED_SHARE, ProductRates
@@ -114,18 +115,20 @@ def keep_timings(
     rates: Sequence[KeptRates] = (),
     factors: Sequence[KeptFactor] = (),
 ) -> None:
-    """Add to what was measured on a machine; write errors are ignored, as it can be measured again."""
-    before = load_timings(working, machine)
-    kept = replace(
-        before,
-        peak_flops=peak_flops or before.peak_flops,
-        rates=_with(before.rates, rates),
-        factors=_with(before.factors, [one for one in factors if not _is_worse(one, before.factors)]),
-    )
+    """Add to what was measured on a machine, also while other processes do; write errors are ignored, as it can be
+    measured again."""
     path = _path(working, machine)
     with suppress(OSError, RunFailed):
         make_private_folder(path.parent)
-        replace_file(path, sealed_text({"format": TIMINGS_FORMAT, **asdict(kept)}).encode())
+        with exclusive_lock(path.with_suffix(".lock"), on_wait=lambda: None):
+            before = load_timings(working, machine)
+            kept = replace(
+                before,
+                peak_flops=peak_flops or before.peak_flops,
+                rates=_with(before.rates, rates),
+                factors=_with(before.factors, [one for one in factors if not _is_worse(one, before.factors)]),
+            )
+            replace_file(path, sealed_text({"format": TIMINGS_FORMAT, **asdict(kept)}).encode())
 
 
 def _with(before: Sequence[_Kept], new: Sequence[_Kept]) -> tuple[_Kept, ...]:

@@ -112,7 +112,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, steps_done: int = 0) -> None:
-        # A quarter of a second to import: only runs pay for it, not every command.
+        # A quarter of a second to import: the fork server does it ahead (workers.py), and commands never.
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 

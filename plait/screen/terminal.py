@@ -27,6 +27,8 @@ class TerminalScreen:
         self, rich: RichConsole, *, clock: Callable[[], float] = time.monotonic, tick_s: float = TICK_S
     ) -> None:
         self._rich, self._clock, self._tick_s = rich, clock, tick_s
+        self._printed_s = clock()
+        """When the last line was printed, or this began: a log's silence counts over all that a command does."""
 
     @property
     def columns(self) -> int | None:
@@ -37,9 +39,11 @@ class TerminalScreen:
         return self._rich.encoding
 
     def print(self, text: str) -> None:
+        self._printed_s = self._clock()
         self._rich.print(wrapped(text, self.columns), markup=False, highlight=False, soft_wrap=True)
 
     def print_pieces(self, pieces: Sequence[TextPiece]) -> None:
+        self._printed_s = self._clock()
         if self._rich.color_system is None or self._rich.no_color:
             self._rich.print(in_brackets(pieces), markup=False, highlight=False, soft_wrap=True)
             return
@@ -48,10 +52,10 @@ class TerminalScreen:
 
     @contextmanager
     def progress(self) -> Iterator[ShowProgress]:
-        """A bar that moves by itself and is gone at the end; in a log a line each LINE_EVERY_S, whether or not
-        something new was shown, and none in the first."""
+        """A bar that moves by itself and is gone at the end; in a log a line wherever nothing was printed for
+        LINE_EVERY_S, whether or not something new was shown."""
         if not self._rich.is_terminal:
-            lines = _ProgressLines(self.print, self._clock)
+            lines = _ProgressLines(self.print, lambda: self._printed_s, self._clock)
             with ticking(lines.look, self._tick_s):
                 yield lines.show
             return
@@ -81,12 +85,12 @@ class TerminalScreen:
 
 
 class _ProgressLines:
-    """Progress in a log: what was shown last, in a line each LINE_EVERY_S."""
+    """Progress in a log: what was shown last, in a line wherever nothing was printed for LINE_EVERY_S."""
 
-    def __init__(self, log: Callable[[str], None], clock: Callable[[], float]) -> None:
-        self._log, self._clock, self._lock = log, clock, Lock()
+    def __init__(self, log: Callable[[str], None], printed_s: Callable[[], float], clock: Callable[[], float]) -> None:
+        self._log, self._printed_s, self._clock, self._lock = log, printed_s, clock, Lock()
         self._text, self._stage = "", ""
-        self._printed_s = self._began_s = clock()
+        self._began_s = clock()
 
     def show(self, done: int, total: int, stage: str) -> None:
         with self._lock:
@@ -102,6 +106,5 @@ class _ProgressLines:
                 self._print_if_due(f", {format_duration(round(self._clock() - self._began_s))} so far")
 
     def _print_if_due(self, end: str) -> None:
-        if self._clock() - self._printed_s >= LINE_EVERY_S:
-            self._printed_s = self._clock()
+        if self._clock() - self._printed_s() >= LINE_EVERY_S:
             self._log(f"{self._text}{end}")

@@ -22,9 +22,10 @@ from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
 
 WARM_UP_STEPS = 2
-LEAST_TIMED_STEPS = 4
+LEAST_TIMED_STEPS = 3
 STEADY_STEPS_SPREAD = 0.08
-"""Distance of the quartiles over the median, below which further steps tell nothing new."""
+"""Distance of the quartiles over the median, below which further steps tell nothing new; of three steps it is the
+whole range."""
 UNSTEADY_LONGER = 3.0
 """How many times as long is timed at most where steps are unsteady."""
 
@@ -71,16 +72,27 @@ class Pace:
     """By time.perf_counter."""
 
     def is_enough(self, times: Sequence[float], now_s: float) -> bool:
-        """Whether these steps, the warm-up included, are enough, or a further one would end too late. Where time is
-        short one step of warm-up has to do."""
-        timed = times[WARM_UP_STEPS:]
+        """Whether these steps, the warm-up included, are enough, or a further one would end too late."""
         next_s = times[-1] if len(times) > 1 else 0.0  # the first may have compiled its layers
         if now_s + next_s > self.ends_at_s:
             return True
+        timed = after_warm_up(times)
         if len(timed) < LEAST_TIMED_STEPS or sum(timed) < self.least_s:
             return False
-        first, middle, last = statistics.quantiles(timed, n=4)
-        return last - first <= STEADY_STEPS_SPREAD * middle or sum(timed) >= UNSTEADY_LONGER * self.least_s
+        return _are_steady(timed) or sum(times[WARM_UP_STEPS:]) >= UNSTEADY_LONGER * self.least_s
+
+
+def after_warm_up(times: Sequence[float]) -> Sequence[float]:
+    """The steps that count: without the first, and without the second unless it took as long as those after it; without
+    the first alone where there are but two."""
+    if len(times) <= WARM_UP_STEPS or (len(times) > LEAST_TIMED_STEPS and _are_steady(times[1:])):
+        return times[1:]
+    return times[WARM_UP_STEPS:]
+
+
+def _are_steady(times: Sequence[float]) -> bool:
+    first, middle, last = statistics.quantiles(times, n=4)
+    return last - first <= STEADY_STEPS_SPREAD * middle
 
 
 def _time_steps(
@@ -101,4 +113,4 @@ def _time_steps(
         enough, stop = world.largest(torch.tensor([int(here), int(stop_requested())])).tolist()
         if stop:
             return None
-    return times[min(WARM_UP_STEPS, max(1, len(times) - 1)) :]
+    return after_warm_up(times)

@@ -273,6 +273,12 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
 )
 
 
+@pytest.mark.parametrize("name", plait.__all__)
+def test_every_public_function_says_what_to_write_for_an_unknown_keyword(name: str) -> None:
+    with pytest.raises(PlaitError, match=rf"plait\.{name} takes no zzz; it takes "):
+        getattr(plait, name)(zzz=1)
+
+
 @pytest.mark.parametrize(("call", "sentence"), WRONG, ids=[str(number) for number in range(len(WRONG))])
 def test_a_wrong_argument_is_one_sentence(place: Path, call: Callable[[], object], sentence: str) -> None:
     with pytest.raises(PlaitError, match=sentence) as refused:

@@ -440,7 +440,7 @@ def refusals() -> list[tuple[Any, str]]:
         (lambda: spread(model, sgd, loss_sum=loss_sum, clip=0.0), "clip = 0.0"),
         (lambda: spread(model, sgd, loss_sum=loss_sum, layout="tensor"), "not possible for modules of"),
         (lambda: spread(model, sgd, loss_sum=loss_sum, precision="fp8"), "precision"),
-        (lambda: spread(model, sgd, loss_sum=loss_sum, bucket=3), "has no option bucket"),
+        (lambda: spread(model, sgd, loss_sum=loss_sum, bucket=3), "takes no bucket; did you mean bucket_mib"),
         (lambda: spread(nn.DataParallel(model), sgd, loss_sum=loss_sum), "model.module"),
     ]  # fmt: skip
 

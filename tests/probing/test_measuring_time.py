@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -21,7 +23,7 @@ from plait.probing.kept import KeptFactor, keep_timings, load_timings, nearest
 from plait.probing.measuring_time import MeasuringTime, Timing, allowed_s
 from plait.probing.steps import with_ratio_of_timed
 from plait.probing.survey import MachineSurvey
-from plait.trainer.time_steps import Pace
+from plait.trainer.time_steps import Pace, after_warm_up
 from plait.units import Amount
 from plait.workers import PRODUCTS_ENTRY, TIMING_ENTRY, OnMessage
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -154,6 +156,18 @@ def test_a_busy_hour_does_not_replace_what_a_quiet_one_measured(tmp_path: Path) 
         assert kept.value == (value if granted > 0.9 else 1.0)
 
 
+def test_what_several_processes_measure_at_once_is_all_kept(tmp_path: Path) -> None:
+    working, together = WorkingFolder(tmp_path), Barrier(8)
+
+    def keep(number: int) -> None:  # a lock belongs to an open file: threads lock each other out as processes do
+        together.wait()
+        keep_timings(working, LAPTOP, factors=[KeptFactor(name=f"step {number}", sizes=(8,), value=1.0)])
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        list(pool.map(keep, range(8)))
+    assert {one.name for one in load_timings(working, LAPTOP).factors} == {f"step {number}" for number in range(8)}
+
+
 def test_a_short_run_takes_bf16_by_one_quick_round_or_by_what_is_known(tmp_path: Path, corpus: Corpus) -> None:
     named = ("layout.replicate=2", "train.batch_tokens=16384", "model.size=11M")
     quick = Machine()
@@ -177,6 +191,9 @@ def test_steps_are_timed_until_they_are_steady_or_the_time_is_short() -> None:
     assert pace.is_enough([9.0, 9.0, 0.3, 0.3, 0.3, 0.3], now_s=20.0)
     unsteady = [9.0, 9.0, *[0.2, 0.4] * 3]
     assert not pace.is_enough(unsteady, now_s=20.0) and pace.is_enough([*unsteady, *unsteady[2:]], now_s=22.0)
+    steady = [9.0, 0.5, 0.51, 0.49]
+    assert pace.is_enough(steady, now_s=20.0) and after_warm_up(steady) == steady[1:], "the second was no slower"
+    assert not pace.is_enough([9.0, 0.9, 0.5, 0.51], now_s=20.0) and after_warm_up([9.0, 0.9, 0.5]) == [0.5]
     short = replace(pace, ends_at_s=20.0)
     assert short.is_enough([9.0, 9.0], now_s=18.5), "a further one would end too late"
     assert not short.is_enough([12.0], now_s=12.0), "the first may have compiled, and times nothing"

@@ -52,6 +52,17 @@ def test_progress_in_a_log_is_a_line_now_and_then_and_none_at_first():
     assert out.getvalue().splitlines()[-1] == "working  hashing" and len(out.getvalue().splitlines()) == 10
 
 
+def test_a_log_is_not_silent_for_long_across_two_pieces_of_work():
+    out, clock = io.StringIO(), Clock()
+    screen = TerminalScreen(RichConsole(file=out, width=80), clock=clock)
+    for stage in ("counting", "hashing"):
+        with screen.progress() as show:
+            show(0, 0, stage)
+            clock.now_s += 0.6 * LINE_EVERY_S
+            show(1, 0, stage)
+    assert out.getvalue().splitlines() == ["working  hashing"]
+
+
 def test_progress_on_a_terminal_is_gone_at_the_end_and_fits():
     out = io.StringIO()
     with terminal(out, 80).progress() as show:

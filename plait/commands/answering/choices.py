@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from plait.checked_json import printable
 from plait.commands.evaluate import Evaluation
 from plait.commands.evaluating.measure import run_evaluation
 from plait.commands.models.found_model import find_model
@@ -25,10 +26,11 @@ def ask_choices(
     workers; `file` is in the format of data/choices.py. A folder's step is 0. Raises PlaitError for a file that holds
     no questions."""
     questions = read_questions(file)
-    found = find_model(name, working, sequence, adapter)
-    rows = choice_rows(questions, found.tokenizer, found.stored.shape.sequence)
-    like = found.run.plan if found.run else None
     with screen.progress() as show:
+        show(0, 0, f"opening {printable(Path(name).name)}")
+        found = find_model(name, working, sequence, adapter)
+        rows = choice_rows(questions, found.tokenizer, found.stored.shape.sequence)
+        like = found.run.plan if found.run else None
         measured = run_evaluation(found, rows, like=like, show=show, working=working)
     scores = judge_choices(questions, rows, measured.row_losses)
     return Evaluation(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from plait.checked_json import one_line
+from plait.checked_json import one_line, printable
 from plait.commands.preparing.base import base_facts, base_folder
 from plait.data.choices import read_questions
 from plait.data.conversations.chat_template import PLAIN_NAME
@@ -29,7 +29,7 @@ from plait.working_folder import WorkingFolder
 
 _LEFT_OUT_FILES = 6
 _NAMED_FILES = 12
-"""Of the files that are left out: those whose reasons are printed, and those of the others that are named."""
+"""How many of the files that were left out are printed with their reason, and how many more by name alone."""
 _NAMED_SOURCES = 4
 """Sources whose held-out share is printed by name."""
 _LOST = {"system": "the system message", "user": "what the user says", "assistant": "what the assistant says"}
@@ -40,7 +40,10 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
     """Prepare the recipe's data, or find it prepared; raises PlaitError in one sentence, also for a model to go on from
     that cannot be used."""
     check_choices(config)
-    base_facts(config, working)  # before minutes go into its tokens
+    with screen.progress() as show:
+        if config.model.from_ is not None:  # the first time a .gguf file is converted, or a model fetched
+            show(0, 0, f"reading {printable(Path(config.model.from_).name)}")
+        base_facts(config, working)  # before minutes go into its tokens
     for line in working.warnings():
         screen.print(line)
     request = data_request(config, base_folder(config, working))

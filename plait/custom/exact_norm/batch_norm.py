@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from plait.arguments import with_known_keywords
 from plait.errors import PlaitError
 
 # Note [two messages a layer]: forward, each worker tells its mean, variance and count, from which everybody computes
@@ -124,6 +125,7 @@ def norm_waits_s(models: Iterable[nn.Module]) -> float:
     return sum(group.waited_s for group in groups.values())
 
 
+@with_known_keywords()
 def convert_batch_norm(model: nn.Module) -> nn.Module:
     """Let every BatchNorm of a model compute over the whole batch of all workers; returns the model.
 

@@ -101,8 +101,8 @@ def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceForma
 
 
 def format_faults(opened: OpenSource, form: SourceFormat) -> list[FileFault]:
-    """The files of records that cannot be opened, and those of a folder or a pattern whose columns are not those of the
-    source's format."""
+    """The JSONL, CSV, TSV and Parquet files that cannot be read as the source's format: they cannot be opened or, in a
+    folder or a pattern, lack its columns."""
     if opened.selection:
         return []
     records = [file for file in opened.files if file.suffix.lower() in RECORD_SUFFIXES]

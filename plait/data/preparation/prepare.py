@@ -69,8 +69,8 @@ def prepare_corpus(
     keep_every_bytes: int = KEEP_EVERY_BYTES,
 ) -> Path:
     """Make the corpus folder under `cache`/data, or find an earlier one, and return its path; raises PlaitError that
-    says what to do. `on_left_out` is called once with the files that cannot be read, if there are any; where nobody
-    listens they are refused.
+    says what to do. If some files cannot be read, `on_left_out` is called once with all of them; the default refuses
+    them.
 
     Blocks while another process prepares the same data. If it is killed at any moment, no incomplete corpus folder
     appears, and the next call goes on where it was, from the last `keep_every_bytes` of text on, with the same result.

@@ -24,7 +24,7 @@ class EntryTable:
     functions: Mapping[str, str]
     """The name of each entry, and its function as "package.module:function"."""
     preload: tuple[str, ...] = ()
-    """Modules to import once, before the first rank is forked."""
+    """Modules to import once, in this order; a job starts when its entry's module and those before it are there."""
     optional: Mapping[str, str] = field(default_factory=dict)
     """Modules that only some jobs need, by the names in Job.needs."""
 
@@ -37,6 +37,11 @@ class EntryTable:
     def require(self, name: str) -> None:
         """Raise PlaitError where no entry has this name."""
         self._require(name, self.functions)
+
+    def module_of(self, name: str) -> str:
+        """The module of an entry's function; raises PlaitError where no entry has this name."""
+        self.require(name)
+        return self.functions[name].partition(":")[0]
 
     def load(self, name: str, needs: Iterable[str] = ()) -> Entry:
         """Import an entry's function, and modules of `optional`; raises PlaitError for a name that the table does not

@@ -62,9 +62,9 @@ class Job:
 
     All are on this machine, unless it is one of several hosts and `part` says which are its own. `log_dir` (an
     existing directory) gets `rank-N.log`: everything the ranks but rank 0 print, and every rank's traceback. Without
-    it the ranks share the terminal. `at_stop` is "abandon" for what gives nothing when it is not finished, as a
-    measurement does: nobody waits for the end of a step that may take minutes. After `limit_s` seconds, counted from
-    when all ranks run, the ranks are killed and the job raises OutOfTime.
+    it the ranks share the terminal. With `at_stop` "abandon" a stop signal kills the ranks at once, in the
+    middle of a step: an unfinished measurement, say, is worth nothing. After `limit_s` seconds, counted from when all
+    ranks run, the ranks are killed and the job raises OutOfTime.
     """
 
     entry: str
