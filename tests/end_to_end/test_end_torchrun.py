@@ -122,6 +122,7 @@ def test_variables_that_contradict_each_other_are_one_sentence(place: Place) -> 
     place.assert_nobody_left()
 
 
+@pytest.mark.slow
 def test_where_rank_0_fails_the_others_end_with_it(place: Place) -> None:
     (place.folder / "tiny.toml").write_text("[data]\nfiles = 5\n")
     runs = [ended(each) for each in start_by_hand(place, "fails", {1: {}, 0: {}})]

@@ -43,7 +43,7 @@ def losses(run_ranks: RunRanks, folder: Path, device: str, kind: str, **planned:
     return run_ranks("take_steps", json.dumps({"folder": str(folder), "steps": 3}), 1)[0]["losses"]
 
 
-@pytest.mark.parametrize("kind", few_fast(KINDS, "a mixture", "windows"))
+@pytest.mark.parametrize("kind", few_fast(KINDS, "a mixture"))
 def test_a_kind_of_layer_computes_there_what_it_does_here(
     run_ranks: RunRanks, tmp_path: Path, device: torch.device, kind: str
 ) -> None:

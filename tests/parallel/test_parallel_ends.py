@@ -14,10 +14,11 @@ from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from plait.parallel.tied_embedding import rows_first_used
 from tests.entry_tables import entries_of
+from tests.matrix import few_fast
 from tests.parallel.ends_entries import RATE, STEPS, embedded, first_table, headed, tokens_of
 
 
-@pytest.mark.parametrize("micros", [4, 1])
+@pytest.mark.parametrize("micros", few_fast([4, 1], 4))
 def test_one_end_keeps_the_weight(tmp_path: Path, micros: int) -> None:
     asked = {"folder": str(tmp_path), "micros": micros}
     job = Job(entry="meet", argument=json.dumps(asked), world_size=2, threads=1)

@@ -16,6 +16,7 @@ from plait.model.shape import ModelShape
 from plait.parallel.tensor import kv_places, stream_rows
 from plait.partition.boxes import kv_heads_of, weight_boxes
 from tests.entry_tables import entries_of
+from tests.matrix import few_fast
 from tests.trainer.tiny import make_tiny
 
 Told = dict[int, list[dict[str, Any]]]
@@ -78,9 +79,7 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCases]:
         yield run
 
 
-@pytest.mark.parametrize(
-    "ranks", [ranks if ranks == 4 else pytest.param(ranks, marks=pytest.mark.slow) for ranks in CASES]
-)
+@pytest.mark.parametrize("ranks", few_fast(CASES, 2))
 def test_any_shape_gives_the_numbers_of_one_process(ranks: int, run_cases: RunCases) -> None:
     told = run_cases("compare", ranks, CASES[ranks])
     for rank, outcomes in told.items():

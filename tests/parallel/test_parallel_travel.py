@@ -104,7 +104,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", few_fast(LAYOUTS, 2))
 def test_every_layout_s_gradients_are_right_to_a_rounding(launch, tmp_path: Path, world_size: int) -> None:
     make_tiny(tmp_path, "model.tied=true", precision="float64")
     shared = {"folder": str(tmp_path), "name": "rounded", "steps": STEPS}

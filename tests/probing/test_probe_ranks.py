@@ -121,6 +121,7 @@ def test_what_a_person_sees_of_it(told: dict[str, Any], tmp_path: Path, monkeypa
     assert shown == [(15, 100, "timing")]
 
 
+@pytest.mark.slow
 def test_a_layers_time_holds_no_finding_of_pages(server: ForkServer) -> None:
     shape = explicit_shape(layers=2, width=128, vocabulary=256, sequence=256)
     request = model_probe_request(shape, sequence=256, sequences=16, device="cpu", precision="float32", threads=1)

@@ -44,15 +44,8 @@ def follow() -> Iterator[Follow]:
         yield run
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "replicate",
-        pytest.param("shard parameters", marks=pytest.mark.slow),
-        pytest.param("shard the optimizer's state", marks=pytest.mark.slow),
-        pytest.param("two pipelines", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replicate", "shard parameters", "shard the optimizer's state", "two pipelines"])
 def test_a_slow_rank_gets_less_and_more_again_when_it_recovers(tmp_path: Path, follow: Follow, name: str) -> None:
     layout = LAYOUTS[name]
     slow = [SLOW if layout.data_parallel_rank(rank) else FAST for rank in range(layout.world_size)]
