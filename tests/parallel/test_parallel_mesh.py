@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
-from tests.entry_tables import entries_of
+from tests.shared_ranks import RanksOf
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    entries = entries_of("tests.parallel.mesh_entries", preload=("torch.distributed", "plait.parallel.mesh"))
-    with ForkServer(entries, threads=1) as server:
-        yield server
+def server() -> RanksOf:
+    return RanksOf("tests.parallel.mesh_entries")
 
 
-def axes_of_rank(server: ForkServer, rank: int, degrees: str, ranks: int) -> dict[str, float]:
+def axes_of_rank(server: RanksOf, rank: int, degrees: str, ranks: int) -> dict[str, float]:
     told: dict[int, dict[str, float]] = {}
     job = Job(entry="tell_axes", argument=degrees, world_size=ranks, threads=1)
     server.run(job, on_message=lambda message: told.update({message.rank: dict(message.values)}))
@@ -36,7 +32,7 @@ def axes_of_rank(server: ForkServer, rank: int, degrees: str, ranks: int) -> dic
     ],
 )
 def test_axes_of_the_same_ranks_share_a_group(
-    server: ForkServer, degrees: str, ranks: int, axes: tuple[int, ...], groups: int
+    server: RanksOf, degrees: str, ranks: int, axes: tuple[int, ...], groups: int
 ) -> None:
     """Of rank 2, or of the only one; ranks are told as digits that count from 1."""
     told = axes_of_rank(server, min(ranks - 1, 2), degrees, ranks)
@@ -54,7 +50,7 @@ def test_axes_of_the_same_ranks_share_a_group(
     ],
 )
 def test_nccl_connects_each_group_with_sums_when_it_is_made(
-    server: ForkServer, degrees: dict[str, int], sets: list[list[int]], own: dict[int, list[str]]
+    server: RanksOf, degrees: dict[str, int], sets: list[list[int]], own: dict[int, list[str]]
 ) -> None:
     """All ranks of one at the same point, so that none is left to connect in the middle of a backward pass."""
     told: dict[int, list[str]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from torch import Tensor
 from plait.checkpoint.manifest import tensor_names
 from plait.checkpoint.store import verify_checkpoint
 from plait.checkpoint.transfer import read_tensor
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
-from tests.entry_tables import entries_of
 from tests.matrix import few_fast
 from tests.parallel.precision import gradients_of, squared_errors
 from tests.parallel.shard_entries import alone_with
+from tests.shared_ranks import RanksOf
 from tests.trainer.tiny import make_tiny
 
 STEPS = 3
@@ -41,18 +40,17 @@ SPLITS = ("optimizer", "parameters")
 
 
 @pytest.fixture(scope="module")
-def launch() -> Iterator[Launch]:
+def launch() -> Launch:
     """Run an entry of shard_entries on so many ranks."""
-    preload = ("torch._dynamo", "plait.trainer.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
-    with ForkServer(entries_of("tests.parallel.shard_entries", preload=preload), threads=1) as server:
+    server = RanksOf("tests.parallel.shard_entries")
 
-        def run(entry: str, argument: Any, world_size: int) -> dict[int, dict[str, Any]]:
-            told: dict[int, dict[str, Any]] = {}
-            job = Job(entry=entry, argument=json.dumps(argument), world_size=world_size, threads=1)
-            server.run(job, on_message=lambda message: told.__setitem__(message.rank, dict(message.values)))
-            return told
+    def run(entry: str, argument: Any, world_size: int) -> dict[int, dict[str, Any]]:
+        told: dict[int, dict[str, Any]] = {}
+        job = Job(entry=entry, argument=json.dumps(argument), world_size=world_size, threads=1)
+        server.run(job, on_message=lambda message: told.__setitem__(message.rank, dict(message.values)))
+        return told
 
-        yield run
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -39,8 +39,8 @@ BY_LAYOUT = {
     "mean-of-each-rank": ("unequal", MUTANTS),
     "everybody-counts-alike": ("unequal", MUTANTS),
 }
-"""Mutants that one process does not show: each with a layout, and where it lies. Those of MUTANTS die in test_mutants.py
-each time, and of pairs in `make test-all`."""
+"""Mutants that one process does not show: each with a layout, and where it lies. Those of MUTANTS die in
+test_mutants.py each time, and with pairs in `make test-all`."""
 
 LONG: dict[str, tuple[ModelShape, Layout, tuple[int, ...]]] = {
     "replicate": (adapted("gpt2"), Layout(replicate=3), ()),

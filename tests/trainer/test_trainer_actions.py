@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plait.launch.local.run import ForkServer
 from plait.layout import Layout
 from plait.planner.plan import HostShare
 from plait.report.shares_file import read_shares
@@ -32,16 +31,15 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def follow() -> Iterator[Follow]:
+def follow() -> Follow:
     """Carry out runs in one process group; returns what rank 0 left of each."""
-    with ForkServer(following.FOLLOWING, threads=1) as server:
 
-        def run(folder: Path, layout: Layout, *runs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-            batch = f"train.batch_tokens={8 * BATCH}"
-            following.follow(server, folder, layout, runs, batch, "layout.micro_sequences=4")
-            return [load_file(folder / f"run-{number}-0") for number in range(len(runs))]
+    def run(folder: Path, layout: Layout, *runs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        batch = f"train.batch_tokens={8 * BATCH}"
+        following.follow(folder, layout, runs, batch, "layout.micro_sequences=4")
+        return [load_file(folder / f"run-{number}-0") for number in range(len(runs))]
 
-        yield run
+    return run
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plait.launch.local.run import ForkServer
 from plait.layout import Layout
 from plait.report.shares_file import read_shares
 from plait.trainer.balance import move_layers
 from tests.matrix import few_fast
-from tests.trainer.following import FOLLOWING, follow
+from tests.trainer.following import follow
 
 Runs = Callable[..., list[list[dict[str, torch.Tensor]]]]
 BATCH = 12
@@ -34,17 +33,16 @@ CUTS = {2: ([5, 1], [2, 4]), 3: ([1, 4, 1], [3, 1, 2])}
 
 
 @pytest.fixture(scope="module")
-def take() -> Iterator[Runs]:
+def take() -> Runs:
     """Carry out runs in one process group; returns what every rank left of each."""
-    with ForkServer(FOLLOWING, threads=1) as server:
 
-        def run(folder: Path, layout: Layout, overrides: tuple[str, ...], *runs: dict[str, Any]) -> Any:
-            asked = (f"train.batch_tokens={8 * BATCH}", "layout.micro_sequences=2", *PLAIN, *overrides)
-            follow(server, folder, layout, runs, *asked)
-            ranks = range(layout.world_size)
-            return [[load_file(folder / f"run-{number}-{rank}") for rank in ranks] for number in range(len(runs))]
+    def run(folder: Path, layout: Layout, overrides: tuple[str, ...], *runs: dict[str, Any]) -> Any:
+        asked = (f"train.batch_tokens={8 * BATCH}", "layout.micro_sequences=2", *PLAIN, *overrides)
+        follow(folder, layout, runs, *asked)
+        ranks = range(layout.world_size)
+        return [[load_file(folder / f"run-{number}-{rank}") for rank in ranks] for number in range(len(runs))]
 
-        yield run
+    return run
 
 
 def line(step: int, layers: list[int]) -> str:
