@@ -57,6 +57,7 @@ def test_a_quick_lab_keeps_the_likeliest_layouts_and_the_planners_own(tmp_path: 
     assert few.priced[0] == whole.priced[0] and best_of(whole, None) is whole
 
 
+@pytest.mark.slow
 def test_each_layout_is_a_recipe_that_loads_and_says_it_all(tmp_path: Path):
     one = case(2, cores=(1.0, 0.5))
     for priced in told(one, tmp_path).priced:

@@ -87,6 +87,7 @@ def prepare(folder: Path, text: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)
 
 
+@pytest.mark.slow
 def test_two_megabytes_of_one_letter_are_prepared(tmp_path: Path) -> None:
     said, error = prepare(tmp_path, "a" * 2_000_000).communicate(timeout=60)
     assert "ready " in said, error

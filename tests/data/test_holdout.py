@@ -146,6 +146,7 @@ def test_each_source_of_any_mixture_gives_its_share(fraction: float, mixtures: i
             assert share == pytest.approx(fraction, rel=0.06 if enough else 0.5, abs=0 if enough else 1) and share < 0.7
 
 
+@pytest.mark.slow
 def test_short_and_long_documents_of_one_source_are_held_out_alike() -> None:
     draw = Random(7)
     short, long = [lines(draw, 200) for _ in range(2000)], [lines(draw, 8000) for _ in range(2000)]
@@ -175,6 +176,7 @@ def test_texts_without_an_order_of_their_own_still_give_tails() -> None:
     assert sides(texts, chosen([texts], 0.0)).held == []
 
 
+@pytest.mark.slow
 def test_more_documents_than_can_be_listed_have_about_their_share_and_copies_elsewhere_agree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

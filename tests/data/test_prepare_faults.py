@@ -12,7 +12,7 @@ import pytest
 
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
 from plait.data.sources import Source
-from tests.matrix import few_fast, slow
+from tests.matrix import few_fast
 
 CHILD = """
 import json, os, signal, sys
@@ -74,12 +74,13 @@ run(on_progress)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokenizer", "stage", "done"),
     [
-        slow(("plain", "reading", 0)),
-        slow(("bpe", "training", 1 << 20)),
-        slow(("plain", "tokenizing", 1)),
+        ("plain", "reading", 0),
+        ("bpe", "training", 1 << 20),
+        ("plain", "tokenizing", 1),
         ("plain", "tokenizing", 1_200_000),
     ],
 )
@@ -171,7 +172,8 @@ def test_killed_amid_many_documents_it_holds_out_the_same_of_each_source(
     assert source["heldout_bytes"] == pytest.approx(0.05 * source["text_bytes"], rel=0.01)
 
 
-@pytest.mark.parametrize("damage", few_fast(["flipped", "cut", "gone", "note"], "flipped"))
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "note"])
 def test_what_a_killed_one_left_is_made_anew_where_it_is_damaged(
     tmp_path: Path, long_file: Path, tokenizer_folder: Path, damage: str
 ) -> None:

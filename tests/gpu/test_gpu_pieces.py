@@ -18,7 +18,6 @@ from plait.trainer.loss import even_pieces, sum_of_losses
 from plait.trainer.score_passes import FusedPasses, InPlacePasses
 from tests.gpu.conftest import RunRanks
 from tests.gpu.test_gpu_kernels import compiler_for, drawn, relative_error
-from tests.matrix import few_fast
 from tests.trainer.tiny import make_tiny
 
 BUCKET_MIB = (8, 25, 64)
@@ -97,7 +96,8 @@ def test_transfers_beside_the_arithmetic_see_its_results_and_are_seen(device: to
     assert torch.equal(numbers, torch.full_like(numbers, float(wanted)))
 
 
-@pytest.mark.parametrize("layout", few_fast(["replicate", "shard"], "shard"))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["replicate", "shard"])
 def test_a_bucket_s_size_changes_no_number(
     run_ranks: RunRanks, tmp_path: Path, device: torch.device, layout: str
 ) -> None:

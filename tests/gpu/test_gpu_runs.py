@@ -64,7 +64,8 @@ def test_a_pipeline_computes_what_one_device_does_however_many_receives_are_post
     assert run_ranks("take_steps", json.dumps(asked), 2)[0]["losses"] == pytest.approx(one["losses"], rel=1e-4)
 
 
-@pytest.mark.parametrize("what", few_fast(["optimizer", "parameters"], "parameters"))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
 def test_shards_on_two_gpus_compute_what_one_device_does(
     run_ranks: RunRanks, tmp_path: Path, two_devices: str, what: str
 ) -> None:
@@ -78,6 +79,7 @@ def test_shards_on_two_gpus_compute_what_one_device_does(
     assert found["norms"] == pytest.approx(one["norms"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_rounded_arithmetic_trains_like_float32(run_ranks: RunRanks, tmp_path: Path, device: torch.device) -> None:
     exact, rounded = (
         steps(run_ranks, tmp_path / precision, device.type, 1, ALONE, precision=precision)

@@ -58,7 +58,8 @@ def test_lower_precision_joins_its_pieces_without_losing_more(context_on: Contex
         assert 1e-4 < max(one["errors"].values()) < 2e-2
 
 
-@pytest.mark.parametrize("ranks", few_fast([2, 4], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_whole_models_have_the_same_gradients(context_on: ContextOn, plan_path: str, ranks: int) -> None:
     told = context_on("gradients_of_model", ranks, plan_path)
     assert len(told) == ranks * len(MODELS)

@@ -18,7 +18,6 @@ from plait.launch.values.job import Job
 from plait.layout import Schedule
 from plait.model.linear import Linear
 from plait.parallel.pipeline import DeferredGradients, defer_in
-from tests.matrix import few_fast
 from tests.parallel.pipeline_entries import Case, micros_of, plain_gradients
 from tests.shared_ranks import RanksOf
 
@@ -87,7 +86,8 @@ def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     )
 
 
-@pytest.mark.parametrize("ranks", few_fast([2, 3, 4], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_schedule_and_cut_gives_one_process_gradients(run_cases: RunCases, ranks: int) -> None:
     cases = cases_of(ranks)
     for case, found in zip(cases, run_cases("run_cases", ranks, cases), strict=True):

@@ -78,7 +78,7 @@ def layouts(world_size: int, shape: str) -> list[dict[str, Any]]:
     }[world_size]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", few_fast(SHAPES, "plain"))
 @pytest.mark.parametrize("world_size", few_fast([2, 3, 4], 3))
 def test_every_split_takes_one_process_s_steps(launch: Launch, folders, world_size: int, shape: str) -> None:
     """With 7 sequences and at most 2 at a time: unequal rows on each rank, and some micro-batches without any."""

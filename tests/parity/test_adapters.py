@@ -30,7 +30,7 @@ from tests.parity.cases import ADAPTED_EVERY_DAY, ADAPTED_LONG, ADAPTED_UNEQUAL,
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "adapters"}})
 
 
-@pytest.mark.parametrize("name", few_fast(ADAPTED_EVERY_DAY, "replicate", "shard", "zero-bubble"))
+@pytest.mark.parametrize("name", few_fast(ADAPTED_EVERY_DAY, "replicate", "zero-bubble"))
 def test_an_adapter_learns_what_it_learns_in_one_process(name: str, workers: ForkedWorkers) -> None:
     check(*ADAPTED_EVERY_DAY[name], workers)
 

@@ -44,7 +44,8 @@ LONG: dict[str, tuple[ModelShape, Layout]] = {
 }
 
 
-@pytest.mark.parametrize("name", few_fast(EVERY_DAY, "windows, pipeline × context"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY_DAY)
 def test_a_layout_begins_with_the_weights_of_the_folder(name: str, workers: ForkedWorkers, tmp_path: Path) -> None:
     check(*EVERY_DAY[name], workers, tmp_path / "model")
 

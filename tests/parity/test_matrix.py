@@ -27,7 +27,8 @@ def test_layout_computes_what_one_process_computes(name: str, workers: ForkedWor
     check(family, layout, workers)
 
 
-@pytest.mark.parametrize("name", few_fast(EVERY_DAY, "shard parameters"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY_DAY)
 def test_sgd_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     family, layout = EVERY_DAY[name]
     check(family, layout, workers, config=SGD)

@@ -122,7 +122,7 @@ SHARED_OUT: tuple[Layout, ...] = (
 """With experts shared out among the ranks that see different tokens."""
 
 
-@pytest.mark.parametrize("name", few_fast(EVERY_DAY, "expert", "pipeline"))
+@pytest.mark.parametrize("name", few_fast(EVERY_DAY, "expert"))
 def test_a_mixture_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     check(*EVERY_DAY[name], workers)
 

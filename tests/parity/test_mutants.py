@@ -15,7 +15,6 @@ from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import requested_layout, requested_shares, shrunk_plan
 from plait.recipe.load import load_recipe
 from plait.workers import ForkedWorkers
-from tests.matrix import slow
 from tests.parity.conftest import CallMutant
 from tests.parity.mutant_proofs import RECIPE
 from tests.parity.mutate import MUTANTS, apply, mutated_copy
@@ -103,7 +102,8 @@ def test_without_a_patch_adapters_are_proven(degree: str, call_mutant: CallMutan
     assert call_mutant(None, "verdict_of_adapter", {degree: 2})["ok"]
 
 
-@pytest.mark.parametrize(("patch", "code"), [("mean-of-each-rank", 1), slow((None, 0))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("patch", "code"), [("mean-of-each-rank", 1), (None, 0)])
 def test_verify_ends_with_the_verdict(patch: str | None, code: int, tmp_path: Path) -> None:
     folder = mutated_copy(MUTANTS / f"{patch}.patch" if patch else None, tmp_path)
     ended, told = verify_from(folder, ("layout.replicate=2", "layout.shares=[3,1]"))

@@ -168,6 +168,7 @@ def test_the_table_tells_it_to_people(told: dict[str, Any]) -> None:
     assert all(len(line) < 200 for line in text.splitlines())
 
 
+@pytest.mark.slow
 def test_two_hosts_are_measured_inside_and_between(server: ForkServer) -> None:
     messages: list[Message] = []
     request = replace(small_request(), messages=(2**10, 2**16))
