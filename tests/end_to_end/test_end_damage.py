@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.command import Place, ended
 from tests.end_to_end.conftest import RunWarm
 
@@ -15,6 +17,7 @@ def flip_a_bit(file: Path) -> None:
         same.write(content)
 
 
+@pytest.mark.slow
 def test_damage_ends_a_run_and_is_refused_by_the_next_commands(tmp_path: Path, run_warm: RunWarm) -> None:
     place = Place(tmp_path / "work")
     training = place.start_training("hurt", "train.budget=1000000 steps")

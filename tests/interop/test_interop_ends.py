@@ -123,7 +123,7 @@ def generated(model: Any, folder: Path, **how: Any) -> list[int]:
         (END_OF_TEXT, None, [IM_END, END_OF_TEXT]),
         slow((END_OF_TEXT, END_OF_TEXT, [IM_END, END_OF_TEXT])),
         slow((65, None, [IM_END, 65, END_OF_TEXT])),
-        (65, [66, END_OF_TEXT], [IM_END, 66, END_OF_TEXT]),
+        slow((65, [66, END_OF_TEXT], [IM_END, 66, END_OF_TEXT])),
         slow((None, None, [IM_END, END_OF_TEXT])),
         slow((IM_END, [IM_END, END_OF_TEXT], [IM_END, END_OF_TEXT])),
     ],
