@@ -77,7 +77,7 @@ MARKED := not slow and not gpu and not benchmark
 
 test: env-dev  ## what CI runs
 	$(BIN)/python -m pytest tests/architecture
-	@echo "the other tests, in two parts side by side: MINUTES on two cores"
+	@echo "the other tests, in two parts side by side: about ten minutes on two cores"
 	+@$(PARTS)
 
 test-commands: env-dev

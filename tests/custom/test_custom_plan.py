@@ -68,6 +68,7 @@ def test_the_plan_as_text() -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_workers_measure_every_layout_and_change_nothing() -> None:
     told: dict[int, dict[str, Any]] = {}
 
