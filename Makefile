@@ -77,7 +77,7 @@ MARKED := not slow and not gpu and not benchmark
 
 test: env-dev  ## what CI runs
 	$(BIN)/python -m pytest tests/architecture
-	@echo "the other tests, in two parts side by side: about ten minutes on two cores"
+	@echo "the other tests, in two parts side by side: ten to twelve minutes on two cores"
 	+@$(PARTS)
 
 test-commands: env-dev
@@ -86,7 +86,7 @@ test-commands: env-dev
 test-pieces: env-dev
 	$(BIN)/python -m pytest -m "$(MARKED)" tests --ignore tests/architecture $(COMMANDS:%=--ignore %)
 
-test-all: env-dev  ## the long suites as well: about an hour on two cores
+test-all: env-dev  ## the long suites as well, an hour or more on two cores
 	$(BIN)/python -m pytest tests/architecture
 	+@$(PARTS) MARKED="not gpu and not benchmark"
 
