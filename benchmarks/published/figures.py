@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from benchmarks.published.scoring import (
     as_dict,
     errors,
     fitted_errors,
+    held_out_errors,
     jobs,
     memory_errors,
     plain_errors,
@@ -23,6 +24,7 @@ from benchmarks.published.scoring import (
     scalar,
     summary,
 )
+from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.search.model_error import FAMILIES, run_family
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -72,6 +74,10 @@ def figures(judged: Judged) -> dict[str, Any]:
         "all": _pool(judged, "dense", len(judged.unread)),
         "moe_tpu": _pool(judged, "moe_tpu", 0),
         "families": families(judged.priced),
+        "held_out": {
+            "program": held_out(judged.priced),
+            "plait": held_out(priced_as_plait(judged.priced)),
+        },
         "memory": memory_by_family(judged.priced),
         "out_of_memory": {
             "n_rows": sum(row.case.ran_out for row in judged.priced),
@@ -86,6 +92,16 @@ def figures(judged: Judged) -> dict[str, Any]:
 def families(priced: Sequence[Priced]) -> dict[str, dict[str, float | int | None]]:
     """Unfitted errors by the families that the planner tells apart."""
     return {family: plain_errors(rows) for family, rows in _by_family(priced).items()}
+
+
+def held_out(priced: Sequence[Priced]) -> dict[str, dict[str, dict[str, float | int | None]]]:
+    """Errors of the rows on which nothing was fitted, by family."""
+    return {family: held_out_errors(rows) for family, rows in _by_family(priced).items() if rows}
+
+
+def priced_as_plait(priced: Sequence[Priced]) -> list[Priced]:
+    """The same rows as if plait had run them: by the profile that `plait plan` takes."""
+    return price([replace(row.case, profile=PLAIT_PROFILE) for row in priced])
 
 
 def memory_by_family(priced: Sequence[Priced]) -> dict[str, dict[str, float | int | None]]:

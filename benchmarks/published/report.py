@@ -16,6 +16,14 @@ def print_report(found: Mapping[str, Any]) -> None:
         print(_line(name, found[name]))
         for nodes in ("multi_node", "single_node"):
             print(f"  {nodes:12s} " + ", ".join(f"{key} {_share(value)}" for key, value in found[name][nodes].items()))
+    for profile, words in (("program", "by the program that ran them"), ("plait", "as if plait had run them")):
+        print(f"odd halves, {words}:")
+        for family, votes in found["held_out"][profile].items():
+            row, source = votes["each_row"], votes["each_source"]
+            print(
+                f"  {family:10s} {row['rows']:5d} rows, median {_share(row['median'])}, p90 {_share(row['p90'])};"
+                f" each of {source['sources']} sources one vote: {_share(source['median'])}, {_share(source['p90'])}"
+            )
     out = found["out_of_memory"]
     print(f"published as out of memory: {out['n_rows']}, of which refused: {out['n_refused']}")
     print(f"rows that ran but would be refused: {', '.join(found['refused']) or 'none'}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -94,6 +94,16 @@ def plain_errors(rows: Sequence[Priced]) -> dict[str, float | int | None]:
     return summary([abs(_error(row, 1.0)) for row in rows if row.case.step_s])
 
 
+def held_out_errors(rows: Sequence[Priced]) -> dict[str, dict[str, float | int | None]]:
+    """The errors of rows on which nothing was fitted, as the model stands: each row one vote, and each source one."""
+    judged = [row for row in rows if row.case.step_s and not fitting_half(row.case.id)]
+    found = [abs(_error(row, 1.0)) for row in judged]
+    rows_of = Counter(row.case.source for row in judged)
+    votes = [1 / rows_of[row.case.source] for row in judged]
+    each_source = {"sources": len(rows_of), "median": _weighted(found, votes, 0.5), "p90": _weighted(found, votes, 0.9)}
+    return {"each_row": summary(found), "each_source": each_source}
+
+
 def memory_errors(rows: Sequence[Priced]) -> dict[str, float | int | None]:
     """How many readings of the allocator, and the median and 90th percentile of the memory forecast's |error|."""
     sizes = [row for row in rows if row.case.memory_bytes and row.case.reading == "allocated"]
@@ -173,6 +183,16 @@ def _different(times: Sequence[float]) -> int:
 
 def _error(row: Priced, factor: float) -> float:
     return row.step_s * factor / (row.case.step_s or 1.0) - 1
+
+
+def _weighted(values: Sequence[float], weights: Sequence[float], share: float) -> float | None:
+    """The least value that, with all below it, has this share of the weight."""
+    passed, whole = 0.0, sum(weights)
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        passed += weight
+        if passed >= share * whole * (1 - 1e-12):
+            return value
+    return None
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:

@@ -10,10 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.published import __main__ as published
-from benchmarks.published.figures import families, memory_by_family
+from benchmarks.published.figures import families, memory_by_family, priced_as_plait
 from benchmarks.published.pricing import cases_of, price
 from benchmarks.published.reading import read_rows
-from benchmarks.published.scoring import fitted_errors, fitting_half, jobs, kendall_tau, scalar
+from benchmarks.published.scoring import fitted_errors, fitting_half, held_out_errors, jobs, kendall_tau, scalar
+from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.search.model_error import ERRORS_FILE
 
 HERE = Path(published.__file__).parent
@@ -43,6 +44,24 @@ def test_a_small_source_is_scored_unfitted_and_a_large_one_on_its_odd_half():
     factor = scalar(many)
     assert factor is not None
     assert len(fitted_errors(many, factor)) == sum(not fitting_half(row.case.id) for row in many)
+
+
+def test_held_out_errors_are_of_odd_halves_and_a_small_source_weighs_as_much_as_a_large_one():
+    few, many = source("fa"), source("meg21")
+    found = held_out_errors([*few, *many])
+    assert found["each_row"]["rows"] == sum(not fitting_half(row.case.id) for row in (*few, *many))
+    assert found["each_source"]["sources"] == 2
+    repeated = held_out_errors([*few * 99, *many])
+    assert repeated["each_source"] == found["each_source"]
+    assert repeated["each_row"]["p90"] != found["each_row"]["p90"]
+
+
+def test_the_same_rows_priced_as_plait_keep_their_work_and_take_plait_s_constants():
+    rows = source("meg21")
+    as_plait = priced_as_plait(rows)
+    assert [row.case.workload for row in as_plait] == [row.case.workload for row in rows]
+    assert {row.case.profile for row in as_plait} == {PLAIT_PROFILE}
+    assert any(one.step_s != other.step_s for one, other in zip(rows, as_plait, strict=True))
 
 
 def test_tau_counts_pairs_that_differ():

@@ -84,6 +84,8 @@ class TrainingRate:
     flops_per_s: float
     """Training FLOPs (6 for each parameter and token) per second, all devices together."""
     source: Literal["assumed", "forecast"]
+    size: str = ""
+    """The named size that trains at it, where plait has chosen one; empty: the size follows from the rate."""
     too_large: str = ""
     """The smallest named size that was found to fit no layout; empty where none was."""
 
@@ -128,7 +130,7 @@ def derive_run_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) 
         named = config.model.size != "auto"
         what = "20 tokens a parameter (Hoffmann 2022)" if named else "no model size or budget was asked for"
         why.append(f"budget {budget}: {what}")
-    chosen = _chosen_size(config, corpus, rate) if has_open_size(config, corpus) else None
+    chosen = chosen_size(config, corpus, rate) if has_open_size(config, corpus) else None
     found = _model_shape(config, chosen or config.model.size, vocabulary, corpus)
     run = _run_size(config, corpus, found.value, budget, rate)
     why += found.reasons
@@ -144,30 +146,50 @@ def has_open_size(config: RunConfig, corpus: CorpusFacts) -> bool:
     return corpus.base is None and config.model.size == "auto" and "auto" in (config.model.layers, config.model.width)
 
 
-def smaller_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> TrainingRate | None:
-    """The rate from which the next smaller size is derived; None where there is none, or the size is not plait's to
+def smaller_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> str:
+    """The next smaller named size than a rate leads to; empty where there is none, or the size is not plait's to
     choose."""
+    return _neighbour(config, corpus, rate, -1)
+
+
+def larger_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> str:
+    """The next larger named size, unless the text could not train it or it was found to fit no layout; else empty."""
+    larger = _neighbour(config, corpus, rate, 1)
+    is_useful = chosen_size(config, corpus, rate) != _largest_useful_size(config, corpus)
+    return larger if is_useful and larger != rate.too_large else ""
+
+
+def expected_loss(config: RunConfig, corpus: CorpusFacts, shape: ModelShape, tokens_per_s: float) -> float:
+    """What a time budget leaves of the loss that training can take away, by the law of repeated text."""
+    tokens = min(budget_of(config).value * tokens_per_s, published_rules.useful_tokens(corpus.train_tokens))
+    return published_rules.reducible_loss(parameter_count(shape), tokens, corpus.train_tokens)
+
+
+def _neighbour(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate, step: Literal[-1, 1]) -> str:
     if not has_open_size(config, corpus):
-        return None
-    chosen = _chosen_size(config, corpus, rate)
-    return None if chosen == next(iter(MODEL_SIZES)) else replace(rate, too_large=chosen)
-
-
-def _chosen_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> str:
-    """The named size that learns most within the budget, of those that fit."""
+        return ""
     sizes = list(MODEL_SIZES)
-    fitting = sizes[: sizes.index(rate.too_large)] if rate.too_large else sizes
-    vocabulary = fitting_vocabulary(config.model.vocabulary, corpus.vocabulary)
-    return nearest_size(_best_parameter_count(config, corpus, rate), vocabulary, among=fitting)
+    at = sizes.index(chosen_size(config, corpus, rate)) + step
+    return sizes[at] if 0 <= at < len(sizes) else ""
+
+
+def chosen_size(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> str:
+    """The named size that was chosen, or the one that should learn most at this rate."""
+    return rate.size or _nearest_size(config, corpus, _best_parameter_count(config, corpus, rate))
+
+
+def _largest_useful_size(config: RunConfig, corpus: CorpusFacts) -> str:
+    return _nearest_size(config, corpus, published_rules.useful_parameters(corpus.train_tokens))
+
+
+def _nearest_size(config: RunConfig, corpus: CorpusFacts, parameters: float) -> str:
+    return nearest_size(parameters, fitting_vocabulary(config.model.vocabulary, corpus.vocabulary))
 
 
 def _size_reason(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> str:
-    if rate.too_large:
-        return f"the largest that fits (no layout holds {rate.too_large}); a larger one would learn more"
-    best = _best_parameter_count(config, corpus, rate)
-    if best == published_rules.LEAST_FASTER_PARAMETERS:
-        return "the budget would suit a smaller one, but that would hardly train more tokens a second"
-    if best == published_rules.useful_parameters(corpus.train_tokens):
+    if rate.too_large and _neighbour(config, corpus, rate, 1) == rate.too_large:
+        return f"the largest that fits (no layout holds {rate.too_large})"
+    if chosen_size(config, corpus, rate) == _largest_useful_size(config, corpus):
         return f"more would learn nothing from {format_count(corpus.train_tokens)} tokens of text (Muennighoff 2023)"
     timed = f" and repeated text counts less, {rate}" if budget_of(config).unit == "seconds" else ""
     return f"learns most within the budget (20 tokens a parameter{timed})"
@@ -219,8 +241,7 @@ def _best_parameter_count(config: RunConfig, corpus: CorpusFacts, rate: Training
     budget, unique = budget_of(config), corpus.train_tokens
     if budget.unit == "seconds":
         flops = rate.flops_per_s * budget.value
-        best = published_rules.compute_optimal_parameters(flops=flops, unique_tokens=unique)
-        return max(best, min(published_rules.useful_parameters(unique), published_rules.LEAST_FASTER_PARAMETERS))
+        return published_rules.compute_optimal_parameters(flops=flops, unique_tokens=unique)
     parameters, flops = 1e6, 1e12
     for _ in range(50):  # size, FLOPs and batch depend on each other; this settles within a few rounds
         each = {"tokens": 1.0, "epochs": float(unique)}.get(budget.unit) or _batch_tokens(config, flops)

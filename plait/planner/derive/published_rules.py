@@ -34,9 +34,6 @@ LOSS_EXPONENT, LOSS_OF_PARAMETERS, LOSS_OF_TOKENS = 0.3527, 521.0, 1488.0
 REPEATS_DECAY, EXCESS_DECAY = 15.39, 5.31
 """Repeats of a text, and parameters beyond those that the text can train (in multiples of these), after which one more
 is worth 1/e of the first (the same source: R*_D and R*_N)."""
-LEAST_FASTER_PARAMETERS = 1.3e6
-"""Smaller models hardly train more tokens a second, as their steps go into attention, vocabulary and small operations:
-1.38M parameters took 15K tokens a second on two cores, 476K took 14K (docs/log.md)."""
 EXPECTED_MFU = 0.45
 """Share of the arithmetic peak that a first guess expects, before the step is measured."""
 
@@ -49,7 +46,7 @@ def compute_optimal_parameters(*, flops: float, unique_tokens: int) -> float:
     candidates = [largest * 1.05**-power for power in range(100)]
 
     def loss(parameters: float) -> float:
-        return _loss(parameters, min(flops / (6 * parameters), tokens), unique_tokens)
+        return reducible_loss(parameters, min(flops / (6 * parameters), tokens), unique_tokens)
 
     return min(candidates, key=loss)
 
@@ -65,7 +62,7 @@ def useful_parameters(unique_tokens: int) -> float:
     return (1 + 3 * EXCESS_DECAY) * unique_tokens / TOKENS_PER_PARAMETER
 
 
-def _loss(parameters: float, tokens: float, unique_tokens: int) -> float:
+def reducible_loss(parameters: float, tokens: float, unique_tokens: int) -> float:
     """What training can still take from the loss, by the law of repeated text (Muennighoff et al. 2023, equation 5)."""
     fresh = min(tokens, unique_tokens)
     trained = min(parameters, fresh / TOKENS_PER_PARAMETER)

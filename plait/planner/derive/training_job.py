@@ -45,7 +45,7 @@ class SizedJob:
 
     def holds_at(self, rate: TrainingRate) -> bool:
         """Whether the job would be the same at another rate: only a budget of time depends on how fast it is."""
-        return rate == self.rate or (self.job.budget.unit != "seconds" and rate.too_large == self.rate.too_large)
+        return rate == self.rate or (self.job.budget.unit != "seconds" and rate.size == self.rate.size)
 
 
 def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> SizedJob:

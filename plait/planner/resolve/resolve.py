@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from plait.model.shape import parameter_count
 from plait.model.weights import training_flops_per_token
@@ -30,8 +30,16 @@ from plait.planner.derive.intervals import (
     report_every_steps,
     steps_in_budget,
 )
-from plait.planner.derive.model_size import CorpusFacts, TrainingRate, smaller_size
-from plait.planner.derive.published_rules import REPEATS_DECAY
+from plait.planner.derive.model_size import (
+    CorpusFacts,
+    TrainingRate,
+    chosen_size,
+    expected_loss,
+    has_open_size,
+    larger_size,
+    smaller_size,
+)
+from plait.planner.derive.published_rules import REPEATS_DECAY, training_flops_of_weights
 from plait.planner.derive.resources import Resources
 from plait.planner.derive.training_job import SizedJob, rate_before_pricing
 from plait.planner.explain.changes import error_with_suggestions
@@ -77,14 +85,11 @@ def draft(
 ) -> Draft:
     """Everything but what waits for timed steps; a `begun` run's job is its plan's. Raises PlaitError.
 
-    A budget of time is sized twice: at the rate that such machines usually reach, then once more at the rate that the
-    chosen layout's forecast promises.
+    A budget of time is sized at the rate that such machines usually reach, then at those that forecasts promise.
     """
     resources = with_named_workers(config, resources)
-    found = _largest_that_fits(config, corpus, resources, begun, worth_measuring)
-    if rate := None if isinstance(begun, Plan) else forecast_rate(found.request, resources, found.layouts):
-        rate = replace(rate, too_large=found.rate.too_large)
-        found = _largest_that_fits(config, corpus, resources, rate, worth_measuring)
+    sizing = _Sizing(config=config, corpus=corpus, resources=resources, worth_measuring=worth_measuring)
+    found = sizing.sized(begun) if isinstance(begun, Plan) else sizing.by_forecast(begun)
     request, layouts = found.request, found.layouts
     machine, first = resources.machine, layouts[0]
     balance, saving = _balance(config, resources, first), checkpoint_every(config)
@@ -135,26 +140,66 @@ class _Sized:
     rate: TrainingRate
 
 
-def _largest_that_fits(
-    config: RunConfig,
-    corpus: CorpusFacts,
-    resources: Resources,
-    begun: Plan | SizedJob | TrainingRate | None,
-    worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]],
-) -> _Sized:
-    """The request with its layouts; where plait chooses the model's size, that of the largest model that fits. Raises
-    PlaitError, with what would help, where none does."""
-    rate = begun if isinstance(begun, TrainingRate) else rate_before_pricing(resources)
-    job = None if isinstance(begun, TrainingRate) else begun
-    while True:
-        request = request_of(config, corpus, resources, job, rate)
-        try:
-            return _Sized(request=request, layouts=worth_measuring(request), rate=rate)
-        except DoesNotFit as error:
-            smaller = None if isinstance(job, Plan) else smaller_size(config, corpus, rate)
-            if smaller is None:
-                raise error_with_suggestions(error, request.constraints, request.profile) from None
-            rate = smaller
+NextSize: TypeAlias = Callable[[RunConfig, CorpusFacts, TrainingRate], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizing:
+    """Finds the size of a recipe's job on some machines."""
+
+    config: RunConfig
+    corpus: CorpusFacts
+    resources: Resources
+    worth_measuring: Callable[[Request], tuple[WorkerLayout, ...]]
+
+    def sized(self, begun: Plan | SizedJob | None, rate: TrainingRate | None = None) -> _Sized:
+        """The request at this rate, with its layouts; where plait chooses the model's size and no layout holds that
+        one, the largest that fits. Raises PlaitError, with what would help, where none does."""
+        rate = rate or rate_before_pricing(self.resources)
+        while True:
+            request = request_of(self.config, self.corpus, self.resources, begun, rate)
+            try:
+                return _Sized(request=request, layouts=self.worth_measuring(request), rate=rate)
+            except DoesNotFit as error:
+                size = "" if isinstance(begun, Plan) else smaller_size(self.config, self.corpus, rate)
+                if not size:
+                    raise error_with_suggestions(error, request.constraints, request.profile) from None
+                rate = replace(rate, size=size, too_large=chosen_size(self.config, self.corpus, rate))
+
+    def by_forecast(self, begun: SizedJob | None) -> _Sized:
+        """The job sized by the forecast of its own steps, where its budget is a time and steps can be forecast."""
+        found = self.sized(begun)
+        if not (rate := self._own_rate(found)):
+            return found
+        if has_open_size(self.config, self.corpus):
+            rate = self._best_rate(found, rate, smaller_size) or self._best_rate(found, rate, larger_size) or rate
+        return self.sized(None, rate)
+
+    def _best_rate(self, found: _Sized, rate: TrainingRate, next_size: NextSize) -> TrainingRate | None:
+        """The rate of the best size in one direction, each at the rate that its own forecast promises, as small models
+        reach less of the machines' peak; None where already the first step there learns less."""
+        best, loss = None, self._expected_loss(found, rate)
+        while size := next_size(self.config, self.corpus, rate):
+            other = self.sized(None, replace(rate, size=size))
+            if other.rate.too_large == size:
+                return replace(rate, too_large=size)
+            rate = self._own_rate(other) or rate
+            if (other_loss := self._expected_loss(other, rate)) >= loss:
+                break
+            best, loss = rate, other_loss
+        return best
+
+    def _own_rate(self, found: _Sized) -> TrainingRate | None:
+        rate = forecast_rate(found.request, self.resources, found.layouts)
+        if rate is None or not has_open_size(self.config, self.corpus):
+            return rate
+        size = chosen_size(self.config, self.corpus, found.rate)
+        return replace(rate, size=size, too_large=found.rate.too_large)
+
+    def _expected_loss(self, found: _Sized, rate: TrainingRate) -> float:
+        shape = found.request.job.shape
+        tokens_per_s = rate.flops_per_s / training_flops_of_weights(shape)
+        return expected_loss(self.config, self.corpus, shape, tokens_per_s)
 
 
 def with_layout(plan: Plan, split: WorkerLayout) -> Plan:
