@@ -29,7 +29,7 @@ from plait.planner.resolve.resolve import draft, settle
 from plait.planner.resolve.worker_layouts import choose
 from plait.recipe.schema import RunConfig
 from plait.units import parse_amount
-from tests.matrix import few_fast
+from tests.matrix import few_fast, slow
 from tests.planner.machines import LAPTOP, PEAK_FLOPS, WEB, corpus, recipe
 
 MACHINES: Mapping[str, Callable[[], Resources]] = {
@@ -96,7 +96,11 @@ def test_a_size_that_plait_chooses_is_never_refused(tmp_path: Path, kilobytes: i
 
 @pytest.mark.parametrize(
     ("machine", "kilobytes", "budget"),
-    [("laptop", 5_000, "4 minutes"), ("4090", 500_000, "1 minute"), ("64xH100", 50_000_000, "5 minutes")],
+    [
+        slow(("laptop", 5_000, "4 minutes")),
+        ("4090", 500_000, "1 minute"),
+        slow(("64xH100", 50_000_000, "5 minutes")),
+    ],
 )
 def test_no_other_size_would_learn_more_at_its_own_forecast(
     tmp_path: Path, machine: str, kilobytes: int, budget: str
