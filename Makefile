@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all test-benchmarks test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -73,11 +73,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two parts run side by side, about equally long. Each prints its results when it is done.
 PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-commands test-pieces
 COMMANDS := tests/end_to_end tests/launch tests/data tests/commands tests/planner
-MARKED := not slow and not gpu
+MARKED := not slow and not gpu and not benchmark
 
 test: env-dev  ## what CI runs
 	$(BIN)/python -m pytest tests/architecture
-	@echo "the other tests, in two parts side by side: about half an hour on two cores"
+	@echo "the other tests, in two parts side by side: ten to twelve minutes on two cores"
 	+@$(PARTS)
 
 test-commands: env-dev
@@ -86,9 +86,12 @@ test-commands: env-dev
 test-pieces: env-dev
 	$(BIN)/python -m pytest -m "$(MARKED)" tests --ignore tests/architecture $(COMMANDS:%=--ignore %)
 
-test-all: env-dev  ## the long suites as well
+test-all: env-dev  ## the long suites as well, an hour or more on two cores
 	$(BIN)/python -m pytest tests/architecture
-	+@$(PARTS) MARKED="not gpu"
+	+@$(PARTS) MARKED="not gpu and not benchmark"
+
+test-benchmarks: env-dev  ## the benchmarks for GPUs, in small on a processor: before figures of one are published
+	$(BIN)/python -m pytest tests/benchmarks -m benchmark
 
 test-gpu: env-dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest tests -m gpu

@@ -70,6 +70,7 @@ def test_tau_counts_pairs_that_differ():
     assert kendall_tau([2.0, 1.0, 3.0], [1.0, 1.01, 3.0]) == 1  # the first two are too close to say
 
 
+@pytest.mark.slow
 def test_blank_cells_are_counted_and_every_row_is_priced():
     dense, blank = sample("vtrmulti-001")[0], sample("v6e-019")[0]
     assert (dense.case.guessed, blank.case.guessed) == (False, True)

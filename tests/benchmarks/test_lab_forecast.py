@@ -33,6 +33,7 @@ def test_all_products_of_degrees(hosts: int, count: int):
     assert all(prod(degrees.values()) == hosts and set(degrees) <= set(AXES) for degrees in found)
 
 
+@pytest.mark.slow
 def test_every_layout_is_tried_or_refused_with_a_reason(tmp_path: Path):
     found = told(case(4, batch_sequences=2), tmp_path)
     tried = {tuple(sorted((axis, d) for axis, d in one.layout.items() if axis in AXES)) for one in found.priced}
@@ -48,6 +49,7 @@ def test_layouts_differ_and_stand_in_order_of_their_price(tmp_path: Path):
     assert found.of(found.chosen).step_s
 
 
+@pytest.mark.slow
 def test_a_quick_lab_keeps_the_likeliest_layouts_and_the_planners_own(tmp_path: Path):
     whole = told(case(4), tmp_path)
     few = best_of(whole, 3)
@@ -55,6 +57,7 @@ def test_a_quick_lab_keeps_the_likeliest_layouts_and_the_planners_own(tmp_path: 
     assert few.priced[0] == whole.priced[0] and best_of(whole, None) is whole
 
 
+@pytest.mark.slow
 def test_each_layout_is_a_recipe_that_loads_and_says_it_all(tmp_path: Path):
     one = case(2, cores=(1.0, 0.5))
     for priced in told(one, tmp_path).priced:
@@ -68,6 +71,7 @@ def test_each_layout_is_a_recipe_that_loads_and_says_it_all(tmp_path: Path):
         assert config.train.batch_tokens == 8 * 128 and config.train.budget == "6 steps"
 
 
+@pytest.mark.slow
 def test_a_wide_road_makes_another_layout_the_fastest_and_the_crossing_is_foretold(tmp_path: Path):
     heavy = case(2, shape={"layers": 8, "width": 320, "heads": 8, "vocabulary": 2048}, sequence=256)
     narrow, wide = told(heavy, tmp_path, 1e7), told(heavy, tmp_path, 3e10)
@@ -86,6 +90,7 @@ def test_unequal_hosts_are_islands_of_their_own():
     assert rates == [8e10, 4e10] and cluster.n_devices == 2
 
 
+@pytest.mark.slow
 def test_unequal_hosts_also_get_a_pipeline_of_unequal_stages(tmp_path: Path):
     unequal = told(case(2, cores=(1.0, 0.5)), tmp_path)
     named = [one for one in unequal.priced if "stage_layers" in one.layout]

@@ -17,10 +17,10 @@ from benchmarks.processes import ROOT
 
 TRIED = [(name, size) for name in CONTENDERS for size in ("125M", "1B", "LoRA 8B")
          if ONLY_FOR.get(name, kind := "LoRA" if "LoRA" in size else "full") == kind]  # fmt: skip
+pytestmark = pytest.mark.benchmark
 FLAGS = argparse.Namespace(attention="any", peak_flops=1e9, smoke=True, timeout=300)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), TRIED)
 def test_every_contender_answers(name: str, size: str) -> None:
     if name == "Trainer":
@@ -34,7 +34,6 @@ def test_every_contender_answers(name: str, size: str) -> None:
     assert (found["planned_step_s"] is None) is (not name.startswith("plait"))
 
 
-@pytest.mark.slow
 def test_a_contender_that_fails_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONTENDERS, "torch loop", ("benchmarks.peers.gpu_loop", "--sequences", "-1"))
     failed: dict[str, str] = {}
@@ -42,7 +41,6 @@ def test_a_contender_that_fails_is_left_out_with_its_reason(monkeypatch: pytest.
     assert "Error" in failed["torch loop"]
 
 
-@pytest.mark.slow
 def test_all_sizes_take_their_turn_in_two_processes() -> None:
     command = [sys.executable, "-m", "benchmarks.one_gpu_brief", "--smoke"]
     told = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=900).stdout
@@ -52,7 +50,6 @@ def test_all_sizes_take_their_turn_in_two_processes() -> None:
         assert line.startswith(f"{program:14} {size:8}") and " ms " in line, line
 
 
-@pytest.mark.slow
 def test_every_setting_is_timed() -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_settings", "--smoke", "--rounds", "1"]
     told = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=900).stdout
@@ -72,7 +69,6 @@ def test_the_experiment_writes_each_result_as_it_comes(tmp_path: Path) -> None:
     assert rows[0]["plain, copy equal"] and max(errors) < 0.02  # bfloat16 beside float64
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lever", ["cudnn", "product weights", "fp8", "bf16 stream"])
 def test_every_lever_trains_a_step_like_plait_without_it(tmp_path: Path, lever: str) -> None:
     out, call = tmp_path / "results.jsonl", "2" if lever in ("fp8", "bf16 stream") else "1"

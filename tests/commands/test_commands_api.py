@@ -26,6 +26,7 @@ from plait.recipe.load import load_recipe
 from plait.run_folder import run_folder
 from plait.working_folder import WorkingFolder
 from tests.end_to_end.command import some_text
+from tests.matrix import few_fast
 
 RECIPE: Mapping[str, Any] = {
     "data": {"files": "play.txt"},
@@ -334,9 +335,10 @@ def test_overrides_are_a_list_or_a_dict(overrides: Any) -> None:
     assert plait.load_recipe(RECIPE, "train.budget=9 steps").train.budget == "9 steps"
 
 
-def test_files_are_a_list_or_a_single_one(place: Path) -> None:
+@pytest.mark.parametrize("kind", few_fast(["a path", "a text", "paths"], "a path"))
+def test_files_are_a_list_or_a_single_one(place: Path, kind: str) -> None:
     (place / "work" / "other.txt").write_text(some_text(60))
     file = place / "work" / "other.txt"
-    losses = [plait.evaluate("play", files, folder="work") for files in ([str(file)], str(file), file, [file])]
-    assert losses.count(losses[0]) == 4
+    files = {"a path": file, "a text": str(file), "paths": [file]}[kind]
+    assert plait.evaluate("play", files, folder="work") == plait.evaluate("play", [str(file)], folder="work")
     file.unlink()

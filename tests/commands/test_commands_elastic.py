@@ -105,6 +105,7 @@ def without_generations(run: RunFolder) -> list[LedgerLine]:
     return [replace(line, generation=0) for line in ledger_of(run)]
 
 
+@pytest.mark.slow
 def test_four_workers_become_two_three_and_four_again(server: ForkServer, tmp_path: Path) -> None:
     _, fixed, _ = trained(server, tmp_path / "fixed", 4, {})
     changes: dict[int, tuple[How, int]] = {6: ("lost", 2), 11: ("paused", 3), 16: ("paused", 4)}

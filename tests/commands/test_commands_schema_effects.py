@@ -113,9 +113,15 @@ def test_the_table_of_other_values_is_complete() -> None:
     assert SourceSection.model_fields.keys() == {"path", "weight", "field"}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all recipes, so that equal ones are planned once."""
+    return tmp_path_factory.mktemp("recipes")
+
+
 @pytest.mark.parametrize("key", sorted(OTHER_VALUES))
-def test_every_key_changes_what_it_is_about(tmp_path: Path, key: str) -> None:
-    base, other = base_recipe(tmp_path, key), changed_recipe(tmp_path, key)
+def test_every_key_changes_what_it_is_about(folder: Path, key: str) -> None:
+    base, other = base_recipe(folder, key), changed_recipe(folder, key)
     assert other != base, f"the table's value for {key} is that of the base recipe"
     expected = next((what for start, what in ELSEWHERE.items() if key.startswith(start)), "the plan")
     what = NOT_JUST_THERE.get(key, expected)

@@ -63,6 +63,7 @@ def test_a_text_is_learnt_but_for_the_end_before_it(recipe: Path) -> None:
     assert "packing" not in text
 
 
+@pytest.mark.slow
 def test_the_examples_that_are_counted_are_those_that_are_learnt_from(recipe: Path) -> None:
     long = {"messages": [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "one two " * 40}]}
     file = recipe.parent / "chats.jsonl"

@@ -15,6 +15,7 @@ from plait.planner.derive.model_size import CorpusFacts
 from plait.recipe.load import load_recipe
 from plait.screen.screen import SilentScreen
 from plait.working_folder import WorkingFolder
+from tests.matrix import slow
 from tests.planner.machines import recipe
 
 
@@ -52,9 +53,9 @@ def lines(count: int) -> list[str]:
     ("texts", "within"),
     [
         ({"small.txt": prose(0, 300_000)}, 0.05),
-        ({"large.txt": prose(0, 700_000), "other.md": prose(900_000, 100_000)}, 0.1),
-        ({"table.csv": "n,text\n" + "".join(f'{n},"{line}"\n' for n, line in enumerate(lines(14_000)))}, 0.1),
-        ({"rows.jsonl": "".join(json.dumps({"text": line, "x": 1}) + "\n" for line in lines(2000))}, 0.1),
+        slow(({"large.txt": prose(0, 700_000), "other.md": prose(900_000, 100_000)}, 0.1)),
+        slow(({"table.csv": "n,text\n" + "".join(f'{n},"{line}"\n' for n, line in enumerate(lines(14_000)))}, 0.1)),
+        slow(({"rows.jsonl": "".join(json.dumps({"text": line, "x": 1}) + "\n" for line in lines(2000))}, 0.1)),
     ],
 )
 def test_text_that_is_here_is_estimated_close_to_what_preparing_finds(

@@ -268,6 +268,7 @@ def test_degrees_that_are_not_named_are_one() -> None:
     assert layout.stage_layers == (4, 2) and layout.world_size == 2
 
 
+@pytest.mark.slow
 def test_here_compares_in_float32(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RECIPE)
     out = io.StringIO()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,25 +13,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from plait.custom.exact_norm.batch_norm import GlobalBatchNorm, convert_batch_norm
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from tests.custom.norm_entries import samples, small_net, tensors_after_two_steps
-from tests.entry_tables import entries_of
+from tests.shared_ranks import RanksOf
 
 NormalizeOn = Callable[[str, str, int], None]
 
 
 @pytest.fixture(scope="module")
-def norm_ranks() -> Iterator[NormalizeOn]:
+def norm_ranks() -> NormalizeOn:
     """Run an entry of norm_entries with an argument on so many ranks."""
-    preload = ("torch.distributed", "plait.custom.exact_norm.batch_norm")
-    with ForkServer(entries_of("tests.custom.norm_entries", preload=preload), threads=1) as server:
+    server = RanksOf("tests.custom.norm_entries")
 
-        def run(entry: str, argument: str, world_size: int) -> None:
-            job = Job(entry=entry, argument=argument, world_size=world_size, threads=1)
-            server.run(job, on_message=lambda message: None).require_finished()
+    def run(entry: str, argument: str, world_size: int) -> None:
+        job = Job(entry=entry, argument=argument, world_size=world_size, threads=1)
+        server.run(job, on_message=lambda message: None).require_finished()
 
-        yield run
+    return run
 
 
 @pytest.mark.parametrize("shares", [(5, 2), (3, 1, 8)])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from tests.custom.models import CASES
-from tests.entry_tables import entries_of
+from tests.shared_ranks import RanksOf
 
 TOLERANCE = 1e-10
 REPLICATE: dict[str, Any] = {"layout": "replicate", "shares": "equal", "accumulate": 1, "bucket_mib": 0.0001}
@@ -27,17 +25,15 @@ WAYS = [
     PARAMETERS,
     {**PARAMETERS, "shares": [1, 2], "accumulate": 2},
 ]
-QUICK = ["mlp", "tied", "frozen", "unused", "branches", "one_memory", "scalar"]
+QUICK = ["mlp", "tied", "unused", "scalar"]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    entries = entries_of("tests.custom.parity_entries", preload=("torch._dynamo", "tests.custom.parity_entries"))
-    with ForkServer(entries) as server:
-        yield server
+def server() -> RanksOf:
+    return RanksOf("tests.custom.parity_entries")
 
 
-def found_by(server: ForkServer, ranks: int, cases: list[str], ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def found_by(server: RanksOf, ranks: int, cases: list[str], ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def collect(message: Message) -> None:
@@ -56,17 +52,17 @@ def check(found: list[dict[str, Any]]) -> None:
     assert not [one for one in found if not one["error"] < TOLERANCE]
 
 
-def test_gradients_of_two_ranks_are_those_of_one(server: ForkServer) -> None:
+def test_gradients_of_two_ranks_are_those_of_one(server: RanksOf) -> None:
     check(found_by(server, 2, QUICK, WAYS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(set(CASES) - set(QUICK)))
-def test_gradients_of_every_kind_of_model(server: ForkServer, case: str) -> None:
+def test_gradients_of_every_kind_of_model(server: RanksOf, case: str) -> None:
     check(found_by(server, 2, [case], WAYS))
 
 
 @pytest.mark.slow
-def test_gradients_of_three_ranks_are_those_of_one(server: ForkServer) -> None:
+def test_gradients_of_three_ranks_are_those_of_one(server: RanksOf) -> None:
     three = [{**way, "shares": "equal" if isinstance(way["shares"], str) else [3, 1, 2]} for way in WAYS]
     check(found_by(server, 3, ["mlp", "deep", "tied", "encoder", "branches", "graph"], three))

@@ -13,10 +13,9 @@ from plait.custom.planning.measure import plan_program
 from plait.custom.planning.plan import MeasuredLayout, choose_measured
 from plait.custom.program import Program
 from plait.errors import PlaitError
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from tests.custom.verify_entries import loss_sum, planted_program, whole_batch
-from tests.entry_tables import entries_of
+from tests.shared_ranks import RanksOf
 
 MIB = 2.0**20
 
@@ -69,16 +68,16 @@ def test_the_plan_as_text() -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_workers_measure_every_layout_and_change_nothing() -> None:
     told: dict[int, dict[str, Any]] = {}
 
     def hear(message: Message) -> None:
         told[message.rank] = dict(message.values)
 
-    preload = ("torch.distributed", "plait.custom.planning.measure")
-    with ForkServer(entries_of("tests.custom.verify_entries", preload=preload), threads=1) as server:
-        job = Job(entry="plan_planted", argument="clean", world_size=2, threads=1)
-        server.run(job, on_message=hear).require_finished()
+    server = RanksOf("tests.custom.verify_entries")
+    job = Job(entry="plan_planted", argument="clean", world_size=2, threads=1)
+    server.run(job, on_message=hear).require_finished()
     assert told[0] == told[1]
     rows = told[0]["rows"]
     names = ["one worker", "replicate × 2", "shard optimizer × 2", "shard parameters × 2"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +11,33 @@ import torch
 from safetensors.torch import load_file
 
 from plait.errors import PlaitError, RunFailed
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
-from tests.entry_tables import entries_of
+from tests.matrix import few_fast
+from tests.shared_ranks import RanksOf
 
 LAYOUTS = ["replicate", "shard optimizer", "shard parameters"]
 ONE_QUICK = [pytest.param(layout, marks=[] if layout == "shard optimizer" else pytest.mark.slow) for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    preload = ("torch._dynamo", "tests.custom.run_entries", "plait.custom.strands.sharded_parameters")
-    with ForkServer(entries_of("tests.custom.run_entries", preload=preload)) as server:
-        yield server
+def server() -> RanksOf:
+    return RanksOf("tests.custom.run_entries")
 
 
-def told_by(server: ForkServer, entry: str, ranks: int, **asked: Any) -> list[dict[str, Any]]:
+def told_by(server: RanksOf, entry: str, ranks: int, **asked: Any) -> list[dict[str, Any]]:
     found: list[tuple[int, dict[str, Any]]] = []
     job = Job(entry=entry, argument=json.dumps(asked), world_size=ranks, threads=1)
     server.run(job, on_message=lambda message: found.append((message.rank, dict(message.values))))
     return [values for _, values in sorted(found, key=lambda pair: pair[0])]
 
 
-def trained(server: ForkServer, folder: Path, ranks: int, **asked: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(server: RanksOf, folder: Path, ranks: int, **asked: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     (told,) = told_by(server, "train", ranks, folder=str(folder), **asked)
     return [*told["losses"], told["held_out"]], load_file(folder / "weights.safetensors")
 
 
 @pytest.fixture(scope="module")
-def alone(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
+def alone(server: RanksOf, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
     return trained(server, tmp_path_factory.mktemp("alone"), 1, layout="replicate")
 
 
@@ -54,13 +51,13 @@ def check_equal(found: tuple[list[float], dict[str, torch.Tensor]], expected: An
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_has_the_numbers_of_one_process(server: ForkServer, tmp_path: Path, alone: Any, layout: str) -> None:
+def test_training_has_the_numbers_of_one_process(server: RanksOf, tmp_path: Path, alone: Any, layout: str) -> None:
     check_equal(trained(server, tmp_path, 2, layout=layout, shares=[1, 2], accumulate=2, recompute="full"), alone)
 
 
 @pytest.mark.parametrize("layout", ONE_QUICK)
 def test_a_run_resumes_to_the_bit_and_on_another_number_of_ranks(
-    server: ForkServer, tmp_path: Path, alone: Any, layout: str
+    server: RanksOf, tmp_path: Path, alone: Any, layout: str
 ) -> None:
     whole = trained(server, tmp_path, 2, layout=layout)
     saved = str(tmp_path / "saved")
@@ -73,7 +70,7 @@ def test_a_run_resumes_to_the_bit_and_on_another_number_of_ranks(
     check_equal(trained(server, tmp_path, 1, layout="replicate", resume=saved), alone, last=len(rest[0]))
 
 
-def test_a_rank_that_skips_a_step_is_told(server: ForkServer) -> None:
+def test_a_rank_that_skips_a_step_is_told(server: RanksOf) -> None:
     with pytest.raises(PlaitError, match="one of them skipped a step"):
         told_by(server, "skip_a_step", 2)
 
@@ -87,18 +84,18 @@ def test_a_rank_that_skips_a_step_is_told(server: ForkServer) -> None:
         pytest.param("run.plan", "replicate", marks=pytest.mark.slow),
     ],
 )
-def test_a_call_of_one_rank_alone_is_told(server: ForkServer, tmp_path: Path, call: str, layout: str) -> None:
+def test_a_call_of_one_rank_alone_is_told(server: RanksOf, tmp_path: Path, call: str, layout: str) -> None:
     words = f"calls run.step while another one calls {call};|calls {call} while another one calls run.step;"
     with pytest.raises(PlaitError, match=words.replace(".", r"\.")):
         told_by(server, "call_alone", 2, call=call, layout=layout, folder=str(tmp_path))
 
 
-def test_a_part_that_is_called_alone_is_told(server: ForkServer) -> None:
+def test_a_part_that_is_called_alone_is_told(server: RanksOf) -> None:
     with pytest.raises(PlaitError, match="without a call of the whole model"):
         told_by(server, "call_a_part", 2)
 
 
-def test_layouts_that_cannot_carry_a_program_say_so(server: ForkServer) -> None:
+def test_layouts_that_cannot_carry_a_program_say_so(server: RanksOf) -> None:
     first, second = told_by(server, "refuse", 2)
     assert first == second
     scalar, memory, whole, across = first["told"]
@@ -109,23 +106,23 @@ def test_layouts_that_cannot_carry_a_program_say_so(server: ForkServer) -> None:
 
 
 @pytest.mark.parametrize("layout", ONE_QUICK)
-def test_gradients_may_travel_rounded(server: ForkServer, layout: str) -> None:
+def test_gradients_may_travel_rounded(server: RanksOf, layout: str) -> None:
     (told,) = told_by(server, "travel", 2, layout=layout)
     assert 1e-5 < told["error"] < 1e-2
 
 
-def test_unlike_models_are_told(server: ForkServer) -> None:
+def test_unlike_models_are_told(server: RanksOf) -> None:
     with pytest.raises(PlaitError, match="have built unlike models"):
         told_by(server, "unlike_models", 2)
 
 
-def test_a_rank_that_raises_ends_the_others(server: ForkServer) -> None:
+def test_a_rank_that_raises_ends_the_others(server: RanksOf) -> None:
     with pytest.raises(RunFailed, match="no such label"):
         told_by(server, "worker_that_raises", 2)
 
 
-@pytest.mark.parametrize("kind", ["plain", "norms", pytest.param("shards", marks=pytest.mark.slow)])
-def test_a_slow_rank_gets_less(server: ForkServer, kind: str) -> None:
+@pytest.mark.parametrize("kind", few_fast(["plain", "norms", "shards"], "plain"))
+def test_a_slow_rank_gets_less(server: RanksOf, kind: str) -> None:
     first, second = told_by(server, "measured_shares", 2, kind=kind)
     assert first["sizes"][0] == second["sizes"][0] == 12
     assert first["shares"] == second["shares"]
@@ -134,7 +131,7 @@ def test_a_slow_rank_gets_less(server: ForkServer, kind: str) -> None:
     assert first["losses"] == second["losses"]
 
 
-def test_a_share_of_fewer_examples_than_parts_keeps_nobody_waiting(server: ForkServer, tmp_path: Path) -> None:
+def test_a_share_of_fewer_examples_than_parts_keeps_nobody_waiting(server: RanksOf, tmp_path: Path) -> None:
     first, second = told_by(server, "parts_of_a_small_share", 2)
     assert first == second and len(first["losses"]) == 3
     asked = {"layout": "shard parameters", "shares": [7, 1]}
@@ -142,13 +139,11 @@ def test_a_share_of_fewer_examples_than_parts_keeps_nobody_waiting(server: ForkS
     check_equal(few, trained(server, tmp_path, 2, **asked))
 
 
-def test_values_go_from_rank_to_rank(server: ForkServer) -> None:
+def test_values_go_from_rank_to_rank(server: RanksOf) -> None:
     assert told_by(server, "helpers", 2) == [{"ok": True}] * 2
 
 
-def test_a_batch_that_grows_warms_the_rate_up_and_a_timeline_has_all_workers(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_batch_that_grows_warms_the_rate_up_and_a_timeline_has_all_workers(server: RanksOf, tmp_path: Path) -> None:
     ((told),) = told_by(server, "grown_batch", 2, trace=str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     updates = [(event["tid"], event["args"]["step"]) for event in events if event["name"] == "update"]

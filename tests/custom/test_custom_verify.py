@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from plait.custom.group import alone
 from plait.custom.verifying.verify import verify_program
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from tests.custom.verify_entries import PLANTED, SHARES, planted_program, whole_batch
-from tests.entry_tables import entries_of
+from tests.shared_ranks import RanksOf
 
 Told = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    preload = ("torch.distributed", "plait.custom.verifying.verify")
-    with ForkServer(entries_of("tests.custom.verify_entries", preload=preload), threads=1) as started:
-        yield started
+def server() -> RanksOf:
+    return RanksOf("tests.custom.verify_entries")
 
 
 @pytest.fixture(scope="module")
-def verdicts(server: ForkServer) -> Told:
+def verdicts(server: RanksOf) -> Told:
     """Of every planted program, on two workers with unequal shares."""
     return verdicts_of(server, "replicate", list(PLANTED))
 
 
-def verdicts_of(server: ForkServer, layout: str, programs: list[str], shares: Sequence[int] = SHARES) -> Told:
+def verdicts_of(server: RanksOf, layout: str, programs: list[str], shares: Sequence[int] = SHARES) -> Told:
     told: dict[int, Told] = {}
 
     def hear(message: Message) -> None:
@@ -83,7 +80,7 @@ def test_what_changes_no_gradient_is_said_beside_the_proof(verdicts: Told, name:
     assert [sentence in remark for remark in verdicts[name]["remarks"]] == [True]
 
 
-def test_a_mean_is_named_where_each_worker_has_one_example(server: ForkServer) -> None:
+def test_a_mean_is_named_where_each_worker_has_one_example(server: RanksOf) -> None:
     told = verdicts_of(server, "replicate", ["mean", "clean"], shares=(1, 1))
     assert told["clean"]["ok"] and not told["clean"]["causes"]
     assert "loss_sum returns a mean" in " ".join(told["mean"]["causes"])
@@ -102,7 +99,7 @@ def test_one_worker_finds_what_two_halves_of_its_batch_show() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["shard optimizer", "shard parameters"])
-def test_sharded_layouts_are_verified_as_well(server: ForkServer, layout: str) -> None:
+def test_sharded_layouts_are_verified_as_well(server: RanksOf, layout: str) -> None:
     told = verdicts_of(server, layout, ["clean", "own batch norm", "dropout", "unused", "batch norm", "mean"])
     assert {name: one["ok"] for name, one in told.items()} == {
         "clean": True, "own batch norm": True, "dropout": True, "unused": True, "batch norm": False, "mean": False,

@@ -20,6 +20,7 @@ from plait.data.preparation.cuts import LONGEST_RUN, cut_into_pieces, split_long
 from plait.data.preparation.tokens import load_tokenizer, train_bpe
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError
+from tests.matrix import few_fast
 
 
 def dna(letters: int) -> str:
@@ -35,8 +36,8 @@ WITHOUT_SPACES = {
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT_SPACES)
-@pytest.mark.parametrize("front", ["", "An ordinary line.\nAnd "])
+@pytest.mark.parametrize("name", few_fast(WITHOUT_SPACES, "dna", "spaces"))
+@pytest.mark.parametrize("front", few_fast(["", "An ordinary line.\nAnd "], "An ordinary line.\nAnd "))
 def test_text_without_spaces_has_the_same_tokens_in_pieces_and_as_a_whole(name: str, front: str) -> None:
     tokenizer, text = load_tokenizer("gpt2"), front + WITHOUT_SPACES[name]
     blocks = (text[start : start + 70_001] for start in range(0, len(text), 70_001))
@@ -86,6 +87,7 @@ def prepare(folder: Path, text: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)
 
 
+@pytest.mark.slow
 def test_two_megabytes_of_one_letter_are_prepared(tmp_path: Path) -> None:
     said, error = prepare(tmp_path, "a" * 2_000_000).communicate(timeout=60)
     assert "ready " in said, error
@@ -94,7 +96,9 @@ def test_two_megabytes_of_one_letter_are_prepared(tmp_path: Path) -> None:
     assert tokenizer.decode(corpus.heldout[0].tokens[1:-1].tolist()) == "a" * 100_000
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), few_fast([(signal.SIGINT, 130), (signal.SIGTERM, 143)], (signal.SIGTERM, 143))
+)
 def test_a_signal_ends_the_training_of_a_tokenizer_at_once(tmp_path: Path, number: signal.Signals, code: int) -> None:
     began = prepare(tmp_path, dna(8_000_000))
     child = _child_that_works(began.pid)

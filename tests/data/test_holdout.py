@@ -22,6 +22,7 @@ from plait.data.preparation.prepare import DataRequest, prepare_corpus
 from plait.data.preparation.tokens import corpus_tokenizer
 from plait.data.shards import Corpus, Shard, open_corpus
 from plait.data.sources import Source
+from tests.matrix import slow
 
 
 def document(text: str) -> Document:
@@ -127,10 +128,10 @@ def test_a_cut_falls_between_paragraphs_or_lines() -> None:
     assert [part[0] for part in found.held if part not in long_lines] == [" "], "a line without end: between words"
 
 
-@pytest.mark.parametrize("fraction", [0.004, 0.05, 0.2, 0.5])
-def test_each_source_of_any_mixture_gives_its_share(fraction: float) -> None:
+@pytest.mark.parametrize(("fraction", "mixtures"), [(0.05, 1), *(slow((part, 6)) for part in (0.004, 0.05, 0.2, 0.5))])
+def test_each_source_of_any_mixture_gives_its_share(fraction: float, mixtures: int) -> None:
     draw = Random(f"mixture {fraction}")
-    for _ in range(6):
+    for _ in range(mixtures):
         sources = [
             [
                 lines(draw, 1 + int(draw.lognormvariate(draw.choice([4, 6, 9]), 1.5)))
@@ -145,6 +146,7 @@ def test_each_source_of_any_mixture_gives_its_share(fraction: float) -> None:
             assert share == pytest.approx(fraction, rel=0.06 if enough else 0.5, abs=0 if enough else 1) and share < 0.7
 
 
+@pytest.mark.slow
 def test_short_and_long_documents_of_one_source_are_held_out_alike() -> None:
     draw = Random(7)
     short, long = [lines(draw, 200) for _ in range(2000)], [lines(draw, 8000) for _ in range(2000)]
@@ -174,6 +176,7 @@ def test_texts_without_an_order_of_their_own_still_give_tails() -> None:
     assert sides(texts, chosen([texts], 0.0)).held == []
 
 
+@pytest.mark.slow
 def test_more_documents_than_can_be_listed_have_about_their_share_and_copies_elsewhere_agree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,6 +15,7 @@ from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_c
 from plait.data.shards import open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
+from tests.matrix import slow
 
 PROSE = "Some prose that is long enough to learn from. " * 200
 LATIN = "Füße. " * 50
@@ -153,8 +154,8 @@ CSV_CHATS = {
     ("name", "text"),
     [
         ("qa.csv", "User:\nWhat is 7?\n\nAssistant:\nIt is 7.<|endoftext|>"),
-        ("tuned.csv", "User:\nAdd\n\n7 + 1\n\nAssistant:\n8<|endoftext|>"),
-        ("replies.tsv", "User:\nSay 7\n\nAssistant:\n7!<|endoftext|>"),
+        slow(("tuned.csv", "User:\nAdd\n\n7 + 1\n\nAssistant:\n8<|endoftext|>")),
+        slow(("replies.tsv", "User:\nSay 7\n\nAssistant:\n7!<|endoftext|>")),
         ("plain.csv", "7 = 7<|endoftext|>"),
     ],
 )

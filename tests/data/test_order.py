@@ -134,6 +134,7 @@ def test_weights_are_kept_exactly_and_shuffled(
     assert 0.8 * expected < runs < 1.2 * expected
 
 
+@pytest.mark.slow
 def test_odd_weights_are_kept_to_one_slot_in_sixty_thousand() -> None:
     weights = (0.123456789, 0.3, 1.7)
     order = make_order(corpus(50, 60, 70, sources=(0, 1, 2), weights=weights), 1, 4)

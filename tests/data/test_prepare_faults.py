@@ -12,6 +12,7 @@ import pytest
 
 from plait.data.preparation.prepare import DataRequest, prepare_corpus
 from plait.data.sources import Source
+from tests.matrix import few_fast
 
 CHILD = """
 import json, os, signal, sys
@@ -73,6 +74,7 @@ run(on_progress)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokenizer", "stage", "done"),
     [
@@ -135,8 +137,8 @@ def killed_and_finished(folder: Path, file: Path, tokenizer: str, kill_at: int) 
     return made, begins[0]
 
 
-@pytest.mark.parametrize("tokenizer", ["plain", "bpe"])
-@pytest.mark.parametrize("part", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2, 3, 4, 6, 7, 8, 9))])
+@pytest.mark.parametrize("tokenizer", few_fast(["plain", "bpe"], "plain"))
+@pytest.mark.parametrize("part", few_fast(range(10), 5))
 def test_killed_at_ten_points_it_goes_on_from_there_with_the_same_shards(
     tmp_path: Path, text: str, tokenizer_folder: Path, tokenizer: str, part: int
 ) -> None:
@@ -152,6 +154,7 @@ def test_killed_at_ten_points_it_goes_on_from_there_with_the_same_shards(
     assert began_at > 0 or part < 3
 
 
+@pytest.mark.slow
 def test_killed_amid_many_documents_it_holds_out_the_same_of_each_source(
     tmp_path: Path, text: str, tokenizer_folder: Path
 ) -> None:
@@ -169,6 +172,7 @@ def test_killed_amid_many_documents_it_holds_out_the_same_of_each_source(
     assert source["heldout_bytes"] == pytest.approx(0.05 * source["text_bytes"], rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "note"])
 def test_what_a_killed_one_left_is_made_anew_where_it_is_damaged(
     tmp_path: Path, long_file: Path, tokenizer_folder: Path, damage: str

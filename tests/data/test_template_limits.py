@@ -14,6 +14,7 @@ import pytest
 from plait.data.conversations.chat_template import ChatTemplate, TemplateText
 from plait.data.conversations.examples import ChatExample, ChatMessage
 from plait.errors import PlaitError
+from tests.matrix import slow
 
 CHAT = [{"role": "user", "content": "Hi"}]
 EXAMPLE = ChatExample(
@@ -43,7 +44,7 @@ HARMFUL = {
 }
 
 
-@pytest.mark.parametrize("name", HARMFUL)
+@pytest.mark.parametrize("name", [slow(name) if name == "slice" else name for name in HARMFUL])
 def test_whatever_a_template_does_is_one_sentence(name: str) -> None:
     with pytest.raises(PlaitError) as raised:
         ChatTemplate(TemplateText(text=HARMFUL[name], where="there")).render(CHAT)
@@ -52,7 +53,8 @@ def test_whatever_a_template_does_is_one_sentence(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{{ 3 ** (10 ** 8) }}"]
+    "text",
+    [slow("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"), "{{ 3 ** (10 ** 8) }}"],
 )
 def test_a_loop_without_end_is_refused_with_the_chat_that_met_it(text: str) -> None:
     begin = time.process_time()
@@ -61,6 +63,7 @@ def test_a_loop_without_end_is_refused_with_the_chat_that_met_it(text: str) -> N
     assert time.process_time() - begin < 5, "the child's time is not ours"
 
 
+@pytest.mark.slow
 def test_a_template_that_was_ended_can_be_used_again() -> None:
     text = "{% if messages|length > 2 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate(TemplateText(text=text + "{% endif %}{{ messages[0].content }}", where="there"))

@@ -176,6 +176,7 @@ def test_a_checkpoint_of_another_model(place: Place, crippled: Callable[[str], P
     assert "this checkpoint has width 64, the recipe asks 32" in sentence
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_sampling(place: Place, reference: Callable[[int], str]) -> None:
     process = place.start("sample", reference(2), "--prompt", "Ka", "--tokens", "1000000")
     assert process.stdout is not None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.end_to_end.command import Place, ended, kill_group, wait_while_running
+from tests.end_to_end.conftest import RunWarm
 
 LINES = [
     {"step": 15, "shares": [5, 2], "reason": "rank 1 is 2.5 times slower than rank 0", "speeds": [5.0, 2.0]},
@@ -17,7 +18,8 @@ LINES = [
 
 
 def record(place: Place, name: str, more: str = "") -> None:
-    place.path(name).mkdir(parents=True)
+    place.path(name).parent.mkdir(mode=0o700, exist_ok=True)  # as a run would have made it, which other tests look at
+    place.path(name).mkdir()
     text = "".join(json.dumps(line) + "\n" for line in LINES)
     (place.path(name) / "shares.jsonl").write_text(text + more)
 
@@ -70,9 +72,9 @@ def test_kill_9_just_before_and_just_after_stages_are_cut_anew(place: Place) -> 
     assert place.manifest("cut") != place.manifest("uncut")  # other ranks hold other layers: so the lines were obeyed
 
 
-def test_a_line_that_cannot_be_obeyed_stops_the_run_before_it_begins(place: Place) -> None:
+def test_a_line_that_cannot_be_obeyed_stops_the_run_before_it_begins(place: Place, run_warm: RunWarm) -> None:
     record(place, "shared-wrong", more='{"step": 40, "shares": [3, 3], "reason": "", "speeds": []}\n')
-    refused = place.train("shared-wrong")
+    refused = run_warm(place, "train", "tiny.toml", "run.name=shared-wrong")
     assert refused.code == 2
     assert refused.sentence() == (
         "runs/shared-wrong/shares.jsonl shares 6 sequences among 2 from step 40 on, and the plan 7 among 2; "

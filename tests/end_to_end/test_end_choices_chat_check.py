@@ -63,6 +63,7 @@ def test_choices_that_cannot_be_asked_are_refused_before_training(place: Place) 
     assert not place.path("never").exists() or not (place.path("never") / "plan.json").exists()
 
 
+@pytest.mark.slow
 def test_chat_answers_each_line_by_the_template(place: Place, reference: Callable[[int], str]) -> None:
     place.copy_run(reference(2), "talker")
     refused = place.run("chat", "talker")

@@ -14,20 +14,23 @@ from plait.clusters.kubernetes import INPUT_FOLDER, WORK_FOLDER
 from plait.hosts.handshake import new_secret
 from tests.clusters.strict import documents, pod_specs
 from tests.end_to_end.command import Place, ended
+from tests.end_to_end.conftest import RunWarm
 
 EVEN = ("layout.shares=[4, 3]", 'balance.every="never"')
 ADDRESSES = {"jobset": "127.36.0.1", "trainjob": "127.36.0.2", "job": "127.36.0.3"}
 """A loopback address for each kind: all of them listen at the port that the manifest names."""
 
 
-def test_a_dry_run_needs_no_scheduler_and_prints_the_script_alone(place: Place, tmp_path: Path) -> None:
+def test_a_dry_run_needs_no_scheduler_and_prints_the_script_alone(
+    place: Place, tmp_path: Path, run_warm: RunWarm
+) -> None:
     words = ("submit", "tiny.toml", *EVEN, "--on", "slurm", "--cluster", "4x(1xserver)", "--nodes", "2")
-    shown = place.run(*words, "--dry-run", environment={"PATH": "/nowhere"})
+    shown = run_warm(place, *words, "--dry-run", PATH="/nowhere")
     assert shown.code == 0 and shown.out.startswith("#!/bin/bash\n") and "efficiency" in shown.err
-    kept = place.run(*words, "--out", str(tmp_path / "files"), environment={"PATH": "/nowhere"})
+    kept = run_warm(place, *words, "--out", str(tmp_path / "files"), PATH="/nowhere")
     assert kept.code == 0 and not kept.err and "written  " in kept.out
     assert (tmp_path / "files" / "tiny.sbatch").read_text() == shown.out
-    refused = place.run(*words, environment={"PATH": "/nowhere"})
+    refused = run_warm(place, *words, PATH="/nowhere")
     assert refused.code == 2 and "sbatch is not on this machine" in refused.sentence()
 
 

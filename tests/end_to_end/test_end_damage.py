@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.command import Place, ended
+from tests.end_to_end.conftest import RunWarm
 
 
 def flip_a_bit(file: Path) -> None:
@@ -14,7 +17,8 @@ def flip_a_bit(file: Path) -> None:
         same.write(content)
 
 
-def test_damage_ends_a_run_and_is_refused_by_the_next_commands(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_damage_ends_a_run_and_is_refused_by_the_next_commands(tmp_path: Path, run_warm: RunWarm) -> None:
     place = Place(tmp_path / "work")
     training = place.start_training("hurt", "train.budget=1000000 steps")
     assert training.stdout
@@ -28,6 +32,6 @@ def test_damage_ends_a_run_and_is_refused_by_the_next_commands(tmp_path: Path) -
     place.assert_nobody_left()
 
     for command in (("train", "tiny.toml", "run.name=hurt", "train.budget=1000000 steps"), ("data", "tiny.toml")):
-        refused = place.run(*command)
+        refused = run_warm(place, *command)
         assert refused.code == 2
         assert "(train-00000.bin is not what was written)" in refused.sentence()

@@ -115,6 +115,7 @@ def test_training_goes_on_while_the_disk_has_no_byte_left(small_disk: Path, plac
     assert here.manifest("full", 600) == place.manifest("whole", 600) and here.numbers("full") == place.numbers("whole")
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_while_saving(place: Place, reference: Callable[[int], str]) -> None:
     limited = place.train("limited", preexec_fn=limit_file_size)
     assert limited.code == 1

@@ -20,6 +20,7 @@ from plait.checkpoint.transfer import read_tensor, whole_slice, write_rank
 from plait.commands.evaluate import evaluate
 from plait.screen.terminal import TerminalScreen
 from tests.end_to_end.command import STEPS, Place, some_text
+from tests.end_to_end.conftest import RunWarm
 
 RECEIPT = {
     "steps", "tokens", "world_size", "layout", "train_loss", "eval_loss", "eval_nats_per_byte", "step_s_median",
@@ -33,6 +34,11 @@ RECEIPT = {
 }  # fmt: skip
 STEP_LINE = {"step", "tokens", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "mfu", "data_wait_s"}
 EVALUATION_LINE = {"step", "eval_loss", "eval_nats_per_byte"}
+
+
+def train(name: str, *more: str) -> tuple[str, ...]:
+    """The words of the command that goes on with a run."""
+    return ("train", "tiny.toml", f"run.name={name}", *more)
 
 
 @pytest.fixture
@@ -106,31 +112,33 @@ def test_nothing_in_the_manifest_tells_of_clock_host_path_or_name(place: Place, 
     assert len(json.loads(text)["rng"]) == 2
 
 
-def test_a_finished_run_asked_again_prints_its_receipt_and_writes_nothing(place: Place, name: str) -> None:
+def test_a_finished_run_asked_again_prints_its_receipt_and_writes_nothing(
+    place: Place, name: str, run_warm: RunWarm
+) -> None:
     def state() -> dict[str, tuple[int, bytes]]:
         files = [path for path in place.path(name).rglob("*") if path.is_file() and path.name != ".lock"]
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
     before = state()
-    again = place.train(name, "layout.replicate=2", "--verbose")
+    again = run_warm(place, *train(name, "layout.replicate=2", "--verbose"))
     assert again.code == 0 and not again.err
     assert "is finished" in again.out and f"{STEPS} steps" in again.out and "nats per token" in again.out
-    short, reasons = place.train(name, "layout.replicate=2"), place.train(name, "layout.replicate=2", "--why")
+    short, reasons = (run_warm(place, *train(name, "layout.replicate=2", *more)) for more in ((), ("--why",)))
     assert len(short.out.splitlines()) < 12 and "nats per byte held out" in short.out
     assert all(reason in reasons.out and reason not in short.out for reason in place.plan(name)["reasons"])
     assert state() == before
 
 
-def test_a_finished_run_is_refused_other_text(place: Place, name: str) -> None:
+def test_a_finished_run_is_refused_other_text(place: Place, name: str, run_warm: RunWarm) -> None:
     (place.folder / "other.txt").write_text(some_text(300, seed=2))
-    other, missing = (place.train(name, f"data.files={file}") for file in ("other.txt", "missing.txt"))
+    other, missing = (run_warm(place, *train(name, f"data.files={file}")) for file in ("other.txt", "missing.txt"))
     assert (other.code, missing.code) == (2, 2), (other, missing)
     changed = "the text is not what this run was begun with: other.txt is new, play.txt is gone; restore the files"
     assert other.sentence().startswith(changed)
     assert "no file matches " in missing.sentence() and "missing.txt" in missing.err
     moved = place.folder / "moved.txt"
     moved.write_bytes((place.folder / "play.txt").read_bytes())
-    again = place.train(name, f"data.files={moved}")
+    again = run_warm(place, *train(name, f"data.files={moved}"))
     assert again.code == 0 and "is finished" in again.out
 
 
@@ -143,9 +151,11 @@ def test_from_python_it_is_the_same(name: str, folder: Path, capfd: pytest.Captu
     assert plait.load_recipe("tiny.toml").run.name == "tiny"
 
 
-def test_sample_goes_on_with_the_prompt_and_the_same_seed_gives_the_same(place: Place, name: str, folder: Path) -> None:
+def test_sample_goes_on_with_the_prompt_and_the_same_seed_gives_the_same(
+    place: Place, name: str, folder: Path, run_warm: RunWarm
+) -> None:
     asked = ("sample", name, "--prompt", "Kalo mi", "--tokens", "24", "--seed", "5")
-    one = place.run(*asked)
+    one = run_warm(place, *asked)
     assert one.code == 0 and not one.err
     assert one.out.startswith("Kalo mi") and one.out.endswith("\n") and len(one.out) > len("Kalo mi") + 12
     assert one.out == "".join(plait.sample(name, "Kalo mi", tokens=24, seed=5)) + "\n"
@@ -217,6 +227,6 @@ def test_weights_that_are_not_finite_are_said_to_be_so(place: Place, name: str) 
     assert "scores are not finite: its run diverged" in sampled.sentence()
 
 
-def test_a_finished_run_refuses_a_layout_that_cannot_be(place: Place, name: str) -> None:
-    refused = place.train(name, "layout.replicate=1", "layout.tensor=3")
+def test_a_finished_run_refuses_a_layout_that_cannot_be(place: Place, name: str, run_warm: RunWarm) -> None:
+    refused = run_warm(place, *train(name, "layout.replicate=1", "layout.tensor=3"))
     assert refused.code == 2 and "tensor = 3" in refused.sentence()

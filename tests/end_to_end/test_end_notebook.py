@@ -80,6 +80,7 @@ def begun(place: Place, name: str, steps: int) -> Callable[[], bool]:
     return lambda: (place.path(name) / "metrics.jsonl").exists() and len(place.lines(name)) > steps
 
 
+@pytest.mark.slow
 def test_a_cell_trains_two_workers_with_one_output_that_changes(place: Place, kernel: Kernel) -> None:
     messages = kernel.run(TRAIN.format(name="cell", steps=20) + "; print(receipt.steps, receipt.world_size)")
     kinds = [one["msg_type"] for one in messages]

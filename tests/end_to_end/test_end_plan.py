@@ -78,6 +78,7 @@ def assert_close(place: Place, name: str, reference: str) -> None:
         assert mine == pytest.approx(other, rel=2e-4)
 
 
+@pytest.mark.slow
 def test_a_raised_budget_continues_and_another_machine_makes_a_new_plan(
     place: Place, reference: Callable[[int], str]
 ) -> None:

@@ -62,6 +62,7 @@ def fork_server(process: subprocess.Popen[str]) -> int:
     return next(int(pid) for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
+@pytest.mark.slow
 def test_killed_ranks_and_a_killed_fork_server_change_nothing(place: Place, reference: Callable[[int], str]) -> None:
     whole, name = reference(3), "recovers-3"
     process = place.start_training(name, "layout.replicate=3", *FASTER)
@@ -86,12 +87,15 @@ def test_killed_ranks_and_a_killed_fork_server_change_nothing(place: Place, refe
     place.assert_nobody_left()
 
 
-def test_status_says_where_the_time_went_and_which_samples_each_step_took(place: Place) -> None:
+def test_status_says_where_the_time_went_and_which_samples_each_step_took(
+    place: Place, reference: Callable[[int], str]
+) -> None:
     name = "told"
     process = place.start_training(name, *FASTER)
     wait_while_running(lambda: done_steps(place, name) > 13, process)
     os.kill(place.rank_process(name, 1), signal.SIGKILL)
     assert ended(process).code == 0
+    assert_same_end(place, name, reference(2))
     found = place.run("status", name, "--json", "--ledger")
     assert found.code == 0, found
     status = json.loads(found.out)

@@ -199,6 +199,7 @@ def assert_stopped(place: Place, name: str, process: subprocess.Popen[str], code
     return step
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder_at_once(place: Place, reference: Callable[[int], str]) -> None:
     whole, name = reference(2), "both"
     first = place.start_training(name)

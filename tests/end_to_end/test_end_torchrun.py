@@ -26,7 +26,12 @@ def test_two_workers_of_torchrun_give_the_same_bits(place: Place, reference: Cal
     assert place.manifest(name) == place.manifest(reference(2))
     assert f"{STEPS} steps" in run.out
     place.assert_nobody_left()
-    again = ended(start(place, name), within_s=60)
+
+
+@pytest.mark.slow
+def test_torchrun_is_told_that_a_run_is_finished(place: Place, reference: Callable[[int], str]) -> None:
+    place.copy_run(reference(2), "finished-before")
+    again = ended(start(place, "finished-before"), within_s=60)
     assert again.code == 0 and "is finished" in again.out
     place.assert_nobody_left()
 
@@ -122,6 +127,7 @@ def test_variables_that_contradict_each_other_are_one_sentence(place: Place) -> 
     place.assert_nobody_left()
 
 
+@pytest.mark.slow
 def test_where_rank_0_fails_the_others_end_with_it(place: Place) -> None:
     (place.folder / "tiny.toml").write_text("[data]\nfiles = 5\n")
     runs = [ended(each) for each in start_by_hand(place, "fails", {1: {}, 0: {}})]

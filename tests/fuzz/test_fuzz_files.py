@@ -66,7 +66,7 @@ SUBJECTS = {
         pattern=".plait/data/*/*.npy", command=("eval", "fuzzed"), mutate=byte_mutant, seen=True, many=0.1
     ),
 }
-FEW, MANY = 20, 900
+FEW, MANY = 10, 900
 """Cases for each subject in `make test`, and in `make test-all`."""
 
 

@@ -37,7 +37,7 @@ SUBJECTS = {
     "receipt, train": Resealed(pattern="runs/fuzzed/receipt.json", command=(*TRAIN, "--verbose")),
     "index, eval": Resealed(pattern=".plait/data/*/index.json", command=EVAL, many=0.5),
 }
-FEW, MANY = 15, 600
+FEW, MANY = 6, 600
 
 
 def resealed(text: bytes, name: str) -> bytes:

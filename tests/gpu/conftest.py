@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
-from tests.entry_tables import entries_of
+from tests.shared_ranks import RanksOf
 
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"))
 
@@ -32,21 +31,20 @@ def two_devices(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Iterator[RunRanks]:
+def run_ranks() -> RunRanks:
     """Runs an entry of rank_entries.py on so many ranks; answers each rank's last message."""
-    entries = entries_of("tests.gpu.rank_entries", preload=("torch._dynamo", "plait.trainer.worker"))
-    with ForkServer(entries, threads=1) as server:
+    server = RanksOf("tests.gpu.rank_entries")
 
-        def run(entry: str, argument: str, world_size: int) -> dict[int, dict[str, Any]]:
-            told: dict[int, dict[str, Any]] = {}
+    def run(entry: str, argument: str, world_size: int) -> dict[int, dict[str, Any]]:
+        told: dict[int, dict[str, Any]] = {}
 
-            def hear(message: Message) -> None:
-                told[message.rank] = dict(message.values)
+        def hear(message: Message) -> None:
+            told[message.rank] = dict(message.values)
 
-            server.run(Job(entry=entry, argument=argument, world_size=world_size, threads=1), on_message=hear)
-            return told
+        server.run(Job(entry=entry, argument=argument, world_size=world_size, threads=1), on_message=hear)
+        return told
 
-        yield run
+    return run
 
 
 @pytest.fixture(autouse=True)

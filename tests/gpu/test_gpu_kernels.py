@@ -27,7 +27,6 @@ from plait.probing.arithmetic import arithmetic_runs
 from plait.probing.request import model_probe_request
 from plait.probing.timing import SingleRank, TimingSetup, WallClock, gpu_clock, time_in_rounds
 from plait.trainer.loss import sum_of_losses
-from tests.matrix import few_fast
 
 SHAPE = ModelShape(layers=2, width=64, heads=4, kv_heads=2, head_width=16, ffn=128, vocabulary=96, sequence=64)
 ROWS, STEPS, STEPS_WITH_NEW_GRAPHS = 2, 12, 10
@@ -139,7 +138,8 @@ def gradients_of(model: GPT, device: torch.device, step: int) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize("recompute", few_fast(["none", "selective", "full"], "selective"))
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiled_layers_compute_the_same_in_two_graphs(device: torch.device, recompute: Recompute) -> None:
     """Whatever the number of documents: no graph break, at most two graphs, none after step 10."""
     counter = compiler_for(device)

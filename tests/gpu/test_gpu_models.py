@@ -16,7 +16,6 @@ from plait.model.parts.mixture import MixtureShape
 from plait.model.parts.objectives import ObjectivesShape
 from plait.model.shape import ModelShape, linear_layers
 from tests.gpu.conftest import RunRanks
-from tests.matrix import few_fast
 from tests.trainer.tiny import make_tiny, put
 
 Change = Callable[[ModelShape], ModelShape]
@@ -43,7 +42,8 @@ def losses(run_ranks: RunRanks, folder: Path, device: str, kind: str, **planned:
     return run_ranks("take_steps", json.dumps({"folder": str(folder), "steps": 3}), 1)[0]["losses"]
 
 
-@pytest.mark.parametrize("kind", few_fast(KINDS, "a mixture", "windows"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_of_layer_computes_there_what_it_does_here(
     run_ranks: RunRanks, tmp_path: Path, device: torch.device, kind: str
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_checkpoint_of_device_tensors_reads_back_to_the_bit(device: torch.devi
         assert torch.equal(read_tensor(final, manifest, name), tensor.cpu()), name
 
 
+@pytest.mark.slow
 def test_the_compiled_loss_is_the_loss_in_three_graphs_and_one_piece(device: torch.device) -> None:
     """Where two pieces are wanted, the memory of one is taken: on a GPU 2 bytes for a logit, and 2 for its gradient."""
     tokens, width, entries = (10_000, 64, 20_000) if device.type == "cuda" else (96, 64, 40_000)
@@ -96,6 +97,7 @@ def test_transfers_beside_the_arithmetic_see_its_results_and_are_seen(device: to
     assert torch.equal(numbers, torch.full_like(numbers, float(wanted)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["replicate", "shard"])
 def test_a_bucket_s_size_changes_no_number(
     run_ranks: RunRanks, tmp_path: Path, device: torch.device, layout: str

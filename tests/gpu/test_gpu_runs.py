@@ -41,7 +41,7 @@ def steps(run_ranks: RunRanks, folder: Path, device: str, ranks: int, *keys: str
     return run_ranks("take_steps", json.dumps({"folder": str(folder), "steps": 3}), ranks)[0]
 
 
-@pytest.mark.parametrize("layout", TOGETHER)
+@pytest.mark.parametrize("layout", few_fast(TOGETHER, "tensor"))
 def test_ranks_that_share_a_device_compute_what_one_does(
     run_ranks: RunRanks, tmp_path: Path, device: torch.device, layout: str
 ) -> None:
@@ -64,6 +64,7 @@ def test_a_pipeline_computes_what_one_device_does_however_many_receives_are_post
     assert run_ranks("take_steps", json.dumps(asked), 2)[0]["losses"] == pytest.approx(one["losses"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["optimizer", "parameters"])
 def test_shards_on_two_gpus_compute_what_one_device_does(
     run_ranks: RunRanks, tmp_path: Path, two_devices: str, what: str
@@ -78,6 +79,7 @@ def test_shards_on_two_gpus_compute_what_one_device_does(
     assert found["norms"] == pytest.approx(one["norms"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_rounded_arithmetic_trains_like_float32(run_ranks: RunRanks, tmp_path: Path, device: torch.device) -> None:
     exact, rounded = (
         steps(run_ranks, tmp_path / precision, device.type, 1, ALONE, precision=precision)
@@ -97,8 +99,8 @@ def test_a_checkpoint_from_the_device_brings_back_every_bit(
     assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6 if device.type == "cuda" else 0)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("documents", ["mask", "join"])
+@pytest.mark.parametrize("recompute", few_fast(["none", "selective", "full"], "selective"))
+@pytest.mark.parametrize("documents", few_fast(["mask", "join"], "join"))
 def test_no_step_waits_for_the_gpu(
     run_ranks: RunRanks, tmp_path: Path, device: torch.device, documents: Any, recompute: str
 ) -> None:

@@ -18,6 +18,7 @@ NO_DRIVER = not Path("/proc/driver/nvidia/version").exists() and shutil.which("n
 without_driver = pytest.mark.skipif(not NO_DRIVER, reason="this machine has an NVIDIA driver")
 
 
+@pytest.mark.slow
 @without_driver
 def test_without_a_driver_pytorch_s_index_gives_the_cpu_build_and_it_is_said_before(checkout: Checkout) -> None:
     checkout.offer("pypi", "2.15.0", "2.13.0")

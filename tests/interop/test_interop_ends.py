@@ -28,7 +28,7 @@ from plait.working_folder import WorkingFolder
 from tests.commands.test_commands_adapters import adapter_run
 from tests.commands.test_commands_export import saved_run
 from tests.interop.folders import write_model, write_tokenizer
-from tests.matrix import few_fast
+from tests.matrix import few_fast, slow
 from tests.plans import changed
 
 CHATML = (
@@ -121,11 +121,11 @@ def generated(model: Any, folder: Path, **how: Any) -> list[int]:
     ("eos", "generation", "ends"),
     [
         (END_OF_TEXT, None, [IM_END, END_OF_TEXT]),
-        (END_OF_TEXT, END_OF_TEXT, [IM_END, END_OF_TEXT]),
-        (65, None, [IM_END, 65, END_OF_TEXT]),
-        (65, [66, END_OF_TEXT], [IM_END, 66, END_OF_TEXT]),
-        (None, None, [IM_END, END_OF_TEXT]),
-        (IM_END, [IM_END, END_OF_TEXT], [IM_END, END_OF_TEXT]),
+        slow((END_OF_TEXT, END_OF_TEXT, [IM_END, END_OF_TEXT])),
+        slow((65, None, [IM_END, 65, END_OF_TEXT])),
+        slow((65, [66, END_OF_TEXT], [IM_END, 66, END_OF_TEXT])),
+        slow((None, None, [IM_END, END_OF_TEXT])),
+        slow((IM_END, [IM_END, END_OF_TEXT], [IM_END, END_OF_TEXT])),
     ],
 )
 def test_generate_stops_at_the_end_of_a_learnt_turn(

@@ -24,6 +24,7 @@ from plait.working_folder import WorkingFolder
 from tests.commands.test_commands_export import learns_chats, saved_run
 from tests.interop.folders import write_model
 from tests.interop.test_interop_peft import random_adapter, written
+from tests.matrix import slow
 
 SECRET = "a private sentence"
 READ_OR_COPIED = (
@@ -139,9 +140,9 @@ def umask(bits: int) -> Iterator[None]:
         os.umask(before)
 
 
-@pytest.mark.parametrize(("bits", "mode", "wanted"), [(0o022, 0o600, 0o600), (0o022, 0o644, 0o644),
+@pytest.mark.parametrize(("bits", "mode", "wanted"), [slow((0o022, 0o600, 0o600)), slow((0o022, 0o644, 0o644)),
                                                      (0o077, 0o644, 0o600), (0o022, 0o777, 0o644),
-                                                     (0o022, 0o444, 0o644)])  # fmt: skip
+                                                     slow((0o022, 0o444, 0o644))])  # fmt: skip
 def test_a_copy_is_no_more_open_than_its_source_and_than_new_files(
     bits: int, mode: int, wanted: int, tmp_path: Path
 ) -> None:

@@ -54,8 +54,8 @@ def in_pieces(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
     return list(chain.from_iterable(tokenizer.encode_pieces(pieces, before)))
 
 
-@pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("kind", PREFIXED)
+@pytest.mark.parametrize("name", few_fast(LONG, "play", "a run"))
+@pytest.mark.parametrize("kind", few_fast(PREFIXED, *PREFIXED[:2]))
 def test_long_text_has_the_tokens_of_the_uncut_text(kind: Kind, name: str, tmp_path: Path) -> None:
     tokenizer, text = loaded(tmp_path, kind), LONG[name]
     blocks = (text[start : start + 70_001] for start in range(0, len(text), 70_001))
@@ -70,7 +70,7 @@ PIECES = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", few_fast(PREFIXED, *PREFIXED[:2]))
+@pytest.mark.parametrize("kind", few_fast(PREFIXED, PREFIXED[0]))
 def test_every_cut_keeps_the_tokens_of_the_whole(kind: Kind, tmp_path: Path) -> None:
     tokenizer = loaded(tmp_path, kind)
 

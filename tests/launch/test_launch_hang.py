@@ -59,6 +59,7 @@ def test_a_stopped_rank_is_named_with_its_stack_and_ended(server: ForkServer) ->
     assert time.monotonic() - record.acted_at_s < 8
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_without_end_is_named(server: ForkServer) -> None:
     record = Record(2)
     error = hung(server, job("step_together", 2, argument="1"), record)

@@ -244,6 +244,7 @@ def test_hosts_answer_questions_also_during_a_job(three: _Hosts, tmp_path):
         members[0].ask(BREAK, Key(key="k"))
 
 
+@pytest.mark.slow
 def test_many_jobs_leave_nothing(three: _Hosts):
     def descriptors() -> list[int]:
         return [open_descriptors(pid) for pid in (os.getpid(), *(agent.pid for agent in three.agents))]
@@ -290,6 +291,7 @@ def test_a_killed_host_ends_the_job_everywhere_with_its_name(two: _Hosts):
         two.run(job("hello", 2), Record())
 
 
+@pytest.mark.slow
 def test_a_frozen_host_ends_the_job_everywhere_with_its_name(two: _Hosts):
     agent = two.agents[0]
     record = Record(2, lambda record: os.kill(agent.pid, signal.SIGSTOP))
@@ -302,6 +304,7 @@ def test_a_frozen_host_ends_the_job_everywhere_with_its_name(two: _Hosts):
     assert running(record.pids.values()) == []
 
 
+@pytest.mark.slow
 def test_a_lost_peer_is_explained_by_the_host_that_is_found_lost_later(two: _Hosts, tmp_path):
     agent, broken = two.agents[0], tmp_path / "broken"
 

@@ -177,6 +177,7 @@ def test_a_signal_to_the_whole_group_still_saves(alone: Callable[[str, int], _Al
     assert running(supervisor.pids) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_under_torchrun_a_signal_saves_and_kill_9_leaves_no_worker(number: signal.Signals):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

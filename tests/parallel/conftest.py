@@ -8,30 +8,28 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
-from tests.entry_tables import entries_of
+from tests.shared_ranks import RanksOf
 
 ReduceOn = Callable[..., dict[int, dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
-def reduce_on() -> Iterator[ReduceOn]:
+def reduce_on() -> ReduceOn:
     """Run an entry of reduce_entries on so many ranks, and return what each told."""
-    preload = ("torch.distributed", "plait.parallel.gradient_reducer")
-    with ForkServer(entries_of("tests.parallel.reduce_entries", preload=preload), threads=1) as server:
+    server = RanksOf("tests.parallel.reduce_entries")
 
-        def run(entry: str, world_size: int, argument: str = "") -> dict[int, dict[str, Any]]:
-            told: dict[int, dict[str, Any]] = {}
+    def run(entry: str, world_size: int, argument: str = "") -> dict[int, dict[str, Any]]:
+        told: dict[int, dict[str, Any]] = {}
 
-            def hear(message: Message) -> None:
-                told[message.rank] = dict(message.values)
+        def hear(message: Message) -> None:
+            told[message.rank] = dict(message.values)
 
-            job = Job(entry=entry, argument=argument, world_size=world_size, threads=1)
-            server.run(job, on_message=hear)
-            return told
+        job = Job(entry=entry, argument=argument, world_size=world_size, threads=1)
+        server.run(job, on_message=hear)
+        return told
 
-        yield run
+    return run
 
 
 @pytest.fixture

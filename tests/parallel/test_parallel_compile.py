@@ -187,6 +187,7 @@ def kept_per_layer(plan: Plan, what: Recompute, precision: str) -> list[Tensor]:
     return list(kept.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [slow("none"), "full", slow("selective")])
 def test_float32_documents_on_gpus_are_no_reason_to_compile_anew(plan: Plan, what: Recompute) -> None:
     """Without 16 bits there is no kernel for lengths: each document is attended to alone, outside the graphs."""

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
-from tests.entry_tables import entries_of
 from tests.matrix import few_fast
 from tests.parallel.context_entries import CASES, MODELS
+from tests.shared_ranks import RanksOf
 from tests.trainer.tiny import make_tiny
 
 ContextOn = Callable[..., list[dict[str, Any]]]
 
-PRELOAD = ("torch.distributed", "torch.utils._python_dispatch", "tests.parallel.context_entries")
-
 
 @pytest.fixture(scope="module")
-def context_on() -> Iterator[ContextOn]:
+def context_on() -> ContextOn:
     """Run an entry of context_entries on so many ranks, and return all that they told."""
-    with ForkServer(entries_of("tests.parallel.context_entries", preload=PRELOAD), threads=1) as server:
+    server = RanksOf("tests.parallel.context_entries")
 
-        def run(entry: str, world_size: int, argument: str = "") -> list[dict[str, Any]]:
-            told: list[dict[str, Any]] = []
+    def run(entry: str, world_size: int, argument: str = "") -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = []
 
-            def hear(message: Message) -> None:
-                told.append({"rank": message.rank, **message.values})
+        def hear(message: Message) -> None:
+            told.append({"rank": message.rank, **message.values})
 
-            job = Job(entry=entry, argument=argument, world_size=world_size, threads=1)
-            server.run(job, on_message=hear)
-            return told
+        job = Job(entry=entry, argument=argument, world_size=world_size, threads=1)
+        server.run(job, on_message=hear)
+        return told
 
-        yield run
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +58,8 @@ def test_lower_precision_joins_its_pieces_without_losing_more(context_on: Contex
         assert 1e-4 < max(one["errors"].values()) < 2e-2
 
 
-@pytest.mark.parametrize("ranks", few_fast([2, 4], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_whole_models_have_the_same_gradients(context_on: ContextOn, plan_path: str, ranks: int) -> None:
     told = context_on("gradients_of_model", ranks, plan_path)
     assert len(told) == ranks * len(MODELS)

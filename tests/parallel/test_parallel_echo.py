@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from plait.launch.local.run import run_job
 from plait.launch.values.job import Job
-from tests.entry_tables import entries_of
+from tests.shared_ranks import RanksOf
 
 LATE_S = 0.6
 
 
 def timed(ranks: int) -> dict[int, dict[str, float]]:
     told: dict[int, dict[str, float]] = {}
-    entries = entries_of("tests.parallel.echo_entries", preload=("torch.distributed", "plait.parallel.mesh"))
     job = Job(entry="time_messages", argument=str(LATE_S), world_size=ranks, threads=1)
-    run_job(job, entries, on_message=lambda message: told.update({message.rank: dict(message.values)}))
+    ranks = RanksOf("tests.parallel.echo_entries")
+    ranks.run(job, on_message=lambda message: told.update({message.rank: dict(message.values)}))
     return told
 
 

@@ -10,20 +10,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from plait.parallel.tied_embedding import rows_first_used
-from tests.entry_tables import entries_of
+from tests.matrix import few_fast
 from tests.parallel.ends_entries import RATE, STEPS, embedded, first_table, headed, tokens_of
+from tests.shared_ranks import RanksOf
 
 
-@pytest.mark.parametrize("micros", [4, 1])
+@pytest.mark.parametrize("micros", few_fast([4, 1], 4))
 def test_one_end_keeps_the_weight(tmp_path: Path, micros: int) -> None:
     asked = {"folder": str(tmp_path), "micros": micros}
     job = Job(entry="meet", argument=json.dumps(asked), world_size=2, threads=1)
-    entries = entries_of("tests.parallel.ends_entries", preload=("torch.distributed", "tests.parallel.ends_entries"))
-    with ForkServer(entries, threads=1) as server:
-        server.run(job, on_message=lambda _: None)
+    server = RanksOf("tests.parallel.ends_entries")
+    server.run(job, on_message=lambda _: None)
     embedding, head = (load_file(tmp_path / f"rank-{rank}.safetensors") for rank in range(2))
     wanted, table = _in_one_process(micros)
     for step in range(STEPS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import linear_layers
 from plait.model.weights import trained_weights
 from plait.planner.plan_file import read_plan
-from tests.entry_tables import entries_of
 from tests.parallel.precision import gradients_of, squared_errors
 from tests.parallel.shard_entries import alone_with
+from tests.shared_ranks import RanksOf
 from tests.trainer.tiny import make_tiny, put
 
 Launch = Callable[[Any, int], None]
@@ -50,12 +49,11 @@ Gradients = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
-def launch() -> Iterator[Launch]:
-    preload = ("torch._dynamo", "plait.trainer.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
-    with ForkServer(entries_of("tests.parallel.shard_entries", preload=preload), threads=1) as server:
-        yield lambda cases, ranks: server.run(
-            Job(entry="take_steps", argument=json.dumps(cases), world_size=ranks, threads=1), on_message=print
-        )
+def launch() -> Launch:
+    server = RanksOf("tests.parallel.shard_entries")
+    return lambda cases, ranks: server.run(
+        Job(entry="take_steps", argument=json.dumps(cases), world_size=ranks, threads=1), on_message=print
+    )
 
 
 @pytest.fixture(scope="module")

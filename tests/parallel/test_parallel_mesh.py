@@ -6,16 +6,19 @@ import json
 
 import pytest
 
-from plait.launch.local.run import run_job
 from plait.launch.values.job import Job, Message
-from tests.entry_tables import entries_of
+from tests.shared_ranks import RanksOf
 
 
-def axes_of_rank(rank: int, degrees: str, ranks: int) -> dict[str, float]:
+@pytest.fixture(scope="module")
+def server() -> RanksOf:
+    return RanksOf("tests.parallel.mesh_entries")
+
+
+def axes_of_rank(server: RanksOf, rank: int, degrees: str, ranks: int) -> dict[str, float]:
     told: dict[int, dict[str, float]] = {}
-    entries = entries_of("tests.parallel.mesh_entries", preload=("torch.distributed", "plait.parallel.mesh"))
     job = Job(entry="tell_axes", argument=degrees, world_size=ranks, threads=1)
-    run_job(job, entries, on_message=lambda message: told.update({message.rank: dict(message.values)}))
+    server.run(job, on_message=lambda message: told.update({message.rank: dict(message.values)}))
     return told[rank]
 
 
@@ -28,9 +31,11 @@ def axes_of_rank(rank: int, degrees: str, ranks: int) -> dict[str, float]:
         ("pipeline=2 shard=2", 4, (13, 3, 34, 3, 3), 3),
     ],
 )
-def test_axes_of_the_same_ranks_share_a_group(degrees: str, ranks: int, axes: tuple[int, ...], groups: int):
+def test_axes_of_the_same_ranks_share_a_group(
+    server: RanksOf, degrees: str, ranks: int, axes: tuple[int, ...], groups: int
+) -> None:
     """Of rank 2, or of the only one; ranks are told as digits that count from 1."""
-    told = axes_of_rank(min(ranks - 1, 2), degrees, ranks)
+    told = axes_of_rank(server, min(ranks - 1, 2), degrees, ranks)
     assert tuple(told[axis] for axis in ("pipeline", "replicate", "shard", "context", "tensor")) == axes
     assert told["groups"] == groups
     assert told["useless"] == (ranks > 1), "but for that of axes of size 1, which has no threads either, all work"
@@ -45,15 +50,14 @@ def test_axes_of_the_same_ranks_share_a_group(degrees: str, ranks: int, axes: tu
     ],
 )
 def test_nccl_connects_each_group_with_sums_when_it_is_made(
-    degrees: dict[str, int], sets: list[list[int]], own: dict[int, list[str]]
+    server: RanksOf, degrees: dict[str, int], sets: list[list[int]], own: dict[int, list[str]]
 ) -> None:
     """All ranks of one at the same point, so that none is left to connect in the middle of a backward pass."""
     told: dict[int, list[str]] = {}
-    entries = entries_of("tests.parallel.mesh_entries", preload=("torch.distributed", "plait.parallel.mesh"))
     job = Job(entry="connect_groups", argument=json.dumps([degrees, sets]), world_size=4, threads=1)
 
     def hear(message: Message) -> None:
         told[message.rank] = ["".join(map(str, ranks)) for ranks in message.values["groups"]]
 
-    run_job(job, entries, on_message=hear)
+    server.run(job, on_message=hear)
     assert {rank: told[rank] for rank in own} == own

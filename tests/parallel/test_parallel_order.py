@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
-from tests.entry_tables import entries_of
 from tests.matrix import few_fast
+from tests.shared_ranks import RanksOf
 from tests.trainer.tiny import make_tiny
 
 Line = tuple[str, bool]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    preload = ("torch._dynamo", "plait.trainer.worker", "torch.distributed.fsdp", "tests.parallel.order_entries")
-    with ForkServer(entries_of("tests.parallel.order_entries", preload=preload), threads=1) as started:
-        yield started
+def server() -> RanksOf:
+    return RanksOf("tests.parallel.order_entries")
 
 
-def noted_by_ranks(server: ForkServer, entry: str, argument: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def noted_by_ranks(server: RanksOf, entry: str, argument: dict[str, Any]) -> dict[int, dict[str, Any]]:
     told: dict[int, dict[str, Any]] = {}
     job = Job(entry=entry, argument=json.dumps(argument), world_size=4, threads=1)
     server.run(job, on_message=lambda message: told.__setitem__(message.rank, dict(message.values)))
@@ -34,7 +30,7 @@ def noted_by_ranks(server: ForkServer, entry: str, argument: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("transfer", few_fast(["float32", "bf16"], "bf16"))
 @pytest.mark.parametrize("stream", ["side", "host"])
-def test_no_wait_for_a_sum_lies_inside_a_backward_pass(server: ForkServer, stream: str, transfer: str) -> None:
+def test_no_wait_for_a_sum_lies_inside_a_backward_pass(server: RanksOf, stream: str, transfer: str) -> None:
     """Where streams wait, as on GPUs, each wait is beside the arithmetic; where a wait blocks, what is waited for is
     over."""
     noted = noted_by_ranks(server, "sum_split_buckets", {"stream": stream, "transfer": transfer})
@@ -52,7 +48,7 @@ def test_no_wait_for_a_sum_lies_inside_a_backward_pass(server: ForkServer, strea
             assert not [line for line in lines if line == ("wait", False)]
 
 
-def test_copies_of_split_rows_are_summed_while_backward_goes_on(server: ForkServer, tmp_path: Path) -> None:
+def test_copies_of_split_rows_are_summed_while_backward_goes_on(server: RanksOf, tmp_path: Path) -> None:
     make_tiny(tmp_path, "model.layers=4", precision="float64")
     layout = {"replicate": 2, "shard": 2, "shard_what": "parameters"}
     case = {"folder": str(tmp_path), "name": "order", "layout": layout, "plan": {"micro_sequences": 7}}

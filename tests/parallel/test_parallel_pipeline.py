@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
@@ -14,14 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from plait.layout import Schedule
 from plait.model.linear import Linear
 from plait.parallel.pipeline import DeferredGradients, defer_in
-from tests.entry_tables import entries_of
-from tests.matrix import few_fast
 from tests.parallel.pipeline_entries import Case, micros_of, plain_gradients
+from tests.shared_ranks import RanksOf
 
 Found = list[dict[str, Tensor]]
 """What each rank left."""
@@ -54,19 +52,18 @@ def wanted_for(case: Case) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCases]:
+def run_cases(tmp_path_factory: pytest.TempPathFactory) -> RunCases:
     """Run an entry of pipeline_entries with these cases on so many ranks."""
-    preload = ("torch.distributed", "tests.parallel.pipeline_entries")
-    with ForkServer(entries_of("tests.parallel.pipeline_entries", preload=preload), threads=1) as server:
+    server = RanksOf("tests.parallel.pipeline_entries")
 
-        def run(entry: str, ranks: int, cases: list[Case]) -> list[Found]:
-            folder = tmp_path_factory.mktemp("pipeline")
-            argument = json.dumps({"folder": str(folder), "cases": [asdict(case) for case in cases]})
-            server.run(Job(entry=entry, argument=argument, world_size=ranks, threads=1), on_message=lambda _: None)
-            paths = [[folder / f"case-{n}-rank-{r}.safetensors" for r in range(ranks)] for n in range(len(cases))]
-            return [[load_file(path) for path in of_case] for of_case in paths]
+    def run(entry: str, ranks: int, cases: list[Case]) -> list[Found]:
+        folder = tmp_path_factory.mktemp("pipeline")
+        argument = json.dumps({"folder": str(folder), "cases": [asdict(case) for case in cases]})
+        server.run(Job(entry=entry, argument=argument, world_size=ranks, threads=1), on_message=lambda _: None)
+        paths = [[folder / f"case-{n}-rank-{r}.safetensors" for r in range(ranks)] for n in range(len(cases))]
+        return [[load_file(path) for path in of_case] for of_case in paths]
 
-        yield run
+    return run
 
 
 def added(found: Found) -> dict[str, Tensor]:
@@ -89,7 +86,8 @@ def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     )
 
 
-@pytest.mark.parametrize("ranks", few_fast([2, 3, 4], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_schedule_and_cut_gives_one_process_gradients(run_cases: RunCases, ranks: int) -> None:
     cases = cases_of(ranks)
     for case, found in zip(cases, run_cases("run_cases", ranks, cases), strict=True):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from plait.layout import Layout, equal_share
 from plait.model.shape import ModelShape
 from plait.parallel.tensor import kv_places, stream_rows
 from plait.partition.boxes import kv_heads_of, weight_boxes
-from tests.entry_tables import entries_of
+from tests.matrix import few_fast
+from tests.shared_ranks import RanksOf
 from tests.trainer.tiny import make_tiny
 
 Told = dict[int, list[dict[str, Any]]]
@@ -57,30 +57,27 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCases]:
+def run_cases(tmp_path_factory: pytest.TempPathFactory) -> RunCases:
     """Run an entry of tensor_entries on so many ranks, over micro-batches of ten tokens in rows of five."""
     folder = tmp_path_factory.mktemp("tensor")
     make_tiny(folder, precision="float64", sequence=5, micro_sequences=2)
-    entries = entries_of("tests.parallel.tensor_entries", preload=("torch._dynamo", "plait.trainer.worker"))
-    with ForkServer(entries, threads=1) as server:
+    server = RanksOf("tests.parallel.tensor_entries")
 
-        def run(entry: str, ranks: int, cases: list[Any]) -> Told:
-            told: Told = {rank: [] for rank in range(ranks)}
+    def run(entry: str, ranks: int, cases: list[Any]) -> Told:
+        told: Told = {rank: [] for rank in range(ranks)}
 
-            def hear(message: Message) -> None:
-                told[message.rank].append(dict(message.values))
+        def hear(message: Message) -> None:
+            told[message.rank].append(dict(message.values))
 
-            argument = json.dumps({"folder": str(folder), "cases": cases})
-            job = Job(entry=entry, argument=argument, world_size=ranks, threads=1)
-            server.run(job, on_message=hear)
-            return told
+        argument = json.dumps({"folder": str(folder), "cases": cases})
+        job = Job(entry=entry, argument=argument, world_size=ranks, threads=1)
+        server.run(job, on_message=hear)
+        return told
 
-        yield run
+    return run
 
 
-@pytest.mark.parametrize(
-    "ranks", [ranks if ranks == 4 else pytest.param(ranks, marks=pytest.mark.slow) for ranks in CASES]
-)
+@pytest.mark.parametrize("ranks", few_fast(CASES, 2))
 def test_any_shape_gives_the_numbers_of_one_process(ranks: int, run_cases: RunCases) -> None:
     told = run_cases("compare", ranks, CASES[ranks])
     for rank, outcomes in told.items():

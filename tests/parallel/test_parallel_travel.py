@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
-from tests.entry_tables import entries_of
 from tests.matrix import few_fast
 from tests.parallel.reduce_entries import Branches
 from tests.parallel.shard_entries import alone_with
 from tests.parallel.test_parallel_reduce import gradient
 from tests.parallel.test_parallel_shard import whole_of
+from tests.shared_ranks import RanksOf
 from tests.trainer.tiny import make_tiny
 
 ROUNDING = 2.0**-7
@@ -75,16 +74,15 @@ def test_split_sums_are_rounded_and_weights_are_not(reduce_on, tmp_path: Path, w
 
 
 @pytest.fixture(scope="module")
-def launch() -> Iterator[Callable[[list[dict[str, Any]], int], None]]:
+def launch() -> Callable[[list[dict[str, Any]], int], None]:
     """Let so many ranks take the steps of these cases."""
-    preload = ("torch._dynamo", "plait.trainer.worker", "torch.distributed.fsdp", "tests.parallel.shard_entries")
-    with ForkServer(entries_of("tests.parallel.shard_entries", preload=preload), threads=1) as server:
+    server = RanksOf("tests.parallel.shard_entries")
 
-        def run(cases: list[dict[str, Any]], world_size: int) -> None:
-            job = Job(entry="take_steps", argument=json.dumps(cases), world_size=world_size, threads=1)
-            server.run(job, on_message=lambda message: None)
+    def run(cases: list[dict[str, Any]], world_size: int) -> None:
+        job = Job(entry="take_steps", argument=json.dumps(cases), world_size=world_size, threads=1)
+        server.run(job, on_message=lambda message: None)
 
-        yield run
+    return run
 
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
@@ -104,7 +102,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", few_fast(LAYOUTS, 2))
 def test_every_layout_s_gradients_are_right_to_a_rounding(launch, tmp_path: Path, world_size: int) -> None:
     make_tiny(tmp_path, "model.tied=true", precision="float64")
     shared = {"folder": str(tmp_path), "name": "rounded", "steps": STEPS}

@@ -45,6 +45,12 @@ EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "pipeline × shard": ("llama", Layout(pipeline=2, stage_layers=(3, 5), shard=2)),
 }
 
+EACH_KIND = (
+    "replicate", "shard", "shard parameters", "tensor", "context", "pipeline, unequal", "pipeline, tied", "interleaved",
+    "zero-bubble", "pipeline × shard",
+)  # fmt: skip
+"""The layouts that `make test` tries: each kind of parallelism, each schedule, and a mix."""
+
 UNEQUAL: dict[str, tuple[str, Layout, tuple[int, ...]]] = {
     "replicate": ("gpt2", Layout(replicate=2), (3, 1)),
     "shard": ("qwen2", Layout(shard=2), (3, 1)),

@@ -24,12 +24,13 @@ from plait.planner.search.validity import check_layout
 from plait.recipe.load import parse_config
 from plait.trainer.assemble import assemble
 from plait.workers import ForkedWorkers
+from tests.matrix import few_fast
 from tests.parity.cases import ADAPTED_EVERY_DAY, ADAPTED_LONG, ADAPTED_UNEQUAL, adapted
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "adapters"}})
 
 
-@pytest.mark.parametrize("name", ADAPTED_EVERY_DAY)
+@pytest.mark.parametrize("name", few_fast(ADAPTED_EVERY_DAY, "replicate", "zero-bubble"))
 def test_an_adapter_learns_what_it_learns_in_one_process(name: str, workers: ForkedWorkers) -> None:
     check(*ADAPTED_EVERY_DAY[name], workers)
 

@@ -22,6 +22,7 @@ from plait.recipe.load import parse_config
 from plait.trainer.first_weights import fill_first_weights
 from plait.workers import ForkedWorkers
 from tests.interop.random_models import random_model
+from tests.matrix import few_fast
 from tests.parity.cases import FAMILIES, YARN
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "weights"}})
@@ -43,14 +44,13 @@ LONG: dict[str, tuple[ModelShape, Layout]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_DAY)
 def test_a_layout_begins_with_the_weights_of_the_folder(name: str, workers: ForkedWorkers, tmp_path: Path) -> None:
     check(*EVERY_DAY[name], workers, tmp_path / "model")
 
 
-@pytest.mark.parametrize(
-    "name", ["parameters", *(pytest.param(name, marks=pytest.mark.slow) for name in EVERY_DAY if name != "parameters")]
-)
+@pytest.mark.parametrize("name", few_fast(EVERY_DAY, "parameters"))
 def test_rows_for_new_tokens_begin_as_the_mean_on_every_layout(
     name: str, workers: ForkedWorkers, tmp_path: Path
 ) -> None:

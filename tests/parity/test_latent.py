@@ -81,6 +81,7 @@ def check(kind: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, 
     assert set(product(("gradient", "sgd", "adamw"), weight_sizes(plan.job.shape))) <= compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_DAY)
 def test_latent_attention_is_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     check(*EVERY_DAY[name], workers)

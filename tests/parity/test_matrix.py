@@ -15,25 +15,26 @@ from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 from plait.workers import ForkedWorkers
 from tests.matrix import few_fast
-from tests.parity.cases import EVERY_DAY, FAMILIES, LONG, UNEQUAL, UNEQUAL_LONG, pairs
+from tests.parity.cases import EACH_KIND, EVERY_DAY, FAMILIES, LONG, UNEQUAL, UNEQUAL_LONG, pairs
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}})
 SGD = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}, "optimizer": {"kind": "sgd", "lr": 0.1}})
 
 
-@pytest.mark.parametrize("name", EVERY_DAY)
+@pytest.mark.parametrize("name", few_fast(EVERY_DAY, *EACH_KIND))
 def test_layout_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     family, layout = EVERY_DAY[name]
     check(family, layout, workers)
 
 
-@pytest.mark.parametrize("name", few_fast(EVERY_DAY, "shard parameters"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY_DAY)
 def test_sgd_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     family, layout = EVERY_DAY[name]
     check(family, layout, workers, config=SGD)
 
 
-@pytest.mark.parametrize("name", few_fast(UNEQUAL, "shard parameters", "replicate × pipeline"))
+@pytest.mark.parametrize("name", few_fast(UNEQUAL, "shard parameters"))
 def test_unequal_shares_compute_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     family, layout, shares = UNEQUAL[name]
     check(family, layout, workers, shares)

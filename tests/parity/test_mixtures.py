@@ -19,6 +19,7 @@ from plait.partition.boxes import ranks_splitting
 from plait.planner.search.validity import check_layout
 from plait.recipe.schema import DataSection, RunConfig
 from plait.workers import ForkedWorkers
+from tests.matrix import few_fast
 from tests.parity.cases import LLAMA
 
 CONFIG = RunConfig(data=DataSection(files="nothing.txt"))
@@ -121,7 +122,7 @@ SHARED_OUT: tuple[Layout, ...] = (
 """With experts shared out among the ranks that see different tokens."""
 
 
-@pytest.mark.parametrize("name", EVERY_DAY)
+@pytest.mark.parametrize("name", few_fast(EVERY_DAY, "expert"))
 def test_a_mixture_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     check(*EVERY_DAY[name], workers)
 

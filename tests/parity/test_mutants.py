@@ -102,6 +102,7 @@ def test_without_a_patch_adapters_are_proven(degree: str, call_mutant: CallMutan
     assert call_mutant(None, "verdict_of_adapter", {degree: 2})["ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("patch", "code"), [("mean-of-each-rank", 1), (None, 0)])
 def test_verify_ends_with_the_verdict(patch: str | None, code: int, tmp_path: Path) -> None:
     folder = mutated_copy(MUTANTS / f"{patch}.patch" if patch else None, tmp_path)

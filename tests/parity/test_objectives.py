@@ -83,6 +83,7 @@ def test_a_mutant_of_objectives_is_caught(patch: Path, call_mutant: CallMutant) 
     assert call_mutant(patch, "error_of_objectives") > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_DAY)
 def test_objectives_are_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     check(*EVERY_DAY[name], workers)

@@ -11,6 +11,7 @@ from plait.commands.verifying.small_model import shrunk_plan
 from plait.layout import Layout
 from plait.recipe.load import parse_config
 from plait.workers import ForkedWorkers
+from tests.matrix import few_fast
 from tests.parity.cases import FAMILIES
 from tests.parity.conftest import CallMutant
 from tests.parity.packed_case import WAYS, largest_error, losses_and_gradients
@@ -49,7 +50,7 @@ def test_a_mutant_of_packing_is_caught(patch: Path, call_mutant: CallMutant) -> 
     assert call_mutant(patch, "error_of_packing") > 1e-4
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", few_fast(QUICK, "pipeline × context"))
 def test_a_layout_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     check(*QUICK[name], workers)
 

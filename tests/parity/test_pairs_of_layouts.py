@@ -13,6 +13,7 @@ from plait.layout import Layout
 from plait.model.shape import ModelShape
 from plait.recipe.load import parse_config
 from plait.workers import ForkedWorkers
+from tests.matrix import few_fast
 from tests.parity.cases import FAMILIES, adapted
 from tests.parity.conftest import CallMutant
 from tests.parity.mutate import MUTANTS
@@ -38,14 +39,12 @@ BY_LAYOUT = {
     "mean-of-each-rank": ("unequal", MUTANTS),
     "everybody-counts-alike": ("unequal", MUTANTS),
 }
-"""Mutants that one process does not show: each with a layout, and where it lies."""
+"""Mutants that one process does not show: each with a layout, and where it lies. Those of MUTANTS die in
+test_mutants.py each time, and with pairs in `make test-all`."""
 
-QUICK: dict[str, tuple[ModelShape, Layout, tuple[int, ...]]] = {
-    "replicate, unequal": (adapted("llama"), Layout(replicate=2), (3, 1)),
-    "context × tensor, full": (FAMILIES["qwen2"], Layout(context=2, tensor=2), ()),
-}
 LONG: dict[str, tuple[ModelShape, Layout, tuple[int, ...]]] = {
     "replicate": (adapted("gpt2"), Layout(replicate=3), ()),
+    "context × tensor, full": (FAMILIES["qwen2"], Layout(context=2, tensor=2), ()),
     "shard": (adapted("qwen2", variant="rslora"), Layout(shard=2, recompute="full"), ()),
     "shard parameters": (adapted("llama"), Layout(shard=4, shard_what="parameters"), ()),
     "shard parameters, full": (FAMILIES["gpt2"], Layout(shard=2, shard_what="parameters"), ()),
@@ -91,21 +90,18 @@ def test_a_mutant_of_the_loss_is_caught(name: str, call_mutant: CallMutant) -> N
     assert call_mutant(PAIR_MUTANTS / f"{name}.patch", "error_of_pairs") > 1e-4
 
 
-@pytest.mark.parametrize("name", BY_LAYOUT)
+@pytest.mark.parametrize(
+    "name", few_fast(BY_LAYOUT, *(name for name, (_, folder) in BY_LAYOUT.items() if folder == PAIR_MUTANTS))
+)
 def test_a_mutant_of_its_sums_is_caught(name: str, call_mutant: CallMutant) -> None:
     layout, folder = BY_LAYOUT[name]
     scope = "all" if name == "every-tensor-rank-counts-pairs" else "gradients"  # margins come with the last step
     assert not call_mutant(folder / f"{name}.patch", "verdict_of_pairs", layout, scope)["ok"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", few_fast(LAYOUTS, "context"))
 def test_without_a_mutant_these_layouts_are_right(name: str, workers: ForkedWorkers) -> None:
     check(adapted("llama"), *LAYOUTS[name], workers)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_a_layout_learns_what_one_process_learns(name: str, workers: ForkedWorkers) -> None:
-    check(*QUICK[name], workers)
 
 
 @pytest.mark.slow

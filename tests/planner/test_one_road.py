@@ -23,7 +23,6 @@ from plait.planner.resolve.request import request_of
 from plait.planner.resolve.resolve import draft, settle
 from plait.probing.survey import resources_of, survey_machine, survey_machines
 from plait.working_folder import CURRENT_FOLDER
-from tests.matrix import slow
 from tests.planner.hosts import probed
 from tests.planner.machines import EIGHT_H100, LAPTOP, ONE_H100, PEAK_FLOPS, SERVER, recipe, without_reasons
 
@@ -130,7 +129,8 @@ def test_given_the_same_cluster_and_lessons_the_plans_are_equal(
     assert comparable(paper) == comparable(settle(config, run, without_reasons(run.layouts)))
 
 
-@pytest.mark.parametrize("speeds", [slow(((1.0, 1.0),)), (1.0, 0.5)])
+@pytest.mark.slow
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)])
 def test_given_the_same_probe_the_plans_are_equal(speeds: tuple[float, ...], tmp_path: Path) -> None:
     cluster, config = probed(*speeds), recipe(tmp_path, *RECIPES[5])
     paper = on_paper(cluster)

@@ -15,6 +15,7 @@ from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.resolve.resolve import draft
 from plait.planner.search.host_choice import natural_subsets
+from tests.matrix import few_fast
 from tests.planner.hosts import probed
 from tests.planner.machines import EIGHT_H100, PEAK_FLOPS, PLAYS, recipe
 
@@ -44,11 +45,11 @@ def test_a_machine_alone_is_chosen_where_both_together_take_longer(tmp_path: Pat
     assert "between the machines it would be worth using all of them" in text
 
 
-def test_all_devices_are_used_where_they_make_a_step_shorter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cluster", few_fast(["2x(8xA100)+400G", "8xH100", "1x4090+1x3090+400G"], "8xH100"))
+def test_all_devices_are_used_where_they_make_a_step_shorter(cluster: str, tmp_path: Path) -> None:
     config = recipe(tmp_path, "model.size=350M", "train.budget=7B tokens")
-    for cluster in ("2x(8xA100)+400G", "8xH100", "1x4090+1x3090+400G"):
-        report = make_plan_report(config, on_paper(read_cluster(cluster)), top=3)
-        assert report.search.left_out is None and report.plan.world_size == read_cluster(cluster).n_devices
+    report = make_plan_report(config, on_paper(read_cluster(cluster)), top=3)
+    assert report.search.left_out is None and report.plan.world_size == read_cluster(cluster).n_devices
 
 
 def test_of_equal_devices_fewer_are_taken(tmp_path: Path) -> None:

@@ -251,8 +251,6 @@ FORETOLD = [
 """Settings of layouts, optimizers and models of two workers."""
 FORETOLD_FAST = [
     ("shard=2 shard_what=parameters micro_sequences=2", "float32"),
-    ("tensor=2 micro_sequences=4", "bf16"),
-    ("pipeline=2 schedule=1f1b micro_sequences=2 vocabulary=2500", "float32"),
 ]
 
 

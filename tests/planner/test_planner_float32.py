@@ -111,6 +111,7 @@ def test_a_rank_multiplies_as_the_plan_says_whatever_came_before() -> None:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", ["0", "1"])
 def test_the_plan_s_choice_wins_over_a_container_s(override: str) -> None:
     """NVIDIA's containers switch TF32 on by a variable that torch reads when it is loaded."""

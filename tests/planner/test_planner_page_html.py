@@ -158,6 +158,7 @@ def drawings() -> list[Drawing]:
     return [picture.drawing for picture in shown if picture.drawing]
 
 
+@pytest.mark.slow
 def test_every_figure_stays_inside_its_room_at_any_width(drawings: list[Drawing]) -> None:
     """Places and lengths are shares of the room: nothing is as wide as some screen, and nothing reaches out of it."""
     assert len(drawings) == 4 + 5 + 5

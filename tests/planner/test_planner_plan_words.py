@@ -33,6 +33,7 @@ from plait.units import (
     power_of_ten,
     slower_text,
 )
+from tests.matrix import few_fast
 from tests.planner.machines import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +118,7 @@ def test_the_command_that_installs_can_be_pasted_and_is_that_of_the_tool_which_m
     assert installing("pyarrow") in [installing_by("pyarrow", tool, sys.executable) for tool in ("pip", "uv")]
 
 
-@pytest.mark.parametrize("columns", [80, 60])
+@pytest.mark.parametrize("columns", few_fast([80, 60], 60))
 def test_lines_break_between_words_and_never_inside_an_amount(tmp_path: Path, columns: int) -> None:
     config = recipe(tmp_path, *SMALL)
     reports = [make_plan_report(config, on_paper(read_cluster(text)), top=8) for text in ("8x4090", "2x(8xA100)+400G")]

@@ -19,6 +19,7 @@ from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.stage_partition import HeadPlaces
 from plait.planner.problem.workload import Workload
+from tests.matrix import few_fast
 
 ON_GPUS = PLAIT_PROFILE
 ON_PROCESSORS = PLAIT_PROFILE.for_cluster(read_cluster("laptop"))
@@ -74,7 +75,7 @@ def test_what_every_rank_keeps_is_what_the_walk_through_its_actions_finds(schedu
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", few_fast(["none", "full"], "none"))
 def test_no_rank_holds_more_than_the_one_that_is_told(schedule: Schedule, virtual: int, recompute: str) -> None:
     for layers, micros in uneven_pipelines(schedule, virtual):
         ranks = len(layers) // virtual

@@ -52,7 +52,7 @@ CASES = {
     "512xh100": ("512xH100", "70B", 8192, 512, "15T tokens"),
     "16384xh100": ("16384xH100", "405B", 8192, 2048, "15.6T tokens"),
 }
-FAST = ("laptop-and-desktop", "two-office-pcs", "8x4090", "two-nodes-of-a100", "8xh100", "64xmi300x")
+FAST = ("laptop-and-desktop", "8x4090", "two-nodes-of-a100")
 SMALL = [name for name in CASES if name != "16384xh100"]
 
 

@@ -88,7 +88,10 @@ def next_plan(config: RunConfig, corpus: Corpus, workers: Processor) -> Plan:
     return make_plan(config, corpus, workers.site, workers, fresh=False, say=lambda _: None)
 
 
-@pytest.mark.parametrize(("bf16_s", "precision"), [(0.5, "bf16"), (0.79, "bf16"), (0.82, "float32"), (2.0, "float32")])
+@pytest.mark.parametrize(
+    ("bf16_s", "precision"),
+    few_fast([(0.5, "bf16"), (0.79, "bf16"), (0.82, "float32"), (2.0, "float32")], (0.79, "bf16"), (0.82, "float32")),
+)
 def test_bf16_is_taken_where_a_whole_step_gains_a_quarter(
     tmp_path: Path, corpus: Corpus, bf16_s: float, precision: str
 ) -> None:
@@ -108,7 +111,7 @@ def test_bf16_is_timed_with_the_layout_that_was_fastest(tmp_path: Path, corpus: 
     assert plan.step_s == 0.5 and plan.world_size > 1
 
 
-@pytest.mark.parametrize("spoilt", [{2: 3.0}, {3: 3.0}, {2: 0.3}, {3: 0.3}])
+@pytest.mark.parametrize("spoilt", few_fast([{2: 3.0}, {3: 3.0}, {2: 0.3}, {3: 0.3}], {2: 0.3}))
 def test_a_disturbed_round_does_not_decide(tmp_path: Path, corpus: Corpus, spoilt: dict[int, float]) -> None:
     for bf16_s, precision in ((0.7, "bf16"), (0.9, "float32")):
         workers = Processor(LAPTOP, bf16_s=bf16_s)

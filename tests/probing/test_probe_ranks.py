@@ -121,6 +121,7 @@ def test_what_a_person_sees_of_it(told: dict[str, Any], tmp_path: Path, monkeypa
     assert shown == [(15, 100, "timing")]
 
 
+@pytest.mark.slow
 def test_a_layers_time_holds_no_finding_of_pages(server: ForkServer) -> None:
     shape = explicit_shape(layers=2, width=128, vocabulary=256, sequence=256)
     request = model_probe_request(shape, sequence=256, sequences=16, device="cpu", precision="float32", threads=1)
@@ -167,6 +168,7 @@ def test_the_table_tells_it_to_people(told: dict[str, Any]) -> None:
     assert all(len(line) < 200 for line in text.splitlines())
 
 
+@pytest.mark.slow
 def test_two_hosts_are_measured_inside_and_between(server: ForkServer) -> None:
     messages: list[Message] = []
     request = replace(small_request(), messages=(2**10, 2**16))

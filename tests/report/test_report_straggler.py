@@ -11,6 +11,7 @@ import pytest
 from plait.report.steadiness import LAG_STEPS, LEAST_USUAL_VALUES, WINDOW_STEPS, Series
 from plait.report.straggler import RankTimes, Watch
 from plait.report.straggler_words import FindingKind, StragglerFinding, begin_words
+from tests.matrix import few_fast
 
 TWO, FOUR, PAIRS = ("a", "b"), ("a", "b", "c", "d"), ("a", "a", "b", "b")
 WITHIN_STEPS = 20
@@ -106,7 +107,7 @@ def test_a_healthy_run_accuses_nobody(hosts, speeds, noise):
     assert not accused, accused[0][1].sentence
 
 
-@pytest.mark.parametrize("factor", [2.0, 3.3])
+@pytest.mark.parametrize("factor", few_fast([2.0, 3.3], 2.0))
 @pytest.mark.parametrize("kind", ["device", "link", "data"])
 def test_who_holds_a_run_up_is_named_in_time(kind, factor):
     """40 trials of each kind and degree, in which the noise, the place and the step differ; 95 % must be right."""

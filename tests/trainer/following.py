@@ -7,19 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job
 from plait.layout import Layout
-from tests.entry_tables import entries_of
+from tests.shared_ranks import RanksOf
 from tests.trainer.tiny import make_tiny
 
-FOLLOWING = entries_of("tests.trainer.balance_entries", preload=("torch._dynamo", "plait.trainer.worker"))
-"""What the fork server of these tests is started with."""
 
-
-def follow(server: ForkServer, folder: Path, layout: Layout, runs: Sequence[dict[str, Any]], *overrides: str) -> None:
+def follow(folder: Path, layout: Layout, runs: Sequence[dict[str, Any]], *overrides: str) -> None:
     """Runs of one plan in one process group; each rank leaves a file of each (balance_entries.py)."""
     make_tiny(folder, *overrides, layout=layout)
     argument = json.dumps({"folder": str(folder), "runs": runs})
     job = Job(entry="follow", argument=argument, world_size=layout.world_size, threads=1)
-    server.run(job, on_message=lambda _: None)
+    RanksOf("tests.trainer.balance_entries").run(job, on_message=lambda _: None)

@@ -53,6 +53,7 @@ def test_where_a_rank_cannot_write_all_hear_of_it_and_the_next_save_goes_well(
     verify_checkpoint(checkpoints / "step-2")
 
 
+@pytest.mark.slow
 def test_a_rank_whose_refusal_arrives_nowhere_holds_nobody_up(run_ranks, folder: Path, tmp_path: Path) -> None:
     """As on a host with a folder of its own, whose disk is full: rank 0 waited a minute for its part, and all waited
     for rank 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plait.launch.local.run import ForkServer
 from plait.layout import Layout
 from plait.planner.plan import HostShare
 from plait.report.shares_file import read_shares
@@ -32,27 +31,19 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def follow() -> Iterator[Follow]:
+def follow() -> Follow:
     """Carry out runs in one process group; returns what rank 0 left of each."""
-    with ForkServer(following.FOLLOWING, threads=1) as server:
 
-        def run(folder: Path, layout: Layout, *runs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-            batch = f"train.batch_tokens={8 * BATCH}"
-            following.follow(server, folder, layout, runs, batch, "layout.micro_sequences=4")
-            return [load_file(folder / f"run-{number}-0") for number in range(len(runs))]
+    def run(folder: Path, layout: Layout, *runs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        batch = f"train.batch_tokens={8 * BATCH}"
+        following.follow(folder, layout, runs, batch, "layout.micro_sequences=4")
+        return [load_file(folder / f"run-{number}-0") for number in range(len(runs))]
 
-        yield run
+    return run
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "replicate",
-        pytest.param("shard parameters", marks=pytest.mark.slow),
-        pytest.param("shard the optimizer's state", marks=pytest.mark.slow),
-        pytest.param("two pipelines", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replicate", "shard parameters", "shard the optimizer's state", "two pipelines"])
 def test_a_slow_rank_gets_less_and_more_again_when_it_recovers(tmp_path: Path, follow: Follow, name: str) -> None:
     layout = LAYOUTS[name]
     slow = [SLOW if layout.data_parallel_rank(rank) else FAST for rank in range(layout.world_size)]

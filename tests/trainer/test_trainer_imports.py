@@ -64,19 +64,21 @@ def told(server: ForkServer, folder: Path, named: tuple[str, ...], *, needs: boo
     return answers, bool(modules_needed(plan))
 
 
-@pytest.mark.parametrize("layout", few_fast(WITHOUT, *list(WITHOUT)[:2]))
+@pytest.mark.parametrize("layout", few_fast(WITHOUT, "one rank"))
 def test_a_plain_plan_never_meets_it(server: ForkServer, tmp_path: Path, layout: str) -> None:
     answers, needed = told(server, tmp_path, WITHOUT[layout], needs=True)
     assert not needed and all(not one["after"] for one in answers)
 
 
-@pytest.mark.parametrize("layout", few_fast(PIPELINES, *list(PIPELINES)[:1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", PIPELINES)
 def test_ranks_of_a_pipeline_find_what_autograd_asks(server: ForkServer, tmp_path: Path, layout: str) -> None:
     answers, needed = told(server, tmp_path, PIPELINES[layout], needs=True)
     assert needed and all(one["before"] == one["after"] == ["sympy"] for one in answers)
 
 
-@pytest.mark.parametrize("layout", few_fast(WITH, *list(WITH)[:2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", WITH)
 def test_ranks_that_meet_it_find_it_there(server: ForkServer, tmp_path: Path, layout: str) -> None:
     without, needed = told(server, tmp_path, WITH[layout], needs=False)
     assert needed and all("torch._dynamo" not in one["before"] and "torch._dynamo" in one["after"] for one in without)

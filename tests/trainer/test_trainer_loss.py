@@ -154,6 +154,7 @@ def test_under_autocast_the_loss_works_in_the_products_precision() -> None:
     assert hidden.grad is not None and hidden.grad.dtype == head.grad.dtype == total.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_the_scores_never_exist_at_once() -> None:
     tokens, vocabulary = 4096, 8192
     hidden = torch.randn(tokens, 16, requires_grad=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plait.launch.local.run import ForkServer
 from plait.layout import Layout
 from plait.report.shares_file import read_shares
 from plait.trainer.balance import move_layers
-from tests.trainer.following import FOLLOWING, follow
+from tests.matrix import few_fast
+from tests.trainer.following import follow
 
 Runs = Callable[..., list[list[dict[str, torch.Tensor]]]]
 BATCH = 12
@@ -33,17 +33,16 @@ CUTS = {2: ([5, 1], [2, 4]), 3: ([1, 4, 1], [3, 1, 2])}
 
 
 @pytest.fixture(scope="module")
-def take() -> Iterator[Runs]:
+def take() -> Runs:
     """Carry out runs in one process group; returns what every rank left of each."""
-    with ForkServer(FOLLOWING, threads=1) as server:
 
-        def run(folder: Path, layout: Layout, overrides: tuple[str, ...], *runs: dict[str, Any]) -> Any:
-            asked = (f"train.batch_tokens={8 * BATCH}", "layout.micro_sequences=2", *PLAIN, *overrides)
-            follow(server, folder, layout, runs, *asked)
-            ranks = range(layout.world_size)
-            return [[load_file(folder / f"run-{number}-{rank}") for rank in ranks] for number in range(len(runs))]
+    def run(folder: Path, layout: Layout, overrides: tuple[str, ...], *runs: dict[str, Any]) -> Any:
+        asked = (f"train.batch_tokens={8 * BATCH}", "layout.micro_sequences=2", *PLAIN, *overrides)
+        follow(folder, layout, runs, *asked)
+        ranks = range(layout.world_size)
+        return [[load_file(folder / f"run-{number}-{rank}") for rank in ranks] for number in range(len(runs))]
 
-        yield run
+    return run
 
 
 def line(step: int, layers: list[int]) -> str:
@@ -53,22 +52,16 @@ def line(step: int, layers: list[int]) -> str:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "two stages",
-        "tied, the last stage keeps the table",
-        pytest.param("three stages, zero-bubble", marks=pytest.mark.slow),
-        pytest.param("with tensor", marks=pytest.mark.slow),
-        pytest.param("with context", marks=pytest.mark.slow),
-    ],
+    few_fast(LAYOUTS, "tied, the last stage keeps the table"),
 )
 def test_weights_and_moments_move_bit_for_bit(tmp_path: Path, take: Runs, name: str) -> None:
     """There and elsewhere and back: the losses and the last weights are those of stages that never changed."""
     layout, overrides = LAYOUTS[name]
     away, aside = CUTS[layout.pipeline]
     back = list(layout.stage_layers)
-    (tmp_path / "shares-0.jsonl").write_text(line(4, away) + line(7, aside) + line(10, back))
+    (tmp_path / "shares-0.jsonl").write_text(line(2, away) + line(3, aside) + line(4, back))
     (tmp_path / "shares-1.jsonl").write_text(line(1, away))  # before there are any moments
-    phases = [[13, [0.0] * layout.world_size]]
+    phases = [[5, [0.0] * layout.world_size]]
     moved, other, plain = take(tmp_path, layout, overrides, *({"every": 0, "phases": phases} for _ in range(3)))
     for ours, theirs in zip(moved, plain, strict=True):
         assert ours.keys() == theirs.keys()
@@ -84,6 +77,7 @@ def test_weights_and_moments_move_bit_for_bit(tmp_path: Path, take: Runs, name: 
         assert torch.equal(ours["losses"], theirs["losses"])
 
 
+@pytest.mark.slow
 def test_a_slow_stage_gets_fewer_layers_and_more_again_when_it_recovers(tmp_path: Path, take: Runs) -> None:
     layout = LAYOUTS["two stages"][0]
     phases = [[12, [0.001, 0.001]], [30, [0.001, 0.004]], [30, [0.001, 0.001]]]

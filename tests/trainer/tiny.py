@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
+from shutil import copytree
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from plait.commands.preparing.corpus import corpus_facts, data_request
@@ -54,11 +59,29 @@ def make_tiny(folder: Path, *overrides: str, **planned: Any) -> tuple[RunConfig,
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "tiny.toml").write_text(RECIPE)
     config = load_recipe(folder / "tiny.toml", overrides)
-    corpus = open_corpus(prepare_corpus(data_request(config), folder / "cache", lambda *_: None))
+    corpus = open_corpus(_prepared(config, folder / "cache"))
     outline = draft(config, corpus_facts(corpus), Resources(machine=MACHINE, peak_flops=1e11), recipe_hash="")
     plan = changed(settle(config, outline, outline.layouts), threads=1, **planned)
     put(folder, config, plan)
     return config, plan
+
+
+def _prepared(config: RunConfig, folder: Path) -> Path:
+    """The prepared data of the recipe, in that folder: data that an earlier test prepared alike are copied into it,
+    where preparing finds them, because training a tokenizer takes longer than all else here."""
+    request = data_request(config)
+    alike = Path(_caches().name) / sha256(repr(replace(request, sources=())).encode()).hexdigest()
+    if alike.exists() and not folder.exists():
+        copytree(alike, folder)
+    prepared = prepare_corpus(request, folder, lambda *_: None)
+    if not alike.exists():
+        copytree(folder, alike)
+    return prepared
+
+
+@cache
+def _caches() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="plait-tests-tiny-")
 
 
 def put(folder: Path, config: RunConfig, plan: Plan) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -108,8 +109,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise PlaitError(f'there is no tokenizer "{path}"; write "gpt2", "bpe", or the path of a tokenizer.json')
     try:
         definition = read_regular_text(file)
-        backend = tokenizers.Tokenizer.from_str(definition)
-        tokenizer = _tokenizer(backend, definition, tokenizer_settings(file.parent), str(file))
+        settings = json.dumps(tokenizer_settings(file.parent), sort_keys=True)
+        tokenizer = _parsed_tokenizer(definition, settings, str(file))
         if (file.parent / INDEX_FILE).is_file():  # a corpus says itself how its documents begin
             tokenizer = replace(tokenizer, bos=read_index(file.parent).bos)
         return tokenizer
@@ -160,6 +161,13 @@ def bpe_vocabulary(text_bytes: int) -> int:
         if text_bytes < limit:
             return vocabulary
     return 32768
+
+
+@lru_cache(maxsize=2)
+def _parsed_tokenizer(definition: str, settings: str, name: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json and its settings as JSON; a large one takes a second to parse, and a command
+    loads it several times."""
+    return _tokenizer(tokenizers.Tokenizer.from_str(definition), definition, json.loads(settings), name)
 
 
 def _tokenizer(backend: tokenizers.Tokenizer, definition: str, settings: Mapping[str, Any], name: str) -> Tokenizer:
