@@ -16,6 +16,7 @@ from plait.model.shape import ModelShape, weight_sizes
 from plait.planner.search.validity import check_layout
 from plait.recipe.schema import DataSection, RunConfig
 from plait.workers import ForkedWorkers
+from tests.matrix import few_fast
 from tests.parity.cases import LLAMA, YARN
 from tests.parity.test_mixtures import DEEPSEEK, EVERY_LOSS
 
@@ -81,8 +82,7 @@ def check(kind: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, 
     assert set(product(("gradient", "sgd", "adamw"), weight_sizes(plan.job.shape))) <= compared
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY_DAY)
+@pytest.mark.parametrize("name", few_fast(EVERY_DAY, "tensor"))
 def test_latent_attention_is_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     check(*EVERY_DAY[name], workers)
 

@@ -17,6 +17,7 @@ from plait.model.weights import kept_values
 from plait.planner.search.validity import check_layout
 from plait.recipe.schema import DataSection, RunConfig
 from plait.workers import ForkedWorkers
+from tests.matrix import few_fast
 from tests.parity.cases import FAMILIES, LLAMA
 from tests.parity.conftest import CallMutant
 from tests.parity.objectives_case import SHAPE, all_errors, by_hand
@@ -83,8 +84,7 @@ def test_a_mutant_of_objectives_is_caught(patch: Path, call_mutant: CallMutant) 
     assert call_mutant(patch, "error_of_objectives") > 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY_DAY)
+@pytest.mark.parametrize("name", few_fast(EVERY_DAY, "context"))
 def test_objectives_are_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     check(*EVERY_DAY[name], workers)
 
