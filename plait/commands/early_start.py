@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from plait.launch.local.run import ForkServer
@@ -21,5 +21,8 @@ def early_server(recipe: Path, overrides: Sequence[str], n_hosts: int) -> Iterat
         yield None
         return
     load_recipe(recipe, overrides)
-    with ForkServer(ENTRIES) as server:
-        yield server
+    with ExitStack() as stack:
+        started = None
+        with suppress(OSError):  # the command has more to check first, and says so when it needs workers
+            started = stack.enter_context(ForkServer(ENTRIES))
+        yield started
