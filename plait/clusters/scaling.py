@@ -98,20 +98,20 @@ def forecast_scaling(
             some = scaled(cluster, nodes)
             paper = on_paper(some)
             drafted = draft(config, corpus, paper, recipe_hash="", begun=first)
-            plan = settle(config, drafted, [choose(drafted.layouts)])
         except PlaitError as error:
             refusal = refusal or error
             continue
-        if plan.forecast is None or paper.peak_flops is None:
+        chosen = choose(drafted.layouts)
+        if chosen.forecast is None or paper.peak_flops is None:
             raise PlaitError(f"the devices of {cluster.name} are not in plait's catalogue; name --nodes yourself")
-        first = first or plan
-        run_s, price = plan.forecast.step_s * first.job.steps, some.price_per_hour
+        first = first or settle(config, drafted, [chosen])
+        run_s, price = chosen.forecast.step_s * first.job.steps, some.price_per_hour
         row = NodesForecast(
             nodes=nodes,
             devices=some.hour_devices,
             peak_flops=paper.peak_flops,
-            layout=plan.placement.layout,
-            step_s=plan.forecast.step_s,
+            layout=chosen.layout,
+            step_s=chosen.forecast.step_s,
             run_s=run_s,
             price=None if price is None else price * run_s / 3600,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import Any, Literal, get_args
@@ -184,13 +185,9 @@ def whole_model(shape: ModelShape) -> ModelPart:
 
 def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Shape of each weight by name, in the order of the forward pass; a tied head has no entry."""
-    names = ["embed.tokens.weight"]
-    names += ["embed.positions.weight"] if shape.positions == "learned" else []
-    for layer in range(shape.all_layers):
-        names += [f"layers.{layer}.{name}" for name in _layer_weights(shape, layer)]
-    names += _norm_weights("norm", shape)
-    names += objective_weights(shape.objectives, lambda name: _norm_weights(name, shape))
-    names += [] if shape.tied else ["head.weight"]
+    layers = range(shape.all_layers)
+    inside = (f"layers.{layer}.{name}" for layer in layers for name in _layer_weights(shape, layer))
+    names = [*_weights_before_layers(shape), *inside, *_weights_after_layers(shape)]
     sizes: dict[str, tuple[int, ...]] = {}  # by the name within a layer: a mixture has tens of thousands of weights
     for name in names:
         if (own := within_layer(name)) not in sizes:
@@ -200,7 +197,26 @@ def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def parameter_count(shape: ModelShape) -> int:
     """Number of all parameters, frozen ones and an adapter's included; a tied head counts once."""
-    return sum(prod(sizes) for sizes in weight_sizes(shape).values())
+    layers = range(shape.all_layers)
+    alike = Counter(shape.mixture_of(layer) for layer in layers)
+    inside = 0
+    for layer in {shape.mixture_of(layer): layer for layer in layers}.values():  # one of each kind
+        one = _numbers_of(shape, (f"layers.{layer}.{name}" for name in _layer_weights(shape, layer)))
+        inside += alike[shape.mixture_of(layer)] * one
+    return inside + _numbers_of(shape, [*_weights_before_layers(shape), *_weights_after_layers(shape)])
+
+
+def _numbers_of(shape: ModelShape, names: Iterable[str]) -> int:
+    return sum(prod(shape.size_of(dim) for dim in dims_of(name)) for name in names)
+
+
+def _weights_before_layers(shape: ModelShape) -> list[str]:
+    return ["embed.tokens.weight", *(["embed.positions.weight"] if shape.positions == "learned" else [])]
+
+
+def _weights_after_layers(shape: ModelShape) -> list[str]:
+    own = objective_weights(shape.objectives, lambda name: _norm_weights(name, shape))
+    return [*_norm_weights("norm", shape), *own, *([] if shape.tied else ["head.weight"])]
 
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log
 from typing import Any
 
@@ -88,10 +89,15 @@ def nearest_size(parameters: float, vocabulary: int, *, among: Sequence[str] = t
     """Of some sizes the one whose count of parameters at this vocabulary is nearest, as a ratio, to the given one."""
 
     def distance(size: str) -> float:
-        count = parameter_count(named_shape(size, vocabulary=vocabulary, sequence=1024))
+        count = _parameters_of(size, vocabulary)
         return max(count / parameters, parameters / count)
 
     return min(among, key=distance)
+
+
+@lru_cache(maxsize=256)
+def _parameters_of(size: str, vocabulary: int) -> int:
+    return parameter_count(named_shape(size, vocabulary=vocabulary, sequence=1024))
 
 
 def default_ffn(width: int, activation: str) -> int:

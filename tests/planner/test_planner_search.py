@@ -16,7 +16,7 @@ from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
 from plait.partition.pipeline_schedule import schedule_actions
 from plait.partition.pipeline_simulation import ActionTimes, StageTimes, durations_s, simulate
-from plait.planner.explain.changes import error_with_suggestions
+from plait.planner.explain.changes import LinkPlace, error_with_suggestions, with_faster_links
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Workload, workload_of
@@ -26,7 +26,7 @@ from plait.planner.search.enumeration import Constraints, divisors, enumerate_la
 from plait.planner.search.feasibility import DoesNotFit
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import step_time_of
-from plait.planner.search.search import search, simplest
+from plait.planner.search.search import search, simplest, with_other_links
 from plait.planner.search.validity import balanced_stages, check_layout
 from plait.planner.step_time.network_model import network_of
 from tests.planner.cost_inputs import inputs
@@ -157,6 +157,16 @@ def pinned(row: dict[str, int | str]) -> Constraints:
     knobs = {knob: row[knob] for knob in ("recompute", "schedule", "virtual", "micro_sequences")}
     knobs |= {"shard_what": row["shard_what"]} if int(row["shard"]) > 1 else {}
     return Constraints(degrees=Layout(**{axis: int(row[axis]) for axis in AXES}), knobs=knobs)
+
+
+@pytest.mark.parametrize("name", ["2x(8xA100)+400G", "4090+2x3090@10G"])
+@pytest.mark.parametrize("link", ["between", "inside"])
+def test_on_other_links_only_times_change(name: str, link: LinkPlace) -> None:
+    cluster, job = read_cluster(name), work("125M", 64, 1024)
+    other = with_faster_links(cluster, link, 0.1)
+    known, anew = with_other_links(search(job, cluster), other), search(job, other)
+    assert np.array_equal(known.step_s, anew.step_s) and known.refused == anew.refused
+    assert (known.chosen, known.fastest, known.cluster) == (anew.chosen, anew.fastest, other)
 
 
 def test_pinned_degrees_are_obeyed_and_knobs_too() -> None:

@@ -22,7 +22,7 @@ from plait.planner.search.feasibility import DoesNotFit
 from plait.planner.search.found import Search
 from plait.planner.search.layout_cost import filled_batches
 from plait.planner.search.layout_kinds import CandidateRow, kind_text, kinds_of
-from plait.planner.search.search import search, simplest
+from plait.planner.search.search import search, simplest, with_other_links
 from plait.planner.step_time.step_time import estimate_step_time
 from plait.units import counted, format_bytes, format_count, plain_number
 
@@ -140,13 +140,15 @@ def searched_with(found: Search, what: TippingQuantity, factor: float) -> Search
     """The same search with this many times the present bandwidth, memory or batch; raises PlaitError where nothing
     fits."""
     workload, cluster = found.workload, found.cluster
+    if what == "between" or what == "inside":
+        return with_other_links(found, with_faster_links(cluster, what, factor))
     if what == "batch":
         batch = round(workload.batch_sequences * factor)
         if batch < 1:
             raise PlaitError("a batch needs at least one sequence")
         workload = replace(workload, batch_sequences=batch)
     else:
-        cluster = with_memory(cluster, factor) if what == "memory" else with_faster_links(cluster, what, factor)
+        cluster = with_memory(cluster, factor)
     return search(workload, cluster, profile=found.profile, tolerance=found.tolerance)
 
 
@@ -187,9 +189,9 @@ def _of_size(found: Search, what: TippingQuantity, factors: Sequence[float]) -> 
             continue
         while narrow and max(same / factor, factor / same) > FINE_STEPS:
             middle = (same * factor) ** 0.5
+            beyond = middle * FINE_STEPS ** (1 if factor > 1 else -1)
             between = _choice_with(found, what, middle)
-            beyond = _choice_with(found, what, middle * FINE_STEPS ** (1 if factor > 1 else -1))
-            if between and between[0] != here and _differs(beyond, here):
+            if between and between[0] != here and _differs(_choice_with(found, what, beyond), here):
                 factor, other = middle, between
             else:
                 same = middle

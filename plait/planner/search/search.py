@@ -3,6 +3,7 @@ simplest is chosen."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -86,6 +87,14 @@ def search(
         assigner=assigner,
         memory_budget=fit.budget,
     )
+
+
+def with_other_links(found: Search, cluster: Cluster) -> Search:
+    """The same search on the same devices with other links, which change times alone: what layouts there are, and how
+    much memory they need, is kept."""
+    step_s = step_seconds(replace(found.cost_inputs, cluster=cluster), found.assigner, found.n_microbatches)
+    chosen = simplest(step_s, found.complexity, found.tolerance)
+    return replace(found, cluster=cluster, step_s=step_s, chosen=chosen, fastest=int(step_s.argmin()))
 
 
 def _check_constraints(workload: Workload, constraints: Constraints) -> None:
