@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from math import inf
 
 from pydantic import BaseModel, ValidationError
 
@@ -34,11 +33,15 @@ def refusal_sentence(error: ValidationError) -> str:
     )
 
 
+_LIKELY_BELOW = 1e9
+"""Nobody means so many minutes, nor steps."""
+
+
 def _did_you_mean(key: str, about: Sequence[Found]) -> str:
     """A number where an amount such as "60 steps" is wanted: the likely units."""
     given = about[0]["input"]
     is_amount = key == "train.budget" or key.endswith(".every")
-    if is_amount and isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < inf:
+    if is_amount and isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < _LIKELY_BELOW:
         minutes = "minute" if given == 1 else "minutes"
         steps = f' or "{given} {"step" if given == 1 else "steps"}"' if float(given).is_integer() else ""
         return f'; did you mean "{given} {minutes}"{steps}?'

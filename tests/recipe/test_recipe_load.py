@@ -180,6 +180,7 @@ def test_a_model_to_go_on_from_is_named_by_its_folder_and_brings_its_shape(recip
         ("train.budget=60", ["it should be text", 'did you mean "60 minutes" or "60 steps"?']),
         ("train.budget=1", ['did you mean "1 minute" or "1 step"?']),
         ("checkpoint.every=10", ['did you mean "10 minutes" or "10 steps"?']),
+        ("checkpoint.every=1" + "0" * 400, ["checkpoint.every is not usable"]),
         ("train.budget=true", ['train.budget is not usable: it should be text or "auto"']),
         (
             "train.batch_tokens=many",
