@@ -34,7 +34,7 @@ def refusal_sentence(error: ValidationError) -> str:
 
 
 _LIKELY_BELOW = 1e9
-"""Nobody means so many minutes, nor steps."""
+"""Larger numbers are unlikely to mean minutes or steps."""
 
 
 def _did_you_mean(key: str, about: Sequence[Found]) -> str:

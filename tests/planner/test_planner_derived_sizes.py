@@ -126,6 +126,13 @@ def test_no_other_size_would_learn_more_at_its_own_forecast(
         assert not useful or other_loss > 0.98 * loss, (size, chosen.job.shape)
 
 
+def test_a_size_that_does_not_go_with_the_recipe_is_no_candidate(tmp_path: Path) -> None:
+    """The next smaller size has two layers."""
+    config = recipe(tmp_path, "train.budget=4 minutes", "layout.pipeline=4")
+    found = draft(config, corpus(1_500_000, 1, 4096), on_paper(read_cluster("4x4090")), recipe_hash="")
+    assert found.plan.job.shape.layers >= 4
+
+
 def test_the_largest_model_that_fits_is_taken_where_the_best_one_does_not(tmp_path: Path) -> None:
     config = recipe(tmp_path, "train.budget=300 days")
     found = draft(config, WEB, on_paper(read_cluster("4090")), recipe_hash="")

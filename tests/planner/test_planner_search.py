@@ -163,9 +163,9 @@ def pinned(row: dict[str, int | str]) -> Constraints:
 def test_on_other_links_only_times_change(name: str, link: LinkPlace) -> None:
     cluster, job = read_cluster(name), work("125M", 64, 1024)
     other = with_faster_links(cluster, link, 0.1)
-    known, anew = with_other_links(search(job, cluster), other), search(job, other)
-    assert np.array_equal(known.step_s, anew.step_s) and known.refused == anew.refused
-    assert (known.chosen, known.fastest, known.cluster) == (anew.chosen, anew.fastest, other)
+    reused, fresh = with_other_links(search(job, cluster), other), search(job, other)
+    assert np.array_equal(reused.step_s, fresh.step_s) and reused.refused == fresh.refused
+    assert (reused.chosen, reused.fastest, reused.cluster) == (fresh.chosen, fresh.fastest, other)
 
 
 def test_pinned_degrees_are_obeyed_and_knobs_too() -> None:

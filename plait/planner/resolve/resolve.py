@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, TypeAlias
 
+from plait.errors import PlaitError
 from plait.model.shape import parameter_count
 from plait.model.weights import training_flops_per_token
 from plait.planner.calibration.factors import (
@@ -177,10 +178,13 @@ class _Sizing:
 
     def _best_rate(self, found: _Sized, rate: TrainingRate, next_size: NextSize) -> TrainingRate | None:
         """The rate of the best size in one direction, each at the rate that its own forecast promises, as small models
-        reach less of the machines' peak; None where already the first step there learns less."""
+        reach less of the machines' peak; None if the first size there learns less or does not go with the recipe."""
         best, loss = None, self._expected_loss(found, rate)
         while size := next_size(self.config, self.corpus, rate):
-            other = self.sized(None, replace(rate, size=size))
+            try:
+                other = self.sized(None, replace(rate, size=size))
+            except PlaitError:  # what the recipe names does not suit that size, say its heads
+                break
             if other.rate.too_large == size:
                 return replace(rate, too_large=size)
             rate = self._own_rate(other) or rate

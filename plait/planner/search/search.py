@@ -90,8 +90,8 @@ def search(
 
 
 def with_other_links(found: Search, cluster: Cluster) -> Search:
-    """The same search on the same devices with other links, which change times alone: what layouts there are, and how
-    much memory they need, is kept."""
+    """The same search on the same devices with other links: only step times change, so the layouts and their memory
+    needs are not computed again."""
     step_s = step_seconds(replace(found.cost_inputs, cluster=cluster), found.assigner, found.n_microbatches)
     chosen = simplest(step_s, found.complexity, found.tolerance)
     return replace(found, cluster=cluster, step_s=step_s, chosen=chosen, fastest=int(step_s.argmin()))
