@@ -130,10 +130,11 @@ def train(
             marks.append(mark(device))
     assembly.loader.close()
     # Some of the synthetic documents are never learned: a tiny step may have no token that counts.
-    first, last = (float(total[0] / total[1].clamp(min=1)) for total in (totals[0], totals[-1]))
+    losses = tuple(float(total[0] / total[1].clamp(min=1)) for total in totals)
     flops = training_flops_per_token(plan.job.shape, plan.job.sequence, "full")
     parameters = parameter_count(plan.job.shape)
-    found = figures(flags, work, marks, flops=round(flops), parameters=parameters, losses=(first, last))
+    found = figures(flags, work, marks, flops=round(flops), parameters=parameters, losses=(losses[0], losses[-1]))
+    found = replace(found, losses=losses)
     return replace(found, planned_bytes=told.tensor_bytes, planned_step_s=told.step_s) if told else found
 
 

@@ -58,6 +58,8 @@ class Measured:
     planned_bytes: float | None = None
     """Of tensors, and seconds of a step, as plait's planner foretells them; None of other programs."""
     planned_step_s: float | None = None
+    losses: tuple[float, ...] = ()
+    """Of all steps, as plait's rows tell them."""
 
 
 def ffn_of(size: str, shape: Workload) -> int:

@@ -279,12 +279,14 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._arrivals: torch.cuda.Stream | None = None
+        self._used = False
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
         """Run the block's operations here, after what the current stream has been given so far."""
         self.arrived()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._used = True
         with torch.cuda.stream(self._stream):
             yield
 
@@ -301,5 +303,8 @@ class SideStream:
         return False
 
     def join(self) -> None:
-        """The current stream waits for this one, without blocking the host."""
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        """The current stream waits for this one, without blocking the host. It waits for no stream that did nothing
+        since: within the capture of a CUDA graph that would be an error."""
+        if self._used:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._used = False
