@@ -27,7 +27,7 @@ PEER_WAIT = timedelta(minutes=30)
 
 
 SharedCall = Literal[
-    "run.step", "run.evaluate", "run.save", "run.resume", "run.verify", "run.plan", "run.timeline"
+    "run.batches", "run.step", "run.evaluate", "run.save", "run.resume", "run.verify", "run.plan", "run.timeline"
 ]  # fmt: skip
 """What all workers must call together."""
 

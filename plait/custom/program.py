@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -177,6 +177,27 @@ def _check_optimizers(program: Program) -> None:
                 )
             if owner.setdefault(id(parameter), index) != index:
                 raise PlaitError(f"{names[id(parameter)]} is in two optimizers; let one of them update it")
+
+
+def check_gradient_hooks(program: Program, allowed: Mapping[str, int] | None = None) -> None:
+    """Raise PlaitError where a trained parameter has more hooks on its gradient than `allowed`, by name; by default
+    none: such a hook would see a part of the gradient, that of one worker or of one accumulated part."""
+    for name, count in gradient_hooks(program).items():
+        if count > (allowed or {}).get(name, 0):
+            raise PlaitError(
+                f"{name} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), which would "
+                "see the part of one worker or of one accumulated part; change whole gradients by "
+                "optimizer.register_step_pre_hook instead"
+            )
+
+
+def gradient_hooks(program: Program) -> dict[str, int]:
+    """The number of hooks on the gradient of each trained parameter."""
+    trained = [program.trained_by(index).items() for index in range(len(program.optimizers))]
+    return {
+        name: len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ())  # pyright: ignore[reportPrivateUsage]
+        for name, p in chain.from_iterable(trained)
+    }
 
 
 def _described(value: Any) -> str:

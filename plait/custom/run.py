@@ -12,6 +12,7 @@ from torch import Tensor
 
 from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
+from plait.custom.data.agreement import check_same_data
 from plait.custom.data.batches import (
     BatchPlace,
     BatchRequest,
@@ -115,7 +116,7 @@ class SpreadRun:
         shares: WorkerShares = "auto",
         epochs: int = 1,
         order: Order = "auto",
-        last: LastBatch = "drop",
+        last: LastBatch = "auto",
         collate: Collate | None = None,
     ) -> Iterator[Any]:
         """This worker's share of each global batch of `batch` examples, on its device, over `epochs` passes.
@@ -157,19 +158,17 @@ class SpreadRun:
         self._steps += 1
         for done in self._places:
             done.used = done.given
-        if clock == "timed":
+        if clock == "timed" and all(own.last_is_full for own in self._active):
             self._meter.note(own_s, time.perf_counter() - began, self._active)
         return means[0] if len(means) == 1 else torch.stack(means)
 
     def gradients(self, *, loss: int = 0) -> dict[str, Tensor]:
         """The last step's whole gradient of a loss's mean, by parameter, after clipping; parameters that nobody's
         backward reached are not in it. Every worker must call it; blocks where weights are cut."""
-        self._strands.settle()  # a run that is dropped now would take messages with it that others still wait for
         return self._strands.full_gradients(loss)
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter whole, by its name. Every worker must call it; blocks where weights are cut."""
-        self._strands.settle()
         return self._strands.full_weights()
 
     def evaluate(self, data: Any, *, batch: int = 256, loss: int = 0) -> Tensor:
@@ -233,8 +232,11 @@ class SpreadRun:
         self._active.append(own)
         try:
             began = time.perf_counter()
-            for batch in own:
+            for number, batch in enumerate(own):
                 self._taker.spans.add("wait for data", self._steps, began, time.perf_counter())
+                if number == 0:
+                    check_same_data(own, self._workers)
+                    own.first = None
                 self._last = [on_device(batch, self.device)]
                 yield self._last[0]
                 began = time.perf_counter()

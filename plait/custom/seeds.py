@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 
 import torch
@@ -27,3 +29,19 @@ def generator_states() -> tuple[object, ...]:
     numpy_random = sys.modules.get("numpy.random")
     state = numpy_random.get_state() if numpy_random else (0, b"", 0)
     return bytes(torch.get_rng_state().numpy()), random.getstate(), bytes(state[1]), state[2]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed everything within the block; afterwards the generators are where they were."""
+    numpy_random = sys.modules.get("numpy.random")
+    own, numpy_own = random.getstate(), numpy_random.get_state() if numpy_random else None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        seed_everything(seed)
+        try:
+            yield
+        finally:
+            random.setstate(own)
+            if numpy_random:
+                numpy_random.set_state(numpy_own)

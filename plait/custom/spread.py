@@ -15,14 +15,16 @@ from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers, find_workers
 from plait.custom.layouts import RequestedLayout, choose_layout
 from plait.custom.likeness import compare_workers
-from plait.custom.program import LossSum, Program, ProgramPrecision, check_program
+from plait.custom.program import LossSum, Program, ProgramPrecision, check_gradient_hooks, check_program
 from plait.custom.run import SpreadRun
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.fused import fuse_updates
+from plait.custom.stepping.update import refuse_other_updates
 from plait.custom.strands.choose import make_strands
 from plait.custom.strands.copies import skeletons_of
 from plait.custom.strands.description import StrandChoices
 from plait.custom.strands.first_weights import share_first_weights
+from plait.custom.verifying.remarks import first_remarks
 from plait.errors import PlaitError
 
 DEFAULT_BUCKET_MIB = 8.0
@@ -84,6 +86,8 @@ def spread(
     )
     check_program(program)
     workers = find_workers()
+    if workers.size > 1 or accumulate > 1:
+        check_gradient_hooks(program)
     for one in program.models:
         one.to(workers.device)
     share_first_weights(program, workers)
@@ -96,12 +100,16 @@ def spread(
     strands = make_strands(program, workers, chosen, choices)
     if fused := fuse_updates(program):
         workers.say(fused)
+    for remark in first_remarks(program, workers.size):
+        workers.say(remark)
     seed_everything(seed_from("program", seed))
     kinds = compare_workers(workers)
     library = ProductLibrary(program, workers, "measured" if precision == "auto" else "default")
-    return SpreadRun(
+    run = SpreadRun(
         program, strands, workers, chosen, choices=choices, cut=options.get("cut"), kinds=kinds, library=library
     )
+    refuse_other_updates(program, run)
+    return run
 
 
 def _tuple(given: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@ failed."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from plait.custom.process.variables import PROGRAM_VARIABLE, RENDEZVOUS
+from plait.custom.seeds import seed_everything
 from plait.errors import PlaitError, ProgramFailed
 from plait.launch.values.failure import describe_exception
 from plait.launch.values.job import RankContext
@@ -28,7 +31,8 @@ END_WAIT = timedelta(seconds=15)
 
 
 def main(context: RankContext, argument: str) -> None:
-    """Entry of every worker of `plait run`: `argument` is JSON, the program's hash and its own arguments.
+    """Entry of every worker of `plait run`: `argument` is JSON, the program's hash, its own arguments and a seed, so
+    that what it draws before plait.spread (random_split, a new model) is the same on every worker of this run.
 
     Raises PlaitError where this host's file is another one, ProgramFailed where the program raises.
     """
@@ -40,6 +44,9 @@ def main(context: RankContext, argument: str) -> None:
     os.environ[RENDEZVOUS] = context.rendezvous
     sys.argv = [str(path), *asked["arguments"]]
     sys.path.insert(0, str(path.parent))
+    if find_spec("numpy"):
+        importlib.import_module("numpy.random")  # a program may import it later, unseeded then
+    seed_everything(int(asked["seed"]))
     _run(compile(data, str(path), "exec", dont_inherit=True), path, context.rank)
     _leave_together(context)
 

@@ -93,10 +93,25 @@ def flat_buffer_for(weights: Sequence[SharedWeight], split: int) -> Tensor:
 
 
 def views_of(flat: Tensor, weights: Sequence[SharedWeight]) -> list[Tensor]:
-    """Consecutive views of `flat`, one per weight and of its shape."""
+    """Consecutive views of `flat`, one per weight and of its shape, each in row-major order."""
     sizes = [weight.parameter.numel() for weight in weights]
     parts = flat.split([*sizes, len(flat) - sum(sizes)])
-    return [part.view_as(weight.parameter) for part, weight in zip(parts[:-1], weights, strict=True)]
+    return [part.view(weight.parameter.shape) for part, weight in zip(parts[:-1], weights, strict=True)]
+
+
+def gradient_views(flat: Tensor, weights: Sequence[SharedWeight]) -> list[Tensor]:
+    """Consecutive views of `flat`, one per weight, with its shape and its order in memory (channels last, transposed):
+    a fused optimizer reads a weight and its gradient in the order of memory, whatever their strides."""
+    return [
+        view.as_strided(view.shape, dense_strides(weight.parameter), view.storage_offset())
+        for view, weight in zip(views_of(flat, weights), weights, strict=True)
+    ]
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor without gaps whose dims have the same order in memory; autograd gives them to a
+    gradient."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def unit_of_range(weights: Sequence[SharedWeight], own: Tensor, first: int, *, owned: bool) -> OptimizerUnit:

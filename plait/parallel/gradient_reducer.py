@@ -21,6 +21,7 @@ from plait.parallel.gradient_buckets import (
     SharedWeight,
     fill_buckets,
     flat_buffer_for,
+    gradient_views,
     unit_of_range,
     views_of,
 )
@@ -238,7 +239,6 @@ class SummedBucket:
         self.flat = flat_buffer_for(weights, carried.pieces)
         self.missing: set[int] = set()
         self.begun = 0
-        self._views = views_of(self.flat, weights)
         self._split, self._number, self._turn = carried.split, carried.number, carried.tag
         self._own = own_slice(self.flat, carried.split) if carried.split else self.flat
         self._ways = algorithms_for(self.flat, self._own, carried)
@@ -252,6 +252,7 @@ class SummedBucket:
                 view.copy_(weight.parameter.detach())
                 weight.parameter.data = view
             self._parameter = nn.Parameter(own_slice(self._values, carried.split))
+        self._views = gradient_views(self.flat, weights)
 
     @property
     def is_split(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ def run_program(
         raise PlaitError(f"{workers} workers on a machine; choose 1 to {RANKS_AT_MOST}")
     digest = program_hash(program)
     logs = _log_folder(program, working)
-    argument = json.dumps({"sha256": digest, "arguments": list(arguments)})
+    argument = json.dumps({"sha256": digest, "arguments": list(arguments), "seed": secrets.randbelow(2**31)})
     with program_in_environment(program):
         opened = _one_host() if hosts.n_hosts == 1 else _several_hosts(hosts, digest, invitation_of(program), screen)
         with opened as group:

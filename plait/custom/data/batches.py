@@ -9,19 +9,23 @@ from typing import Any, Literal
 
 import torch
 
-from plait.custom.cutting import BatchCut
+from plait.custom.cutting import BatchCut, batch_part
 from plait.custom.data.ahead import BatchMaker, BeforeExample, MakeBatch, unseeded
 from plait.custom.data.shares import ShareChanges, ShareTable
-from plait.custom.data.sources import Collate, ExamplePositions, Stream, source_of
+from plait.custom.data.sources import Collate, ExamplePositions, RestOfPass, Stream, source_of
 from plait.custom.seeds import seed_from
 from plait.errors import PlaitError
 
 Order = Literal["auto", "shuffled", "given"]
 """Order of examples by position: shuffled in each pass by the seed, or as they lie. "auto" is a DataLoader's own, else
 shuffled."""
-LastBatch = Literal["drop", "keep"]
-"""Whether the rest of a pass that fills no batch is left out or trained on; with fewer examples than workers it is left
-out in any case."""
+LastBatch = Literal["auto", "drop", "keep"]
+"""Whether the rest of a pass that fills no batch is left out or trained on: "auto" is a DataLoader's own, else left
+out. Of fewer examples than workers some workers have none in that step."""
+
+
+PassOrder = torch.Tensor | list[list[int]]
+"""The positions of a pass in turn, or, where a sampler makes batches, those of each batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +75,14 @@ class OwnBatches:
     rank: int
     place: BatchPlace
     maker: BatchMaker = field(init=False)
+    first: Callable[[], Any] | None = None
+    """Makes the whole of the first batch that a stream gave; None before."""
 
     def __post_init__(self) -> None:
         # A stream may draw random numbers when it is read again from its start: Note [random data] in ahead.py.
-        may = "may thread" if isinstance(self.source, ExamplePositions) or self.request.epochs == 1 else "in turn"
+        may = self.source.thread if isinstance(self.source, ExamplePositions) else "in turn"
+        if isinstance(self.source, Stream) and self.request.epochs == 1:
+            may = "may thread"
         self.maker = BatchMaker(seed_from("data", self.request.seed, self.request.number), may_thread=may)
 
     def __iter__(self) -> Iterator[Any]:
@@ -97,7 +105,15 @@ class OwnBatches:
         """Batches of a pass over the data; None for a stream."""
         if isinstance(self.source, Stream):
             return None
-        return _batches_of_pass(self.source.size, _batch_of(self.request, self.source), self.request, self._workers)
+        return _batches_of_pass(self.source, self.request, self._workers)
+
+    @property
+    def last_is_full(self) -> bool:
+        """Whether the batch that was handed out last has as many examples as most, as far as that is known."""
+        if isinstance(self.source, Stream) or self.source.draws == "batches":
+            return True
+        full = self.source.size // _batch_of(self.request, self.source)
+        return (self.place.given - 1) % _batches_of_pass(self.source, self.request, self._workers) < full
 
     @property
     def _workers(self) -> int:
@@ -111,23 +127,37 @@ class OwnBatches:
             yield from self._by_stream(self.source, skipped)
 
     def _by_position(self, source: ExamplePositions, skipped: int) -> Iterator[MakeBatch | None]:
-        size = _batch_of(self.request, source)
-        passes = _batches_of_pass(source.size, size, self.request, self._workers)
+        passes = _batches_of_pass(source, self.request, self._workers)
         for epoch in range(skipped // passes, self.request.epochs):
-            order = self._order(source, epoch)
+            order = self.order(source, epoch)
             for batch in range(max(0, skipped - epoch * passes), passes):
-                number, begin = epoch * passes + batch, batch * size
-                examples = min(size, source.size - begin)
-                first, end = self.shares.own_range(number, examples, self.rank)
-                positions = order[begin + first : begin + end].tolist()
-                yield partial(_read, source, positions, epoch)
+                number, positions = epoch * passes + batch, self._positions(source, order, batch)
+                first, end = self.shares.own_range(number, len(positions), self.rank)
+                yield partial(_read, source, positions[first:end], epoch, positions[0], self.request.cut)
 
-    def _order(self, source: ExamplePositions, epoch: int) -> torch.Tensor:
-        order = source.order if self.request.order == "auto" else self.request.order
-        if order == "given":
-            return torch.arange(source.size)
+    def order(self, source: ExamplePositions, epoch: int) -> PassOrder:
+        """Of a pass."""
         seed = seed_from("order", self.request.seed, self.request.number, epoch)
+        if source.draw is not None:
+            drawn = source.draw(seed)
+            if len(drawn) != source.size:
+                raise PlaitError(
+                    f"the sampler has a length of {source.size} and gave {len(drawn)} of them; correct its __len__"
+                )
+            return (
+                [list(map(int, one)) for one in drawn]
+                if source.draws == "batches"
+                else torch.tensor([int(one) for one in drawn])
+            )
+        if (source.order if self.request.order == "auto" else self.request.order) == "given":
+            return torch.arange(source.size)
         return torch.randperm(source.size, generator=torch.Generator().manual_seed(seed))
+
+    def _positions(self, source: ExamplePositions, order: PassOrder, batch: int) -> list[int]:
+        if isinstance(order, list):
+            return order[batch]
+        size = _batch_of(self.request, source)
+        return order[batch * size : (batch + 1) * size].tolist()
 
     def _by_stream(self, source: Stream, skipped: int) -> Iterator[MakeBatch | None]:
         number = 0
@@ -136,6 +166,8 @@ class OwnBatches:
             for examples, part in source.batches(self.request.batch):
                 if not self._counts(examples):
                     continue
+                if number == 0:
+                    self.first = partial(part, 0, examples)
                 first, end = self.shares.own_range(number, examples, self.rank)
                 yield partial(_take, part, first, end) if number >= skipped else None
                 number += 1
@@ -145,7 +177,7 @@ class OwnBatches:
 
     def _counts(self, examples: int) -> bool:
         full = self.request.batch is None or examples == self.request.batch
-        return examples >= self._workers and (full or self.request.last == "keep")
+        return full or (examples > 0 and rest_of(self.request, self.source) == "keep")
 
 
 def own_batches(data: Any, request: BatchRequest, shares: ShareTable, rank: int, place: BatchPlace) -> OwnBatches:
@@ -156,10 +188,18 @@ def own_batches(data: Any, request: BatchRequest, shares: ShareTable, rank: int,
     return found
 
 
-def _read(source: ExamplePositions, positions: list[int], epoch: int, before: BeforeExample) -> Any:
-    if before is unseeded:
-        return source.read(positions, unseeded)
-    return source.read(positions, lambda position: before(seed_from(epoch, position)))
+def _read(
+    source: ExamplePositions,
+    positions: list[int],
+    epoch: int,
+    stand_in: int,
+    cut: BatchCut | None,
+    before: BeforeExample,
+) -> Any:
+    """The batch of some positions; of none, that of another position without its examples."""
+    seeding = before if before is unseeded else lambda position: before(seed_from(epoch, position))
+    batch = source.read(positions or [stand_in], seeding)
+    return batch if positions else batch_part(batch, 0, 0, cut)
 
 
 def _take(part: Callable[[int, int], Any], first: int, end: int, before: BeforeExample) -> Any:
@@ -191,11 +231,25 @@ def _batch_of(request: BatchRequest, source: ExamplePositions) -> int:
     return batch
 
 
-def _batches_of_pass(examples: int, batch: int, request: BatchRequest, workers: int) -> int:
-    full, rest = divmod(examples, batch)
-    found = full + (request.last == "keep" and rest >= workers)
-    if not found:
-        raise PlaitError(_too_few("the data set", examples, batch, workers))
+def rest_of(request: BatchRequest, source: ExamplePositions | Stream) -> RestOfPass:
+    """What becomes of the rest of a pass that fills no batch."""
+    return source.rest if request.last == "auto" else request.last
+
+
+def _batches_of_pass(source: ExamplePositions, request: BatchRequest, workers: int) -> int:
+    if source.draw is not None and request.order != "auto":
+        raise PlaitError(
+            "the DataLoader's sampler gives the order; leave order out, or give its dataset to run.batches"
+        )
+    if source.draws == "batches":
+        if request.batch is not None:
+            raise PlaitError("the DataLoader's batch_sampler makes the batches; leave batch out")
+        return source.size
+    batch = _batch_of(request, source)
+    full, rest = divmod(source.size, batch)
+    found = full + (rest > 0 and rest_of(request, source) == "keep")
+    if not found or source.size < workers:
+        raise PlaitError(_too_few("the data set", source.size, batch, workers))
     return found
 
 

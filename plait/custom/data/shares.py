@@ -34,8 +34,14 @@ class ShareTable:
         return held[-1] if held else self._equal
 
     def own_range(self, batch: int, examples: int, rank: int) -> tuple[int, int]:
-        """The examples of a batch that are this rank's: from the first up to the second number."""
-        sizes = cut_sizes(examples, self.at(batch))
+        """The examples of a batch that are this rank's: from the first up to the second number. Of fewer examples than
+        workers, those with the largest shares get one each."""
+        shares = self.at(batch)
+        if examples < len(shares):
+            served = sorted(range(len(shares)), key=lambda k: (-shares[k], k))[:examples]
+            sizes = tuple(int(k in served) for k in range(len(shares)))
+        else:
+            sizes = cut_sizes(examples, shares)
         first = sum(sizes[:rank])
         return first, first + sizes[rank]
 

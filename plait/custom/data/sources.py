@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from plait.custom.cutting import BatchCut, batch_part, batch_size
 from plait.custom.data.ahead import BeforeExample, unseeded
+from plait.custom.seeds import seeded
 from plait.errors import PlaitError
 
 Collate = Callable[[list[Any]], Any]
@@ -27,14 +28,27 @@ ReadPositions = Callable[[Sequence[int], BeforeExample], Any]
 """The collated batch of some positions; calls the second before it reads each."""
 
 
+Draw = Callable[[int], Sequence[Any]]
+"""What a sampler gives in a pass, from a seed: positions, or lists of them where it makes whole batches."""
+RestOfPass = Literal["drop", "keep"]
+"""Whether the examples of a pass that fill no batch are left out or trained on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExamplePositions:
-    """Examples by position: each worker reads its own alone."""
+    """Examples by position: each worker reads its own alone. `draw` is a sampler of the person's own, which gives
+    positions in place of `order`, or whole batches of them."""
 
     size: int
+    """Of a pass, in examples; in batches where a sampler makes those."""
     read: ReadPositions
-    order: str = "shuffled"
+    order: Literal["shuffled", "given"] = "shuffled"
     batch: int | None = None
+    rest: RestOfPass = "drop"
+    draw: Draw | None = None
+    draws: Literal["positions", "batches"] = "positions"
+    thread: Literal["may thread", "in turn"] = "may thread"
+    """Whether the sampler may draw while the program computes: not from generators that a model uses, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +59,8 @@ class Stream:
     data: Iterable[Any]
     collate: Collate | None
     cut: BatchCut | None
-    order: str = "given"
     batch: int | None = None
+    rest: RestOfPass = "drop"
     size: None = None
 
     def batches(self, size: int | None) -> Iterator[tuple[int, Callable[[int, int], Any]]]:
@@ -58,10 +72,18 @@ class Stream:
         items, collate = iter(self.data), self.collate
         assert size is not None
         while examples := list(islice(items, size)):
-            yield len(examples), lambda first, end, held=examples: collate(held[first:end])
+            yield len(examples), self._collater(examples, collate)
 
     def _cutter(self, batch: Any) -> Callable[[int, int], Any]:
         return lambda first, end: batch_part(batch, first, end, self.cut)
+
+    def _collater(self, examples: list[Any], collate: Collate) -> Callable[[int, int], Any]:
+        def part(first: int, end: int) -> Any:
+            if first < end:
+                return collate(examples[first:end])
+            return batch_part(collate(examples[:1]), 0, 0, self.cut)
+
+        return part
 
 
 def source_of(
@@ -144,16 +166,61 @@ def unused_processes_text(data: Any) -> str:
 
 
 def _of_loader(loader: DataLoader[Any], collate: Collate | None, cut: BatchCut | None) -> ExamplePositions | Stream:
-    """A DataLoader's data set, order and batch, so that each worker reads its own examples alone."""
-    if isinstance(loader.dataset, IterableDataset):
+    """A DataLoader's data set, order and batches, so that each worker reads its own examples alone."""
+    batches: Any = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset) or batches is None:
         return Stream(data=loader, collate=None, cut=cut)
-    plain = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in (RandomSampler, SequentialSampler)
-    if not plain:
-        raise PlaitError(
-            f"a DataLoader with a {type(loader.sampler).__name__} of its own decides which worker reads what; give its "
-            "dataset to run.batches, or an iterable of whole batches"
-        )
-    order = "shuffled" if type(loader.sampler) is RandomSampler else "given"
     found: Any = loader.dataset
     read = _reader(found, collate or loader.collate_fn)
-    return ExamplePositions(size=len(found), read=read, order=order, batch=loader.batch_size)
+    if type(batches) is not BatchSampler:
+        draw, thread = _drawn_from(batches), _may_thread(batches)
+        return ExamplePositions(
+            size=_length(batches), read=read, rest="keep", draw=draw, draws="batches", thread=thread
+        )
+    sampler: Any = batches.sampler
+    rest: RestOfPass = "drop" if batches.drop_last else "keep"
+    size = _length(sampler)
+    whole = type(sampler) is RandomSampler and not sampler.replacement and size == len(found)
+    if whole or type(sampler) is SequentialSampler:
+        order: Literal["shuffled", "given"] = "shuffled" if whole else "given"
+        return ExamplePositions(size=size, read=read, order=order, batch=batches.batch_size, rest=rest)
+    return ExamplePositions(
+        size=size, read=read, batch=batches.batch_size, rest=rest, draw=_drawn_from(sampler),
+        thread=_may_thread(sampler),
+    )  # fmt: skip
+
+
+def _length(sampler: Any) -> int:
+    """Of a sampler, in what it gives. Raises PlaitError for one that shares data out itself, or that has no length."""
+    name = type(sampler).__name__
+    if name == "DistributedSampler":
+        raise PlaitError("leave the DistributedSampler out: run.batches gives each worker its share of every batch")
+    try:
+        return len(sampler)
+    except TypeError:
+        raise PlaitError(
+            f"the DataLoader's {name} has no length, so passes cannot be counted; give it a __len__, or give "
+            "run.batches an iterable of whole batches"
+        ) from None
+
+
+def _drawn_from(sampler: Any) -> Draw:
+    """What a sampler gives as a function of a seed: by its `generator`, where it is one of torch's."""
+
+    def draw(seed: int) -> Sequence[Any]:
+        if _may_thread(sampler) == "in turn":
+            with seeded(seed):
+                return list(sampler)
+        kept, sampler.generator = sampler.generator, torch.Generator().manual_seed(seed)
+        try:
+            return list(sampler)
+        finally:
+            sampler.generator = kept
+
+    return draw
+
+
+def _may_thread(sampler: Any) -> Literal["may thread", "in turn"]:
+    """A class of the person's own may draw from the generators that models use, too."""
+    of_torch = type(sampler).__module__.startswith("torch.") and hasattr(sampler, "generator")
+    return "may thread" if of_torch else "in turn"

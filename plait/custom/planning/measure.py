@@ -105,7 +105,6 @@ def _time_steps(program: Program, workers: Workers, layout: CustomLayout, micros
                 kept = max(kept, held[0])
             divisors[index] = divisor_of(sums.total[1])
             update_weights(program, strands, index, sums, 1.0)
-        strands.settle()
         if workers.device.type == "cuda":
             torch.cuda.synchronize(workers.device)
         times.append(perf_counter() - begin)

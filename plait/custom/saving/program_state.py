@@ -28,7 +28,6 @@ def save_program(
     """Write all of it to `folder`; `progress` is JSON of the caller. Every worker must call it; the first one writes,
     and an error of its disk is raised by all."""
     workers.announce("run.save")()
-    strands.settle()
     files = {MODEL: {**strands.full_weights(), **program.named_buffers()}}
     files |= _unlike_buffers(program, workers)
     optimizers = []
@@ -62,7 +61,6 @@ def resume_program(folder: Path, program: Program, strands: Strands, workers: Wo
     of another program.
     """
     workers.announce("run.resume")()
-    strands.settle()
     where = first_ones(lambda: str(newest_saved(folder)), workers)
     state = first_ones(lambda: read_state(Path(where)), workers)
     loaded = {name: _read(Path(where), name, workers) for name in _needed(state, workers)}

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from plait.custom.cutting import BatchCut, batch_part, batch_size
 from plait.custom.program import Program
-from plait.custom.stepping.evaluate import evaluation_mode
+from plait.custom.seeds import seeded
+from plait.custom.stepping.draws import SameDraws
+from plait.custom.strands.copies import copy_program
+from plait.custom.verifying.shares import in_float64
 from plait.errors import PlaitError
 
 EXAMPLES = 4
 """Examples that are looked at: enough for two halves of two, cheap beside a step."""
-TOLERANCE = 1e-3
-"""Relative: float32 and autocast round, and a mean is off by a factor of two."""
+MOST_COPIED = 50_000_000
+"""Numbers of weights up to which a copy in float64 is compared by its gradients, too."""
+EXACT, ROUNDED, AUTOCAST = 1e-9, 1e-4, 2e-2
+"""Relative differences that are rounding: in float64 throughout, in float32 somewhere, in bfloat16."""
+SMALL_SHARE = 1e-6
+"""Of the largest gradient: a weight's own below this is taken for zero."""
+
+_FIXED = "return the sum of the losses (reduction='sum') and their count"
 
 
 def examples_to_check(batch: Any, cut: BatchCut | None) -> int:
@@ -25,52 +42,190 @@ def examples_to_check(batch: Any, cut: BatchCut | None) -> int:
         return 0
 
 
-def check_additive(program: Program, index: int, batch: Any, cut: BatchCut | None) -> None:
+def is_copied(program: Program) -> bool:
+    """Whether `check_additive` compares gradients, on a copy in float64."""
+    return sum(p.numel() for p in program.named_parameters().values()) <= MOST_COPIED
+
+
+def check_additive(
+    program: Program, index: int, batch: Any, cut: BatchCut | None, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Raise PlaitError where two halves of the batch's first examples, two at least, do not add up to the whole.
 
-    Models are in their evaluation mode meanwhile, so that neither dropout nor batch norms disturb; where a model cannot
-    be run so, or its loss is random all the same (noise of a GAN), nothing is found. Runs the models four times.
+    The models are in the person's own modes, but for BatchNorm, and random draws are the same for each example.
+    Gradients are compared in float64, on copies that begin with `weights` (whole, by name) or the program's own; of
+    large models, and of those that cannot be copied, the losses alone. Where a loss is random in another way (noise by
+    numpy), nothing is found. Generators and buffers are left as they were.
     """
     size = examples_to_check(batch, cut)
-    edges = [(0, size), (0, size // 2), (size // 2, size), (0, size)]
-    sums = _sums(program, index, [batch_part(batch, first, end, cut) for first, end in edges])
-    if sums is None or abs(sums[0][0] - sums[3][0]) > TOLERANCE * abs(sums[0][0]):
+    edges = [(0, size), (0, size // 2), (size // 2, size)]
+    parts = [batch_part(batch, first, end, cut) for first, end in edges]
+    copied = _copied(program, weights)
+    if copied is None:
+        with torch.no_grad():
+            runs = _runs(program, index, parts)
+    else:
+        runs = _runs(copied, index, [in_float64(one) for one in parts])
+    if runs is None:
         return
-    (whole, count), (first, count_first), (second, count_second), _ = sums
-    fixed = "return the sum of the losses (reduction='sum') and their count"
-    allowed = TOLERANCE * max(abs(whole), abs(first) + abs(second), 1e-12)
-    if abs(whole - first - second) > allowed:
-        if abs(2 * whole - first - second) <= 2 * allowed:
+    tolerance = AUTOCAST if copied is None and program.precision == "bf16" else runs[0].tolerance
+    _compare(*runs, tolerance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A loss of some examples: its sum, count and gradients by name, and its parts on the way: what computed each
+    number that depends on weights, and where in the person's program."""
+
+    loss: float
+    count: float
+    gradients: Mapping[str, Tensor]
+    terms: Sequence[tuple[str, float]]
+    tolerance: float
+
+
+def _compare(whole: _Run, first: _Run, second: _Run, tolerance: float) -> None:
+    loss, both = whole.loss, first.loss + second.loss
+    allowed = tolerance * max(abs(loss), abs(first.loss) + abs(second.loss), 1e-12)
+    worst = _worst_gradient(whole, first, second, tolerance)
+    if abs(loss - both) > allowed or worst:
+        if abs(2 * loss - both) <= 2 * allowed:
             raise PlaitError(
-                f"loss_sum returns a mean: the losses of two halves of a batch add up to twice that of all; {fixed}"
+                f"loss_sum returns a mean: the losses of two halves of a batch add up to twice that of all; {_FIXED}"
             )
-        if abs(whole * count - first * count_first - second * count_second) <= allowed * max(1.0, count):
+        weighted = first.loss * first.count + second.loss * second.count
+        if abs(loss * whole.count - weighted) <= allowed * max(1.0, whole.count):
             raise PlaitError(
-                f"loss_sum returns a mean: it is not the sum of the losses of two halves of a batch; {fixed}"
+                f"loss_sum returns a mean: it is not the sum of the losses of two halves of a batch; {_FIXED}"
             )
+        differs = f"the losses of two halves of a batch add up to {both:.6g}, that of all is {loss:.6g}"
+        if abs(loss - both) <= allowed:
+            differs = f"the gradients of two halves of a batch do not add up to that of all in {worst}"
         raise PlaitError(
-            f"the losses of two halves of a batch add up to {first + second:.6g}, that of all is {whole:.6g}: examples "
-            "depend on each other (a contrastive loss, a norm over the batch), so a batch cannot be shared; "
-            f"{fixed} for examples by themselves"
+            f"{differs}{_term_text(whole, first, second, tolerance)}: a mean or a constant in it counts once for each "
+            "part, or examples depend on each other (a contrastive loss, a norm over the batch), so a batch cannot be "
+            f"shared; {_FIXED}, each term multiplied by the count where it is a mean"
         )
-    if abs(count - count_first - count_second) > 1e-6 * max(count, 1.0):
+    if abs(whole.count - first.count - second.count) > 1e-6 * max(whole.count, 1.0):
         raise PlaitError(
-            f"the counts of two halves of a batch add up to {count_first + count_second:g}, that of all is {count:g}; "
-            "return how many losses were summed, not a constant"
+            f"the counts of two halves of a batch add up to {first.count + second.count:g}, that of all is "
+            f"{whole.count:g}; return how many losses were summed, not a constant"
         )
 
 
-def _sums(program: Program, index: int, parts: list[Any]) -> list[tuple[float, float]] | None:
-    """The loss and count of each part without gradients; None where the models cannot be run so."""
+def _worst_gradient(whole: _Run, first: _Run, second: _Run, tolerance: float) -> str:
+    """The name of the weight whose gradients of halves are farthest from that of the whole; empty where all add up."""
+    errors: dict[str, tuple[float, float]] = {}
+    for name, gradient in whole.gradients.items():
+        halves = [one.gradients[name] for one in (first, second)]
+        scale = float(gradient.norm()) + sum(float(one.norm()) for one in halves)
+        errors[name] = float((gradient - halves[0] - halves[1]).norm()), scale
+    largest = max((scale for _, scale in errors.values()), default=0.0)
+    over = {
+        name: error / max(scale, SMALL_SHARE * largest)
+        for name, (error, scale) in errors.items()
+        if error > tolerance * max(scale, SMALL_SHARE * largest)
+    }
+    return max(over, key=lambda name: over[name]) if over else ""
+
+
+def _term_text(whole: _Run, first: _Run, second: _Run, tolerance: float) -> str:
+    """The first number of the loss that does not add up, in words; empty where the parts ran other operations."""
+    rows = [[text for text, _ in run.terms] for run in (whole, first, second)]
+    if rows[0] != rows[1] or rows[0] != rows[2]:
+        return ""
+    for (text, all_of_it), (_, one), (_, other) in zip(whole.terms, first.terms, second.terms, strict=True):
+        if abs(all_of_it - one - other) > tolerance * max(abs(all_of_it), abs(one) + abs(other), 1e-12):
+            return f" (first by {text})"
+    return ""
+
+
+def _copied(program: Program, weights: Mapping[str, Tensor] | None) -> Program | None:
+    """The program in float64 over tensors of its own; None where it is too large, or cannot be copied."""
+    if not is_copied(program) or (program.skeletons and weights is None):
+        return None
     try:
-        with torch.no_grad(), evaluation_mode(program):
-            found = []
-            for number, part in enumerate(parts):
-                torch.manual_seed(program.seed + number)  # so that the whole differs from itself where it is random
-                total, count = program.loss_sum(index, part)
-                found.append((float(total), float(count)))
-            return found
-    except PlaitError:
-        raise
-    except Exception:
-        return None  # a model may have another output in its evaluation mode; the step itself will tell
+        return replace(copy_program(program, dtype=torch.float64, weights=weights), precision="float32")
+    except Exception:  # whatever a module's own deepcopy raises
+        return None
+
+
+def _runs(program: Program, index: int, parts: Sequence[Any]) -> tuple[_Run, _Run, _Run] | None:
+    """The whole and its halves; None where the models cannot be run so, or are random in a way that stays unknown."""
+    with torch.compiler.set_stance("force_eager"), _unchanged(program):
+        try:
+            whole, first, second = (_run(program, index, part, seed=1) for part in parts)
+            again = _run(program, index, parts[0], seed=2)
+        except PlaitError:
+            raise
+        except Exception:
+            return None  # a few examples may be too few for a model; the step itself will tell
+    if whole is None or first is None or second is None or again is None:
+        return None
+    if abs(whole.loss - again.loss) > whole.tolerance * abs(whole.loss):
+        return None
+    return whole, first, second
+
+
+def _run(program: Program, index: int, part: Any, seed: int) -> _Run | None:
+    """One loss; None where something was drawn that is not the same for each example. The seed changes what does not
+    go through torch."""
+    trained, gradients = program.trained_by(index), dict[str, Tensor]()
+    with seeded(seed), SameDraws() as draws, _Terms() as terms:
+        total, count = program.loss_sum(index, part)
+        if total.requires_grad:
+            for parameter in trained.values():
+                parameter.grad = None
+            total.backward()
+            gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+    if draws.unknown:
+        return None
+    return _Run(
+        loss=float(total.detach()),
+        count=float(count),
+        gradients=gradients,
+        terms=[(text, float(value)) for text, value in terms.found],
+        tolerance=ROUNDED if draws.narrow else EXACT,
+    )
+
+
+@contextmanager
+def _unchanged(program: Program) -> Iterator[None]:
+    """BatchNorm in its evaluation mode, and buffers put back afterwards."""
+    norms = [one for model in program.models for one in model.modules() if isinstance(one, _BatchNorm)]
+    modes, buffers = [one.training for one in norms], program.named_buffers()
+    kept = {name: buffer.clone() for name, buffer in buffers.items()}
+    for one in norms:
+        one.eval()
+    try:
+        yield
+    finally:
+        for one, mode in zip(norms, modes, strict=True):
+            one.training = mode
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(kept[name])
+
+
+class _Terms(TorchFunctionMode):
+    """Notes every single number that depends on weights, and which line of the person's program computed it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and not found.dim() and found.requires_grad and found.is_floating_point():
+            name = getattr(func, "__name__", str(func))
+            self.found.append((f"{name} in {_line_of_program()}", found.detach().clone()))
+        return found
+
+
+def _line_of_program() -> str:
+    """File and line of the innermost call that is neither torch's nor plait's."""
+    frame: Any = sys._getframe(2)
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"

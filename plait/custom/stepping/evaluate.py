@@ -29,7 +29,6 @@ def evaluate_mean(
     Every worker must call it; blocks. Buffers are the first worker's meanwhile.
     """
     workers.announce("run.evaluate")()
-    strands.settle()
     total = torch.zeros(2, dtype=torch.float64, device=workers.device)
     with torch.no_grad(), evaluation_mode(program), first_buffers(program, workers):
         for number, (part, counts) in enumerate(

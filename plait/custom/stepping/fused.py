@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from plait.custom.program import Program, parameters_of
@@ -18,7 +19,7 @@ one tensor and one operation at a time."""
 def fuse_updates(program: Program) -> str:
     """Let optimizers that leave it open update in one pass: the same mathematics. Returns what was done in words; empty
     where nothing was."""
-    fused = [one for one in program.optimizers if _leaves_it_open(one) and _on_processors(one)]
+    fused = [one for one in program.optimizers if _leaves_it_open(one) and _can_be_fused(one)]
     for optimizer in fused:
         for group in optimizer.param_groups:
             group["fused"] = True
@@ -40,5 +41,25 @@ def _leaves_it_open(optimizer: Optimizer) -> bool:
     return not chosen and not any(group.get("differentiable") or group.get("capturable") for group in groups)
 
 
-def _on_processors(optimizer: Optimizer) -> bool:
-    return all(p.device.type == "cpu" and p.is_floating_point() for p in parameters_of(optimizer))
+def _can_be_fused(optimizer: Optimizer) -> bool:
+    """Whether all weights are floating-point numbers of processors without gaps in memory, over which torch's fused
+    updates (2.13) would go as if there were none. Dampening needs to know each weight's first step."""
+    dampened = any(group.get("dampening") for group in optimizer.param_groups)
+    return not dampened and all(
+        p.device.type == "cpu" and p.is_floating_point() and torch.empty_like(p, device="meta").stride() == p.stride()
+        for p in parameters_of(optimizer)
+    )
+
+
+def begin_momentum(optimizer: Optimizer) -> None:
+    """Give zeros as momentum to weights whose first gradient comes after that of others (a layer that is left out in
+    some steps): torch's fused SGD (2.13) refuses a weight without one, and zeros are what its usual update begins
+    with."""
+    for group in optimizer.param_groups:
+        if not (isinstance(optimizer, SGD) and group.get("fused") and group.get("momentum")):
+            continue
+        reached = [p for p in group["params"] if p.grad is not None]
+        missing = [p for p in reached if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        if len(missing) < len(reached):
+            for parameter in missing:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -61,7 +61,6 @@ def sum_gradients(
 
     Every worker must call it; blocks. Raises PlaitError where the loss depends on no weight that is trained.
     """
-    strands.settle()
     strands.open(index)
     began, waited_s = time.perf_counter(), _waits_s(program, place)
     own, divisor = run_backward(program, strands, workers, index, micros, place)
@@ -77,7 +76,8 @@ def sum_gradients(
     by_anybody = tuple(count > 0 for count in told[:parameters].tolist())
     strands.close(index, by_anybody)
     # Behind the buckets, whose order on a GPU must be the same on all ranks.
-    total = told[-2:] if on_processor else workers.sums(own)
+    total, undivided = (told[parameters:] if on_processor else workers.sums(own)).split([2, 1])
+    divisor = torch.where(undivided[0] > 0, torch.ones_like(divisor), divisor)  # of a worker without examples
     moments = (began, computed, time.perf_counter())
     return GlobalSums(total=total, reached=by_anybody, own_s=own_s, divisor=divisor, moments=moments)
 
@@ -85,10 +85,12 @@ def sum_gradients(
 def run_backward(
     program: Program, strands: Strands, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
 ) -> tuple[Tensor, Tensor]:
-    """Forward and backward of this worker's parts; returns its own [sum of losses, count] and what gradients were
-    divided by, in float64."""
-    own = torch.zeros(2, dtype=torch.float64, device=workers.device)
-    divisor = torch.ones((), dtype=torch.float64, device=workers.device)
+    """Forward and backward of this worker's parts, of which there may be none; returns its own [sum of losses, count,
+    1 where gradients could not be divided] and what they were divided by, in float64."""
+    own = torch.zeros(3, dtype=torch.float64, device=workers.device)
+    whole = torch.ones((), dtype=torch.float64, device=workers.device)
+    foreseen = place.divisor if place.gradients_of == "mean" and place.divisor is not None else whole
+    divisor = foreseen
     # Of several losses each gives gradients to the weights of its own optimizer alone.
     inputs = list(program.trained_by(index).values()) if len(program.optimizers) > 1 else None
     for number, micro in enumerate(micros):
@@ -100,12 +102,13 @@ def run_backward(
                 "the loss does not depend on a weight that is trained; compute it from the model's output, outside of "
                 "torch.no_grad and without .item()"
             )
-        own += torch.stack([total.detach().to(torch.float64), count])
         if number == len(micros) - 1:
             strands.arm(index)
-        if place.gradients_of == "mean" and total.dtype in EXACT_DIVISORS:
-            foreseen = divisor if place.divisor is None else place.divisor
-            divisor = divisor_of(count) if workers.size == 1 == len(micros) else foreseen
+        if total.dtype not in EXACT_DIVISORS:
+            own[2], divisor = 1, whole
+        elif place.gradients_of == "mean" and workers.size == 1 == len(micros):
+            divisor = divisor_of(count)
+        own[:2] += torch.stack([total.detach().to(torch.float64), count])
         torch.autograd.backward(total, divisor.reciprocal().to(total.dtype), inputs=inputs)
     return own, divisor
 

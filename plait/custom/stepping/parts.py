@@ -11,6 +11,7 @@ from plait.custom.exact_norm.batch_norm import GlobalBatchNorm
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.strands.description import CustomLayout
+from plait.errors import PlaitError
 
 
 class ShareParts:
@@ -28,10 +29,11 @@ class ShareParts:
         self._said = False
 
     def of_share(self, batch: Any) -> list[Any]:
-        """The parts of this worker's share. Every worker must call it; blocks where workers wait for each other."""
+        """The parts of this worker's share, none of a share without examples. Every worker must call it; blocks where
+        workers wait for each other: then all take as many parts, of a share without examples one without examples."""
         if not self._together:
-            return batch_parts(batch, self._wanted, self._cut)
-        own = torch.tensor([-min(self._wanted, batch_size(batch, self._cut))])
+            return [] if self.is_empty(batch) and not self.waits_within else batch_parts(batch, self._wanted, self._cut)
+        own = torch.tensor([-max(1, min(self._wanted, batch_size(batch, self._cut)))])
         count = -int(self._workers.sums.largest(own))
         if count < self._wanted and not self._said:
             self._said = True
@@ -40,6 +42,13 @@ class ShareParts:
                 f"{count} part{'s' * (count != 1)}, not in accumulate = {self._wanted}"
             )
         return batch_parts(batch, count, self._cut)
+
+    def is_empty(self, batch: Any) -> bool:
+        """Whether this worker has no example of a batch, as only a short one that several share out can be."""
+        try:
+            return self._workers.size > 1 and batch_size(batch, self._cut) == 0
+        except PlaitError:
+            return False
 
 
 def _has_global_norms(program: Program) -> bool:

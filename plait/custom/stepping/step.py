@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.checked_json import one_line
 from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers
 from plait.custom.program import Program
-from plait.custom.stepping.additive import check_additive, examples_to_check
-from plait.custom.stepping.gradients import StepPlace, TimedOrNot, divisor_of, sum_gradients
+from plait.custom.stepping.additive import check_additive, examples_to_check, is_copied
+from plait.custom.stepping.gradients import GlobalSums, StepPlace, TimedOrNot, divisor_of, sum_gradients
 from plait.custom.stepping.parts import ShareParts
 from plait.custom.stepping.timeline import SpanLog
 from plait.custom.stepping.unchanged import ModelWatch
 from plait.custom.stepping.update import update_weights
 from plait.custom.strands.description import CustomLayout, Strands
+from plait.errors import PlaitError
 
 
 class StepTaker:
@@ -37,7 +39,7 @@ class StepTaker:
     ) -> None:
         self._program, self._strands, self._workers, self._cut = program, strands, workers, cut
         self._library = library
-        self._parts, self._watch = ShareParts(program, workers, layout, cut), ModelWatch(program)
+        self._parts, self._watch = ShareParts(program, workers, layout, cut), ModelWatch(program, workers)
         self._taken = 0
         self.divisors: list[Tensor] = []
         """Of each loss the last global count (0-dim, float64), by which the next step's gradients are divided first."""
@@ -64,7 +66,7 @@ class StepTaker:
         means, own_s, divisors = list[Tensor](), 0.0, list[Tensor]()
         for index in range(len(self._program.losses)):
             place = replace(place, gradients_of="mean", divisor=self.divisors[index] if self.divisors else None)
-            sums = sum_gradients(self._program, self._strands, self._workers, index, micros, place)
+            sums = self._sum_gradients(index, micros, place, batch)
             divisors.append(divisor_of(sums.total[1]))
             own_s += sums.own_s
             means.append(update_weights(self._program, self._strands, index, sums, rate_factor))
@@ -78,6 +80,17 @@ class StepTaker:
         self._taken += 1
         return means, own_s
 
+    def _sum_gradients(self, index: int, micros: Sequence[Any], place: StepPlace, batch: Any) -> GlobalSums:
+        try:
+            return sum_gradients(self._program, self._strands, self._workers, index, micros, place)
+        except RuntimeError as error:
+            if not self._parts.is_empty(batch):
+                raise
+            raise PlaitError(
+                f"the last batch of a pass has fewer examples than workers, and the model cannot run on none of them "
+                f'({one_line(str(error))}); take last="drop", or fewer workers'
+            ) from error
+
     def foresee(self, divisors: Sequence[float]) -> None:
         """Go on from a saved run's last global counts, so that the next step rounds as it would have there."""
         self.divisors = [torch.tensor(one, dtype=torch.float64, device=self._workers.device) for one in divisors]
@@ -87,6 +100,7 @@ class StepTaker:
         other."""
         few = torch.tensor([int(examples_to_check(batch, self._cut) < 2)])
         if int(self._workers.sums.largest(few)) == 0:
-            self._strands.settle()
+            cut_up = bool(self._program.skeletons) and is_copied(self._program)
+            weights = self._strands.full_weights() if cut_up else None
             for index in range(len(self._program.losses)):
-                check_additive(self._program, index, batch, self._cut)
+                check_additive(self._program, index, batch, self._cut, weights)

@@ -3,7 +3,8 @@ alone."""
 
 from __future__ import annotations
 
-from plait.custom.program import Program
+from plait.custom.group import Workers
+from plait.custom.program import Program, check_gradient_hooks, gradient_hooks
 from plait.custom.strands.description import Strands
 from plait.errors import PlaitError
 
@@ -12,19 +13,22 @@ EVERY_STEPS = 50
 
 
 class ModelWatch:
-    """Knows the parameters that a program began with, and which of them are frozen."""
+    """Knows the parameters that a program began with, which of them are frozen, and the hooks on their gradients."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, workers: Workers) -> None:
         self._program, self._names = program, list(program.named_parameters())
         self._frozen = [(name, p) for name, p in program.named_parameters().items() if not p.requires_grad]
         self._held = _held_counts(program)
+        self._hooks = gradient_hooks(program) if workers.size > 1 or program.accumulate > 1 else None
 
     def look(self, strands: Strands, step: int) -> None:
         """Raise PlaitError where parameters are trained that were not at the start, and, now and then, where some have
-        come, gone or been replaced; `step` counts from 0."""
+        come, gone or been replaced, or have got a hook on their gradient; `step` counts from 0."""
         self._look_at_trained()
         if step != 1 and step % EVERY_STEPS:
             return
+        if self._hooks is not None:
+            check_gradient_hooks(self._program, allowed=self._hooks)
         now = self._program.named_parameters()
         changed = sorted(set(now) ^ set(self._names))
         if not changed and strands.form == "whole":

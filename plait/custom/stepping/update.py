@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.custom.program import Program, parameters_of
+from plait.custom.stepping.fused import begin_momentum
 from plait.custom.stepping.gradients import GlobalSums, divisor_of
 from plait.custom.strands.description import Strands
+from plait.errors import PlaitError
+
+_UPDATES: ContextVar[bool] = ContextVar("plait_updates", default=False)
+"""Whether a step of plait's is updating weights now."""
 
 
 def update_weights(program: Program, strands: Strands, index: int, sums: GlobalSums, rate_factor: float) -> Tensor:
@@ -28,10 +35,30 @@ def update_weights(program: Program, strands: Strands, index: int, sums: GlobalS
     optimizer = program.optimizers[index]
     if scale.device.type != "cpu" or float(scale) != 1.0:  # a GPU is not waited for
         _multiply([p.grad for p in parameters_of(optimizer) if p.grad is not None], scale)
-    with _rate(optimizer, rate_factor):
-        optimizer.step()
+    begin_momentum(optimizer)
+    token = _UPDATES.set(True)
+    try:
+        with _rate(optimizer, rate_factor):
+            optimizer.step()
+    finally:
+        _UPDATES.reset(token)
     strands.publish(index)
     return sums.total[0] / count
+
+
+def refuse_other_updates(program: Program, run: object) -> None:
+    """As long as `run` lives, let an optimizer's own `step` raise PlaitError: weights would be updated a second time,
+    with gradients that a step has used already."""
+
+    def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if not _UPDATES.get():
+            raise PlaitError(
+                "optimizer.step() is called beside run.step, which has updated the weights already; leave it out, and "
+                "backward() and zero_grad() with it"
+            )
+
+    for optimizer in program.optimizers:
+        weakref.finalize(run, optimizer.register_step_pre_hook(refuse).remove)
 
 
 def _multiply(gradients: list[Tensor], scale: Tensor) -> None:

@@ -70,11 +70,7 @@ class Strands(Protocol):
         ...
 
     def publish(self, index: int) -> None:
-        """After the update: give every worker the new weights."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until the weights are here; before each forward, and before they are read."""
+        """After the update: give every worker the new weights, and wait for those of the others."""
         ...
 
     def pieces(self, index: int) -> Sequence[HeldPiece]:

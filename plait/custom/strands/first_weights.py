@@ -52,8 +52,13 @@ def _broadcast(tensors: list[Tensor], workers: Workers, source: int) -> None:
 
 
 def _check_alike(program: Program, workers: Workers) -> None:
+    from plait.parallel.gradient_buckets import dense_strides
+
     named = [*program.named_parameters().items(), *program.named_buffers().items()]
-    described = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in named]
+    described = [
+        (name, tuple(tensor.shape), dense_strides(tensor), str(tensor.dtype), tensor.requires_grad)
+        for name, tensor in named
+    ]
     digest = sha256(repr(described).encode()).digest()[:7]
     own = torch.tensor([int.from_bytes(digest, "big")])
     for rank, other in enumerate(workers.sums.gather(own)):

@@ -45,9 +45,6 @@ class LocalStrands:
     def publish(self, index: int) -> None:
         """Nobody else computes with the weights."""
 
-    def settle(self) -> None:
-        """The weights are here."""
-
     def pieces(self, index: int) -> Sequence[HeldPiece]:
         return whole_pieces(self._trained[index])
 

@@ -58,9 +58,6 @@ class ReplicatedStrands:
     def publish(self, index: int) -> None:
         """Every worker has made the same update."""
 
-    def settle(self) -> None:
-        """The weights are here."""
-
     def pieces(self, index: int) -> Sequence[HeldPiece]:
         return whole_pieces(self._trained[index])
 

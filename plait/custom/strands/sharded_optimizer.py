@@ -72,16 +72,12 @@ class ShardedOptimizerStrands:
 
     def publish(self, index: int) -> None:
         self._reducers[index].publish()
-
-    def settle(self) -> None:
-        for reducer in self._reducers:
-            reducer.settle()
+        self._reducers[index].settle()  # a program may read its weights right after the step
 
     def pieces(self, index: int) -> Sequence[HeldPiece]:
         return [one.piece for one in self._own[index]]
 
     def full_weights(self) -> dict[str, Tensor]:
-        self.settle()
         return {name: parameter.detach() for name, parameter in self._program.named_parameters().items()}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:

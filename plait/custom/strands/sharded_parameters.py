@@ -91,9 +91,6 @@ class ShardedParameterStrands:
             for module in _sharded_modules(model):
                 module.reshard()
 
-    def settle(self) -> None:
-        """Weights are gathered when they are used."""
-
     def pieces(self, index: int) -> Sequence[HeldPiece]:
         return self._pieces
 

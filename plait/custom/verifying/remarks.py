@@ -4,16 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plait.custom.exact_norm.batch_norm import GlobalBatchNorm
 from plait.custom.program import Program
-from plait.custom.verifying.outcome import Outcome
+
+if TYPE_CHECKING:
+    from plait.custom.verifying.outcome import Outcome
 
 NAMES_SHOWN = 3
 CONVERT_ADVICE = "model = plait.convert_batch_norm(model) computes over all workers' samples"
+
+
+def first_remarks(program: Program, workers: int) -> tuple[str, ...]:
+    """What a person should know of a program before its first step: what several workers, or 16 bits, change."""
+    remarks = []
+    norms = local_norms(program)
+    if norms and workers > 1:
+        remarks.append(
+            f"{names_text(norms)}: BatchNorm over each worker's own samples, where one process sees the whole batch; "
+            f"{CONVERT_ADVICE}"
+        )
+    trained = [program.trained_by(index) for index in range(len(program.optimizers))]
+    narrow = [name for some in trained for name, p in some.items() if p.dtype in (torch.bfloat16, torch.float16)]
+    if narrow:
+        remarks.append(
+            f"{names_text(narrow)}: weights of 16 bits, which lose small updates; "
+            'float32 weights with precision="bf16" compute as fast and keep them'
+        )
+    return tuple(remarks)
 
 
 def remarks_of(program: Program, alone: Outcome, *, joined: bool) -> tuple[str, ...]:

@@ -1,0 +1,267 @@
+"""Programs as people write them, each trained for some steps by plain torch and by `plait.spread`: float64, with a
+batch that three workers do not divide."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+
+import plait
+
+LAYOUTS = ("replicate", "shard optimizer", "shard parameters")
+EXAMPLES, BATCH, EPOCHS = 13, 5, 2
+LossSum = Callable[[Any, Any], tuple[Tensor, Any]]
+Change = Callable[[Any, Optimizer, int], None]
+
+
+def squared(model: Any, batch: Any) -> tuple[Tensor, int]:
+    """The sum of squared differences, and how many."""
+    return ((model(batch[0]) - batch[1]) ** 2).sum(), batch[1].numel()
+
+
+def nothing(model: Any, optimizer: Optimizer, step: int) -> None:
+    """Most programs do nothing between steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A program. `before` and `after` are what it does around each step; `refused` layouts are those that cannot carry
+    it. The data are a list, or a loader made of it; `last` is the rest of a pass."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], Any]
+    optimizer: Callable[[Any], Optimizer] = lambda model: torch.optim.AdamW(model.parameters(), lr=0.05)
+    loss_sum: LossSum = squared
+    before: Change = nothing
+    after: Change = nothing
+    refused: Sequence[str] = ()
+
+
+def numbers(*shape: int, out: int = 3, examples: int = EXAMPLES) -> Any:
+    """Examples that are the same everywhere."""
+    generator = torch.Generator().manual_seed(11)
+    return [
+        (torch.randn(*shape, generator=generator).double(), torch.randn(out, generator=generator).double())
+        for _ in range(examples)
+    ]
+
+
+def in_order(data: Any, batch: int = BATCH, **options: Any) -> DataLoader[Any]:
+    """A loader as most programs have it: in order here, and with the rest of a pass."""
+    return DataLoader(data, batch_size=batch, **options)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def channels_last() -> nn.Module:
+    """A convolution in the memory order that GPUs and processors like best."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 2), nn.Flatten(), nn.Linear(45, 3))
+    return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+
+class Transposed(nn.Module):
+    """A weight that is stored the other way round, and one with gaps in its memory."""
+
+    def __init__(self, gaps: bool) -> None:
+        super().__init__()
+        stored = torch.randn(7, 5)
+        self.weight = nn.Parameter(stored.t() if not gaps else torch.randn(5, 14)[:, ::2])
+        self.leave = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(torch.tanh(x @ self.weight))
+
+
+class LayerDrop(nn.Module):
+    """A layer that is left out in some steps, so that its first gradient comes after those of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.maybe, self.leave = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.used = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x))
+        return self.leave(x + self.maybe(x) if self.used else x)
+
+
+def use_every_second(model: Any, optimizer: Optimizer, step: int) -> None:
+    model.used = step % 2 == 1
+
+
+class WithAverage(nn.Module):
+    """A model beside the moving average of its weights, which is no parameter of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.average = {name: p.detach().clone() for name, p in self.inside.named_parameters()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)
+
+
+def follow(model: Any, optimizer: Optimizer, step: int) -> None:
+    """The average takes a tenth of the new weights, and the weights a part of it: a stale weight would be seen."""
+    with torch.no_grad():
+        for name, parameter in model.inside.named_parameters():
+            average = model.average[name] = model.average[name].to(parameter.dtype)
+            average.lerp_(parameter.detach(), 0.1)
+            parameter.mul_(0.9).add_(average, alpha=0.1)
+
+
+def clamp(model: Any, optimizer: Optimizer, step: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
+def load_again(model: Any, optimizer: Optimizer, step: int) -> None:
+    """Goes on from its own state of that moment, halved."""
+    if step == 2:
+        state = {name: value.detach().clone() * 0.5 for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+
+
+def weighted() -> DataLoader[Any]:
+    sampler = WeightedRandomSampler(torch.arange(1, EXAMPLES + 1).tolist(), 9, generator=torch.Generator())
+    return DataLoader(numbers(5), batch_size=4, sampler=sampler)
+
+
+class ByLength:
+    """A batch sampler of the person's own: short sequences together."""
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        self.order = sorted(range(len(data)), key=lambda position: (len(data[position][0]), position))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for begin in range(0, len(self.order), 4):
+            yield self.order[begin : begin + 4]
+
+    def __len__(self) -> int:
+        return (len(self.order) + 3) // 4
+
+
+def padded(examples: list[Any]) -> Any:
+    """Sequences of unlike lengths side by side, and which of their places count."""
+    size = max(len(words) for words, _ in examples)
+    words = torch.stack([F.pad(words, (0, size - len(words))) for words, _ in examples])
+    return words, torch.stack([target for _, target in examples])
+
+
+def sequences() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    data = [
+        (torch.randint(1, 9, (2 + position % 5,), generator=generator), torch.randn(3, generator=generator).double())
+        for position in range(EXAMPLES)
+    ]
+    sampler: Any = ByLength(data)
+    return DataLoader(data, batch_sampler=sampler, collate_fn=padded)  # type: ignore[arg-type]
+
+
+class Words(nn.Module):
+    """Means over the words that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 6, padding_idx=0), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        there = (x > 0).unsqueeze(-1)
+        return self.head((self.words(x) * there).sum(1) / there.sum(1))
+
+
+class ZeroRows(nn.Module):
+    """What many write to flatten, and what no batch of no examples survives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x.view(x.size(0), -1))
+
+
+KINDS: dict[str, Kind] = {
+    "rest of a pass": Kind(model=mlp, data=lambda: in_order(numbers(5, examples=11))),
+    "channels last": Kind(model=channels_last, data=lambda: in_order(numbers(3, 6, 6)), refused=("shard parameters",)),
+    "transposed weight": Kind(
+        model=lambda: Transposed(gaps=False), data=lambda: in_order(numbers(5)), refused=("shard parameters",)
+    ),
+    "weight with gaps": Kind(
+        model=lambda: Transposed(gaps=True), data=lambda: in_order(numbers(5)), refused=("shard parameters",)
+    ),
+    "moving average": Kind(
+        model=WithAverage, data=lambda: in_order(numbers(5)), after=follow, refused=("shard parameters",)
+    ),
+    "clamped weights": Kind(model=mlp, data=lambda: in_order(numbers(5)), after=clamp),
+    "state loaded midway": Kind(
+        model=mlp, data=lambda: in_order(numbers(5)), after=load_again, refused=("shard parameters",)
+    ),
+    "layer left out": Kind(
+        model=LayerDrop,
+        data=lambda: in_order(numbers(5)),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        before=use_every_second,
+    ),
+    "weighted sampler": Kind(model=mlp, data=weighted),
+    "batches by length": Kind(model=Words, data=sequences),
+    "flattened by size": Kind(
+        model=ZeroRows, data=lambda: in_order(numbers(2, 5, examples=11)), refused=("shard parameters",)
+    ),
+    "batch sampler of torch": Kind(
+        model=mlp,
+        data=lambda: DataLoader(numbers(5), batch_sampler=BatchSampler(SequentialSampler(range(9)), 4, False)),
+    ),
+}
+
+
+def made(kind: Kind) -> tuple[nn.Module, Optimizer]:
+    """The model in float64, with its memory order, and its optimizer: the same everywhere."""
+    torch.manual_seed(3)
+    model = kind.model().double()
+    return model, kind.optimizer(model)
+
+
+def trained_by_torch(kind: Kind, batches: Sequence[Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final weights of one process that takes these whole batches."""
+    model, optimizer = made(kind)
+    losses = []
+    for step, batch in enumerate(batches):
+        kind.before(model, optimizer, step)
+        optimizer.zero_grad()
+        total, count = kind.loss_sum(model, batch)
+        (total / count).backward()
+        optimizer.step()
+        kind.after(model, optimizer, step)
+        losses.append(float(total.detach() / count))
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def trained_by_spread(kind: Kind, layout: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final weights of all workers together."""
+    model, optimizer = made(kind)
+    run = plait.spread(model, optimizer, loss_sum=kind.loss_sum, layout=layout, bucket_mib=0.0002)
+    losses = []
+    for batch in run.batches(kind.data(), epochs=EPOCHS, order="auto", shares="equal"):
+        kind.before(model, optimizer, run.steps)
+        losses.append(float(run.step(batch)))
+        kind.after(model, optimizer, run.steps - 1)
+    return losses, {name: one.clone() for name, one in run.weights().items()}
+
+
+def whole_batches(kind: Kind) -> list[Any]:
+    """The batches of a run in one process, from which plain torch learns, too."""
+    model, optimizer = made(kind)
+    run = plait.spread(model, optimizer, loss_sum=kind.loss_sum)
+    return [copy.deepcopy(batch) for batch in run.batches(kind.data(), epochs=EPOCHS)]

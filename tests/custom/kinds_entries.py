@@ -1,0 +1,115 @@
+"""What ranks do to compare programs as people write them with plain torch, and mistakes that they make."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import IterableDataset, random_split
+
+import plait
+from plait.custom.process.variables import RENDEZVOUS
+from plait.launch.values.job import RankContext
+from tests.custom.kinds import KINDS, made, mlp, numbers, squared, trained_by_spread
+
+
+def train(context: RankContext, argument: str) -> None:
+    """Rank 0 tells the losses and writes the final weights."""
+    asked = json.loads(argument)
+    os.environ[RENDEZVOUS] = context.rendezvous
+    losses, weights = trained_by_spread(KINDS[asked["kind"]], asked["layout"])
+    if context.rank == 0:
+        context.send("losses", losses=losses)
+        save_file(
+            {name: one.contiguous() for name, one in weights.items()}, Path(asked["folder"]) / "weights.safetensors"
+        )
+
+
+class Numbers(IterableDataset[Any]):
+    """A stream that begins elsewhere on each rank, as an unseeded generator does."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(24):
+            x = torch.randn(5, generator=generator).double()
+            yield x, x[:3]
+
+
+def save_and_resume(context: RankContext, argument: str) -> None:
+    """Weights that are not contiguous, and the optimizer's state of them, saved and read back: rank 0 tells whether
+    every bit is there again."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    kind = KINDS["channels last"]
+    runs, weights = [], []
+    for _ in range(2):
+        model, optimizer = made(kind)
+        runs.append(plait.spread(model, optimizer, loss_sum=kind.loss_sum, layout="replicate"))
+        weights.append(model)
+    for batch in runs[0].batches(kind.data()):
+        runs[0].step(batch)
+    runs[0].save(argument)
+    runs[1].resume(argument)
+    pairs = zip(weights[0].state_dict().values(), weights[1].state_dict().values(), strict=True)
+    if context.rank == 0:
+        context.send("same", same=all(torch.equal(one, other) for one, other in pairs))
+
+
+def unlike_data(context: RankContext, argument: str) -> None:
+    """Each rank has other examples, another order of them, or more; told by all."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    model = mlp().double()
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=squared)
+    own = torch.Generator().manual_seed(context.rank)
+    data: Any = {
+        "split": lambda: random_split(numbers(5, examples=24), [12, 12], generator=own)[0],  # type: ignore[arg-type]
+        "length": lambda: numbers(5, examples=12 + context.rank),
+        "stream": lambda: Numbers(context.rank),
+    }[argument]()
+    for batch in run.batches(data, batch=6):
+        run.step(batch)
+
+
+def late_hook(context: RankContext, argument: str) -> None:
+    """A hook on a gradient, before plait.spread or after it."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    model: Any = mlp().double()
+    if argument == "before":
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=squared)
+    if argument == "after":
+        model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    for batch in run.batches(numbers(5), batch=6):
+        run.step(batch)
+
+
+def clip_by_value(context: RankContext, argument: str) -> None:
+    """Whole gradients changed where the sentence says: rank 0 tells the error beside plain torch's."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    torch.manual_seed(3)
+    model, plain = mlp().double(), mlp().double()
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(model.parameters(), 0.01))
+    run = plait.spread(model, optimizer, loss_sum=squared)
+    usual = torch.optim.SGD(plain.parameters(), lr=0.1)
+    data = numbers(5, examples=12)
+    for number, batch in enumerate(run.batches(data, batch=6, order="given")):
+        run.step(batch)
+        usual.zero_grad()
+        whole = [torch.stack([one[side] for one in data[6 * number : 6 * number + 6]]) for side in (0, 1)]
+        total, count = squared(plain, whole)
+        (total / count).backward()
+        nn.utils.clip_grad_value_(plain.parameters(), 0.01)
+        usual.step()
+    if context.rank == 0:
+        pairs = zip(run.weights().values(), plain.parameters(), strict=True)
+        context.send("error", error=max(float((one - other).abs().max()) for one, other in pairs))
