@@ -52,7 +52,7 @@ def sample(
     """Let a trained model continue a text."""
     how = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     names, output = adapter or [], OptionalOutput(sys.stdout)
-    with _loading(run):
+    with _moving(_loading(run)):
         from plait.commands.answering.pieces import write_pieces
         from plait.commands.sample import sample, sample_each
 
@@ -127,19 +127,23 @@ def chat_command(
     adapter: AdapterNames = None,
 ) -> None:
     """Talk with a model by its chat template. Each line is a message; /adapter NAME takes another one; /quit ends."""
-    with _loading(run):
+    with _moving(_loading(run)):
         from plait.commands.answering.chat import AnswerSettings, open_chat, talk
 
         settings = AnswerSettings(tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
         conversation = open_chat(run, settings, adapters=adapter or [])
     person = "terminal" if sys.stdin.isatty() else "pipe"
-    talk(conversation, sys.stdin, OptionalOutput(sys.stdout), person)
+    talk(conversation, sys.stdin, OptionalOutput(sys.stdout), person, waiting=lambda: _moving("reading the message"))
+
+
+def _loading(run: str) -> str:
+    return f"loading {printable(Path(run).name)}"
 
 
 @contextmanager
-def _loading(run: str) -> Iterator[None]:
+def _moving(text: str) -> Iterator[None]:
     """While the block lasts, a moving line on stderr, as the model's words alone go to stdout; in a log a line now and
     then."""
     with screen_on(sys.stderr).progress() as show:
-        show(0, 0, f"loading {printable(Path(run).name)}")
+        show(0, 0, text)
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -179,11 +179,11 @@ def _check_optimizers(program: Program) -> None:
                 raise PlaitError(f"{names[id(parameter)]} is in two optimizers; let one of them update it")
 
 
-def check_gradient_hooks(program: Program, allowed: Mapping[str, int] | None = None) -> None:
-    """Raise PlaitError where a trained parameter has more hooks on its gradient than `allowed`, by name; by default
-    none: such a hook would see a part of the gradient, that of one worker or of one accumulated part."""
-    for name, count in gradient_hooks(program).items():
-        if count > (allowed or {}).get(name, 0):
+def check_gradient_hooks(program: Program) -> None:
+    """Raise PlaitError where a trained parameter has a hook of the person's on its gradient, which would see a part of
+    it: that of one worker or of one accumulated part."""
+    for name, hooks in gradient_hooks(program).items():
+        if any(not is_plaits_own(hook) for hook in hooks):
             raise PlaitError(
                 f"{name} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), which would "
                 "see the part of one worker or of one accumulated part; change whole gradients by "
@@ -191,13 +191,21 @@ def check_gradient_hooks(program: Program, allowed: Mapping[str, int] | None = N
             )
 
 
-def gradient_hooks(program: Program) -> dict[str, int]:
-    """The number of hooks on the gradient of each trained parameter."""
+def gradient_hooks(program: Program) -> dict[str, list[Callable[..., Any]]]:
+    """The hooks on the gradient of each trained parameter."""
     trained = [program.trained_by(index).items() for index in range(len(program.optimizers))]
     return {
-        name: len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ())  # pyright: ignore[reportPrivateUsage]
+        name: [
+            *(p._backward_hooks or {}).values(),  # pyright: ignore[reportPrivateUsage]
+            *(p._post_accumulate_grad_hooks or {}).values(),  # pyright: ignore[reportPrivateUsage]
+        ]
         for name, p in chain.from_iterable(trained)
     }
+
+
+def is_plaits_own(hook: Callable[..., Any]) -> bool:
+    """Whether plait, or torch's FSDP2 for it, has put a hook on a parameter."""
+    return getattr(hook, "__module__", "").startswith(("plait.", "torch."))
 
 
 def _described(value: Any) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
@@ -30,10 +32,12 @@ from plait.custom.group import Workers
 from plait.custom.likeness import WorkerKinds
 from plait.custom.program import Program
 from plait.custom.saving.program_state import resume_program, save_program
+from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.evaluate import evaluate_mean
 from plait.custom.stepping.rate import RateRule, goyal_rule
 from plait.custom.stepping.step import StepTaker
 from plait.custom.stepping.timeline import write_timeline
+from plait.custom.stepping.update import refuse_other_updates
 from plait.custom.strands.description import CustomLayout, StrandChoices, Strands
 from plait.errors import PlaitError
 
@@ -71,6 +75,8 @@ class SpreadRun:
         self._choices = choices
         self._last: list[Any] = []
         """The last batch that was handed out, if any."""
+        self._end = weakref.finalize(self, _release, strands, refuse_other_updates(program))
+        self._end.atexit = False
 
     @property
     def rank(self) -> int:
@@ -156,6 +162,7 @@ class SpreadRun:
         factor = self._rate.factor(self._steps)
         means, own_s = self._taker.take(batch, step=self._steps, number=given, clock=clock, rate_factor=factor)
         self._steps += 1
+        self._seed_between("step")
         for done in self._places:
             done.used = done.given
         if clock == "timed" and all(own.last_is_full for own in self._active):
@@ -175,7 +182,9 @@ class SpreadRun:
         """The exact mean of a loss over all of the data, in the models' evaluation mode: 0-dim, float64, the same on
         all workers. Every worker must call it; blocks."""
         with self._library.selected():
-            return evaluate_mean(self._program, self._strands, self._workers, data, batch, loss, self._cut)
+            mean = evaluate_mean(self._program, self._strands, self._workers, data, batch, loss, self._cut)
+        self._seed_between("evaluate")
+        return mean
 
     def verify(self, batch: Any) -> Verdict:
         """Whether all workers compute what one process computes on this batch, of which each gives its own share: in
@@ -204,16 +213,21 @@ class SpreadRun:
         chrome://tracing. Every worker must call it; blocks."""
         write_timeline(Path(path), self._taker.spans, self._workers, self._names)
 
-    def save(self, folder: str | Path) -> None:
-        """Save all that a resume needs to `folder`, whole or not at all. Every worker must call it; blocks."""
+    def save(self, folder: str | Path, *, extra: Any = None) -> None:
+        """Save all that a resume needs to `folder`, whole or not at all. Every worker must call it; blocks.
+
+        `extra` is what the program keeps itself (an average of weights, the best loss so far), as worker 0 has it:
+        numbers, texts and tensors, in lists and dicts. `resume` returns it.
+        """
         places = [place.plain() for place in self._places]
         progress = {"places": places, "shares": list(self._meter.shares), "decided": self._meter.decided}
         progress["divisors"] = [float(divisor) for divisor in self._taker.divisors]
         progress["products"] = self._library.saved()
-        save_program(Path(folder), self._program, self._strands, self._workers, self._steps, progress)
+        save_program(Path(folder), self._program, self._strands, self._workers, self._steps, progress, extra)
 
-    def resume(self, folder: str | Path) -> None:
-        """Go on from the newest state in `folder`, on any number of workers: to the bit on as many as saved it.
+    def resume(self, folder: str | Path) -> Any:
+        """Go on from the newest state in `folder`, on any number of workers: to the bit on as many as saved it. Returns
+        the `extra` that was saved, on every worker; None where there was none.
 
         Call it before run.batches, whose calls then begin where they were. Every worker must call it; blocks.
         """
@@ -227,6 +241,12 @@ class SpreadRun:
         self._places = [BatchPlace.from_plain(saved, same) for saved in progress["places"]]
         if same == "same workers":
             self._meter.resume(progress["shares"], progress["decided"])
+        return found["extra"]
+
+    def close(self) -> None:
+        """End the run, as losing the last reference to it does: its models may be spread again. An optimizer of layout
+        "shard optimizer" holds parts of weights, so make a new one; weights of "shard parameters" stay sharded."""
+        self._end()
 
     def _each(self, own: OwnBatches) -> Iterator[Any]:
         self._active.append(own)
@@ -238,12 +258,18 @@ class SpreadRun:
                     check_same_data(own, self._workers)
                     own.first = None
                 self._last = [on_device(batch, self.device)]
+                self._seed_between("batch")
                 yield self._last[0]
                 began = time.perf_counter()
         finally:
             own.place.ended = True  # also where the program breaks its loop: a resume does not go on with it
             self._active.remove(own)
             self._wait_s += own.maker.wait_s
+
+    def _seed_between(self, what: str) -> None:
+        """What a program draws itself between calls (a replay buffer, an environment) is the same on any number of
+        workers, though each has drawn other numbers for its own examples."""
+        seed_everything(seed_from("between", what, self._program.seed, self._steps))
 
     def _grow_rate(self, batch: int, steps_per_epoch: int | None) -> None:
         rule = goyal_rule(self.workers, steps_per_epoch)
@@ -254,3 +280,9 @@ class SpreadRun:
                 f"over {rule.warm_steps} steps (Goyal's rule, made for SGD)"
             )
         self._rate = rule
+
+
+def _release(strands: Strands, guards: Sequence[RemovableHandle]) -> None:
+    strands.release()
+    for guard in guards:
+        guard.remove()

@@ -19,7 +19,6 @@ from plait.custom.program import LossSum, Program, ProgramPrecision, check_gradi
 from plait.custom.run import SpreadRun
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.fused import fuse_updates
-from plait.custom.stepping.update import refuse_other_updates
 from plait.custom.strands.choose import make_strands
 from plait.custom.strands.copies import skeletons_of
 from plait.custom.strands.description import StrandChoices
@@ -105,11 +104,9 @@ def spread(
     seed_everything(seed_from("program", seed))
     kinds = compare_workers(workers)
     library = ProductLibrary(program, workers, "measured" if precision == "auto" else "default")
-    run = SpreadRun(
+    return SpreadRun(
         program, strands, workers, chosen, choices=choices, cut=options.get("cut"), kinds=kinds, library=library
     )
-    refuse_other_updates(program, run)
-    return run
 
 
 def _tuple(given: Any) -> tuple[Any, ...]:

@@ -88,8 +88,17 @@ class GradientReducer:
             id(self._weights[index].parameter): (b, k) for b, some in enumerate(members) for k, index in enumerate(some)
         }
         self._armed: set[int] = set()
-        for weight in chain.from_iterable(bucket.weights for bucket in self._buckets):
+        self._handles = [
             weight.parameter.register_post_accumulate_grad_hook(lambda _, weight=weight: self.arrived(weight))
+            for weight in chain.from_iterable(bucket.weights for bucket in self._buckets)
+        ]
+
+    def release(self) -> None:
+        """Take no more gradients, and give each weight that lies in a bucket memory of its own."""
+        for handle in self._handles:
+            handle.remove()
+        for bucket in self._buckets:
+            bucket.release()
 
     @property
     def buckets(self) -> list[Tensor]:
@@ -341,3 +350,10 @@ class SummedBucket:
     def settle(self) -> None:
         """Wait for the weights."""
         wait_for_all(self._gathering)
+
+    def release(self) -> None:
+        """Give each weight, and its gradient, memory of its own."""
+        for weight in self.weights:
+            weight.parameter.grad = None
+            if self._split:
+                weight.parameter.data = weight.parameter.data.clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 
@@ -61,6 +62,19 @@ def test_a_conversation_reads_like_this() -> None:
     piped = StringIO()
     talk(Actor("one", "two"), StringIO("a\nb"), OptionalOutput(piped), "pipe")
     assert piped.getvalue() == "one\ntwo\n"
+
+
+def test_something_moves_from_a_message_to_the_first_words_of_its_answer() -> None:
+    out, shown = StringIO(), list[str]()
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        shown.append(out.getvalue())
+        yield
+        shown.append(out.getvalue())
+
+    talk(Actor("Good| day", "Paris"), StringIO("Hello\nBye"), OptionalOutput(out), "pipe", waiting=waiting)
+    assert shown == ["", "", "Good day\n", "Good day\n"] and out.getvalue() == "Good day\nParis\n"
 
 
 def test_a_line_takes_another_adapter() -> None:

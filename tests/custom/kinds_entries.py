@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.data import IterableDataset, random_split
+from torch.utils.data import Dataset, IterableDataset, random_split
 
 import plait
 from plait.custom.process.variables import RENDEZVOUS
@@ -56,11 +58,13 @@ def save_and_resume(context: RankContext, argument: str) -> None:
         weights.append(model)
     for batch in runs[0].batches(kind.data()):
         runs[0].step(batch)
-    runs[0].save(argument)
-    runs[1].resume(argument)
+    average = {name: weight.clone() for name, weight in runs[0].weights().items()}
+    runs[0].save(argument, extra={"average": average, "best": [0.5, "step 3"]} if context.rank == 0 else None)
+    extra = runs[1].resume(argument)
     pairs = zip(weights[0].state_dict().values(), weights[1].state_dict().values(), strict=True)
-    if context.rank == 0:
-        context.send("same", same=all(torch.equal(one, other) for one, other in pairs))
+    kept = all(torch.equal(extra["average"][name], weight) for name, weight in average.items())
+    same = all(torch.equal(one, other) for one, other in pairs)
+    context.send("same", same=same, kept=kept, best=extra["best"])
 
 
 def unlike_data(context: RankContext, argument: str) -> None:
@@ -113,3 +117,76 @@ def clip_by_value(context: RankContext, argument: str) -> None:
     if context.rank == 0:
         pairs = zip(run.weights().values(), plain.parameters(), strict=True)
         context.send("error", error=max(float((one - other).abs().max()) for one, other in pairs))
+
+
+def spread_twice(context: RankContext, argument: str) -> None:
+    """A body is frozen in a first run and trained in a second one, each with an optimizer of its own: rank 0 tells the
+    error beside plain torch's."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    layout: Any = argument
+    torch.manual_seed(3)
+    model, plain = mlp().double(), mlp().double()
+    plain.load_state_dict(model.state_dict())
+    data = numbers(5, examples=12)
+    for body in ("frozen", "trained"):
+        for net in (model, plain):
+            net[0].requires_grad_(body == "trained")  # type: ignore[index]
+        optimizer, usual = (
+            torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.05) for net in (model, plain)
+        )
+        run = plait.spread(model, optimizer, loss_sum=squared, layout=layout)
+        for number, batch in enumerate(run.batches(data, batch=6, order="given")):
+            run.step(batch)
+            usual.zero_grad()
+            total, count = squared(
+                plain, [torch.stack([one[side] for one in data[6 * number : 6 * number + 6]]) for side in (0, 1)]
+            )
+            (total / count).backward()
+            usual.step()
+        run.close()
+    if context.rank == 0:
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        context.send("error", error=max(float((one - other).abs().max()) for one, other in pairs))
+
+
+def two_runs(context: RankContext, argument: str) -> None:
+    """Two runs over one model at once."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    model = mlp().double()
+    runs = [
+        plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=squared, layout="replicate")
+        for _ in range(2)
+    ]
+    for batch in runs[0].batches(numbers(5), batch=6):
+        runs[0].step(batch)
+
+
+def draw_between(context: RankContext, argument: str) -> None:
+    """What a program draws itself after each call, on every rank: its model has dropout, and its data draw, too."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=squared)
+    drawn: list[float] = []
+
+    def draw() -> None:
+        drawn.extend([random.random(), float(np.random.random()), float(torch.rand(()))])
+
+    for batch in run.batches(Augmented(), batch=6):
+        draw()
+        run.step(batch)
+        draw()
+    run.evaluate(numbers(5), batch=4)
+    draw()
+    context.send("drawn", drawn=drawn)
+
+
+class Augmented(Dataset[Any]):
+    """Examples with noise of their own."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, position: int) -> Any:
+        x, y = numbers(5)[position]
+        return x + 0.1 * torch.randn(5), y

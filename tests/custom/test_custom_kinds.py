@@ -45,11 +45,15 @@ def server() -> RanksOf:
     return RanksOf("tests.custom.kinds_entries")
 
 
-def told_by(server: RanksOf, entry: str, ranks: int, argument: str) -> dict[str, Any]:
+def told_by_all(server: RanksOf, entry: str, ranks: int, argument: str) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     job = Job(entry=entry, argument=argument, world_size=ranks, threads=1)
     server.run(job, on_message=lambda message: found.__setitem__(message.rank, dict(message.values)))
-    return found.get(0, {})
+    return found
+
+
+def told_by(server: RanksOf, entry: str, ranks: int, argument: str) -> dict[str, Any]:
+    return told_by_all(server, entry, ranks, argument).get(0, {})
 
 
 @cache
@@ -80,7 +84,9 @@ def test_a_program_in_one_process_has_the_numbers_of_plain_torch(kind: str) -> N
 
 
 def test_weights_that_are_not_contiguous_are_saved(server: RanksOf, tmp_path: Path) -> None:
-    assert told_by(server, "save_and_resume", 2, str(tmp_path / "kept"))["same"]
+    """And what the program keeps itself comes back with them, on every worker."""
+    told = told_by_all(server, "save_and_resume", 2, str(tmp_path / "kept"))
+    assert told[0] == told[1] == {"same": True, "kept": True, "best": [0.5, "step 3"]}
 
 
 def test_a_pass_of_a_loader_has_its_rest_whatever_the_workers() -> None:
@@ -135,6 +141,23 @@ def test_an_update_beside_the_run_is_refused_as_long_as_the_run_lives() -> None:
         again.step(batch)
     del run, again
     optimizer.step()
+
+
+@pytest.mark.parametrize("layout", few_fast(["replicate", "shard optimizer"], "shard optimizer"))
+def test_a_model_is_spread_a_second_time_with_other_weights_trained(server: RanksOf, layout: str) -> None:
+    assert told_by(server, "spread_twice", 2, layout)["error"] < TOLERANCE
+
+
+def test_what_a_program_draws_between_steps_is_the_same_on_all_workers(server: RanksOf) -> None:
+    alone = told_by(server, "draw_between", 1, "")["drawn"]
+    both = told_by_all(server, "draw_between", 2, "")
+    assert both[0]["drawn"] == both[1]["drawn"] == alone
+    assert len(set(alone)) == len(alone)
+
+
+def test_two_runs_over_one_model_are_told(server: RanksOf) -> None:
+    with pytest.raises(PlaitError, match=r"0\.weight is trained by two runs of plait\.spread at once"):
+        told_by(server, "two_runs", 2, "")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, Literal, Protocol, TextIO
 
 import tokenizers
@@ -134,9 +135,15 @@ def open_chat(
 
 
 def talk(
-    conversation: Conversation, lines: TextIO, output: OptionalOutput, person: Literal["terminal", "pipe"]
+    conversation: Conversation,
+    lines: TextIO,
+    output: OptionalOutput,
+    person: Literal["terminal", "pipe"],
+    *,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Answer each line as a message until /quit or the end of the lines; a terminal is told so, and asked for each."""
+    """Answer each line as a message until /quit or the end of the lines; a terminal is told so, and asked for each.
+    `waiting` is open from a message to the first words of its answer."""
     others = "; /adapter NAME takes another one" if len(conversation.adapters) > 1 else ""
     output.write(f"chat     each line is a message{others}; /quit ends\n" if person == "terminal" else "")
     while True:
@@ -150,4 +157,7 @@ def talk(
         if line.startswith(ADAPTER_LINE):
             conversation.take_adapter(line.removeprefix(ADAPTER_LINE).strip())
             continue
-        write_pieces(output, conversation.say(line.strip()))
+        answer = conversation.say(line.strip())
+        with waiting():
+            first = list(islice(answer, 1))
+        write_pieces(output, chain(first, answer))

@@ -25,7 +25,7 @@ from plait.regular_file import read_regular_file
 STATE_FORMAT = 1
 _STEP = re.compile(r"step-(\d{1,15})(\.before)?")
 """A saved step; ".before" is what it was until the same step was saved again, there only if that was interrupted."""
-_FILE = re.compile(r"model|schedulers|optimizer-\d{1,9}|buffers-\d{1,9}")
+_FILE = re.compile(r"model|schedulers|extra|optimizer-\d{1,9}|buffers-\d{1,9}")
 _FIELDS = {"steps": int, "workers": int, "optimizers": list, "schedulers": list, "progress": dict, "files": list}
 
 

@@ -23,10 +23,16 @@ MODEL = "model"
 
 
 def save_program(
-    folder: Path, program: Program, strands: Strands, workers: Workers, steps: int, progress: Mapping[str, Any]
+    folder: Path,
+    program: Program,
+    strands: Strands,
+    workers: Workers,
+    steps: int,
+    progress: Mapping[str, Any],
+    extra: Any = None,
 ) -> None:
-    """Write all of it to `folder`; `progress` is JSON of the caller. Every worker must call it; the first one writes,
-    and an error of its disk is raised by all."""
+    """Write all of it to `folder`; `progress` is JSON of the caller, `extra` what the person keeps, as the first worker
+    has it. Every worker must call it; the first one writes, and an error of its disk is raised by all."""
     workers.announce("run.save")()
     files = {MODEL: {**strands.full_weights(), **program.named_buffers()}}
     files |= _unlike_buffers(program, workers)
@@ -42,9 +48,12 @@ def save_program(
         for number, scheduler in enumerate(program.schedulers)
     ]
     files["schedulers"] = scheduler_tensors
+    extra_tensors: dict[str, Tensor] = {}
+    kept = to_plain(extra, "extra", extra_tensors)
+    files |= {"extra": extra_tensors} if extra_tensors else {}
     state = {
         "steps": steps, "workers": workers.size, "optimizers": optimizers, "schedulers": schedulers,
-        "progress": dict(progress), "files": sorted(files), "buffers": sorted(program.named_buffers()),
+        "progress": dict(progress), "extra": kept, "files": sorted(files), "buffers": sorted(program.named_buffers()),
     }  # fmt: skip
 
     def write() -> str:
@@ -55,7 +64,8 @@ def save_program(
 
 
 def resume_program(folder: Path, program: Program, strands: Strands, workers: Workers) -> dict[str, Any]:
-    """Read the newest state in `folder` back, on any number of workers; returns {"steps", "workers", "progress"}.
+    """Read the newest state in `folder` back, on any number of workers; returns {"steps", "workers", "progress",
+    "extra"}.
 
     Only the first worker needs the folder. Every worker must call it; raises PlaitError where there is none, or it is
     of another program.
@@ -76,7 +86,8 @@ def resume_program(folder: Path, program: Program, strands: Strands, workers: Wo
         restore_optimizer(optimizer, strands.pieces(index), shapes, plain, tensors)
     for scheduler, plain in zip(program.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(from_plain(plain, loaded["schedulers"]))
-    return {key: state[key] for key in ("steps", "workers", "progress")}
+    found = {key: state[key] for key in ("steps", "workers", "progress")}
+    return {**found, "extra": from_plain(state.get("extra"), loaded.get("extra", {}))}
 
 
 def _needed(state: Mapping[str, Any], workers: Workers) -> list[str]:

@@ -37,18 +37,21 @@ def to_plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {_PAIRS: pairs}
     raise PlaitError(
         f"{name} is a {type(value).__name__}, which cannot be saved without running code on reading; keep numbers, "
-        f"texts, "
-        "tensors, lists and dicts in an optimizer's or scheduler's state"
+        "texts, tensors, lists and dicts in an optimizer's or scheduler's state, or in extra"
     )
 
 
 def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `to_plain`."""
+    """The inverse of `to_plain`; raises PlaitError where a tensor is missing."""
     if isinstance(plain, list):
         return [from_plain(each, tensors) for each in plain]
     if not isinstance(plain, dict):
         return plain
     if _TENSOR in plain:
+        if plain[_TENSOR] not in tensors:
+            raise PlaitError(
+                f"the saved state names {plain[_TENSOR]}, which no file of it has; resume from another folder"
+            )
         return tensors[plain[_TENSOR]]
     if _NUMBER in plain:
         return _NUMBERS[plain[_NUMBER]]

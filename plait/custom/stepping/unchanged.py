@@ -4,7 +4,8 @@ alone."""
 from __future__ import annotations
 
 from plait.custom.group import Workers
-from plait.custom.program import Program, check_gradient_hooks, gradient_hooks
+from plait.custom.program import Program, check_gradient_hooks, gradient_hooks, is_plaits_own
+from plait.custom.strands.arrivals import Arrivals
 from plait.custom.strands.description import Strands
 from plait.errors import PlaitError
 
@@ -19,7 +20,7 @@ class ModelWatch:
         self._program, self._names = program, list(program.named_parameters())
         self._frozen = [(name, p) for name, p in program.named_parameters().items() if not p.requires_grad]
         self._held = _held_counts(program)
-        self._hooks = gradient_hooks(program) if workers.size > 1 or program.accumulate > 1 else None
+        self._sees_parts = workers.size > 1 or program.accumulate > 1
 
     def look(self, strands: Strands, step: int) -> None:
         """Raise PlaitError where parameters are trained that were not at the start, and, now and then, where some have
@@ -27,8 +28,9 @@ class ModelWatch:
         self._look_at_trained()
         if step != 1 and step % EVERY_STEPS:
             return
-        if self._hooks is not None:
-            check_gradient_hooks(self._program, allowed=self._hooks)
+        if self._sees_parts:
+            check_gradient_hooks(self._program)
+            self._look_for_another_run()
         now = self._program.named_parameters()
         changed = sorted(set(now) ^ set(self._names))
         if not changed and strands.form == "whole":
@@ -40,12 +42,20 @@ class ModelWatch:
                 "optimizer do not know of it; change the model first, and call plait.spread then"
             )
 
+    def _look_for_another_run(self) -> None:
+        for name, hooks in gradient_hooks(self._program).items():
+            if sum(hook.__module__ == Arrivals.__module__ for hook in hooks if is_plaits_own(hook)) > 1:
+                raise PlaitError(
+                    f"{name} is trained by two runs of plait.spread at once; give all losses to one "
+                    "(plait.spread(models, (first, second), loss_sum=(…, …))), or end the other by run.close()"
+                )
+
     def _look_at_trained(self) -> None:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise PlaitError(
-                    f"{name} wants a gradient since plait.spread, which workers would not sum; unfreeze it before "
-                    "plait.spread, or save, and resume with a new call of plait.spread"
+                    f"{name} wants a gradient since plait.spread, which workers would not sum; call run.close(), make "
+                    "an optimizer that has it, and call plait.spread again"
                 )
         if _held_counts(self._program) != self._held:
             raise PlaitError(

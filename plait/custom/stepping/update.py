@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,6 +9,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from plait.custom.program import Program, parameters_of
 from plait.custom.stepping.fused import begin_momentum
@@ -46,9 +46,9 @@ def update_weights(program: Program, strands: Strands, index: int, sums: GlobalS
     return sums.total[0] / count
 
 
-def refuse_other_updates(program: Program, run: object) -> None:
-    """As long as `run` lives, let an optimizer's own `step` raise PlaitError: weights would be updated a second time,
-    with gradients that a step has used already."""
+def refuse_other_updates(program: Program) -> list[RemovableHandle]:
+    """Let an optimizer's own `step` raise PlaitError until these handles are removed: weights would be updated a second
+    time, with gradients that a step has used already."""
 
     def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not _UPDATES.get():
@@ -57,8 +57,7 @@ def refuse_other_updates(program: Program, run: object) -> None:
                 "backward() and zero_grad() with it"
             )
 
-    for optimizer in program.optimizers:
-        weakref.finalize(run, optimizer.register_step_pre_hook(refuse).remove)
+    return [optimizer.register_step_pre_hook(refuse) for optimizer in program.optimizers]
 
 
 def _multiply(gradients: list[Tensor], scale: Tensor) -> None:

@@ -25,8 +25,15 @@ class Arrivals:
         self._now: set[int] = set()
         self._step: set[int] = set()
         self._count = len(parameters)
-        for number, parameter in enumerate(parameters):
+        self._handles = [
             parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._arrived(number))
+            for number, parameter in enumerate(parameters)
+        ]
+
+    def release(self) -> None:
+        """Count no more."""
+        for handle in self._handles:
+            handle.remove()
 
     def open(self) -> None:
         """A new step begins."""

@@ -89,6 +89,10 @@ class Strands(Protocol):
         """Every gradient of this loss whole, after `close`; every worker must call it."""
         ...
 
+    def release(self) -> None:
+        """Give the models back, as another run may take them; whatever was called of this is over."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrandChoices:

@@ -58,6 +58,9 @@ class LocalStrands:
     def full_gradients(self, index: int) -> dict[str, Tensor]:
         return {name: p.grad.detach() for name, p in self._trained[index].items() if p.grad is not None}
 
+    def release(self) -> None:
+        """They were never taken."""
+
 
 def whole_pieces(trained: dict[str, nn.Parameter]) -> list[HeldPiece]:
     """Every weight as one piece."""

@@ -71,6 +71,10 @@ class ReplicatedStrands:
     def full_gradients(self, index: int) -> dict[str, Tensor]:
         return {name: p.grad.detach() for name, p in self._trained[index].items() if p.grad is not None}
 
+    def release(self) -> None:
+        for one in (*self._reducers, *self._arrivals):
+            one.release()
+
 
 def _reducer(trained: dict[str, nn.Parameter], everybody: tuple[int, ...], choices: StrandChoices) -> GradientReducer:
     weights = [shared_weight(name, parameter, everybody) for name, parameter in trained.items()]

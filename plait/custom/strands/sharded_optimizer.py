@@ -93,6 +93,10 @@ class ShardedOptimizerStrands:
         like = {name: p for name, p in self._trained[index].items() if self._reached[index].get(name)}
         return whole_of(own, like, self._workers)
 
+    def release(self) -> None:
+        for one in (*self._reducers, *self._arrivals):
+            one.release()
+
 
 class _OwnPiece:
     """A piece, and where its numbers begin in the unit that holds them."""

@@ -107,6 +107,9 @@ class ShardedParameterStrands:
         own = {p.name: (p.first, p.parameter.grad) for p in self._pieces if p.parameter.grad is not None}
         return whole_of(own, {n: p for n, p in self._trained.items() if self._reached.get(n)}, self._workers)
 
+    def release(self) -> None:
+        """Weights stay sharded: torch's FSDP2 does not give them back."""
+
 
 class _ForwardClock:
     """How long the forward passes of units take, from where their weights are here."""

@@ -288,9 +288,10 @@ def _death_sentence(death: RankDied, where: str, log: str) -> str:
     return f"{who} was killed by {name}{_SIGNAL_HINTS.get(name, f'; see what it printed {log}, then')} {RESUME_ADVICE}"
 
 
+_LESS_MEMORY = "take smaller micro-batches (layout.micro_sequences; accumulate= of plait.spread)"
 # Each ends so that the advice to run again follows.
 _SIGNAL_HINTS = {
-    "SIGKILL": ", often the kernel's out-of-memory killer; if so, try a smaller layout.micro_sequences, else",
+    "SIGKILL": f", often the kernel's out-of-memory killer; if so, {_LESS_MEMORY}, else",
     "SIGBUS": ", often a full disk or /dev/shm, or a data file cut short while in use; fix that, then",
 }
 
@@ -299,7 +300,7 @@ def _exception_sentence(failure: RankRaised, where: str, log: str) -> str:
     who = ("starting the workers" if failure.rank is None else f"rank {failure.rank}") + where
     what = f"{failure.type_name}: {failure.text}" if failure.text else failure.type_name
     if failure.out_of_memory:
-        return f"{who} ran out of memory ({what}); try a smaller layout.micro_sequences"
+        return f"{who} ran out of memory ({what}); {_LESS_MEMORY}"
     if failure.lost_peer:
         return f"{who} lost its connection to another rank ({what}; at {failure.place}); {RESUME_ADVICE}"
     return (
