@@ -157,6 +157,8 @@ class SpreadRun:
         Returns the global mean loss: 0-dim, or one for each of several losses [losses]; float64. Every worker must call
         it for every batch.
         """
+        if not self._end.alive:
+            raise PlaitError("this run is closed; call plait.spread again for a new one")
         began, clock = time.perf_counter(), self._meter.clock()
         given = sum(place.given for place in self._places)
         factor = self._rate.factor(self._steps)

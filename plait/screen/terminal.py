@@ -103,7 +103,8 @@ class _ProgressLines:
         """Say the same again where nothing new was shown for long, with the time that it takes already."""
         with self._lock:
             if self._text:
-                self._print_if_due(f", {format_duration(round(self._clock() - self._began_s))} so far")
+                passed_s = round(self._clock() - self._began_s)
+                self._print_if_due(f", {format_duration(passed_s)} so far" if passed_s else "")
 
     def _print_if_due(self, end: str) -> None:
         if self._clock() - self._printed_s() >= LINE_EVERY_S:

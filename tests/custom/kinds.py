@@ -192,7 +192,127 @@ class ZeroRows(nn.Module):
         return self.inside(x.view(x.size(0), -1))
 
 
+class Complex(nn.Module):
+    """A weight of complex numbers between real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, 6)
+        self.inside = nn.Parameter(torch.randn(6, 4, dtype=torch.complex128) / 3)
+        self.leave = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.enter(x).to(torch.complex128) @ self.inside
+        return self.leave(torch.cat([hidden.real, hidden.imag], dim=1))
+
+
+def orthogonal() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Lion(Optimizer):
+    """An optimizer of the person's own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.sub_((0.9 * mean + 0.1 * p.grad).sign(), alpha=group["lr"])
+                mean.lerp_(p.grad, 0.01)
+
+
+def adversarial(model: Any, batch: Any) -> tuple[Tensor, int]:
+    """Examples moved by the sign of their own gradient."""
+    x = batch[0].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(((model(x) - batch[1]) ** 2).sum(), x)
+    return squared(model, (batch[0] + 0.1 * gradient.sign(), batch[1]))
+
+
+def physics(model: Any, batch: Any) -> tuple[Tensor, int]:
+    """An equation in the output's derivative by the input: a gradient of a gradient."""
+    x = batch[0].clone().requires_grad_()
+    y = model(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return ((slope.sum(1) + y[:, 0]) ** 2).sum(), len(x)
+
+
+def smoothed(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Smoothed labels, each class with a weight of its own, which is what counts."""
+    weights = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    labels = batch[1].argmax(1)
+    total = F.cross_entropy(model(batch[0]), labels, weights, reduction="sum", label_smoothing=0.1)
+    return total, weights[labels].sum()
+
+
+class WithTarget(nn.Module):
+    """A net that learns from a copy of itself, which follows it every second step: DQN's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.target = mlp(), mlp().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)
+
+
+def towards_target(model: Any, batch: Any) -> tuple[Tensor, int]:
+    with torch.no_grad():
+        best = batch[1][:, :1] + 0.9 * model.target(batch[0]).max(1, keepdim=True).values
+    return ((model(batch[0]).gather(1, batch[1].argmax(1, keepdim=True)) - best) ** 2).sum(), len(best)
+
+
+def copy_to_target(model: Any, optimizer: Optimizer, step: int) -> None:
+    if step % 2:
+        model.target.load_state_dict(model.inside.state_dict())
+
+
+class Flow(nn.Module):
+    """A normalising flow of one affine coupling; what it puts out is the negative log-likelihood of each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, moved = x[:, :3], x[:, 3:]
+        scale = torch.tanh(self.scale(kept))
+        z = torch.cat([kept, moved * scale.exp() + self.shift(kept)], dim=1)
+        return 0.5 * (z**2).sum(1) - scale.sum(1)
+
+
+def of_each(model: Any, batch: Any) -> tuple[Tensor, int]:
+    return model(batch[0]).sum(), len(batch[0])
+
+
 KINDS: dict[str, Kind] = {
+    "complex weight": Kind(
+        model=Complex, data=lambda: in_order(numbers(5)), refused=("shard optimizer", "shard parameters")
+    ),
+    "orthogonal weight": Kind(model=orthogonal, data=lambda: in_order(numbers(5))),
+    "optimizer of one's own": Kind(
+        model=mlp,
+        data=lambda: in_order(numbers(5)),
+        optimizer=lambda model: Lion(model.parameters()),
+        refused=("shard optimizer", "shard parameters"),
+    ),
+    "adversarial examples": Kind(model=mlp, data=lambda: in_order(numbers(5)), loss_sum=adversarial),
+    "physics": Kind(model=mlp, data=lambda: in_order(numbers(5)), loss_sum=physics, refused=("shard parameters",)),
+    "smoothed labels": Kind(model=mlp, data=lambda: in_order(numbers(5)), loss_sum=smoothed),
+    "target net": Kind(
+        model=WithTarget,
+        data=lambda: in_order(numbers(5)),
+        loss_sum=towards_target,
+        optimizer=lambda model: torch.optim.AdamW(model.inside.parameters(), lr=0.05),
+        after=copy_to_target,
+        refused=("shard parameters",),
+    ),
+    "flow": Kind(model=Flow, data=lambda: in_order(numbers(5)), loss_sum=of_each),
     "rest of a pass": Kind(model=mlp, data=lambda: in_order(numbers(5, examples=11))),
     "channels last": Kind(model=channels_last, data=lambda: in_order(numbers(3, 6, 6)), refused=("shard parameters",)),
     "transposed weight": Kind(

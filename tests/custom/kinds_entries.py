@@ -28,9 +28,9 @@ def train(context: RankContext, argument: str) -> None:
     losses, weights = trained_by_spread(KINDS[asked["kind"]], asked["layout"])
     if context.rank == 0:
         context.send("losses", losses=losses)
-        save_file(
-            {name: one.contiguous() for name, one in weights.items()}, Path(asked["folder"]) / "weights.safetensors"
-        )
+        real = {name: torch.view_as_real(one) if one.is_complex() else one for name, one in weights.items()}
+        kept = {name: one.contiguous() for name, one in real.items()}
+        save_file(kept, Path(asked["folder"]) / "weights.safetensors")
 
 
 class Numbers(IterableDataset[Any]):
@@ -47,10 +47,11 @@ class Numbers(IterableDataset[Any]):
 
 
 def save_and_resume(context: RankContext, argument: str) -> None:
-    """Weights that are not contiguous, and the optimizer's state of them, saved and read back: rank 0 tells whether
-    every bit is there again."""
+    """A program's weights and the optimizer's state of them, saved and read back: each rank tells whether every bit is
+    there again."""
     os.environ[RENDEZVOUS] = context.rendezvous
-    kind = KINDS["channels last"]
+    name, _, folder = argument.partition(":")
+    kind = KINDS[name]
     runs, weights = [], []
     for _ in range(2):
         model, optimizer = made(kind)
@@ -59,8 +60,8 @@ def save_and_resume(context: RankContext, argument: str) -> None:
     for batch in runs[0].batches(kind.data()):
         runs[0].step(batch)
     average = {name: weight.clone() for name, weight in runs[0].weights().items()}
-    runs[0].save(argument, extra={"average": average, "best": [0.5, "step 3"]} if context.rank == 0 else None)
-    extra = runs[1].resume(argument)
+    runs[0].save(folder, extra={"average": average, "best": [0.5, "step 3"]} if context.rank == 0 else None)
+    extra = runs[1].resume(folder)
     pairs = zip(weights[0].state_dict().values(), weights[1].state_dict().values(), strict=True)
     kept = all(torch.equal(extra["average"][name], weight) for name, weight in average.items())
     same = all(torch.equal(one, other) for one, other in pairs)
@@ -77,6 +78,7 @@ def unlike_data(context: RankContext, argument: str) -> None:
         "split": lambda: random_split(numbers(5, examples=24), [12, 12], generator=own)[0],  # type: ignore[arg-type]
         "length": lambda: numbers(5, examples=12 + context.rank),
         "stream": lambda: Numbers(context.rank),
+        "noise": Unseeded,
     }[argument]()
     for batch in run.batches(data, batch=6):
         run.step(batch)
@@ -179,6 +181,20 @@ def draw_between(context: RankContext, argument: str) -> None:
     run.evaluate(numbers(5), batch=4)
     draw()
     context.send("drawn", drawn=drawn)
+
+
+class Unseeded(Dataset[Any]):
+    """Examples with noise of a generator that nobody seeds: other ones on each worker, and each time."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, position: int) -> Any:
+        x, y = numbers(5)[position]
+        return x + 0.1 * torch.from_numpy(self.generator.normal(size=5)), y
 
 
 class Augmented(Dataset[Any]):

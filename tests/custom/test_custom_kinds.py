@@ -72,7 +72,8 @@ def test_a_program_has_the_numbers_of_plain_torch(
     found = load_file(tmp_path / "weights.safetensors")
     assert found.keys() == weights.keys()
     for name, weight in weights.items():
-        assert float((found[name] - weight).abs().max()) < TOLERANCE, name
+        real = torch.view_as_real(weight) if weight.is_complex() else weight
+        assert float((found[name] - real).abs().max()) < TOLERANCE, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,9 +84,10 @@ def test_a_program_in_one_process_has_the_numbers_of_plain_torch(kind: str) -> N
     assert all(float((found[name] - weight).abs().max()) < TOLERANCE for name, weight in weights.items())
 
 
-def test_weights_that_are_not_contiguous_are_saved(server: RanksOf, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["channels last", "complex weight"])
+def test_weights_that_are_not_contiguous_or_complex_are_saved(server: RanksOf, tmp_path: Path, kind: str) -> None:
     """And what the program keeps itself comes back with them, on every worker."""
-    told = told_by_all(server, "save_and_resume", 2, str(tmp_path / "kept"))
+    told = told_by_all(server, "save_and_resume", 2, f"{kind}:{tmp_path / 'kept'}")
     assert told[0] == told[1] == {"same": True, "kept": True, "best": [0.5, "step 3"]}
 
 
@@ -105,6 +107,10 @@ def test_a_pass_of_a_loader_has_its_rest_whatever_the_workers() -> None:
 def test_data_that_differ_by_worker_are_told(server: RanksOf, data: str, words: str) -> None:
     with pytest.raises(PlaitError, match=words):
         told_by(server, "unlike_data", 2, data)
+
+
+def test_examples_that_are_random_beyond_all_seeds_are_let_through(server: RanksOf) -> None:
+    told_by(server, "unlike_data", 2, "noise")
 
 
 @pytest.mark.parametrize("when", few_fast(["before", "after"], "after"))
@@ -139,13 +145,22 @@ def test_an_update_beside_the_run_is_refused_as_long_as_the_run_lives() -> None:
     again = plait.spread(model, optimizer, loss_sum=squared)
     for batch in again.batches(numbers(5), batch=6):
         again.step(batch)
-    del run, again
+    again.close()
+    with pytest.raises(PlaitError, match="this run is closed"):
+        again.step(batch)
+    del run
     optimizer.step()
 
 
 @pytest.mark.parametrize("layout", few_fast(["replicate", "shard optimizer"], "shard optimizer"))
 def test_a_model_is_spread_a_second_time_with_other_weights_trained(server: RanksOf, layout: str) -> None:
     assert told_by(server, "spread_twice", 2, layout)["error"] < TOLERANCE
+
+
+def test_a_loss_that_differentiates_twice_is_told_which_layout_carries_it(server: RanksOf, tmp_path: Path) -> None:
+    asked = {"kind": "physics", "layout": "shard parameters", "folder": str(tmp_path)}
+    with pytest.raises(PlaitError, match=r"differentiates twice \(create_graph=True\); take \"shard optimizer\""):
+        told_by(server, "train", 2, json.dumps(asked))
 
 
 def test_what_a_program_draws_between_steps_is_the_same_on_all_workers(server: RanksOf) -> None:

@@ -113,6 +113,33 @@ class Spare(nn.Module):
         return inputs
 
 
+class Narrow(nn.Module):
+    """Computes in float32, as parts of models of Hugging Face do, and puts out what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs.float() @ self.weight.float()).to(inputs.dtype)
+
+
+class Remembering(nn.Module):
+    """Keeps its last output, with its graph, as an attribute."""
+
+    kept: Tensor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.kept = inputs * 2
+        return self.kept
+
+
+def remembering() -> nn.Module:
+    model = Net(Remembering())
+    model(torch.randn(2, WIDTH))
+    return model
+
+
 def loss_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """The sum of cross entropies, and their count."""
     return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
@@ -139,6 +166,8 @@ PLANTED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "changed view": (lambda: Net(nn.Linear(8, 8), Reshaped(), Flattened()), loss_sum),
     "views": (lambda: Net(Shifted()), loss_sum),
     "unused": (lambda: Net(Spare()), loss_sum),
+    "float32 inside": (lambda: Net(Narrow()), loss_sum),
+    "kept output": (remembering, loss_sum),
     "mean": (Net, mean_loss),
     "16 bits": (Net, narrow_loss),
 }

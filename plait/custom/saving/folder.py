@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,6 +26,8 @@ from plait.regular_file import read_regular_file
 STATE_FORMAT = 1
 _STEP = re.compile(r"step-(\d{1,15})(\.before)?")
 """A saved step; ".before" is what it was until the same step was saved again, there only if that was interrupted."""
+_COMPLEX = "@complex"
+"""How the names of complex tensors end in a file, which holds none."""
 _FILE = re.compile(r"model|schedulers|extra|optimizer-\d{1,9}|buffers-\d{1,9}")
 _FIELDS = {"steps": int, "workers": int, "optimizers": list, "schedulers": list, "progress": dict, "files": list}
 
@@ -58,11 +61,13 @@ def write_saved(folder: Path, step: int, state: Mapping[str, Any], files: Mappin
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, each in memory of its own: a file of them holds no views."""
+    """The tensors, each in memory of its own: a file of them holds no views, and complex numbers as pairs of real
+    ones."""
     seen: set[int] = set()
     found = {}
-    for name, tensor in tensors.items():
-        whole = tensor.contiguous()
+    for given, tensor in tensors.items():
+        name = f"{given}{_COMPLEX}" if tensor.is_complex() else given
+        whole = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
         place = whole.untyped_storage().data_ptr()
         found[name] = whole.clone() if place in seen else whole
         seen.add(place)
@@ -97,6 +102,10 @@ def read_tensors(saved: Path, name: str) -> dict[str, Tensor]:
     """One file of named tensors; raises PlaitError where it is damaged or missing."""
     path = saved / f"{name}.safetensors"
     try:
-        return load_file(path)
+        found = load_file(path)
     except (OSError, SafetensorError) as error:
         raise PlaitError(f"{path} cannot be read ({one_line(str(error))}); resume from another folder") from None
+    return {
+        name.removesuffix(_COMPLEX): torch.view_as_complex(one) if name.endswith(_COMPLEX) else one
+        for name, one in found.items()
+    }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.custom.exact_norm.batch_norm import norm_waits_s
 from plait.custom.group import Workers
@@ -109,8 +109,20 @@ def run_backward(
         elif place.gradients_of == "mean" and workers.size == 1 == len(micros):
             divisor = divisor_of(count)
         own[:2] += torch.stack([total.detach().to(torch.float64), count])
-        torch.autograd.backward(total, divisor.reciprocal().to(total.dtype), inputs=inputs)
+        _backward(total, divisor.reciprocal().to(total.dtype), inputs)
     return own, divisor
+
+
+def _backward(total: Tensor, scale: Tensor, inputs: list[nn.Parameter] | None) -> None:
+    try:
+        torch.autograd.backward(total, scale, inputs=inputs)
+    except RuntimeError as error:
+        if "setStorage" not in str(error):
+            raise
+        raise PlaitError(
+            'layout "shard parameters" gives weights up after their first backward pass, and this loss differentiates '
+            'twice (create_graph=True); take "shard optimizer"'
+        ) from error
 
 
 def divisor_of(count: Tensor) -> Tensor:

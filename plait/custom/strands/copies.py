@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ def copy_program(program: Program, *, dtype: torch.dtype, weights: Mapping[str, 
     for name, buffer in skeletal.named_buffers().items():
         value = buffers[name].detach()
         memo[id(buffer)] = value.to(dtype if value.is_floating_point() else value.dtype, copy=True)
+    memo |= {id(one): one.detach().to(dtype, copy=True) for one in _graph_tensors(sources)}
     models = tuple(copy.deepcopy(model, memo) for model in sources)
     optimizers = tuple(torch.optim.SGD([copied[name] for name in names], lr=0.0) for names in program.trained_names)
     return replace(program, models=models, optimizers=optimizers, schedulers=(), skeletons=())
@@ -42,4 +43,14 @@ def skeletons_of(program: Program) -> tuple[nn.Module, ...]:
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     for buffer in program.named_buffers().values():
         memo[id(buffer)] = buffer.detach().to("meta")
+    memo |= {id(one): one.detach().to("meta") for one in _graph_tensors(program.models)}
     return tuple(copy.deepcopy(model, memo) for model in program.models)
+
+
+def _graph_tensors(models: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Results of a forward pass that modules keep as attributes, which deepcopy refuses."""
+    for model in models:
+        for module in model.modules():
+            for value in vars(module).values():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    yield value

@@ -38,6 +38,8 @@ class Observations:
     """In the order in which the layers ended."""
     drops: int = 0
     """Dropouts that were set to 0."""
+    narrow: bool = False
+    """Whether some operation computed in less than float64, be it inside of a layer that puts out float64."""
     random_layers: list[str] = field(default_factory=list)
     """Innermost layers that drew random numbers all the same."""
     changed_views: list[str] = field(default_factory=list)
@@ -45,13 +47,19 @@ class Observations:
 
 
 class WithoutDropout(TorchDispatchMode):
-    """Sets dropout to 0, also where a function is called and no layer: its masks let everything through unscaled."""
+    """Sets dropout to 0, also where a function is called and no layer: its masks let everything through unscaled. Notes
+    whether anything is computed in less than float64."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.drops = 0
+        self.drops, self.narrow = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = self._run(func, args, kwargs or {})
+        self.narrow = self.narrow or any(one.dtype != torch.float64 for one in _floating(found))
+        return found
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is _DROPS.bernoulli_.float:
             # torch divides this mask by the same share, which makes it 1.
             self.drops += 1
@@ -61,7 +69,7 @@ class WithoutDropout(TorchDispatchMode):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if func is _DROPS.native_dropout_backward.default:
             return args[0].clone()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -76,7 +84,7 @@ def observe(program: Program) -> Iterator[Observations]:
     try:
         with WithoutDropout() as mode:
             yield seen
-        seen.drops = mode.drops
+        seen.drops, seen.narrow = mode.drops, mode.narrow
         seen.changed_views = watched.changed_views()
     finally:
         for handle in handles:
