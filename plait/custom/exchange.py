@@ -62,6 +62,9 @@ def first_tensors(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str, 
 
 def sum_of_bits(own: Tensor, workers: Workers) -> Tensor:
     """The sum over workers of which at most one has other bits than zero, bit for bit. In place; blocks."""
+    if own.is_complex():
+        sum_of_bits(torch.view_as_real(own), workers)
+        return own
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
     if bits == torch.int16:  # gloo has no sums of it
         wide = own.view(bits).to(torch.int32)

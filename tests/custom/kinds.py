@@ -291,9 +291,7 @@ def of_each(model: Any, batch: Any) -> tuple[Tensor, int]:
 
 
 KINDS: dict[str, Kind] = {
-    "complex weight": Kind(
-        model=Complex, data=lambda: in_order(numbers(5)), refused=("shard optimizer", "shard parameters")
-    ),
+    "complex weight": Kind(model=Complex, data=lambda: in_order(numbers(5)), refused=("shard parameters",)),
     "orthogonal weight": Kind(model=orthogonal, data=lambda: in_order(numbers(5))),
     "optimizer of one's own": Kind(
         model=mlp,

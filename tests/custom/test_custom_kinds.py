@@ -157,9 +157,17 @@ def test_a_model_is_spread_a_second_time_with_other_weights_trained(server: Rank
     assert told_by(server, "spread_twice", 2, layout)["error"] < TOLERANCE
 
 
-def test_a_loss_that_differentiates_twice_is_told_which_layout_carries_it(server: RanksOf, tmp_path: Path) -> None:
-    asked = {"kind": "physics", "layout": "shard parameters", "folder": str(tmp_path)}
-    with pytest.raises(PlaitError, match=r"differentiates twice \(create_graph=True\); take \"shard optimizer\""):
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("physics", r"differentiates twice \(create_graph=True\); take \"shard optimizer\""),
+        ("complex weight", r"has torch.complex128 and torch.float64; take \"shard optimizer\""),
+        ("channels last", "is not possible for this model"),
+    ],
+)
+def test_what_sharded_parameters_cannot_carry_is_told(server: RanksOf, tmp_path: Path, kind: str, words: str) -> None:
+    asked = {"kind": kind, "layout": "shard parameters", "folder": str(tmp_path)}
+    with pytest.raises(PlaitError, match=words):
         told_by(server, "train", 2, json.dumps(asked))
 
 

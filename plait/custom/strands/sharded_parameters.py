@@ -19,7 +19,7 @@ from plait.custom.program import Program
 from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm, require_elementwise
 from plait.custom.strands.local import squares_of
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces, whole_of
-from plait.custom.strands.units import check_shared, find_units, units_text
+from plait.custom.strands.units import check_one_dtype, check_shared, find_units, units_text
 from plait.errors import PlaitError
 from plait.parallel.fully_sharded import SpreadWeights, SwapGradients
 
@@ -138,6 +138,7 @@ def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> dict[s
     """Shard a model; returns its units."""
     units = find_units(model, choices.units)
     check_shared(model, units)
+    check_one_dtype(model, units)
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     mesh = DeviceMesh.from_group(world, workers.device.type, mesh_dim_names=("shard",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import nn
 
 from plait.errors import PlaitError
@@ -45,6 +46,21 @@ def check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
             raise PlaitError(
                 f"{name} is shared by {where}, and a unit is gathered by itself; name larger units (units=…), or take "
                 'layout="shard optimizer"'
+            )
+
+
+def check_one_dtype(model: nn.Module, units: dict[str, nn.Module]) -> None:
+    """Raise PlaitError where weights that are gathered together are of several dtypes, which torch's FSDP2 refuses."""
+    kinds: dict[str, set[torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
+        kinds.setdefault(unit, set()).add(parameter.dtype)
+    for unit, dtypes in kinds.items():
+        if len(dtypes) > 1:
+            where = repr(unit) if unit else "what is outside of all units"
+            raise PlaitError(
+                f'layout "shard parameters" gathers weights of one dtype together, and {where} has '
+                f'{" and ".join(sorted(map(str, dtypes)))}; take "shard optimizer"'
             )
 
 
