@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from plait.custom.agreement import check_same_data
 from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
-from plait.custom.data.agreement import check_same_data
 from plait.custom.data.batches import (
     BatchPlace,
     BatchRequest,

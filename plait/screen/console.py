@@ -21,7 +21,8 @@ from plait.screen.screen import wrapped
 from plait.screen.ticker import TICK_S, ticking
 from plait.units import format_count, format_duration
 
-LINE_EVERY_S = 10.0
+LINE_EVERY_S = 9.0
+"""Of a log, which is looked at each second: so it is silent for ten seconds at most."""
 LATER_LINE_EVERY_S, LATER_S = 30.0, 1800.0
 """Of a log after its first half hour, which somebody may be watching."""
 LINE_EVERY_SHARE = 0.05

@@ -46,10 +46,10 @@ def test_progress_in_a_log_is_a_line_now_and_then_and_none_at_first():
     with TerminalScreen(RichConsole(file=out, width=80), clock=clock).progress() as show:
         for done in range(100):
             show(done, 100, "counting")
-            clock.now_s += LINE_EVERY_S / 10
+            clock.now_s += LINE_EVERY_S / 4
         show(0, 0, "hashing")
-    assert out.getvalue().splitlines()[:2] == ["working  counting, 10%", "working  counting, 20%"]
-    assert out.getvalue().splitlines()[-1] == "working  hashing" and len(out.getvalue().splitlines()) == 10
+    assert out.getvalue().splitlines()[:2] == ["working  counting, 4%", "working  counting, 8%"]
+    assert out.getvalue().splitlines()[-1] == "working  hashing" and len(out.getvalue().splitlines()) == 25
 
 
 def test_a_log_is_not_silent_for_long_across_two_pieces_of_work():

@@ -1,8 +1,8 @@
-"""A batch brought to the worker's device, whatever it is made of."""
+"""A batch with other tensors, whatever it is made of: on the worker's device, or in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -29,3 +29,25 @@ def on_device(batch: Any, device: torch.device) -> Any:
         return replace(batch, **{field.name: on_device(getattr(batch, field.name), device) for field in fields(batch)})
     move = getattr(batch, "to", None)
     return move(device) if callable(move) else batch
+
+
+def in_float64(batch: Any) -> Any:
+    """A batch with its floating-point tensors as float64."""
+    return mapped(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch of the same kind whose tensors, and numpy arrays as tensors, are changed."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if type(batch).__module__ == "numpy" and hasattr(batch, "shape"):
+        return change(torch.as_tensor(batch))
+    if isinstance(batch, Mapping):
+        kind: Any = type(batch)
+        return kind({key: mapped(value, change) for key, value in batch.items()})
+    if isinstance(batch, tuple | list):
+        parts = [mapped(value, change) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{field.name: mapped(getattr(batch, field.name), change) for field in fields(batch)})
+    return batch

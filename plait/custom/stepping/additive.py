@@ -15,11 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from plait.custom.cutting import BatchCut, batch_part, batch_size
+from plait.custom.data.moving import in_float64
 from plait.custom.program import Program
 from plait.custom.seeds import seeded
 from plait.custom.stepping.draws import SameDraws
 from plait.custom.strands.copies import copy_program
-from plait.custom.verifying.shares import in_float64
 from plait.errors import PlaitError
 
 EXAMPLES = 4

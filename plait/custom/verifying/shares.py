@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.custom.cutting import batch_size
+from plait.custom.data.moving import mapped
 from plait.custom.group import Workers
 from plait.errors import PlaitError
 
@@ -53,38 +53,17 @@ def join_shares(shares: Sequence[Any]) -> Any | None:
     return _rebuilt(shares[0], joined)
 
 
-def in_float64(batch: Any) -> Any:
-    """A batch with its floating-point tensors as float64."""
-    return _mapped(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-
-
 def tensors_of(batch: Any) -> Iterator[Tensor]:
     """The tensors of a batch, in the order of its members; a numpy array counts as one."""
     found: list[Tensor] = []
-    _mapped(batch, lambda tensor: found.append(tensor) or tensor)
+    mapped(batch, lambda tensor: found.append(tensor) or tensor)
     return iter(found)
 
 
 def _rebuilt(batch: Any, tensors: Sequence[Tensor]) -> Any:
     """A batch of the same kind with other tensors."""
     rest = iter(tensors)
-    return _mapped(batch, lambda _: next(rest))
-
-
-def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if type(batch).__module__ == "numpy" and hasattr(batch, "shape"):
-        return change(torch.as_tensor(batch))
-    if isinstance(batch, Mapping):
-        kind: Any = type(batch)
-        return kind({key: _mapped(value, change) for key, value in batch.items()})
-    if isinstance(batch, tuple | list):
-        parts = [_mapped(value, change) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{field.name: _mapped(getattr(batch, field.name), change) for field in fields(batch)})
-    return batch
+    return mapped(batch, lambda _: next(rest))
 
 
 def _gather_tensor(tensor: Tensor, workers: Workers) -> list[Tensor]:

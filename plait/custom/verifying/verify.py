@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.custom.cutting import BatchCut, batch_parts
+from plait.custom.data.moving import in_float64
 from plait.custom.exact_norm.batch_norm import GlobalBatchNorm
 from plait.custom.group import Workers
 from plait.custom.program import Program
@@ -19,7 +20,7 @@ from plait.custom.strands.description import CustomLayout, StrandChoices
 from plait.custom.verifying.causes import FailedProof, find_causes
 from plait.custom.verifying.outcome import Outcome, run_alone, run_spread
 from plait.custom.verifying.remarks import remarks_of
-from plait.custom.verifying.shares import gather_shares, in_float64, join_shares
+from plait.custom.verifying.shares import gather_shares, join_shares
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.proof import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Finding, Tolerances, Verdict

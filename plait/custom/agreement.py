@@ -76,8 +76,9 @@ def _bytes_of(value: Any) -> Iterator[bytes]:
         yield f"{dense.dtype}{tuple(dense.shape)}".encode()
         yield bytes(dense.reshape(-1).view(torch.uint8).numpy()) if dense.numel() else b""
     elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        yield f"{value.dtype}{value.shape}".encode()
-        yield value.tobytes() if value.dtype.kind in "biufc" else b""
+        array: Any = value
+        yield f"{array.dtype}{array.shape}".encode()
+        yield array.tobytes() if array.dtype.kind in "biufc" else b""
     elif isinstance(value, str | PurePath):
         path = PurePath(value)
         yield (path.name if path.is_absolute() else str(value)).encode()
