@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from pathlib import PurePath
@@ -18,8 +18,9 @@ from plait.custom.group import Workers
 from plait.custom.seeds import seed_everything, seed_from, seeded
 from plait.errors import PlaitError
 
-_RANDOM = "random"
-"""In place of the digest of an example that is another one each time it is read."""
+ALIKE = 1e-2
+"""Of the largest number of a tensor: how far means and largest numbers of two workers may be apart. Decoders of images
+and sounds round differently on unlike machines."""
 _ADVICE = (
     "what a file draws or builds before plait.spread must be the same on every worker: give random_split a seeded "
     "generator, sort what comes out of a set, and let each worker read the whole of an iterable"
@@ -28,70 +29,108 @@ _ADVICE = (
 
 def check_same_data(own: OwnBatches, workers: Workers) -> None:
     """Raise PlaitError where workers have data of another length, order or content: three examples are compared, or
-    the first whole batch of an iterable. An example that is random beyond all seeds (a generator of its own) is not.
-    Every worker must call it, with its first batch at hand; blocks."""
+    the first whole batch of an iterable. What is random beyond all seeds (a generator of its own), or cannot be read
+    alone, is not. Every worker must call it, with its first batch at hand; blocks."""
     if workers.size == 1:
         return
     workers.announce("run.batches")()
-    described = _of_positions(own, own.source) if isinstance(own.source, ExamplePositions) else _of_stream(own)
+    parts = _parts(own)
+    described = {name: _described(make) for name, make in parts.items()}
     everybody = gather_json(list(described.items()), workers)
-    for rank, theirs in enumerate(everybody):
-        for (name, value), (other, first) in zip(theirs, everybody[0], strict=True):
-            if name != other or (value != first and _RANDOM not in (value, first)):
-                raise PlaitError(f"worker {rank} has {name} other than worker 0 has; {_ADVICE}")
+    unlike = [name for name in parts if any(_differ(dict(one)[name], dict(everybody[0])[name]) for one in everybody)]
+    if not unlike:
+        return
+    own_random = [name for name in unlike if _differ(described[name], _described(parts[name]))]
+    let_through = {name for some in gather_json(own_random, workers) for name in some}
+    for name in unlike:
+        if name not in let_through:
+            ranks = [rank for rank, one in enumerate(everybody) if _differ(dict(one)[name], dict(everybody[0])[name])]
+            raise PlaitError(f"worker {ranks[0]} has {name} other than worker 0 has; {_ADVICE}")
 
 
-def _of_positions(own: OwnBatches, source: ExamplePositions) -> dict[str, str]:
-    found = {"a number of examples": str(source.size)}
+def _parts(own: OwnBatches) -> dict[str, Callable[[], Any]]:
+    """What is compared, by its name, and how to make it."""
+    source = own.source
+    if not isinstance(source, ExamplePositions):
+        return {"a first batch": lambda: None if own.first is None else own.first()}
     positions = [0, source.size // 2, source.size - 1]
-    if source.draw is not None:
-        order = own.order(source, 0)
+    found: dict[str, Callable[[], Any]] = {"a number of examples": lambda: source.size}
+    if own.first_order is not None:
+        order = own.first_order
         drawn = order.tolist() if isinstance(order, Tensor) else [one for batch in order for one in batch]
-        found["an order of examples"] = _digest(order)
         positions = [drawn[0], drawn[len(drawn) // 2], drawn[-1]]
+        found["an order of examples"] = lambda: drawn
     for name, position in zip(("a first example", "a middle example", "a last example"), positions, strict=True):
-        twice = {_example_digest(source, position) for _ in range(2)}
-        found[name] = twice.pop() if len(twice) == 1 else _RANDOM
+        found[name] = _reader(source, position)
     return found
 
 
-def _example_digest(source: ExamplePositions, position: int) -> str:
-    with seeded(seed_from("agreement")):
-        return _digest(source.read([position], lambda one: seed_everything(seed_from("example", one))))
+def _reader(source: ExamplePositions, position: int) -> Callable[[], Any]:
+    return lambda: source.read([position], lambda one: seed_everything(seed_from("example", one)))
 
 
-def _of_stream(own: OwnBatches) -> dict[str, str]:
-    return {"a first batch": "" if own.first is None else _digest(own.first())}
+def _described(make: Callable[[], Any]) -> list[Any]:
+    """A digest of what must be the same to the bit, and numbers that must be nearly the same; empty where it cannot be
+    made (a collate of two examples at least)."""
+    try:
+        with seeded(seed_from("agreement")):
+            facts = list(_facts(make()))
+    except Exception:  # of the person's own code: the batches themselves will tell
+        return []
+    exact = [one for one in facts if isinstance(one, bytes)]
+    return [sha256(b"\0".join(exact)).hexdigest(), [one for one in facts if isinstance(one, tuple)]]
 
 
-def _digest(value: Any) -> str:
-    return sha256(b"\0".join(_bytes_of(value))).hexdigest()
+def _differ(one: list[Any], other: list[Any]) -> bool:
+    if not one or not other:
+        return False
+    return one[0] != other[0] or any(
+        abs(a - c) > ALIKE * max(b, d) or abs(b - d) > ALIKE * max(b, d)
+        for (a, b), (c, d) in zip(one[1], other[1], strict=True)
+    )
 
 
-def _bytes_of(value: Any) -> Iterator[bytes]:
+_Fact = bytes | tuple[float, float]
+"""What must be the same, or the mean and the largest absolute number of what must be nearly the same."""
+
+
+def _facts(value: Any) -> Iterator[_Fact]:
     """What can be compared of a value on two machines: numbers, texts and tensors in anything that holds them. Of
     absolute paths only the last part, of other objects only the class."""
+    yield type(value).__name__.encode()
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
+        value = torch.as_tensor(value)
     if isinstance(value, Tensor) and value.layout == torch.strided:
-        dense = (torch.view_as_real(value) if value.is_complex() else value).detach().cpu().contiguous()
-        yield f"{dense.dtype}{tuple(dense.shape)}".encode()
-        yield bytes(dense.reshape(-1).view(torch.uint8).numpy()) if dense.numel() else b""
-    elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        array: Any = value
-        yield f"{array.dtype}{array.shape}".encode()
-        yield array.tobytes() if array.dtype.kind in "biufc" else b""
+        yield from _facts_of_tensor(torch.view_as_real(value) if value.is_complex() else value)
     elif isinstance(value, str | PurePath):
         path = PurePath(value)
         yield (path.name if path.is_absolute() else str(value)).encode()
-    elif value is None or isinstance(value, bool | int | float | bytes):
+    elif isinstance(value, float):
+        yield (value, abs(value)) if value - value == 0 else (0.0, 0.0)
+    elif value is None or isinstance(value, bool | int | bytes):
         yield repr(value).encode()
-    elif isinstance(value, Mapping):
+    else:
+        for one in _members(value):
+            yield from _facts(one)
+
+
+def _members(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
         for key, one in value.items():
-            yield from _bytes_of(key)
-            yield from _bytes_of(one)
+            yield key
+            yield one
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _bytes_of(one)
+        yield from value
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from _bytes_of(getattr(value, field.name))
-    yield type(value).__name__.encode()
+            yield getattr(value, field.name)
+
+
+def _facts_of_tensor(value: Tensor) -> Iterator[_Fact]:
+    """Whole numbers count exactly, but bytes, which images are made of."""
+    yield f"{value.dtype}{tuple(value.shape)}".encode()
+    if value.is_floating_point() or value.dtype == torch.uint8:
+        wide = value.detach().double().nan_to_num()
+        yield (float(wide.mean()), float(wide.abs().max())) if wide.numel() else (0.0, 0.0)
+    else:
+        yield repr(value.tolist()).encode()

@@ -38,7 +38,7 @@ from plait.custom.stepping.rate import RateRule, goyal_rule
 from plait.custom.stepping.step import StepTaker
 from plait.custom.stepping.timeline import write_timeline
 from plait.custom.stepping.update import refuse_other_updates
-from plait.custom.strands.description import CustomLayout, StrandChoices, Strands
+from plait.custom.strands.description import CustomLayout, Releasable, StrandChoices, Strands
 from plait.errors import PlaitError
 
 if TYPE_CHECKING:
@@ -72,10 +72,12 @@ class SpreadRun:
         self._taker = StepTaker(program, strands, workers, layout, cut, library)
         self._rate = RateRule()
         self._wait_s, self._names = 0.0, kinds.names
+        self._own_draws, self._draws = seed_from("between", program.seed, *program.named_parameters()), 0
+        """A number of this program's, and how often generators were seeded by it."""
         self._choices = choices
         self._last: list[Any] = []
         """The last batch that was handed out, if any."""
-        self._end = weakref.finalize(self, _release, strands, refuse_other_updates(program))
+        self._end = weakref.finalize(self, _release, strands.holds(), refuse_other_updates(program))
         self._end.atexit = False
 
     @property
@@ -225,6 +227,7 @@ class SpreadRun:
         progress = {"places": places, "shares": list(self._meter.shares), "decided": self._meter.decided}
         progress["divisors"] = [float(divisor) for divisor in self._taker.divisors]
         progress["products"] = self._library.saved()
+        progress["draws"] = self._draws
         save_program(Path(folder), self._program, self._strands, self._workers, self._steps, progress, extra)
 
     def resume(self, folder: str | Path) -> Any:
@@ -239,6 +242,7 @@ class SpreadRun:
         self._steps, progress = int(found["steps"]), found["progress"]
         self._taker.foresee(progress.get("divisors", []))
         self._library.resume(progress.get("products", []))
+        self._draws = int(progress.get("draws", 0))
         same = "same workers" if found["workers"] == self.workers else "other workers"
         self._places = [BatchPlace.from_plain(saved, same) for saved in progress["places"]]
         if same == "same workers":
@@ -271,7 +275,8 @@ class SpreadRun:
     def _seed_between(self, what: str) -> None:
         """What a program draws itself between calls (a replay buffer, an environment) is the same on any number of
         workers, though each has drawn other numbers for its own examples."""
-        seed_everything(seed_from("between", what, self._program.seed, self._steps))
+        self._draws += 1
+        seed_everything(seed_from(what, self._own_draws, self._steps, self._draws))
 
     def _grow_rate(self, batch: int, steps_per_epoch: int | None) -> None:
         rule = goyal_rule(self.workers, steps_per_epoch)
@@ -284,7 +289,8 @@ class SpreadRun:
         self._rate = rule
 
 
-def _release(strands: Strands, guards: Sequence[RemovableHandle]) -> None:
-    strands.release()
+def _release(holds: Sequence[Releasable], guards: Sequence[RemovableHandle]) -> None:
+    for one in holds:
+        one.release()
     for guard in guards:
         guard.remove()

@@ -355,5 +355,9 @@ class SummedBucket:
         """Give each weight, and its gradient, memory of its own."""
         for weight in self.weights:
             weight.parameter.grad = None
-            if self._split:
+            if self._split and _same_memory(weight.parameter, self._values):
                 weight.parameter.data = weight.parameter.data.clone()
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

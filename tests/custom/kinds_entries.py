@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, random_split
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, random_split
 
 import plait
 from plait.custom.process.variables import RENDEZVOUS
@@ -79,6 +80,7 @@ def unlike_data(context: RankContext, argument: str) -> None:
         "length": lambda: numbers(5, examples=12 + context.rank),
         "stream": lambda: Numbers(context.rank),
         "noise": Unseeded,
+        "pairs": lambda: DataLoader(numbers(5, examples=12), 6, collate_fn=of_two_at_least),
     }[argument]()
     for batch in run.batches(data, batch=6):
         run.step(batch)
@@ -129,8 +131,13 @@ def spread_twice(context: RankContext, argument: str) -> None:
     torch.manual_seed(3)
     model, plain = mlp().double(), mlp().double()
     plain.load_state_dict(model.state_dict())
-    data = numbers(5, examples=12)
+    data, run = numbers(5, examples=12), cast(Any, None)
     for body in ("frozen", "trained"):
+        if body == "trained" and layout == "shard optimizer":
+            with contextlib.suppress(plait.PlaitError):
+                plait.spread(model, torch.optim.AdamW(model.parameters()), loss_sum=squared, layout=layout)
+                raise AssertionError("the first run still held the weights")
+            run.close()
         for net in (model, plain):
             net[0].requires_grad_(body == "trained")  # type: ignore[index]
         optimizer, usual = (
@@ -145,7 +152,7 @@ def spread_twice(context: RankContext, argument: str) -> None:
             )
             (total / count).backward()
             usual.step()
-        run.close()
+    run.close()
     if context.rank == 0:
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         context.send("error", error=max(float((one - other).abs().max()) for one, other in pairs))
@@ -174,6 +181,8 @@ def draw_between(context: RankContext, argument: str) -> None:
     def draw() -> None:
         drawn.extend([random.random(), float(np.random.random()), float(torch.rand(()))])
 
+    for _ in run.batches(Augmented(), batch=6):
+        draw()  # and takes no step
     for batch in run.batches(Augmented(), batch=6):
         draw()
         run.step(batch)
@@ -181,6 +190,12 @@ def draw_between(context: RankContext, argument: str) -> None:
     run.evaluate(numbers(5), batch=4)
     draw()
     context.send("drawn", drawn=drawn)
+
+
+def of_two_at_least(examples: list[Any]) -> Any:
+    """A collate that compares its examples."""
+    assert len(examples) > 1
+    return default_collate(examples)
 
 
 class Unseeded(Dataset[Any]):

@@ -127,6 +127,37 @@ class DropPath(nn.Module):
         return x + kept * torch.sin(x) / 0.6
 
 
+class Recurrent(nn.Module):
+    """Dropout between layers of an LSTM, which counts examples in its second dim."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.cells, self.leave = nn.LSTM(6, 8, num_layers=2, dropout=0.5, **options), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cells.batch_first:
+            return self.leave(self.cells(x)[0])
+        return self.leave(self.cells(x.transpose(0, 1))[0].transpose(0, 1))
+
+
+class Attending(nn.Module):
+    """torch's own encoder layer with its examples in the second dim, and its dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.leave = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.3), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.layer(x.transpose(0, 1)).transpose(0, 1))
+
+
+class Spectral(Body):
+    """A norm that moves its buffer in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.utils.spectral_norm(nn.Linear(8, 8)))
+
+
 def step_of(model: nn.Module, loss_sum: LossSum) -> Tensor:
     run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
     return run.step(batch())
@@ -161,11 +192,22 @@ def test_what_is_no_sum_is_named(loss_sum: LossSum, words: str) -> None:
         lambda: Checkpointed(nn.Linear(8, 8), nn.Dropout(0.3)),
         lambda: Body(DropPath()),
         lambda: Body(nn.LayerNorm(8), nn.GELU()),
+        Recurrent,
+        lambda: Recurrent(batch_first=True),
+        Attending,
+        Spectral,
     ],
-    ids=["plain", "dropout", "checkpoint", "drop path", "norm"],
+    ids=["plain", "dropout", "checkpoint", "drop path", "norm", "lstm", "lstm of rows", "encoder", "spectral"],
 )
 def test_sums_pass_whatever_they_draw(model: Callable[[], nn.Module], loss_sum: LossSum) -> None:
     assert torch.isfinite(step_of(model(), loss_sum))
+
+
+def test_what_is_no_sum_is_found_in_16_bits_too_and_rounding_is_none() -> None:
+    def narrow(model: Any, batch: Any) -> tuple[Tensor, Any]:
+        return entropy(model.bfloat16(), (batch[0].bfloat16(), batch[1])).bfloat16(), counted(batch)
+
+    assert torch.isfinite(step_of(Body(), narrow))
 
 
 def test_a_norm_over_the_batch_is_no_reason_to_refuse_a_sum() -> None:

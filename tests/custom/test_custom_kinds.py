@@ -109,8 +109,10 @@ def test_data_that_differ_by_worker_are_told(server: RanksOf, data: str, words: 
         told_by(server, "unlike_data", 2, data)
 
 
-def test_examples_that_are_random_beyond_all_seeds_are_let_through(server: RanksOf) -> None:
-    told_by(server, "unlike_data", 2, "noise")
+@pytest.mark.parametrize("data", ["noise", "pairs"])
+def test_what_cannot_be_compared_is_let_through(server: RanksOf, data: str) -> None:
+    """Examples that are random beyond all seeds, and a collate that takes two at least."""
+    told_by(server, "unlike_data", 2, data)
 
 
 @pytest.mark.parametrize("when", few_fast(["before", "after"], "after"))

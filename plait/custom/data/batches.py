@@ -77,6 +77,8 @@ class OwnBatches:
     maker: BatchMaker = field(init=False)
     first: Callable[[], Any] | None = None
     """Makes the whole of the first batch that a stream gave; None before."""
+    first_order: PassOrder | None = None
+    """What a sampler of the person's own drew for the first pass; None before. Not drawn twice: it may be random."""
 
     def __post_init__(self) -> None:
         # A stream may draw random numbers when it is read again from its start: Note [random data] in ahead.py.
@@ -129,14 +131,15 @@ class OwnBatches:
     def _by_position(self, source: ExamplePositions, skipped: int) -> Iterator[MakeBatch | None]:
         passes = _batches_of_pass(source, self.request, self._workers)
         for epoch in range(skipped // passes, self.request.epochs):
-            order = self.order(source, epoch)
+            order = self._order(source, epoch)
+            if source.draw is not None and self.first_order is None:
+                self.first_order = order
             for batch in range(max(0, skipped - epoch * passes), passes):
                 number, positions = epoch * passes + batch, self._positions(source, order, batch)
                 first, end = self.shares.own_range(number, len(positions), self.rank)
-                yield partial(_read, source, positions[first:end], epoch, positions[0], self.request.cut)
+                yield partial(_read, source, positions[first:end], epoch, positions, self.request.cut)
 
-    def order(self, source: ExamplePositions, epoch: int) -> PassOrder:
-        """Of a pass."""
+    def _order(self, source: ExamplePositions, epoch: int) -> PassOrder:
         seed = seed_from("order", self.request.seed, self.request.number, epoch)
         if source.draw is not None:
             drawn = source.draw(seed)
@@ -192,13 +195,13 @@ def _read(
     source: ExamplePositions,
     positions: list[int],
     epoch: int,
-    stand_in: int,
+    whole: list[int],
     cut: BatchCut | None,
     before: BeforeExample,
 ) -> Any:
-    """The batch of some positions; of none, that of another position without its examples."""
+    """The batch of some positions; of none, that of the whole batch without its examples."""
     seeding = before if before is unseeded else lambda position: before(seed_from(epoch, position))
-    batch = source.read(positions or [stand_in], seeding)
+    batch = source.read(positions or whole, seeding)
     return batch if positions else batch_part(batch, 0, 0, cut)
 
 

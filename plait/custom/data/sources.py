@@ -81,7 +81,7 @@ class Stream:
         def part(first: int, end: int) -> Any:
             if first < end:
                 return collate(examples[first:end])
-            return batch_part(collate(examples[:1]), 0, 0, self.cut)
+            return batch_part(collate(examples), 0, 0, self.cut)
 
         return part
 

@@ -26,8 +26,8 @@ EXAMPLES = 4
 """Examples that are looked at: enough for two halves of two, cheap beside a step."""
 MOST_COPIED = 50_000_000
 """Numbers of weights up to which a copy in float64 is compared by its gradients, too."""
-EXACT, ROUNDED, AUTOCAST = 1e-9, 1e-4, 2e-2
-"""Relative differences that are rounding: in float64 throughout, in float32 somewhere, in bfloat16."""
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Relative differences that are rounding, by the coarsest numbers in which something was computed."""
 SMALL_SHARE = 1e-6
 """Of the largest gradient: a weight's own below this is taken for zero."""
 
@@ -52,7 +52,7 @@ def check_additive(
 ) -> None:
     """Raise PlaitError where two halves of the batch's first examples, two at least, do not add up to the whole.
 
-    The models are in the person's own modes, but for BatchNorm, and random draws are the same for each example.
+    The models are in the person's own modes, but for BatchNorm, and random draws are one number everywhere.
     Gradients are compared in float64, on copies that begin with `weights` (whole, by name) or the program's own; of
     large models, and of those that cannot be copied, the losses alone. Where a loss is random in another way (noise by
     numpy), nothing is found. Generators and buffers are left as they were.
@@ -68,8 +68,7 @@ def check_additive(
         runs = _runs(copied, index, [in_float64(one) for one in parts])
     if runs is None:
         return
-    tolerance = AUTOCAST if copied is None and program.precision == "bf16" else runs[0].tolerance
-    _compare(*runs, tolerance)
+    _compare(*runs, runs[0].tolerance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +151,7 @@ def _copied(program: Program, weights: Mapping[str, Tensor] | None) -> Program |
 
 def _runs(program: Program, index: int, parts: Sequence[Any]) -> tuple[_Run, _Run, _Run] | None:
     """The whole and its halves; None where the models cannot be run so, or are random in a way that stays unknown."""
-    with torch.compiler.set_stance("force_eager"), _unchanged(program):
+    with torch.compiler.set_stance("force_eager"), _norms_in_evaluation(program):
         try:
             whole, first, second = (_run(program, index, part, seed=1) for part in parts)
             again = _run(program, index, parts[0], seed=2)
@@ -171,7 +170,7 @@ def _run(program: Program, index: int, part: Any, seed: int) -> _Run | None:
     """One loss; None where something was drawn that is not the same for each example. The seed changes what does not
     go through torch."""
     trained, gradients = program.trained_by(index), dict[str, Tensor]()
-    with seeded(seed), SameDraws() as draws, _Terms() as terms:
+    with seeded(seed), _buffers_kept(program), SameDraws() as draws, _Terms() as terms:
         total, count = program.loss_sum(index, part)
         if total.requires_grad:
             for parameter in trained.values():
@@ -185,16 +184,15 @@ def _run(program: Program, index: int, part: Any, seed: int) -> _Run | None:
         count=float(count),
         gradients=gradients,
         terms=[(text, float(value)) for text, value in terms.found],
-        tolerance=ROUNDED if draws.narrow else EXACT,
+        tolerance=TOLERANCES[draws.digits],
     )
 
 
 @contextmanager
-def _unchanged(program: Program) -> Iterator[None]:
-    """BatchNorm in its evaluation mode, and buffers put back afterwards."""
+def _norms_in_evaluation(program: Program) -> Iterator[None]:
+    """BatchNorm in its evaluation mode, as in training each example of a batch changes the others."""
     norms = [one for model in program.models for one in model.modules() if isinstance(one, _BatchNorm)]
-    modes, buffers = [one.training for one in norms], program.named_buffers()
-    kept = {name: buffer.clone() for name, buffer in buffers.items()}
+    modes = [one.training for one in norms]
     for one in norms:
         one.eval()
     try:
@@ -202,6 +200,16 @@ def _unchanged(program: Program) -> Iterator[None]:
     finally:
         for one, mode in zip(norms, modes, strict=True):
             one.training = mode
+
+
+@contextmanager
+def _buffers_kept(program: Program) -> Iterator[None]:
+    """Buffers that a forward pass changes are put back."""
+    buffers = program.named_buffers()
+    kept = {name: buffer.clone() for name, buffer in buffers.items()}
+    try:
+        yield
+    finally:
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(kept[name])

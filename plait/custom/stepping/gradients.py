@@ -108,7 +108,9 @@ def run_backward(
             own[2], divisor = 1, whole
         elif place.gradients_of == "mean" and workers.size == 1 == len(micros):
             divisor = divisor_of(count)
-        own[:2] += torch.stack([total.detach().to(torch.float64), count])
+        summed = total.detach().to(torch.float64)
+        nothing = (count == 0) & ~summed.isfinite()  # a mean over no example, times their number
+        own[:2] += torch.stack([torch.where(nothing, torch.zeros_like(summed), summed), count])
         _backward(total, divisor.reciprocal().to(total.dtype), inputs)
     return own, divisor
 

@@ -30,6 +30,14 @@ class HeldPiece:
     parameter: nn.Parameter
 
 
+class Releasable(Protocol):
+    """Something that holds weights."""
+
+    def release(self) -> None:
+        """Let them go; a second call does nothing."""
+        ...
+
+
 class Strands(Protocol):
     """How the gradients of a program's losses become global, whatever the layout; `index` is the loss's number.
 
@@ -89,8 +97,9 @@ class Strands(Protocol):
         """Every gradient of this loss whole, after `close`; every worker must call it."""
         ...
 
-    def release(self) -> None:
-        """Give the models back, as another run may take them; whatever was called of this is over."""
+    def holds(self) -> Sequence[Releasable]:
+        """What has taken hold of the models' weights; once all of it is released another run may take them. None of it
+        knows the program, which may know the run."""
         ...
 
 

@@ -56,7 +56,13 @@ def _check_alike(program: Program, workers: Workers) -> None:
 
     named = [*program.named_parameters().items(), *program.named_buffers().items()]
     described = [
-        (name, tuple(tensor.shape), dense_strides(tensor), str(tensor.dtype), tensor.requires_grad)
+        (
+            name,
+            tuple(tensor.shape),
+            dense_strides(tensor) if tensor.layout == torch.strided else (),
+            str(tensor.dtype),
+            tensor.requires_grad,
+        )
         for name, tensor in named
     ]
     digest = sha256(repr(described).encode()).digest()[:7]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.custom.program import Program
-from plait.custom.strands.description import HeldPiece, StrandForm
+from plait.custom.strands.description import HeldPiece, Releasable, StrandForm
 
 
 class LocalStrands:
@@ -58,8 +58,9 @@ class LocalStrands:
     def full_gradients(self, index: int) -> dict[str, Tensor]:
         return {name: p.grad.detach() for name, p in self._trained[index].items() if p.grad is not None}
 
-    def release(self) -> None:
-        """They were never taken."""
+    def holds(self) -> Sequence[Releasable]:
+        """Nothing: the weights were never taken."""
+        return ()
 
 
 def whole_pieces(trained: dict[str, nn.Parameter]) -> list[HeldPiece]:

@@ -10,13 +10,16 @@ from torch.optim import Optimizer
 
 from plait.custom.exchange import sum_of_bits
 from plait.custom.group import Workers
-from plait.custom.program import Program
+from plait.custom.program import Program, gradient_hooks, is_plaits_own
 from plait.custom.strands.description import CustomLayout, HeldPiece
 from plait.errors import PlaitError
 
 
 def check_apart(program: Program, layout: CustomLayout) -> None:
     """Raise PlaitError where weights share memory, or an optimizer has taken steps: neither survives being cut."""
+    for name, hooks in gradient_hooks(program).items():
+        if any(hook.__module__.startswith("plait.") for hook in hooks if is_plaits_own(hook)):
+            raise PlaitError(f"{name} is held by an earlier run of plait.spread; call its run.close() first")
     begins: dict[int, str] = {}
     for name, parameter in program.named_parameters().items():
         other = begins.setdefault(parameter.untyped_storage().data_ptr(), name)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.strands.arrivals import Arrivals
-from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm
+from plait.custom.strands.description import HeldPiece, Releasable, StrandChoices, StrandForm
 from plait.custom.strands.local import squares_of, whole_pieces
 from plait.parallel.gradient_buckets import SharedWeight
 from plait.parallel.gradient_reducer import GradientReducer
@@ -71,9 +71,8 @@ class ReplicatedStrands:
     def full_gradients(self, index: int) -> dict[str, Tensor]:
         return {name: p.grad.detach() for name, p in self._trained[index].items() if p.grad is not None}
 
-    def release(self) -> None:
-        for one in (*self._reducers, *self._arrivals):
-            one.release()
+    def holds(self) -> Sequence[Releasable]:
+        return (*self._reducers, *self._arrivals)
 
 
 def _reducer(trained: dict[str, nn.Parameter], everybody: tuple[int, ...], choices: StrandChoices) -> GradientReducer:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.strands.arrivals import Arrivals
-from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm, require_elementwise
+from plait.custom.strands.description import HeldPiece, Releasable, StrandChoices, StrandForm, require_elementwise
 from plait.custom.strands.local import squares_of
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces, whole_of
 from plait.custom.strands.replicated import shared_weight
@@ -93,9 +93,8 @@ class ShardedOptimizerStrands:
         like = {name: p for name, p in self._trained[index].items() if self._reached[index].get(name)}
         return whole_of(own, like, self._workers)
 
-    def release(self) -> None:
-        for one in (*self._reducers, *self._arrivals):
-            one.release()
+    def holds(self) -> Sequence[Releasable]:
+        return (*self._reducers, *self._arrivals)
 
 
 class _OwnPiece:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from plait.checked_json import one_line
 from plait.custom.group import Workers
 from plait.custom.program import Program
-from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm, require_elementwise
+from plait.custom.strands.description import HeldPiece, Releasable, StrandChoices, StrandForm, require_elementwise
 from plait.custom.strands.local import squares_of
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces, whole_of
 from plait.custom.strands.units import check_one_dtype, check_shared, find_units, units_text
@@ -107,8 +107,9 @@ class ShardedParameterStrands:
         own = {p.name: (p.first, p.parameter.grad) for p in self._pieces if p.parameter.grad is not None}
         return whole_of(own, {n: p for n, p in self._trained.items() if self._reached.get(n)}, self._workers)
 
-    def release(self) -> None:
-        """Weights stay sharded: torch's FSDP2 does not give them back."""
+    def holds(self) -> Sequence[Releasable]:
+        """Nothing that could be released: torch's FSDP2 does not give weights back."""
+        return ()
 
 
 class _ForwardClock:
