@@ -18,7 +18,7 @@ from plait.custom.group import Workers
 from plait.custom.seeds import seed_everything, seed_from, seeded
 from plait.errors import PlaitError
 
-ALIKE = 1e-2
+NEARLY = 1e-2
 """Of the largest number of a tensor: how far means and largest numbers of two workers may be apart. Decoders of images
 and sounds round differently on unlike machines."""
 _ADVICE = (
@@ -85,7 +85,7 @@ def _differ(one: list[Any], other: list[Any]) -> bool:
     if not one or not other:
         return False
     return one[0] != other[0] or any(
-        abs(a - c) > ALIKE * max(b, d) or abs(b - d) > ALIKE * max(b, d)
+        abs(a - c) > NEARLY * max(b, d) or abs(b - d) > NEARLY * max(b, d)
         for (a, b), (c, d) in zip(one[1], other[1], strict=True)
     )
 

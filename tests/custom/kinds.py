@@ -217,7 +217,7 @@ class Lion(Optimizer):
         super().__init__(parameters, {"lr": 0.01})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

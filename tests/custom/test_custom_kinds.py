@@ -144,7 +144,7 @@ def test_an_update_beside_the_run_is_refused_as_long_as_the_run_lives() -> None:
         run.step(batch)
         with pytest.raises(PlaitError, match=r"run\.step, which has updated the weights already"):
             optimizer.step()
-    again = plait.spread(model, optimizer, loss_sum=squared)
+    again, batch = plait.spread(model, optimizer, loss_sum=squared), None
     for batch in again.batches(numbers(5), batch=6):
         again.step(batch)
     again.close()
