@@ -142,7 +142,7 @@ def talk(
     *,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Answer each line as a message until /quit or the end of the lines; a terminal is told so, and asked for each.
+    """Answer each line as a message until /quit or the end of the input; a terminal sees a hint and a prompt.
     `waiting` is open from a message to the first words of its answer."""
     others = "; /adapter NAME takes another one" if len(conversation.adapters) > 1 else ""
     output.write(f"chat     each line is a message{others}; /quit ends\n" if person == "terminal" else "")

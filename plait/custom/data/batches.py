@@ -25,7 +25,7 @@ out. Of fewer examples than workers some workers have none in that step."""
 
 
 PassOrder = torch.Tensor | list[list[int]]
-"""The positions of a pass in turn, or, where a sampler makes batches, those of each batch."""
+"""Positions in the order of one pass; one list per batch where a batch sampler makes the batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

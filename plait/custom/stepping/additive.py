@@ -19,6 +19,7 @@ from plait.custom.data.moving import in_float64
 from plait.custom.program import Program
 from plait.custom.seeds import seeded
 from plait.custom.stepping.draws import SameDraws
+from plait.custom.stepping.evaluate import evaluation_mode
 from plait.custom.strands.copies import copy_program
 from plait.errors import PlaitError
 
@@ -151,7 +152,9 @@ def _copied(program: Program, weights: Mapping[str, Tensor] | None) -> Program |
 
 def _runs(program: Program, index: int, parts: Sequence[Any]) -> tuple[_Run, _Run, _Run] | None:
     """The whole and its halves; None where the models cannot be run so, or are random in a way that stays unknown."""
-    with torch.compiler.set_stance("force_eager"), _norms_in_evaluation(program):
+    # In training mode each example of a batch changes what BatchNorm makes of the others.
+    norms = [one for model in program.models for one in model.modules() if isinstance(one, _BatchNorm)]
+    with torch.compiler.set_stance("force_eager"), evaluation_mode(*norms):
         try:
             whole, first, second = (_run(program, index, part, seed=1) for part in parts)
             again = _run(program, index, parts[0], seed=2)
@@ -186,20 +189,6 @@ def _run(program: Program, index: int, part: Any, seed: int) -> _Run | None:
         terms=[(text, float(value)) for text, value in terms.found],
         tolerance=TOLERANCES[draws.digits],
     )
-
-
-@contextmanager
-def _norms_in_evaluation(program: Program) -> Iterator[None]:
-    """BatchNorm in its evaluation mode, as in training each example of a batch changes the others."""
-    norms = [one for model in program.models for one in model.modules() if isinstance(one, _BatchNorm)]
-    modes = [one.training for one in norms]
-    for one in norms:
-        one.eval()
-    try:
-        yield
-    finally:
-        for one, mode in zip(norms, modes, strict=True):
-            one.training = mode
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Random draws that are the same for every example, so that parts of a batch can be compared with the whole."""
+"""Constants in place of random draws, so that parts of a batch can be compared with the whole."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.custom.cutting import BatchCut
 from plait.custom.data.ahead import unseeded
@@ -30,7 +30,7 @@ def evaluate_mean(
     """
     workers.announce("run.evaluate")()
     total = torch.zeros(2, dtype=torch.float64, device=workers.device)
-    with torch.no_grad(), evaluation_mode(program), first_buffers(program, workers):
+    with torch.no_grad(), evaluation_mode(*program.models), first_buffers(program, workers):
         for number, (part, counts) in enumerate(
             _parts(source_of(data, batch=batch, collate=None, cut=cut), batch, workers)
         ):
@@ -64,12 +64,12 @@ def _own(size: int, workers: Workers) -> tuple[int, int, bool]:
 
 
 @contextmanager
-def evaluation_mode(program: Program) -> Iterator[None]:
-    """All modules in their evaluation mode, and afterwards each in its own again."""
-    modules = [module for model in program.models for module in model.modules()]
+def evaluation_mode(*roots: nn.Module) -> Iterator[None]:
+    """Put these modules and all within them into evaluation mode, and afterwards each back into its own."""
+    modules = [module for root in roots for module in root.modules()]
     modes = [module.training for module in modules]
-    for model in program.models:
-        model.eval()
+    for root in roots:
+        root.eval()
     try:
         yield
     finally:

@@ -78,7 +78,7 @@ class Strands(Protocol):
         ...
 
     def publish(self, index: int) -> None:
-        """After the update: give every worker the new weights, and wait for those of the others."""
+        """After the update: exchange the new weights; blocks until every worker has all of them."""
         ...
 
     def pieces(self, index: int) -> Sequence[HeldPiece]:
