@@ -34,6 +34,7 @@ _KINDS = {
     "counts": "counted exactly over all steps",
     "routing": "experts chosen freely, against those of one process",
     "buffer": "after a forward pass",
+    "update": "after an update",
 }
 
 
@@ -113,7 +114,7 @@ class Verdict:
     @property
     def max_param_rel_err(self) -> float:
         """The largest relative error of a parameter after a step of either optimizer; 0 where none was taken."""
-        return self.largest("sgd", "adamw", "momentum")
+        return self.largest("sgd", "adamw", "momentum", "update")
 
     @property
     def worst(self) -> tuple[Finding, ...]:

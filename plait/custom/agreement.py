@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.custom.cutting import batch_size
 from plait.custom.data.batches import OwnBatches
+from plait.custom.data.moving import mapped
 from plait.custom.data.sources import ExamplePositions
 from plait.custom.exchange import gather_json
 from plait.custom.group import Workers
@@ -46,6 +48,44 @@ def check_same_data(own: OwnBatches, workers: Workers) -> None:
         if name not in let_through:
             ranks = [rank for rank, one in enumerate(everybody) if _differ(dict(one)[name], dict(everybody[0])[name])]
             raise PlaitError(f"worker {ranks[0]} has {name} other than worker 0 has; {_ADVICE}")
+
+
+def check_same_batch(batch: Any, workers: Workers) -> None:
+    """Raise PlaitError where workers have made unlike batches, each of which should be the whole one. Every worker must
+    call it; blocks."""
+    if workers.size > 1:
+        everybody = gather_json(_described(lambda: batch), workers)
+        unlike = [rank for rank, one in enumerate(everybody) if _differ(one, everybody[0])]
+        if unlike:
+            raise PlaitError(
+                f"worker {unlike[0]} gave run.share another batch than worker 0; make the whole batch alike on every "
+                "worker (what is drawn between calls is the same on all)"
+            )
+
+
+def unlike_shapes_text(share: Any, workers: Workers) -> str:
+    """What to know where workers' shares of a batch have unlike shapes beside the number of examples, in words. Every
+    worker must call it; blocks."""
+    if workers.size == 1:
+        return ""
+    shapes: list[list[int]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.dim() and len(tensor) == size:
+            shapes.append(list(tensor.shape[1:]))
+        return tensor
+
+    try:
+        size = batch_size(share)
+        mapped(share, note)
+    except PlaitError:  # a batch of a kind of its own
+        pass
+    if all(one == shapes for one in gather_json(shapes, workers)):
+        return ""
+    return (
+        "the workers' shares of a batch have unlike shapes, as each is padded by itself; where a model sees the "
+        'padding, run.batches(…, collated_over="batch") pads to the longest of the whole batch'
+    )
 
 
 def _parts(own: OwnBatches) -> dict[str, Callable[[], Any]]:

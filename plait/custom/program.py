@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -17,17 +17,33 @@ from plait.errors import PlaitError
 
 LossSum = Callable[[Any, Any], Any]
 """Called with the model (or the tuple of models) and a batch; returns the sum of the losses of what it counts (0-dim)
-and their count."""
-ProgramPrecision = Literal["float32", "bf16"]
-"""Arithmetic of forward and backward: "float32" is the modules' own numbers, "bf16" torch's autocast."""
+and their count, or several such pairs, each divided by its own count."""
+BeforeUpdate = Callable[[dict[str, Tensor]], None]
+"""Called with the whole gradients of the mean, by name, before they are clipped; changes them in place."""
+ProgramPrecision = Literal["float32", "bf16", "fp16"]
+"""Arithmetic of forward and backward: "float32" is the modules' own numbers, the others are torch's autocast."""
 
 _SUM_ADVICE = "return (sum of losses, count), for example F.cross_entropy(…, reduction='sum'), len(labels)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerms:
+    """What a loss found in some examples: sums, each 0-dim and with its graph, and their counts [terms], float64. The
+    loss of a whole batch is the sum of all terms, each divided by its global count."""
+
+    totals: Sequence[Tensor]
+    counts: Tensor
+
+    @property
+    def sums(self) -> Tensor:
+        """The sums without their graphs [terms], float64."""
+        return torch.stack([total.detach().to(self.counts.device, torch.float64) for total in self.totals])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What is trained and how: each optimizer has the loss of its number. `single` says that the person gave one model,
-    which losses get, and not a tuple."""
+    """What is trained and how: each optimizer has the loss of its number, or all of them the only loss. `single` says
+    that the person gave one model, which losses get, and not a tuple."""
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[Optimizer, ...]
@@ -38,22 +54,42 @@ class Program:
     accumulate: int = 1
     precision: ProgramPrecision = "float32"
     seed: int = 0
+    additive: Literal["yes", "no"] = "yes"
+    """Whether the losses of parts of a batch add up to that of the whole; if not, losses see other workers' examples by
+    `run.gather`."""
+    before_update: BeforeUpdate | None = None
     trained_names: tuple[tuple[str, ...], ...] = ()
-    """For each optimizer the weights that it updates and that want a gradient, in the models' order: found at the
+    """For each loss the weights that its optimizers update and that want a gradient, in the models' order: found at the
     start, since an optimizer may later be given parts of them."""
+    group_names: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    """For each optimizer the weights in each of its groups: found at the start, too."""
     skeletons: tuple[nn.Module, ...] = ()
     """The models as they were, on the meta device, where a layout changes the modules themselves."""
 
     def __post_init__(self) -> None:
         if not self.trained_names:
-            names = tuple(tuple(self._names_of(optimizer)) for optimizer in self.optimizers)
+            names = tuple(tuple(self._names_of(self.optimizers_of(index))) for index in range(len(self.losses)))
             object.__setattr__(self, "trained_names", names)
+            object.__setattr__(self, "group_names", tuple(map(self._names_of_groups, self.optimizers)))
 
-    def _names_of(self, optimizer: Optimizer) -> Iterator[str]:
-        held = {id(parameter) for parameter in parameters_of(optimizer)}
+    def optimizers_of(self, index: int) -> tuple[Optimizer, ...]:
+        """The optimizers that update by this loss's gradients: all of them where it is the only loss."""
+        return self.optimizers if len(self.losses) == 1 else self.optimizers[index : index + 1]
+
+    def loss_of(self, number: int) -> int:
+        """The loss by whose gradients this optimizer updates."""
+        return number if len(self.losses) > 1 else 0
+
+    def _names_of(self, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+        held = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
         for name, parameter in self.named_parameters().items():
             if id(parameter) in held and parameter.requires_grad:
                 yield name
+
+    def _names_of_groups(self, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
+        names = {id(parameter): name for name, parameter in self.named_parameters().items()}
+        groups = getattr(optimizer, "param_groups", ())
+        return tuple(tuple(names[id(p)] for p in group["params"] if id(p) in names) for group in groups)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once, in the models' order; of several models under "0.", "1." and so on."""
@@ -76,13 +112,12 @@ class Program:
         return [("" if self.single else f"{number}.", model) for number, model in enumerate(self.models)]
 
     def trained_by(self, index: int) -> dict[str, nn.Parameter]:
-        """The parameters that this optimizer updates and that want a gradient, in the models' order."""
+        """The parameters that are updated by this loss's gradients, in the models' order."""
         named = self.named_parameters()
         return {name: named[name] for name in self.trained_names[index]}
 
-    def loss_sum(self, index: int, batch: Any) -> tuple[Tensor, Tensor]:
-        """The loss of a batch, summed (0-dim, with its graph), and its count (0-dim, float64). Raises PlaitError for
-        what is no such pair."""
+    def loss_sum(self, index: int, batch: Any) -> LossTerms:
+        """A loss of a batch, as sums and counts. Raises PlaitError for what is neither a pair nor several."""
         with self._autocast():
             result = self.losses[index](self.models[0] if self.single else self.models, batch)
         return checked_sums(result)
@@ -91,7 +126,7 @@ class Program:
         if self.precision == "float32":
             return nullcontext()
         device = next((p.device.type for model in self.models for p in model.parameters()), "cpu")
-        return torch.autocast(device, torch.bfloat16)
+        return torch.autocast(device, torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -99,8 +134,15 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def checked_sums(result: Any) -> tuple[Tensor, Tensor]:
-    """What a person's loss returned, as a sum and a count; raises PlaitError where it is neither."""
+def checked_sums(result: Any) -> LossTerms:
+    """What a person's loss returned, as sums and counts; raises PlaitError where it is neither."""
+    several = isinstance(result, tuple | list) and len(result) > 0 and isinstance(result[0], tuple | list)
+    pairs = [_checked_pair(one) for one in (result if several else [result])]
+    device = pairs[0][0].device
+    return LossTerms(totals=[total for total, _ in pairs], counts=torch.stack([c.to(device) for _, c in pairs]))
+
+
+def _checked_pair(result: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise PlaitError(f"loss_sum returned {_described(result)}; {_SUM_ADVICE}")
     total, count = result
@@ -119,18 +161,15 @@ def checked_sums(result: Any) -> tuple[Tensor, Tensor]:
 
 def check_program(program: Program) -> None:
     """Raise PlaitError, in one sentence, for a program that cannot be carried out exactly."""
-    if len(program.optimizers) != len(program.losses):
+    if len(program.losses) not in (1, len(program.optimizers)):
         raise PlaitError(
             f"{len(program.optimizers)} optimizers and {len(program.losses)} losses; give one loss for each optimizer, "
-            "as tuples in the same order"
+            "as tuples in the same order, or one loss for all"
         )
     _check_numbers(program)
     for model in program.models:
         _check_model(model)
     _check_optimizers(program)
-    for scheduler in program.schedulers:
-        if type(scheduler).__name__ == "ReduceLROnPlateau":
-            raise PlaitError("ReduceLROnPlateau needs a loss at each step; step it in your own loop, with run.evaluate")
 
 
 def _check_numbers(program: Program) -> None:
@@ -193,7 +232,7 @@ def check_gradient_hooks(program: Program) -> None:
 
 def gradient_hooks(program: Program) -> dict[str, list[Callable[..., Any]]]:
     """The hooks on the gradient of each trained parameter."""
-    trained = [program.trained_by(index).items() for index in range(len(program.optimizers))]
+    trained = [program.trained_by(index).items() for index in range(len(program.losses))]
     return {
         name: [
             *(p._backward_hooks or {}).values(),  # pyright: ignore[reportPrivateUsage]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from plait.custom.agreement import check_same_data
+from plait.custom.agreement import check_same_batch, check_same_data, unlike_shapes_text
 from plait.custom.arithmetic.library import ProductLibrary
-from plait.custom.cutting import BatchCut
+from plait.custom.cutting import BatchCut, batch_part, batch_size
 from plait.custom.data.batches import (
     BatchPlace,
     BatchRequest,
+    CollatedOver,
     LastBatch,
     Order,
     OwnBatches,
@@ -28,12 +29,13 @@ from plait.custom.data.measured_shares import ShareMeter
 from plait.custom.data.moving import on_device
 from plait.custom.data.shares import ShareTable, WorkerShares
 from plait.custom.data.sources import Collate, unused_processes_text
+from plait.custom.gathering import Gathering
 from plait.custom.group import Workers
 from plait.custom.likeness import WorkerKinds
 from plait.custom.program import Program
 from plait.custom.saving.program_state import resume_program, save_program
 from plait.custom.seeds import seed_everything, seed_from
-from plait.custom.stepping.evaluate import evaluate_mean
+from plait.custom.stepping.evaluate import evaluate_mean, evaluate_sums
 from plait.custom.stepping.rate import RateRule, goyal_rule
 from plait.custom.stepping.step import StepTaker
 from plait.custom.stepping.timeline import write_timeline
@@ -63,13 +65,14 @@ class SpreadRun:
     ) -> None:
         self._program, self._strands, self._workers, self._cut = program, strands, workers, cut
         self._layout: CustomLayout = layout
-        self._steps = 0
+        self._steps, self._shared = 0, False
         self._places: list[BatchPlace] = []
         self._calls = 0
         self._active: list[OwnBatches] = []
         self._meter = ShareMeter(workers, "alike" if kinds.kinds == "alike" else "unlike", kinds.names)
         self._library = library
-        self._taker = StepTaker(program, strands, workers, layout, cut, library)
+        self._gathering = Gathering(workers)
+        self._taker = StepTaker(program, strands, workers, layout, cut, library, self._gathering)
         self._rate = RateRule()
         self._wait_s, self._names = 0.0, kinds.names
         self._own_draws, self._draws = seed_from("between", program.seed, *program.named_parameters()), 0
@@ -126,13 +129,15 @@ class SpreadRun:
         order: Order = "auto",
         last: LastBatch = "auto",
         collate: Collate | None = None,
+        collated_over: CollatedOver = "share",
     ) -> Iterator[Any]:
         """This worker's share of each global batch of `batch` examples, on its device, over `epochs` passes.
 
         `data`: a Dataset, a list of examples, tensors of one length, a DataLoader, or an iterable (of examples if
         `batch` is given, else of global batches). `batch_per_worker` in its place grows the batch with the workers, and
-        the learning rate by Goyal's rule. After a resume, calls go on where they were. Raises PlaitError in one
-        sentence.
+        the learning rate by Goyal's rule. `collated_over="batch"`: examples of the whole batch come together in
+        `collate` (padding to the longest, mixing), and each worker keeps its part. After a resume, calls go on where
+        they were. Raises PlaitError in one sentence.
         """
         size = global_batch(batch, batch_per_worker, epochs, self.workers)
         self._meter.choose(shares)
@@ -140,8 +145,8 @@ class SpreadRun:
         if number == len(self._places):
             self._places.append(BatchPlace())
         request = BatchRequest(
-            batch=size, epochs=epochs, order=order, last=last, collate=collate, cut=self._cut,
-            seed=self._program.seed, number=number,
+            batch=size, epochs=epochs, order=order, last=last, collate=collate, collated_over=collated_over,
+            cut=self._cut, seed=self._program.seed, number=number,
         )  # fmt: skip
         place = self._places[number]
         if self._meter.fixed or not place.shares:
@@ -153,18 +158,35 @@ class SpreadRun:
             self._grow_rate(batch_per_worker, own.steps_per_epoch)
         return self._each(own)
 
-    def step(self, batch: Any) -> Tensor:
+    def share(self, batch: Any) -> Any:
+        """This worker's part of a batch that the program made itself, alike on all workers (a replay buffer, an
+        environment): on its device, and by the same shares as batches of data. Every worker must call it; blocks once.
+        """
+        if not self._shared:
+            check_same_batch(batch, self._workers)
+            self._shared = True
+        size = batch_size(batch, self._cut)
+        first, end = ShareTable(self.workers, [(0, self._meter.shares)]).own_range(0, size, self.rank)
+        return on_device(batch_part(batch, first, end, self._cut), self.device)
+
+    def step(self, batch: Any, *, losses: Literal["all"] | Sequence[int] = "all") -> Tensor:
         """One step with this worker's share of a batch: forward, backward, sums over all workers, clipping, update.
 
-        Returns the global mean loss: 0-dim, or one for each of several losses [losses]; float64. Every worker must call
-        it for every batch.
+        Of several losses those of these numbers are taken, in this order, each with its optimizer. Returns the global
+        mean loss: 0-dim, or one for each of several [losses]; float64. Every worker must call it for every batch.
         """
         if not self._end.alive:
             raise PlaitError("this run is closed; call plait.spread again for a new one")
+        everyone = range(len(self._program.losses))
+        taken = list(everyone) if losses == "all" else list(losses)
+        if not taken or not set(taken) <= set(everyone) or len(set(taken)) < len(taken):
+            raise PlaitError(f"losses = {taken}; give some of {list(everyone)}, each once")
         began, clock = time.perf_counter(), self._meter.clock()
         given = sum(place.given for place in self._places)
         factor = self._rate.factor(self._steps)
-        means, own_s = self._taker.take(batch, step=self._steps, number=given, clock=clock, rate_factor=factor)
+        means, own_s = self._taker.take(
+            batch, step=self._steps, number=given, clock=clock, rate_factor=factor, losses=taken
+        )
         self._steps += 1
         self._seed_between("step")
         for done in self._places:
@@ -186,9 +208,36 @@ class SpreadRun:
         """The exact mean of a loss over all of the data, in the models' evaluation mode: 0-dim, float64, the same on
         all workers. Every worker must call it; blocks."""
         with self._library.selected():
-            mean = evaluate_mean(self._program, self._strands, self._workers, data, batch, loss, self._cut)
+            mean = evaluate_mean(self._program, self._workers, data, batch, loss, self._cut)
         self._seed_between("evaluate")
         return mean
+
+    def evaluate_sums(
+        self, data: Any, sums: Callable[[Any, Any], Mapping[str, Any]], *, batch: int = 256
+    ) -> dict[str, Tensor]:
+        """Metrics over all of the data, in the models' evaluation mode: `sums(model, batch)` returns numbers and
+        tensors by name (right answers, a confusion matrix, a count), which are added up: float64, the same on all
+        workers. Every worker must call it; blocks."""
+        program = self._program
+        models = program.models[0] if program.single else program.models
+        with self._library.selected():
+            found = evaluate_sums(program, self._workers, data, batch, self._cut, lambda part: sums(models, part))
+        self._seed_between("evaluate")
+        return found
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """All workers' rows [rows of all, …] in rank order, of this worker's [rows, …]: for losses across the batch,
+        with gradients back to all rows, and for metrics.
+
+        In a loss give `additive="no"` to plait.spread, and use what is gathered in what is returned: gradients are
+        sums over all workers' losses. Every worker must call it as often and in the same order; blocks.
+        """
+        return self._gathering.gather(rows)
+
+    def own_places(self, rows: Tensor) -> Tensor:
+        """Where this worker's rows are among those that `gather` returns: their numbers [rows]. Every worker must call
+        it; blocks."""
+        return self._gathering.own_places(rows)
 
     def verify(self, batch: Any) -> Verdict:
         """Whether all workers compute what one process computes on this batch, of which each gives its own share: in
@@ -225,7 +274,7 @@ class SpreadRun:
         """
         places = [place.plain() for place in self._places]
         progress = {"places": places, "shares": list(self._meter.shares), "decided": self._meter.decided}
-        progress["divisors"] = [float(divisor) for divisor in self._taker.divisors]
+        progress["step"] = self._taker.progress()
         progress["products"] = self._library.saved()
         progress["draws"] = self._draws
         save_program(Path(folder), self._program, self._strands, self._workers, self._steps, progress, extra)
@@ -240,7 +289,7 @@ class SpreadRun:
             raise PlaitError("run.resume comes too late: call it before run.batches, whose batches go on from there")
         found = resume_program(Path(folder), self._program, self._strands, self._workers)
         self._steps, progress = int(found["steps"]), found["progress"]
-        self._taker.foresee(progress.get("divisors", []))
+        self._taker.resume(progress["step"])
         self._library.resume(progress.get("products", []))
         self._draws = int(progress.get("draws", 0))
         same = "same workers" if found["workers"] == self.workers else "other workers"
@@ -263,6 +312,8 @@ class SpreadRun:
                 if number == 0:
                     check_same_data(own, self._workers)
                     own.first = None
+                    if line := unlike_shapes_text(batch, self._workers):
+                        self._workers.say(line)
                 self._last = [on_device(batch, self.device)]
                 self._seed_between("batch")
                 yield self._last[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers, find_workers
 from plait.custom.layouts import RequestedLayout, choose_layout
 from plait.custom.likeness import compare_workers
-from plait.custom.program import LossSum, Program, ProgramPrecision, check_gradient_hooks, check_program
+from plait.custom.program import BeforeUpdate, LossSum, Program, ProgramPrecision, check_gradient_hooks, check_program
 from plait.custom.run import SpreadRun
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.fused import fuse_updates
@@ -27,14 +27,14 @@ from plait.custom.verifying.remarks import first_remarks
 from plait.errors import PlaitError
 
 DEFAULT_BUCKET_MIB = 8.0
-RequestedPrecision = Literal["auto", "float32", "bf16"]
+RequestedPrecision = Literal["auto", "float32", "bf16", "fp16"]
 
 
 class SpreadOptions(TypedDict, total=False):
     """What else `plait.spread` takes."""
 
     schedulers: Sequence[Any]
-    """Learning-rate schedulers, stepped after each step and saved."""
+    """Learning-rate schedulers, stepped after each step and saved; ReduceLROnPlateau is saved, and stepped by you."""
     transfer: Literal["float32", "bf16"]
     """In what numbers gradients travel: as they are, or rounded to half the bytes."""
     bucket_mib: float | Literal["auto"]
@@ -46,6 +46,12 @@ class SpreadOptions(TypedDict, total=False):
     """"full": units keep only their inputs for the backward pass, and run a second time in it."""
     cut: BatchCut
     """How batches of a kind of their own are cut."""
+    additive: Literal["yes", "no"]
+    """"no": examples depend on each other (a contrastive loss), and losses see those of other workers by `run.gather`;
+    then it is not checked that parts of a batch add up to the whole, which `run.verify` proves."""
+    before_update: BeforeUpdate
+    """Called before each update with the whole gradients of the mean, by name, which it may change in place (masks,
+    noise, clipping by value), before `clip`."""
 
 
 @with_known_keywords(*SpreadOptions.__annotations__)
@@ -63,15 +69,19 @@ def spread(
 ) -> SpreadRun:
     """Train any module on all workers that this program was started on, with the numbers of one process.
 
-    `loss_sum(model, batch)` returns the sum of the losses of what it counts, and their count. Of several models give
-    tuples, with one loss for each optimizer. `clip` is the largest length of the whole gradient, `accumulate` the parts
-    in which a worker computes its share. Precision "auto" is the modules' own numbers, and float32 products by oneDNN
-    where that is measured to be faster on this processor and as exact; "float32" is the same by torch's own library,
-    "bf16" torch's autocast. `seed` gives the order of data and what is random in steps, and seeds torch, numpy and
+    `loss_sum(model, batch)` returns the sum of the losses of what it counts, and their count; of a loss with several
+    denominators several such pairs, each of which is divided by its own global count before all are added up. Of
+    several models give tuples, with one loss for each optimizer, or one for all. `clip` is the largest length of the
+    whole gradient, `accumulate` the parts in which a worker computes its share. Precision "auto" is the modules' own
+    numbers, and float32 products by oneDNN where that is measured to be faster on this processor and as exact;
+    "float32" is the same by torch's own library, "bf16" and "fp16" are torch's autocast, "fp16" with a scale of losses
+    that all workers share. `seed` gives the order of data and what is random in steps, and seeds torch, numpy and
     random here. Every worker must call it; blocks until all are here. Raises PlaitError in one sentence.
     """
-    if precision not in ("auto", "float32", "bf16"):
-        raise PlaitError(f'precision = "{precision}" is unknown; choose "auto", "float32" or "bf16"')
+    if precision not in get_args(RequestedPrecision):
+        raise PlaitError(f'precision = "{precision}" is unknown; choose "auto", "float32", "bf16" or "fp16"')
+    if options.get("additive", "yes") not in ("yes", "no"):
+        raise PlaitError(f'additive = "{options.get("additive")}" is unknown; choose "yes" or "no"')
     program = Program(
         models=_tuple(model),
         optimizers=_tuple(optimizer),
@@ -82,6 +92,8 @@ def spread(
         accumulate=accumulate,
         precision=_precision(precision),
         seed=seed,
+        additive=options.get("additive", "yes"),
+        before_update=options.get("before_update"),
     )
     check_program(program)
     workers = find_workers()
@@ -141,5 +153,5 @@ def _bucket_bytes(mib: float | Literal["auto"], program: Program, workers: Worke
         return int(DEFAULT_BUCKET_MIB * 2**20)
     from plait.custom.strands.bucket_size import measured_bucket_bytes
 
-    trained = [program.trained_by(index) for index in range(len(program.optimizers))]
+    trained = [program.trained_by(index) for index in range(len(program.losses))]
     return measured_bucket_bytes(workers, sum(p.nbytes for some in trained for p in some.values()))

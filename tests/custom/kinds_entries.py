@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 import plait
 from plait.custom.process.variables import RENDEZVOUS
 from plait.launch.values.job import RankContext
-from tests.custom.kinds import KINDS, made, mlp, numbers, squared, trained_by_spread
+from tests.custom.kind import made, mlp, numbers, squared, trained_by_spread
+from tests.custom.kinds import KINDS
 
 
 def train(context: RankContext, argument: str) -> None:

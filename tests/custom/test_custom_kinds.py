@@ -17,7 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 import plait
 from plait.errors import PlaitError
 from plait.launch.values.job import Job
-from tests.custom.kinds import KINDS, LAYOUTS, mlp, numbers, squared, trained_by_spread, trained_by_torch, whole_batches
+from tests.custom.kind import LAYOUTS, mlp, numbers, squared, trained_by_spread, trained_by_torch, whole_batches
+from tests.custom.kinds import KINDS
 from tests.matrix import few_fast
 from tests.shared_ranks import RanksOf
 

@@ -171,17 +171,29 @@ def test_any_data_give_each_example_once(data: Any, batch: int | None) -> None:
     assert run.steps == 4
 
 
-def test_processes_of_a_loader_that_are_not_used_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_of_a_loader_that_cannot_be_forked_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     model = model_of()
     for loader, told in (
-        (DataLoader(Squares(), batch_size=5, num_workers=2), 1),
+        (DataLoader(Squares(), batch_size=5, num_workers=2, multiprocessing_context="spawn"), 1),
+        (DataLoader(Squares(), batch_size=5, num_workers=2), 0),
         (DataLoader(Squares(), batch_size=5), 0),
-        (DataLoader(Streamed(), batch_size=5, num_workers=2), 0),
     ):
         run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
         for _ in range(2):
             run.batches(loader)
-        assert capsys.readouterr().out.count("the DataLoader's 2 processes are not used") == told
+        assert capsys.readouterr().out.count("the DataLoader's processes are not used") == told
+
+
+def test_processes_of_a_loader_make_what_a_thread_makes() -> None:
+    """Random examples, in the same order and with the same numbers."""
+    found = []
+    for processes in (0, 2):
+        model = model_of()
+        run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_sum=loss_sum)
+        loader = DataLoader(Noisy(), batch_size=5, shuffle=True, num_workers=processes)
+        found.append([batch[0] for batch in run.batches(loader, epochs=2)])
+    assert len(found[0]) == len(found[1]) == 8
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 class Noisy(Squares):
@@ -434,7 +446,7 @@ def refusals() -> list[tuple[Any, str]]:
     return [
         (lambda: spread(model, torch.optim.LBFGS(model.parameters()), loss_sum=loss_sum), "LBFGS calls the loss"),
         (lambda: spread(model, other, loss_sum=loss_sum), "that no model has"),
-        (lambda: spread(model, (sgd, other), loss_sum=loss_sum), "one loss for each optimizer"),
+        (lambda: spread(model, (sgd, other), loss_sum=(loss_sum,) * 3), "one loss for each optimizer"),
         (lambda: spread(lazy, sgd, loss_sum=loss_sum), "has no shape yet"),
         (lambda: spread(sparse, sgd, loss_sum=loss_sum), "sparse gradients"),
         (lambda: spread(model, sgd, loss_sum=loss_sum, clip=0.0), "clip = 0.0"),

@@ -50,7 +50,15 @@ class Watched:
         self.meter = ShareMeter(workers, alike, ("new", "old"))
         self.meter.choose(shares)
         request = BatchRequest(
-            batch=BATCH, epochs=10_000, order="given", last="drop", collate=None, cut=None, seed=0, number=0
+            batch=BATCH,
+            epochs=10_000,
+            order="given",
+            last="drop",
+            collate=None,
+            collated_over="share",
+            cut=None,
+            seed=0,
+            number=0,
         )
         self.place = BatchPlace(shares=[(0, self.meter.shares)])
         table = ShareTable(2, self.place.shares)

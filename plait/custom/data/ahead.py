@@ -1,4 +1,5 @@
-"""Batches made in a thread while the last one is computed with, as far as that changes nothing."""
+"""Batches made in a thread, or in processes of a DataLoader, while the last one is computed with, as far as that
+changes nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from plait.custom.seeds import generator_states, seed_everything, seed_from
 
@@ -23,17 +30,41 @@ MakeBatch = Callable[[BeforeExample], Any]
 _PASSED_OVER, _ENDED = object(), object()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """Processes that make batches, as a DataLoader is told to have them: how many, how many batches each makes ahead,
+    how long one is waited for (0: for ever), and what each calls first. They are forked."""
+
+    number: int
+    prefetch: int
+    timeout_s: float
+    begin: Callable[[int], None] | None
+
+
+class _Made(Dataset[Any]):
+    """Batches by what is asked of each."""
+
+    def __init__(self, read: Callable[[Any, BeforeExample], Any], before: BeforeExample) -> None:
+        self._read, self._before = read, before
+
+    def __getitem__(self, asked: Any) -> Any:
+        return self._read(asked, self._before)
+
+
 class BatchMaker:
     """Makes batches in order, and knows how long the program waited for them.
 
     Note [random data]: a data set that draws random numbers (augmentation) must draw the same ones after a resume, and
     must not draw from generators that the model's dropout uses at the same time. So each example is read after seeding
     by (seed, pass, position), whoever reads it; the first batch shows whether anything was drawn. If nothing was, later
-    ones are made in a thread.
+    ones are made in a thread. Processes have generators of their own, so they also make what is random ahead.
     """
 
-    def __init__(self, seed: int, *, may_thread: Literal["may thread", "in turn"]) -> None:
+    def __init__(
+        self, seed: int, *, may_thread: Literal["may thread", "in turn"], processes: Processes | None = None
+    ) -> None:
         self._seed, self._may_thread, self._turn = seed, may_thread == "may thread", 0
+        self._processes = processes
         self.wait_s = 0.0
         self.draws: bool | None = None
         """Whether making a batch draws random numbers; None before the first."""
@@ -49,14 +80,17 @@ class BatchMaker:
                 return
             if batch is not _PASSED_OVER:
                 yield batch
+                if self._processes is not None:
+                    yield from self._from_processes(pending, self._processes)
+                    return
                 if not self.draws and self._may_thread:
                     break
         yield from self._from_thread(pending)
 
-    def _next(self, pending: Iterator[MakeBatch | None]) -> Any:
-        def seed_example(position: int) -> None:
-            seed_everything(seed_from("example", self._seed, position))
+    def _seed_example(self, position: int) -> None:
+        seed_everything(seed_from("example", self._seed, position))
 
+    def _next(self, pending: Iterator[MakeBatch | None]) -> Any:
         if self.draws is not False:
             seed_everything(seed_from("batch", self._seed, self._turn))
         self._turn += 1
@@ -64,13 +98,40 @@ class BatchMaker:
         make: Any = next(pending, _ENDED)
         if make is None or make is _ENDED:
             return _PASSED_OVER if make is None else _ENDED
-        batch = make(seed_example if self.draws else unseeded)
+        batch = make(self._seed_example if self.draws else unseeded)
         if self.draws is None:
             self.draws = generator_states() != before
             if self.draws:  # once more, with the seeds that this batch would have at any later time
                 seed_everything(seed_from("batch", self._seed, self._turn - 1))
-                batch = make(seed_example)
+                batch = make(self._seed_example)
         return batch
+
+    def _from_processes(self, makers: Iterator[MakeBatch | None], processes: Processes) -> Iterator[Any]:
+        """The batches of makers that are partial functions, alike but for the last argument, which is sent there."""
+        wanted = (make for make in makers if make is not None)
+        first: Any = next(wanted, None)
+        if first is None:
+            return
+        read = partial(first.func, *first.args[:-1])
+        loader = DataLoader(
+            _Made(read, self._seed_example if self.draws else unseeded),
+            batch_size=None,
+            sampler=(make.args[-1] for make in chain([first], wanted)),
+            num_workers=processes.number,
+            prefetch_factor=processes.prefetch,
+            timeout=processes.timeout_s,
+            multiprocessing_context="fork",
+            worker_init_fn=processes.begin,
+            generator=torch.Generator(),  # not the program's own
+        )
+        batches = iter(loader)
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, _ENDED)
+            self.wait_s += time.perf_counter() - began
+            if batch is _ENDED:
+                return
+            yield batch
 
     def _from_thread(self, makers: Iterator[MakeBatch | None]) -> Iterator[Any]:
         ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=READ_AHEAD)

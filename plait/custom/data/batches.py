@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,7 +23,9 @@ LastBatch = Literal["auto", "drop", "keep"]
 """Whether the rest of a pass that fills no batch is left out or trained on: "auto" is a DataLoader's own, else left
 out. Of fewer examples than workers some workers have none in that step."""
 
-
+CollatedOver = Literal["share", "batch"]
+"""What examples come together in `collate`: a worker's own, or those of the whole batch, of which it then keeps its
+part: where they are padded to the longest, or mixed."""
 PassOrder = torch.Tensor | list[list[int]]
 """Positions in the order of one pass; one list per batch where a batch sampler makes the batches."""
 
@@ -38,6 +40,7 @@ class BatchRequest:
     order: Order
     last: LastBatch
     collate: Collate | None
+    collated_over: CollatedOver
     cut: BatchCut | None
     seed: int
     number: int
@@ -85,7 +88,10 @@ class OwnBatches:
         may = self.source.thread if isinstance(self.source, ExamplePositions) else "in turn"
         if isinstance(self.source, Stream) and self.request.epochs == 1:
             may = "may thread"
-        self.maker = BatchMaker(seed_from("data", self.request.seed, self.request.number), may_thread=may)
+        processes = self.source.processes if isinstance(self.source, ExamplePositions) else None
+        self.maker = BatchMaker(
+            seed_from("data", self.request.seed, self.request.number), may_thread=may, processes=processes
+        )
 
     def __iter__(self) -> Iterator[Any]:
         if self.place.ended:
@@ -137,7 +143,8 @@ class OwnBatches:
             for batch in range(max(0, skipped - epoch * passes), passes):
                 number, positions = epoch * passes + batch, self._positions(source, order, batch)
                 first, end = self.shares.own_range(number, len(positions), self.rank)
-                yield partial(_read, source, positions[first:end], epoch, positions, self.request.cut)
+                share = OwnShare(positions=positions, first=first, end=end, epoch=epoch)
+                yield partial(read_share, source, self.request, share)
 
     def _order(self, source: ExamplePositions, epoch: int) -> PassOrder:
         seed = seed_from("order", self.request.seed, self.request.number, epoch)
@@ -185,24 +192,31 @@ class OwnBatches:
 
 def own_batches(data: Any, request: BatchRequest, shares: ShareTable, rank: int, place: BatchPlace) -> OwnBatches:
     """This worker's share of the batches of a person's data; raises PlaitError for data that cannot be read so."""
+    if request.collated_over not in get_args(CollatedOver):
+        raise PlaitError(f'collated_over = "{request.collated_over}" is unknown; choose "share" or "batch"')
     source = source_of(data, batch=request.batch, collate=request.collate, cut=request.cut)
     found = OwnBatches(request=request, source=source, shares=shares, rank=rank, place=place)
     _ = found.steps_per_epoch  # raises where there are too few examples
     return found
 
 
-def _read(
-    source: ExamplePositions,
-    positions: list[int],
-    epoch: int,
-    whole: list[int],
-    cut: BatchCut | None,
-    before: BeforeExample,
-) -> Any:
-    """The batch of some positions; of none, that of the whole batch without its examples."""
-    seeding = before if before is unseeded else lambda position: before(seed_from(epoch, position))
-    batch = source.read(positions or whole, seeding)
-    return batch if positions else batch_part(batch, 0, 0, cut)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnShare:
+    """A worker's share of a batch: of the positions of its examples those from the first up to the end."""
+
+    positions: list[int]
+    first: int
+    end: int
+    epoch: int
+
+
+def read_share(source: ExamplePositions, request: BatchRequest, share: OwnShare, before: BeforeExample) -> Any:
+    """The collated share; without examples, a batch of the same kind that has none."""
+    seeding = before if before is unseeded else lambda position: before(seed_from(share.epoch, position))
+    own = share.positions[share.first : share.end]
+    if own and request.collated_over == "share":
+        return source.read(own, seeding)
+    return batch_part(source.read(share.positions, seeding), share.first, share.end, request.cut)
 
 
 def _take(part: Callable[[int, int], Any], first: int, end: int, before: BeforeExample) -> Any:

@@ -31,9 +31,14 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return move(device) if callable(move) else batch
 
 
-def in_float64(batch: Any) -> Any:
-    """A batch with its floating-point tensors as float64."""
-    return mapped(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+def widened(tensor: Tensor) -> Tensor:
+    """Floating-point numbers as float64, others as they are."""
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def cloned(batch: Any) -> Any:
+    """The batch with tensors of its own: a loss may write into them, as into a state that goes from batch to batch."""
+    return mapped(batch, Tensor.clone)
 
 
 def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +20,7 @@ from torch.utils.data import (
 )
 
 from plait.custom.cutting import BatchCut, batch_part, batch_size
-from plait.custom.data.ahead import BeforeExample, unseeded
+from plait.custom.data.ahead import BeforeExample, Processes, unseeded
 from plait.custom.seeds import seeded
 from plait.errors import PlaitError
 
@@ -47,6 +48,8 @@ class ExamplePositions:
     rest: RestOfPass = "drop"
     draw: Draw | None = None
     draws: Literal["positions", "batches"] = "positions"
+    processes: Processes | None = None
+    """Those that make batches, where a DataLoader has some."""
     thread: Literal["may thread", "in turn"] = "may thread"
     """Whether the sampler may draw while the program computes: not from generators that a model uses, too."""
 
@@ -157,12 +160,32 @@ def _of_columns(data: Any) -> ExamplePositions:
     return ExamplePositions(size=size, read=read)
 
 
+def processes_of(loader: DataLoader[Any]) -> Processes | None:
+    """The processes that a DataLoader makes its batches in; None where it has none, or where they cannot be forked."""
+    if not loader.num_workers or _not_forked(loader):
+        return None
+    return Processes(
+        number=loader.num_workers,
+        prefetch=loader.prefetch_factor or 2,
+        timeout_s=loader.timeout,
+        begin=loader.worker_init_fn,
+    )
+
+
 def unused_processes_text(data: Any) -> str:
     """What of a DataLoader is not used, if anything, in words."""
-    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset) or not data.num_workers:
+    if not isinstance(data, DataLoader) or not data.num_workers or not _not_forked(data):
         return ""
-    processes = "process is" if data.num_workers == 1 else f"{data.num_workers} processes are"
-    return f"the DataLoader's {processes} not used: each worker reads its own examples, ahead of the steps"
+    return (
+        "the DataLoader's processes are not used, as they are not forked on this machine or by its "
+        "multiprocessing_context: a thread reads ahead"
+    )
+
+
+def _not_forked(loader: DataLoader[Any]) -> bool:
+    context: Any = loader.multiprocessing_context
+    method = context if isinstance(context, str) or context is None else context.get_start_method()
+    return sys.platform != "linux" or method not in (None, "fork")
 
 
 def _of_loader(loader: DataLoader[Any], collate: Collate | None, cut: BatchCut | None) -> ExamplePositions | Stream:
@@ -175,18 +198,21 @@ def _of_loader(loader: DataLoader[Any], collate: Collate | None, cut: BatchCut |
     if type(batches) is not BatchSampler:
         draw, thread = _drawn_from(batches), _may_thread(batches)
         return ExamplePositions(
-            size=_length(batches), read=read, rest="keep", draw=draw, draws="batches", thread=thread
-        )
+            size=_length(batches), read=read, rest="keep", draw=draw, draws="batches", thread=thread,
+            processes=processes_of(loader),
+        )  # fmt: skip
     sampler: Any = batches.sampler
     rest: RestOfPass = "drop" if batches.drop_last else "keep"
     size = _length(sampler)
     whole = type(sampler) is RandomSampler and not sampler.replacement and size == len(found)
     if whole or type(sampler) is SequentialSampler:
         order: Literal["shuffled", "given"] = "shuffled" if whole else "given"
-        return ExamplePositions(size=size, read=read, order=order, batch=batches.batch_size, rest=rest)
+        return ExamplePositions(
+            size=size, read=read, order=order, batch=batches.batch_size, rest=rest, processes=processes_of(loader)
+        )
     return ExamplePositions(
         size=size, read=read, batch=batches.batch_size, rest=rest, draw=_drawn_from(sampler),
-        thread=_may_thread(sampler),
+        thread=_may_thread(sampler), processes=processes_of(loader),
     )  # fmt: skip
 
 

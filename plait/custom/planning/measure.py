@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from inspect import signature
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
 
+from plait.custom.data.moving import cloned
+from plait.custom.gathering import gathering_nothing
 from plait.custom.group import Workers, alone
 from plait.custom.planning.plan import CustomPlan, MeasuredLayout, choose_measured
 from plait.custom.program import Program
 from plait.custom.stepping.gradients import StepPlace, divisor_of, sum_gradients
 from plait.custom.stepping.update import update_weights
 from plait.custom.strands.choose import make_strands
-from plait.custom.strands.copies import copy_program
+from plait.custom.strands.copies import copy_program, with_own_optimizers
 from plait.custom.strands.description import CustomLayout
 from plait.custom.verifying.outcome import set_statistics
 from plait.custom.verifying.shares import gather_shares, join_shares, tensors_of
@@ -73,9 +73,10 @@ def _measured_alone(program: Program, workers: Workers, share: Any) -> MeasuredL
         one = replace(alone(), device=workers.device)
         micros = shares if whole is None else [whole]
         try:
-            own_s, taken = _time_steps(program, one, "replicate", micros)
-            with _all_threads(workers):
-                step_s, _ = _time_steps(program, one, "replicate", micros)
+            with gathering_nothing():
+                own_s, taken = _time_steps(program, one, "replicate", micros)
+                with _all_threads(workers):
+                    step_s, _ = _time_steps(program, one, "replicate", micros)
             told += torch.tensor([min(own_s, step_s), taken], dtype=torch.float64)
         except (MemoryError, RuntimeError):  # the others wait for these numbers
             if workers.size == 1:
@@ -90,21 +91,25 @@ def _time_steps(program: Program, workers: Workers, layout: CustomLayout, micros
     """Seconds of a step, the median of a few, and the bytes that this worker takes."""
     set_statistics(program, "all workers" if workers.size > 1 else "this worker")
     strands = make_strands(program, workers, layout)
+    micros = [cloned(micro) for micro in micros]
     times, kept = [], 0.0
     divisors: dict[int, Tensor] = {}
     for step in range(STEPS):
         workers.sums(torch.zeros(1))  # all begin together
         begin = perf_counter()
         for index in range(len(program.losses)):
-            place = StepPlace(step=step, batch=step, gradients_of="mean", divisor=divisors.get(index))
+            divisor = divisors.get(index)
+            of = "counted mean" if divisor is None else "mean"
+            place = StepPlace(step=step, batch=step, gradients_of=of, divisor=divisor)
             if step:
                 sums = sum_gradients(program, strands, workers, index, micros, place)
             else:
                 with _kept_bytes(program, micros) as held:
                     sums = sum_gradients(program, strands, workers, index, micros, place)
                 kept = max(kept, held[0])
-            divisors[index] = divisor_of(sums.total[1])
-            update_weights(program, strands, index, sums, 1.0)
+            if len(sums.counts) == 1:
+                divisors[index] = divisor_of(sums.counts[0])
+            update_weights(program, strands, index, sums, 1.0, step)
         if workers.device.type == "cuda":
             torch.cuda.synchronize(workers.device)
         times.append(perf_counter() - begin)
@@ -113,25 +118,11 @@ def _time_steps(program: Program, workers: Workers, layout: CustomLayout, micros
 
 def _fresh_copy(program: Program, weights: Mapping[str, Tensor] | None) -> Program:
     """A copy with optimizers of the same kinds, which have no state yet."""
-    copied = copy_program(program, dtype=torch.get_default_dtype(), weights=weights)
-    optimizers = []
-    for index, optimizer in enumerate(program.optimizers):
-        parameters = list(copied.trained_by(index).values())
-        optimizers.append(_optimizer_of(type(optimizer), parameters, optimizer.param_groups[0]))
-    return replace(copied, optimizers=tuple(optimizers))
-
-
-def _optimizer_of(kind: type[Optimizer], parameters: list[Any], group: Mapping[str, Any]) -> Optimizer:
-    """An optimizer with those options of a group that its class takes; others are what the class itself puts there."""
-    make: Any = kind
-    taken = {name for name in signature(kind).parameters if name != "params"}
+    copied = copy_program(program, dtype="own", weights=weights)
     try:
-        return make(parameters, **{name: value for name, value in group.items() if name in taken})
-    except (TypeError, ValueError) as error:
-        raise PlaitError(
-            f"{kind.__name__} cannot be made again from the options in its groups ({error}), so no step is measured; "
-            "name a layout instead"
-        ) from None
+        return replace(with_own_optimizers(copied, program), before_update=None)
+    except PlaitError as error:
+        raise PlaitError(f"{error}, so no step is measured; name a layout instead") from None
 
 
 def _held_bytes(program: Program) -> float:

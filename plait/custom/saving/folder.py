@@ -23,7 +23,7 @@ from plait.checkpoint.shared_disk import rename_for_all, sync_folder
 from plait.errors import PlaitError
 from plait.regular_file import read_regular_file
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 _STEP = re.compile(r"step-(\d{1,15})(\.before)?")
 """A saved step; ".before" is what it was until the same step was saved again, there only if that was interrupted."""
 _COMPLEX = "@complex"

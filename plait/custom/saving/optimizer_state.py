@@ -12,16 +12,17 @@ from torch.optim import Optimizer
 from plait.custom.exchange import TRAVELLING_DTYPES, gather_json, sum_of_bits
 from plait.custom.group import Workers
 from plait.custom.saving.tree import from_plain, to_plain
-from plait.custom.strands.description import HeldPiece, Strands
+from plait.custom.strands.description import HeldPiece, StrandForm
 from plait.errors import PlaitError
 
 WeightSizes = Mapping[str, torch.Size]
 
 
 def collect_optimizer(
-    optimizer: Optimizer, strands: Strands, index: int, shapes: WeightSizes, workers: Workers
+    optimizer: Optimizer, pieces: Sequence[HeldPiece], form: StrandForm, shapes: WeightSizes, workers: Workers
 ) -> tuple[Any, dict[str, Tensor]]:
-    """The optimizer's settings and its state of every weight, as JSON and named tensors, whole on the first worker.
+    """The optimizer's settings and its state of every weight, as JSON and named tensors, whole on the first worker;
+    `pieces` are what it updates here, whole weights or parts of them.
 
     Every worker must call it; blocks where weights are cut.
     """
@@ -30,8 +31,7 @@ def collect_optimizer(
         to_plain({key: value for key, value in group.items() if key != "params"}, f"group/{number}", tensors)
         for number, group in enumerate(optimizer.param_groups)
     ]
-    pieces = strands.pieces(index)
-    if strands.form == "whole":
+    if form == "whole":
         state = {
             piece.name: to_plain(dict(optimizer.state[piece.parameter]), piece.name, tensors)
             for piece in pieces

@@ -17,6 +17,7 @@ from plait.custom.saving.folder import newest_saved, read_state, read_tensors, w
 from plait.custom.saving.optimizer_state import collect_optimizer, restore_optimizer
 from plait.custom.saving.tree import from_plain, to_plain
 from plait.custom.strands.description import Strands
+from plait.custom.strands.pieces import pieces_of
 from plait.errors import PlaitError
 
 MODEL = "model"
@@ -38,8 +39,8 @@ def save_program(
     files |= _unlike_buffers(program, workers)
     optimizers = []
     for index, optimizer in enumerate(program.optimizers):
-        shapes = {name: _whole_shape(p) for name, p in program.trained_by(index).items()}
-        plain, tensors = collect_optimizer(optimizer, strands, index, shapes, workers)
+        pieces = pieces_of(program, strands, index)
+        plain, tensors = collect_optimizer(optimizer, pieces, strands.form, _whole_shapes(program, index), workers)
         optimizers.append(plain)
         files[f"optimizer-{index}"] = tensors
     scheduler_tensors: dict[str, Tensor] = {}
@@ -81,9 +82,9 @@ def resume_program(folder: Path, program: Program, strands: Strands, workers: Wo
         for name, buffer in program.named_buffers().items():
             buffer.copy_(own[name])
     for index, optimizer in enumerate(program.optimizers):
-        shapes = {name: _whole_shape(p) for name, p in program.trained_by(index).items()}
         plain, tensors = state["optimizers"][index], loaded[f"optimizer-{index}"]
-        restore_optimizer(optimizer, strands.pieces(index), shapes, plain, tensors)
+        pieces = pieces_of(program, strands, index)
+        restore_optimizer(optimizer, pieces, _whole_shapes(program, index), plain, tensors)
     for scheduler, plain in zip(program.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(from_plain(plain, loaded["schedulers"]))
     found = {key: state[key] for key in ("steps", "workers", "progress")}
@@ -124,6 +125,11 @@ def _check(state: Mapping[str, Any], program: Program, weights: Mapping[str, Ten
                 f"{name} was saved with shape {tuple(weights[name].shape)} and has {tuple(shape)} now; resume with the "
                 "model that was saved"
             )
+
+
+def _whole_shapes(program: Program, optimizer: int) -> dict[str, torch.Size]:
+    """Of all weights that are updated by this optimizer's loss."""
+    return {name: _whole_shape(p) for name, p in program.trained_by(program.loss_of(optimizer)).items()}
 
 
 def _whole_shape(tensor: Tensor) -> torch.Size:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from plait.custom.cutting import BatchCut, batch_part, batch_size
-from plait.custom.data.moving import in_float64
+from plait.custom.data.moving import cloned, mapped, widened
+from plait.custom.gathering import gathering_nothing
 from plait.custom.program import Program
 from plait.custom.seeds import seeded
 from plait.custom.stepping.draws import SameDraws
 from plait.custom.stepping.evaluate import evaluation_mode
+from plait.custom.stepping.gradients import buffers_kept
 from plait.custom.strands.copies import copy_program
 from plait.errors import PlaitError
 
@@ -60,41 +62,50 @@ def check_additive(
     """
     size = examples_to_check(batch, cut)
     edges = [(0, size), (0, size // 2), (size // 2, size)]
-    parts = [batch_part(batch, first, end, cut) for first, end in edges]
     copied = _copied(program, weights)
-    if copied is None:
-        with torch.no_grad():
-            runs = _runs(program, index, parts)
-    else:
-        runs = _runs(copied, index, [in_float64(one) for one in parts])
-    if runs is None:
-        return
-    _compare(*runs, runs[0].tolerance)
+    # A loss may write into its batch, as into a state that goes from batch to batch.
+    few = [cloned(batch_part(batch, first, end, cut)) for first, end in edges]
+    parts = few if copied is None else [mapped(one, widened) for one in few]
+    with nullcontext() if copied is not None else torch.no_grad():
+        runs = _runs(copied or program, index, parts)
+    if runs is not None:
+        _compare(*runs, runs[0].tolerance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A loss of some examples: its sum, count and gradients by name, and its parts on the way: what computed each
+    """A loss of some examples: its sums, counts and gradients by name, and its parts on the way: what computed each
     number that depends on weights, and where in the person's program."""
 
-    loss: float
-    count: float
+    losses: Sequence[float]
+    counts: Sequence[float]
     gradients: Mapping[str, Tensor]
     terms: Sequence[tuple[str, float]]
     tolerance: float
 
 
 def _compare(whole: _Run, first: _Run, second: _Run, tolerance: float) -> None:
-    loss, both = whole.loss, first.loss + second.loss
-    allowed = tolerance * max(abs(loss), abs(first.loss) + abs(second.loss), 1e-12)
-    worst = _worst_gradient(whole, first, second, tolerance)
+    if not len(whole.losses) == len(first.losses) == len(second.losses):
+        raise PlaitError(
+            "loss_sum returns another number of pairs for parts of a batch; return as many for each, with 0 and a "
+            "count of 0 where there is nothing"
+        )
+    for term in range(len(whole.losses)):
+        _compare_term(whole, first, second, term, "", tolerance)
+    if worst := _worst_gradient(whole, first, second, tolerance):
+        _compare_term(whole, first, second, 0, worst, tolerance)
+
+
+def _compare_term(whole: _Run, first: _Run, second: _Run, term: int, worst: str, tolerance: float) -> None:
+    loss, one, other = (run.losses[term] for run in (whole, first, second))
+    count, of_one, of_other = (run.counts[term] for run in (whole, first, second))
+    both, allowed = one + other, tolerance * max(abs(loss), abs(one) + abs(other), 1e-12)
     if abs(loss - both) > allowed or worst:
         if abs(2 * loss - both) <= 2 * allowed:
             raise PlaitError(
                 f"loss_sum returns a mean: the losses of two halves of a batch add up to twice that of all; {_FIXED}"
             )
-        weighted = first.loss * first.count + second.loss * second.count
-        if abs(loss * whole.count - weighted) <= allowed * max(1.0, whole.count):
+        if abs(loss * count - one * of_one - other * of_other) <= allowed * max(1.0, count):
             raise PlaitError(
                 f"loss_sum returns a mean: it is not the sum of the losses of two halves of a batch; {_FIXED}"
             )
@@ -103,13 +114,14 @@ def _compare(whole: _Run, first: _Run, second: _Run, tolerance: float) -> None:
             differs = f"the gradients of two halves of a batch do not add up to that of all in {worst}"
         raise PlaitError(
             f"{differs}{_term_text(whole, first, second, tolerance)}: a mean or a constant in it counts once for each "
-            "part, or examples depend on each other (a contrastive loss, a norm over the batch), so a batch cannot be "
-            f"shared; {_FIXED}, each term multiplied by the count where it is a mean"
+            "part, or examples depend on each other (a norm over the batch, a contrastive loss: gather its rows by "
+            f'run.gather and give additive="no"), so a batch cannot be shared; {_FIXED}, each term multiplied by the '
+            "count where it is a mean, or as a pair of its own, (sum, count), where it has another count"
         )
-    if abs(whole.count - first.count - second.count) > 1e-6 * max(whole.count, 1.0):
+    if abs(count - of_one - of_other) > 1e-6 * max(count, 1.0):
         raise PlaitError(
-            f"the counts of two halves of a batch add up to {first.count + second.count:g}, that of all is "
-            f"{whole.count:g}; return how many losses were summed, not a constant"
+            f"the counts of two halves of a batch add up to {of_one + of_other:g}, that of all is {count:g}; return "
+            "how many losses were summed, not a constant"
         )
 
 
@@ -164,7 +176,7 @@ def _runs(program: Program, index: int, parts: Sequence[Any]) -> tuple[_Run, _Ru
             return None  # a few examples may be too few for a model; the step itself will tell
     if whole is None or first is None or second is None or again is None:
         return None
-    if abs(whole.loss - again.loss) > whole.tolerance * abs(whole.loss):
+    if any(abs(a - b) > whole.tolerance * abs(a) for a, b in zip(whole.losses, again.losses, strict=False)):
         return None
     return whole, first, second
 
@@ -173,35 +185,23 @@ def _run(program: Program, index: int, part: Any, seed: int) -> _Run | None:
     """One loss; None where something was drawn that is not the same for each example. The seed changes what does not
     go through torch."""
     trained, gradients = program.trained_by(index), dict[str, Tensor]()
-    with seeded(seed), _buffers_kept(program), SameDraws() as draws, _Terms() as terms:
-        total, count = program.loss_sum(index, part)
-        if total.requires_grad:
+    with seeded(seed), buffers_kept(program), gathering_nothing(), SameDraws() as draws, _Terms() as terms:
+        found = program.loss_sum(index, part)
+        learn = [total for total in found.totals if total.requires_grad]
+        if learn:
             for parameter in trained.values():
                 parameter.grad = None
-            total.backward()
+            torch.autograd.backward(learn)
             gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
     if draws.unknown:
         return None
     return _Run(
-        loss=float(total.detach()),
-        count=float(count),
+        losses=found.sums.tolist(),
+        counts=found.counts.tolist(),
         gradients=gradients,
         terms=[(text, float(value)) for text, value in terms.found],
         tolerance=TOLERANCES[draws.digits],
     )
-
-
-@contextmanager
-def _buffers_kept(program: Program) -> Iterator[None]:
-    """Buffers that a forward pass changes are put back."""
-    buffers = program.named_buffers()
-    kept = {name: buffer.clone() for name, buffer in buffers.items()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(kept[name])
 
 
 class _Terms(TorchFunctionMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,29 +17,53 @@ from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.gradients import divisor_of
-from plait.custom.strands.description import Strands
 from plait.custom.strands.first_weights import broadcast_all
+from plait.errors import PlaitError
 
 
 def evaluate_mean(
-    program: Program, strands: Strands, workers: Workers, data: Any, batch: int, index: int, cut: BatchCut | None
+    program: Program, workers: Workers, data: Any, batch: int, index: int, cut: BatchCut | None
 ) -> Tensor:
-    """The mean of one loss over all examples, in the models' evaluation mode: 0-dim, float64, the same on all workers.
+    """The mean of one loss over all examples: 0-dim, float64; see `evaluate_sums`."""
+
+    def sums(part: Any) -> dict[str, Tensor]:
+        terms = program.loss_sum(index, part)
+        return {"losses": terms.sums, "counts": terms.counts}
+
+    found = evaluate_sums(program, workers, data, batch, cut, sums)
+    return (found["losses"] / divisor_of(found["counts"])).sum()
+
+
+def evaluate_sums(
+    program: Program,
+    workers: Workers,
+    data: Any,
+    batch: int,
+    cut: BatchCut | None,
+    of_part: Callable[[Any], Mapping[str, Any]],
+) -> dict[str, Tensor]:
+    """What a function returns for parts of the data (numbers and tensors, by name), summed over all of the data in the
+    models' evaluation mode: float64, the same on all workers.
 
     Every worker must call it; blocks. Buffers are the first worker's meanwhile.
     """
     workers.announce("run.evaluate")()
-    total = torch.zeros(2, dtype=torch.float64, device=workers.device)
+    totals: dict[str, Tensor] = {}
     with torch.no_grad(), evaluation_mode(*program.models), first_buffers(program, workers):
         for number, (part, counts) in enumerate(
             _parts(source_of(data, batch=batch, collate=None, cut=cut), batch, workers)
         ):
             seed_everything(seed_from("evaluate", program.seed, number, workers.rank))
-            loss, count = program.loss_sum(index, on_device(part, workers.device))
-            if counts:
-                total += torch.stack([loss.to(torch.float64), count])
-    workers.sums(total)
-    return total[0] / divisor_of(total[1])
+            for name, value in of_part(on_device(part, workers.device)).items():
+                found = _as_sum(name, value, workers)
+                totals[name] = totals.get(name, torch.zeros_like(found)) + (found if counts else 0)
+    return {name: workers.sums(total) for name, total in totals.items()}
+
+
+def _as_sum(name: str, value: Any, workers: Workers) -> Tensor:
+    if not isinstance(value, Tensor | int | float):
+        raise PlaitError(f"what is summed as {name} is a {type(value).__name__}; return numbers and tensors")
+    return torch.as_tensor(value).detach().to(workers.device, torch.float64)
 
 
 def _parts(source: ExamplePositions | Stream, batch: int, workers: Workers) -> Iterator[tuple[Any, bool]]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from plait.custom.data.moving import cloned
 from plait.custom.exact_norm.batch_norm import norm_waits_s
 from plait.custom.group import Workers
-from plait.custom.program import Program
+from plait.custom.program import LossTerms, Program
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.strands.description import Strands
 from plait.errors import PlaitError
@@ -31,93 +33,173 @@ class StepPlace:
     step: int
     batch: int
     clock: TimedOrNot = "untimed"
-    gradients_of: Literal["sum", "mean"] = "sum"
-    """Whether gradients are divided by the global count, as far as it is known, where they begin, at the loss: then
-    none need be multiplied afterwards."""
+    gradients_of: Literal["sum", "mean", "counted mean"] = "sum"
+    """Whether gradients are divided where they begin, at the loss: by the global count as far as it is known ("mean"),
+    then none need be multiplied afterwards, or by each term's own count, which all workers find first."""
     divisor: Tensor | None = None
     """The last step's global count (0-dim, float64, the same on all workers), which this step's may be."""
+    loss_scale: float = 1.0
+    """What gradients are multiplied by where they begin: LossScale."""
     agree: Callable[[], None] = lambda: None
     """Called before the first sum; raises PlaitError where workers are not at the same place."""
+    waited_s: Callable[[], float] = lambda: 0.0
+    """Seconds that this worker's passes have waited for others so far, for what a loss gathers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalSums:
-    """Sums over all workers: losses and counts [2, float64], and which parameters any of them reached. `own_s` is how
-    long this worker's own forward and backward took, without waiting for others."""
+    """Sums over all workers: losses and counts, each [terms] and float64, and which parameters any of them reached.
+    `own_s` is how long this worker's own forward and backward took, without waiting for others."""
 
-    total: Tensor
+    losses: Tensor
+    counts: Tensor
     reached: tuple[bool, ...]
     own_s: float
-    divisor: Tensor
-    """What the gradients have been divided by, 0-dim, float64."""
+    rest: Tensor
+    """What gradients are yet to be multiplied by, to be those of the mean: 0-dim, float64."""
     moments: tuple[float, float, float]
     """By time.perf_counter: the beginning, the end of the backward pass, and when the sums were there."""
+
+    @property
+    def mean(self) -> Tensor:
+        """The loss of the whole batch, 0-dim: the sum of all terms, each divided by its count."""
+        return (self.losses / divisor_of(self.counts)).sum()
 
 
 def sum_gradients(
     program: Program, strands: Strands, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
 ) -> GlobalSums:
-    """Run all parts of a batch through one loss; then the gradients are global sums, divided by `GlobalSums.divisor`.
+    """Run all parts of a batch through one loss; then the gradients are global sums, and times `GlobalSums.rest` those
+    of the mean.
 
     Every worker must call it; blocks. Raises PlaitError where the loss depends on no weight that is trained.
     """
     strands.open(index)
     began, waited_s = time.perf_counter(), _waits_s(program, place)
-    own, divisor = run_backward(program, strands, workers, index, micros, place)
-    if place.clock == "timed" and own.device.type == "cuda":
-        torch.cuda.synchronize(own.device)
+    counted = place.gradients_of == "counted mean"
+    run = _run_counted if counted else _run_backward
+    own = run(program, strands, workers, index, micros, place)
+    if place.clock == "timed" and own.sums.device.type == "cuda":
+        torch.cuda.synchronize(own.sums.device)
     computed = time.perf_counter()
-    own_s = strands.own_seconds(computed - began - (_waits_s(program, place) - waited_s))
+    own_s = strands.own_seconds(computed - began - own.waited_s - (_waits_s(program, place) - waited_s))
     reached = strands.reached(index)
     parameters = len(reached)
     place.agree()
-    on_processor = own.device.type == "cpu"
-    told = workers.sums(torch.cat([reached, own]) if on_processor else reached)
+    on_processor = own.sums.device.type == "cpu"
+    told = workers.sums(torch.cat([reached, own.sums]) if on_processor else reached)
     by_anybody = tuple(count > 0 for count in told[:parameters].tolist())
     strands.close(index, by_anybody)
     # Behind the buckets, whose order on a GPU must be the same on all ranks.
-    total, undivided = (told[parameters:] if on_processor else workers.sums(own)).split([2, 1])
-    divisor = torch.where(undivided[0] > 0, torch.ones_like(divisor), divisor)  # of a worker without examples
+    summed = told[parameters:] if on_processor else workers.sums(own.sums)
+    losses, counts, undivided = summed.split([(len(summed) - 1) // 2, (len(summed) - 1) // 2, 1])
+    rest = torch.ones_like(undivided[0])
+    if not counted:
+        divisor = torch.where(undivided[0] > 0, rest, own.divisor)  # of a worker without examples
+        rest = divisor / divisor_of(counts[0])
     moments = (began, computed, time.perf_counter())
-    return GlobalSums(total=total, reached=by_anybody, own_s=own_s, divisor=divisor, moments=moments)
+    return GlobalSums(
+        losses=losses, counts=counts, reached=by_anybody, own_s=own_s, rest=rest / place.loss_scale, moments=moments
+    )
 
 
-def run_backward(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnSums:
+    """Of this worker's parts: sums of losses, counts, and 1 where gradients could not be divided [2 terms + 1], what
+    gradients were divided by (0-dim), both float64, and the seconds spent in waiting for others' counts."""
+
+    sums: Tensor
+    divisor: Tensor
+    waited_s: float = 0.0
+
+
+def _run_backward(
     program: Program, strands: Strands, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
-) -> tuple[Tensor, Tensor]:
-    """Forward and backward of this worker's parts, of which there may be none; returns its own [sum of losses, count,
-    1 where gradients could not be divided] and what they were divided by, in float64."""
-    own = torch.zeros(3, dtype=torch.float64, device=workers.device)
+) -> _OwnSums:
+    """Forward and backward of this worker's parts, of which there may be none; several terms are summed undivided."""
     whole = torch.ones((), dtype=torch.float64, device=workers.device)
-    foreseen = place.divisor if place.gradients_of == "mean" and place.divisor is not None else whole
-    divisor = foreseen
-    # Of several losses each gives gradients to the weights of its own optimizer alone.
-    inputs = list(program.trained_by(index).values()) if len(program.optimizers) > 1 else None
+    divisor = place.divisor if place.gradients_of == "mean" and place.divisor is not None else whole
+    sums, undivided = torch.zeros(2, 1, dtype=torch.float64, device=workers.device), torch.zeros_like(whole)
     for number, micro in enumerate(micros):
-        seed_everything(seed_from("step", program.seed, place.step, index, number, workers.rank))
-        strands.next_pass(index)
-        total, count = _loss_sum(program, index, micro)
-        if not total.requires_grad:
-            raise PlaitError(
-                "the loss does not depend on a weight that is trained; compute it from the model's output, outside of "
-                "torch.no_grad and without .item()"
-            )
+        terms = _terms(program, strands, workers, index, micro, number, place)
         if number == len(micros) - 1:
             strands.arm(index)
-        if total.dtype not in EXACT_DIVISORS:
-            own[2], divisor = 1, whole
+        if any(total.dtype not in EXACT_DIVISORS for total in terms.totals):
+            undivided, divisor = whole, whole
         elif place.gradients_of == "mean" and workers.size == 1 == len(micros):
-            divisor = divisor_of(count)
-        summed = total.detach().to(torch.float64)
-        nothing = (count == 0) & ~summed.isfinite()  # a mean over no example, times their number
-        own[:2] += torch.stack([torch.where(nothing, torch.zeros_like(summed), summed), count])
-        _backward(total, divisor.reciprocal().to(total.dtype), inputs)
-    return own, divisor
+            divisor = divisor_of(terms.counts[0])
+        sums = sums + _counted_sums(terms)
+        _backward(program, index, terms, divisor.reciprocal().expand(len(terms.totals)) * place.loss_scale)
+    if place.gradients_of == "sum":
+        sums = _with_terms(sums, workers)
+    return _OwnSums(sums=torch.cat([sums.reshape(-1), undivided.reshape(1)]), divisor=divisor)
 
 
-def _backward(total: Tensor, scale: Tensor, inputs: list[nn.Parameter] | None) -> None:
+def _run_counted(
+    program: Program, strands: Strands, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
+) -> _OwnSums:
+    """The same where all workers find each term's global count first: of several parts by a forward pass without
+    gradients, of one by its own."""
+    one = torch.ones((), dtype=torch.float64, device=workers.device)
+    first: LossTerms | None = None
+    sums = torch.zeros(2, 1, dtype=torch.float64, device=workers.device)
+    if len(micros) == 1:
+        first = _terms(program, strands, workers, index, micros[0], 0, place)
+        sums = _counted_sums(first)
+    elif micros:
+        with torch.no_grad(), buffers_kept(program):
+            own = [_terms(program, strands, workers, index, cloned(m), k, place) for k, m in enumerate(micros)]
+        sums = torch.stack([_counted_sums(terms) for terms in own]).sum(0)
+    began = time.perf_counter()
+    place.agree()
+    sums = _with_terms(sums, workers)
+    scales = divisor_of(workers.sums(sums[1].clone())).reciprocal() * place.loss_scale
+    waited_s = time.perf_counter() - began
+    for number, micro in enumerate(micros):
+        terms = first or _terms(program, strands, workers, index, micro, number, place)
+        if number == len(micros) - 1:
+            strands.arm(index)
+        _backward(program, index, terms, scales)
+    return _OwnSums(sums=torch.cat([sums.reshape(-1), one.reshape(1) * 0]), divisor=one, waited_s=waited_s)
+
+
+def _with_terms(sums: Tensor, workers: Workers) -> Tensor:
+    """Sums and counts [2, terms] of as many terms as others have: a worker without examples has seen none."""
+    terms = int(workers.sums.largest(torch.tensor([sums.shape[1]])))
+    return sums if sums.shape[1] == terms else torch.zeros(2, terms, dtype=sums.dtype, device=sums.device)
+
+
+def _terms(
+    program: Program, strands: Strands, workers: Workers, index: int, micro: Any, number: int, place: StepPlace
+) -> LossTerms:
+    """The loss of a part, with what is random in it drawn by its place."""
+    seed_everything(seed_from("step", program.seed, place.step, index, number, workers.rank))
+    strands.next_pass(index)
+    terms = _loss_sum(program, index, micro)
+    if torch.is_grad_enabled() and not any(total.requires_grad for total in terms.totals):
+        raise PlaitError(
+            "the loss does not depend on a weight that is trained; compute it from the model's output, outside of "
+            "torch.no_grad and without .item()"
+        )
+    return terms
+
+
+def _counted_sums(terms: LossTerms) -> Tensor:
+    """Sums and counts [2, terms]; a mean over no example, times their number, is 0."""
+    summed = terms.sums
+    nothing = (terms.counts == 0) & ~summed.isfinite()
+    return torch.stack([torch.where(nothing, torch.zeros_like(summed), summed), terms.counts])
+
+
+def _backward(program: Program, index: int, terms: LossTerms, scales: Tensor) -> None:
+    """Backward of all terms, each times its scale."""
+    # Of several losses each gives gradients to the weights of its own optimizer alone.
+    inputs = list(program.trained_by(index).values()) if len(program.losses) > 1 else None
+    learn = [(total, scale) for total, scale in zip(terms.totals, scales, strict=True) if total.requires_grad]
     try:
-        torch.autograd.backward(total, scale, inputs=inputs)
+        torch.autograd.backward(
+            [total for total, _ in learn], [scale.to(total.dtype) for total, scale in learn], inputs=inputs
+        )
     except RuntimeError as error:
         if "setStorage" not in str(error):
             raise
@@ -128,16 +210,29 @@ def _backward(total: Tensor, scale: Tensor, inputs: list[nn.Parameter] | None) -
 
 
 def divisor_of(count: Tensor) -> Tensor:
-    """A global count (0-dim) as a divisor: 1 where nothing was counted; counts may be weights far below 1."""
+    """Global counts as divisors: 1 where nothing was counted; counts may be weights far below 1."""
     return torch.where(count > 0, count, torch.ones_like(count))
 
 
 def _waits_s(program: Program, place: StepPlace) -> float:
-    """Seconds that norms over all workers have waited for others so far, where a step is timed."""
-    return norm_waits_s(program.models) if place.clock == "timed" else 0.0
+    """Seconds that norms over all workers, and what losses gather, have waited so far, where a step is timed."""
+    return norm_waits_s(program.models) + place.waited_s() if place.clock == "timed" else 0.0
 
 
-def _loss_sum(program: Program, index: int, micro: Any) -> tuple[Tensor, Tensor]:
+@contextmanager
+def buffers_kept(program: Program) -> Iterator[None]:
+    """Buffers that a forward pass changes are put back."""
+    buffers = program.named_buffers()
+    kept = {name: buffer.clone() for name, buffer in buffers.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(kept[name])
+
+
+def _loss_sum(program: Program, index: int, micro: Any) -> LossTerms:
     try:
         return program.loss_sum(index, micro)
     except RuntimeError as error:

@@ -18,12 +18,14 @@ class ShareParts:
     """Cuts shares into `program.accumulate` parts.
 
     A share of fewer examples has fewer parts. Where workers wait for each other inside of a forward pass (plait's own
-    BatchNorm, sharded parameters) all of them take as many as the smallest share has: else they would wait for ever.
+    BatchNorm, sharded parameters, rows that a loss gathers) all of them take as many as the smallest share has: else
+    they would wait for ever.
     """
 
     def __init__(self, program: Program, workers: Workers, layout: CustomLayout, cut: BatchCut | None) -> None:
         self._wanted, self._workers, self._cut = program.accumulate, workers, cut
-        self.waits_within = workers.size > 1 and (layout == "shard parameters" or _has_global_norms(program))
+        together = layout == "shard parameters" or program.additive == "no" or _has_global_norms(program)
+        self.waits_within = workers.size > 1 and together
         """Whether workers wait for each other inside of a forward pass."""
         self._together = self.waits_within and program.accumulate > 1
         self._said = False

@@ -34,7 +34,7 @@ class ModelWatch:
         now = self._program.named_parameters()
         changed = sorted(set(now) ^ set(self._names))
         if not changed and strands.form == "whole":
-            pieces = [piece for index in range(len(self._program.optimizers)) for piece in strands.pieces(index)]
+            pieces = [piece for index in range(len(self._program.losses)) for piece in strands.pieces(index)]
             changed = [piece.name for piece in pieces if now[piece.name] is not piece.parameter]
         if changed:
             raise PlaitError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from plait.custom.program import Program, parameters_of
+from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.fused import begin_momentum
-from plait.custom.stepping.gradients import GlobalSums, divisor_of
+from plait.custom.stepping.gradients import GlobalSums
 from plait.custom.strands.description import Strands
 from plait.errors import PlaitError
 
@@ -21,29 +23,50 @@ _UPDATES: ContextVar[bool] = ContextVar("plait_updates", default=False)
 """Whether a step of plait's is updating weights now."""
 
 
-def update_weights(program: Program, strands: Strands, index: int, sums: GlobalSums, rate_factor: float) -> Tensor:
-    """Divide the gradients by the global count, clip them, and let the optimizer update; returns the mean loss (0-dim).
+def update_weights(
+    program: Program, strands: Strands, index: int, sums: GlobalSums, rate_factor: float, step: int
+) -> Literal["finite", "skipped"]:
+    """Make the gradients those of the mean, clip them, and let the optimizers update; "skipped" where float16 left
+    numbers that are not finite, and nothing was updated.
 
     Every worker must call it. A count of 0 divides by 1: then all losses, and gradients, are 0. Gradients that have
     been divided by this count already are not passed over again, unless they are clipped.
     """
-    count = divisor_of(sums.total[1])
-    scale = sums.divisor / count
+    optimizers, scale = program.optimizers_of(index), sums.rest
+    gradients = [p.grad for one in optimizers for p in parameters_of(one) if p.grad is not None]
+    if program.precision == "fp16" and not bool(strands.squares(index).isfinite()):
+        return "skipped"
+    if program.before_update is not None:
+        _multiply(gradients, scale)
+        _let_change(program, strands, index, step)
+        scale = torch.ones_like(scale)
     if program.clip is not None:
         length = strands.squares(index).to(scale.device).sqrt() * scale
         scale = scale * (program.clip / (length + 1e-6)).clamp(max=1.0)
-    optimizer = program.optimizers[index]
     if scale.device.type != "cpu" or float(scale) != 1.0:  # a GPU is not waited for
-        _multiply([p.grad for p in parameters_of(optimizer) if p.grad is not None], scale)
-    begin_momentum(optimizer)
-    token = _UPDATES.set(True)
-    try:
-        with _rate(optimizer, rate_factor):
-            optimizer.step()
-    finally:
-        _UPDATES.reset(token)
+        _multiply(gradients, scale)
+    for optimizer in optimizers:
+        begin_momentum(optimizer)
+        token = _UPDATES.set(True)
+        try:
+            with _rate(optimizer, rate_factor):
+                optimizer.step()
+        finally:
+            _UPDATES.reset(token)
     strands.publish(index)
-    return sums.total[0] / count
+    return "finite"
+
+
+def _let_change(program: Program, strands: Strands, index: int, step: int) -> None:
+    """Let the person's function change whole gradients; where weights are cut each worker takes its own part back."""
+    assert program.before_update is not None
+    whole = strands.full_gradients(index)
+    seed_everything(seed_from("before update", program.seed, step, index))
+    program.before_update(whole)
+    for piece in strands.pieces(index):
+        own = piece.parameter.grad
+        if own is not None and strands.form == "cut":
+            own.copy_(whole[piece.name].reshape(-1)[piece.first : piece.first + own.numel()].view_as(own))
 
 
 def refuse_other_updates(program: Program) -> list[RemovableHandle]:

@@ -21,14 +21,10 @@ def make_strands(
     recompute_units(program, choices)
     if workers.size == 1:
         return LocalStrands(program)
-    if layout == "replicate":
+    if layout != "shard parameters":
         from plait.custom.strands.replicated import ReplicatedStrands
 
-        return ReplicatedStrands(program, workers, choices)
-    if layout == "shard optimizer":
-        from plait.custom.strands.sharded_optimizer import ShardedOptimizerStrands
-
-        return ShardedOptimizerStrands(program, workers, choices)
+        return ReplicatedStrands(program, workers, choices, "whole" if layout == "replicate" else "cut")
     from plait.custom.strands.sharded_parameters import ShardedParameterStrands  # most of a second of imports
 
     return ShardedParameterStrands(program, workers, choices)

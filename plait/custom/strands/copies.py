@@ -5,15 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from inspect import signature
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from plait.checked_json import one_line
 from plait.custom.program import Program
+from plait.errors import PlaitError
 
 
-def copy_program(program: Program, *, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None) -> Program:
+def copy_program(
+    program: Program, *, dtype: torch.dtype | Literal["own"], weights: Mapping[str, Tensor] | None = None
+) -> Program:
     """The program with models of its own in `dtype`, which begin with `weights` (whole, by name) or the program's own.
 
     Its optimizers are plain SGD with a rate of 0, and it has no schedulers.
@@ -24,16 +30,46 @@ def copy_program(program: Program, *, dtype: torch.dtype, weights: Mapping[str, 
     memo: dict[int, Any] = {}
     copied: dict[str, nn.Parameter] = {}
     for name, parameter in skeletal.named_parameters().items():
-        value = own[name].detach().to(dtype if parameter.is_floating_point() else parameter.dtype, copy=True)
+        value = _copied(own[name], dtype)
         copied[name] = memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
     buffers = program.named_buffers()
     for name, buffer in skeletal.named_buffers().items():
-        value = buffers[name].detach()
-        memo[id(buffer)] = value.to(dtype if value.is_floating_point() else value.dtype, copy=True)
-    memo |= {id(one): one.detach().to(dtype, copy=True) for one in _graph_tensors(sources)}
+        memo[id(buffer)] = _copied(buffers[name], dtype)
+    memo |= {id(one): _copied(one, dtype) for one in _graph_tensors(sources)}
     models = tuple(copy.deepcopy(model, memo) for model in sources)
-    optimizers = tuple(torch.optim.SGD([copied[name] for name in names], lr=0.0) for names in program.trained_names)
+    optimizers = tuple(
+        torch.optim.SGD([copied[name] for name in dict.fromkeys(chain.from_iterable(groups))], lr=0.0)
+        for groups in program.group_names
+    )
     return replace(program, models=models, optimizers=optimizers, schedulers=(), skeletons=())
+
+
+def _copied(tensor: Tensor, dtype: torch.dtype | Literal["own"]) -> Tensor:
+    kept = dtype == "own" or not tensor.is_floating_point()
+    return tensor.detach().to(tensor.dtype if kept else dtype, copy=True)  # type: ignore[arg-type]
+
+
+def with_own_optimizers(copied: Program, program: Program) -> Program:
+    """A copy of a program with new optimizers of the same kinds and options, without state, in place of its SGD.
+
+    Raises PlaitError where one cannot be made again from the options in its groups.
+    """
+    named = copied.named_parameters()
+    optimizers = []
+    for optimizer, groups in zip(program.optimizers, program.group_names, strict=True):
+        kind: Any = type(optimizer)
+        taken = {name for name in signature(kind).parameters if name != "params"}
+        given = [
+            {name: value for name, value in group.items() if name in taken} | {"params": [named[n] for n in names]}
+            for group, names in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        try:
+            optimizers.append(kind(given, **{n: v for n, v in given[0].items() if n != "params"}))
+        except (TypeError, ValueError) as error:
+            raise PlaitError(
+                f"{kind.__name__} cannot be made again from the options in its groups ({one_line(str(error))})"
+            ) from None
+    return replace(copied, optimizers=tuple(optimizers))
 
 
 def skeletons_of(program: Program) -> tuple[nn.Module, ...]:

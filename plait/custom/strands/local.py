@@ -18,7 +18,7 @@ class LocalStrands:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._trained = [program.trained_by(index) for index in range(len(program.optimizers))]
+        self._trained = [program.trained_by(index) for index in range(len(program.losses))]
 
     def open(self, index: int) -> None:
         for parameter in self._trained[index].values():
@@ -49,11 +49,10 @@ class LocalStrands:
         return whole_pieces(self._trained[index])
 
     def full_weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self._program.named_parameters().items()}
+        return weights_of(self._program)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._program.named_parameters().items():
-            parameter.detach().copy_(weights[name])
+        copy_weights(weights, self._program)
 
     def full_gradients(self, index: int) -> dict[str, Tensor]:
         return {name: p.grad.detach() for name, p in self._trained[index].items() if p.grad is not None}
@@ -61,6 +60,17 @@ class LocalStrands:
     def holds(self) -> Sequence[Releasable]:
         """Nothing: the weights were never taken."""
         return ()
+
+
+def weights_of(program: Program) -> dict[str, Tensor]:
+    """Every parameter by its name, where this worker has all of them whole."""
+    return {name: parameter.detach() for name, parameter in program.named_parameters().items()}
+
+
+def copy_weights(weights: Mapping[str, Tensor], program: Program) -> None:
+    """Copy these weights, by name, into the program's own."""
+    for name, parameter in program.named_parameters().items():
+        parameter.detach().copy_(weights[name])
 
 
 def whole_pieces(trained: dict[str, nn.Parameter]) -> list[HeldPiece]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch.optim import Optimizer
 
 from plait.custom.exchange import sum_of_bits
 from plait.custom.group import Workers
-from plait.custom.program import Program, gradient_hooks, is_plaits_own
-from plait.custom.strands.description import CustomLayout, HeldPiece
+from plait.custom.program import Program, gradient_hooks, is_plaits_own, parameters_of
+from plait.custom.strands.description import CustomLayout, HeldPiece, Strands
 from plait.errors import PlaitError
 
 
@@ -36,16 +37,26 @@ def check_apart(program: Program, layout: CustomLayout) -> None:
 
 
 def groups_by_name(program: Program, index: int) -> dict[str, int]:
-    """For each weight of an optimizer the number of its group."""
+    """For each weight that a loss trains the number of its group, counted through the loss's optimizers."""
     names = {id(parameter): name for name, parameter in program.trained_by(index).items()}
-    groups = enumerate(program.optimizers[index].param_groups)
+    groups = enumerate(_groups(program.optimizers_of(index)))
     return {names[id(p)]: number for number, group in groups for p in group["params"] if id(p) in names}
 
 
-def update_pieces(optimizer: Optimizer, groups: Mapping[str, int], pieces: Sequence[HeldPiece]) -> None:
-    """Let an optimizer update these pieces in place of the whole weights, each in its weight's group."""
-    for number, group in enumerate(optimizer.param_groups):
+def update_pieces(optimizers: Sequence[Optimizer], groups: Mapping[str, int], pieces: Sequence[HeldPiece]) -> None:
+    """Let a loss's optimizers update these pieces in place of the whole weights, each in its weight's group."""
+    for number, group in enumerate(_groups(optimizers)):
         group["params"] = [piece.parameter for piece in pieces if groups[piece.name] == number]
+
+
+def pieces_of(program: Program, strands: Strands, number: int) -> list[HeldPiece]:
+    """What this worker updates by the optimizer of this number."""
+    held = {id(parameter) for parameter in parameters_of(program.optimizers[number])}
+    return [piece for piece in strands.pieces(program.loss_of(number)) if id(piece.parameter) in held]
+
+
+def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def whole_of(own: Mapping[str, tuple[int, Tensor]], like: Mapping[str, Tensor], workers: Workers) -> dict[str, Tensor]:

@@ -35,13 +35,13 @@ class ShardedParameterStrands:
     form: StrandForm = "cut"
 
     def __init__(self, program: Program, workers: Workers, choices: StrandChoices) -> None:
-        optimizers = list(program.optimizers)
-        if len(optimizers) > 1:
+        if len(program.losses) > 1:
             raise PlaitError(
-                'layout "shard parameters" trains with one optimizer, and this program has '
-                f'{len(optimizers)}; take "replicate" or "shard optimizer"'
+                'layout "shard parameters" trains by one loss, and this program has '
+                f'{len(program.losses)}; take "replicate" or "shard optimizer"'
             )
-        require_elementwise(optimizers[0], "shard parameters")
+        for optimizer in program.optimizers:
+            require_elementwise(optimizer, "shard parameters")
         check_apart(program, "shard parameters")
         self._program, self._workers = program, workers
         self._reached: dict[str, bool] = {}
@@ -55,7 +55,7 @@ class ShardedParameterStrands:
         self._rows = {name: _rows_of(name, p) for name, p in self._sharded.items()}
         self._trained = {name: self._sharded[name] for name in program.trained_names[0]}
         self._pieces = [self._rows[name] for name in self._trained if self._rows[name].parameter.numel()]
-        update_pieces(optimizers[0], groups, self._pieces)
+        update_pieces(program.optimizers, groups, self._pieces)
 
     def open(self, index: int) -> None:
         self.publish(index)  # weights that are still gathered, as after an evaluation

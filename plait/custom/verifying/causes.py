@@ -55,7 +55,7 @@ def find_causes(proof: FailedProof, workers: Workers, rerun: Callable[[Program],
 
 def _loss_cause(proof: FailedProof) -> str:
     """What a step says of losses that are no sums."""
-    for index in range(len(proof.program.losses)):
+    for index in range(len(proof.program.losses)) if proof.program.additive == "yes" else ():
         try:
             check_additive(proof.program, index, proof.batch, proof.cut)
         except PlaitError as error:

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.custom.data.moving import cloned
 from plait.custom.exact_norm.batch_norm import GlobalBatchNorm, StatisticsOf
+from plait.custom.gathering import gathering_nothing
 from plait.custom.group import Workers
 from plait.custom.program import Program
-from plait.custom.stepping.gradients import StepPlace, sum_gradients
+from plait.custom.stepping.fused import fuse_updates
+from plait.custom.stepping.gradients import StepPlace, divisor_of, sum_gradients
+from plait.custom.stepping.update import update_weights
 from plait.custom.strands.choose import make_strands
 from plait.custom.strands.description import CustomLayout, StrandChoices
-from plait.custom.verifying.observed import Observations, observe
+from plait.custom.verifying.observed import Observations, WithoutDropout, observe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,7 @@ class Outcome:
     """What a program's losses left behind, and what was seen on the way."""
 
     sums: Tensor
-    """Float64 [losses, 2]: the sum of each loss and its count, over the whole batch."""
+    """Float64, flat: of each loss the sums of its terms, then their counts, over the whole batch."""
     gradients: Mapping[str, Tensor]
     """Of those sums, by parameter; those that no loss reached are missing on one process and zero on several."""
     buffers: Mapping[str, Tensor]
@@ -38,22 +42,22 @@ def run_alone(program: Program, shares: Sequence[Any]) -> Outcome:
     gradients: dict[str, Tensor] = {}
     sums: list[Tensor] = []
     narrow: list[str] = []
-    with observe(program) as seen:
+    with observe(program) as seen, gathering_nothing():
         for index, loss in enumerate(program.losses):
-            both = torch.zeros(2, dtype=torch.float64)
+            of_loss: list[Tensor] = []
             for parameter in program.named_parameters().values():
                 parameter.grad = None
             for share in shares:
-                total, count = program.loss_sum(index, share)
-                total.backward()
-                if total.dtype != torch.float64:
+                terms = program.loss_sum(index, cloned(share))
+                torch.autograd.backward([total for total in terms.totals if total.requires_grad])
+                if any(total.dtype != torch.float64 for total in terms.totals):
                     narrow.append(getattr(loss, "__name__", "loss_sum"))
-                both += torch.stack([total.detach().double(), count]).cpu()
-            sums.append(both)
+                of_loss.append(torch.cat([terms.sums, terms.counts]).cpu())
+            sums.append(torch.stack(of_loss).sum(0))
             held = program.trained_by(index)
             gradients |= {name: p.grad.detach().clone() for name, p in held.items() if p.grad is not None}
     return Outcome(
-        sums=torch.stack(sums),
+        sums=torch.cat(sums),
         gradients=gradients,
         buffers=_buffers(program),
         seen=seen,
@@ -71,10 +75,43 @@ def run_spread(
     sums: list[Tensor] = []
     with observe(program) as seen:
         for index in range(len(program.losses)):
-            summed = sum_gradients(program, strands, workers, index, micros, StepPlace(step=0, batch=0))
-            sums.append(summed.total.detach().double().cpu())
+            fresh = [cloned(micro) for micro in micros]
+            summed = sum_gradients(program, strands, workers, index, fresh, StepPlace(step=0, batch=0))
+            sums.append(torch.cat([summed.losses, summed.counts]).cpu())
             gradients |= {name: one.detach().clone() for name, one in strands.full_gradients(index).items()}
-    return Outcome(sums=torch.stack(sums), gradients=gradients, buffers=_buffers(program), seen=seen)
+    return Outcome(sums=torch.cat(sums), gradients=gradients, buffers=_buffers(program), seen=seen)
+
+
+def updated_alone(program: Program, shares: Sequence[Any]) -> dict[str, Tensor]:
+    """The weights after one process has taken one step with its own optimizers, by its own gradients."""
+    set_statistics(program, "this worker")
+    with WithoutDropout(), gathering_nothing():
+        for index in range(len(program.losses)):
+            for parameter in program.named_parameters().values():
+                parameter.grad = None
+            trained = list(program.trained_by(index).values())
+            means = [program.loss_sum(index, cloned(share)) for share in shares]
+            counts = divisor_of(torch.stack([terms.counts for terms in means]).sum(0))
+            total = torch.stack([(torch.stack(list(terms.totals)) / counts).sum() for terms in means]).sum()
+            torch.autograd.backward(total, inputs=trained)
+            for optimizer in program.optimizers_of(index):
+                optimizer.step()
+    return {name: parameter.detach().clone() for name, parameter in program.named_parameters().items()}
+
+
+def updated_spread(
+    program: Program, workers: Workers, layout: CustomLayout, micros: Sequence[Any], choices: StrandChoices
+) -> dict[str, Tensor]:
+    """The weights after a step of the run. Every worker must call it; blocks."""
+    set_statistics(program, "all workers")
+    strands = make_strands(program, workers, layout, choices)
+    fuse_updates(program)
+    with WithoutDropout():
+        for index in range(len(program.losses)):
+            place = StepPlace(step=0, batch=0, gradients_of="counted mean")
+            sums = sum_gradients(program, strands, workers, index, [cloned(micro) for micro in micros], place)
+            update_weights(program, strands, index, sums, 1.0, 0)
+    return {name: weight.detach().clone() for name, weight in strands.full_weights().items()}
 
 
 def set_statistics(program: Program, of: StatisticsOf) -> None:

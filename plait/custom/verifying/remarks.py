@@ -29,7 +29,7 @@ def first_remarks(program: Program, workers: int) -> tuple[str, ...]:
             f"{names_text(norms)}: BatchNorm over each worker's own samples, where one process sees the whole batch; "
             f"{CONVERT_ADVICE}"
         )
-    trained = [program.trained_by(index) for index in range(len(program.optimizers))]
+    trained = [program.trained_by(index) for index in range(len(program.losses))]
     narrow = [name for some in trained for name, p in some.items() if p.dtype in (torch.bfloat16, torch.float16)]
     if narrow:
         remarks.append(

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from plait.custom.cutting import BatchCut, batch_parts
-from plait.custom.data.moving import in_float64
+from plait.custom.data.moving import mapped, widened
 from plait.custom.exact_norm.batch_norm import GlobalBatchNorm
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.strands.choose import DEFAULT_CHOICES
-from plait.custom.strands.copies import copy_program
+from plait.custom.strands.copies import copy_program, with_own_optimizers
 from plait.custom.strands.description import CustomLayout, StrandChoices
 from plait.custom.verifying.causes import FailedProof, find_causes
-from plait.custom.verifying.outcome import Outcome, run_alone, run_spread
+from plait.custom.verifying.outcome import Outcome, run_alone, run_spread, updated_alone, updated_spread
 from plait.custom.verifying.remarks import remarks_of
 from plait.custom.verifying.shares import gather_shares, join_shares
 from plait.errors import PlaitError
@@ -26,6 +26,10 @@ from plait.layout import Layout
 from plait.proof import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Finding, Tolerances, Verdict
 
 BUFFER_TOLERANCE = 1e-9
+UPDATE_TOLERANCE = 1e-6
+"""Of the largest change of a weight: an optimizer that divides by a gradient's size enlarges its rounding."""
+UPDATE_GRADIENT_SHARE = 1e-9
+"""Of the largest gradient: numbers whose own is below this are not compared after an update."""
 
 
 def verify_program(
@@ -50,7 +54,7 @@ def verify_program(
         return replace(copy_program(program, dtype=torch.float64, weights=weights), precision="float32", clip=None)
 
     choices = replace(choices, transfer="float32", recompute="none")
-    shares = [in_float64(share) for share in gather_shares(batch, workers)]
+    shares = [mapped(share, widened) for share in gather_shares(batch, workers)]
     whole = join_shares(shares)
     alone = run_alone(copied(), shares if whole is None else [whole])
     micros = [shares[workers.rank]] if workers.size > 1 else _halves(program, shares[0], cut)
@@ -67,6 +71,16 @@ def verify_program(
             *remarks,
             f"something computes in less than float64, so gradients were compared to {bars.gradient:.0e}",
         )
+    if bars is FLOAT64_TOLERANCES and all(one.passes for one in findings):
+        try:
+            one, all_of_them = (with_own_optimizers(copied(), program) for _ in range(2))
+        except PlaitError as error:
+            remarks = (*remarks, f"{error}, so updates were not compared")
+        else:
+            before = {name: p.detach().clone() for name, p in one.named_parameters().items()}
+            after = updated_alone(one, shares if whole is None else [whole])
+            found = updated_spread(all_of_them, workers, layout, micros, choices)
+            findings += compare_updates(before, after, found, alone.gradients, workers)
     verdict = Verdict(layout=_as_layout(layout, workers.size), findings=findings, remarks=remarks)
     if verdict.ok:
         return verdict
@@ -112,6 +126,31 @@ def compare_outcomes(
     return tuple(sorted(found, key=lambda one: one.error / one.tolerance, reverse=True))
 
 
+def compare_updates(
+    before: Mapping[str, Tensor],
+    alone: Mapping[str, Tensor],
+    spread: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    workers: Workers,
+) -> tuple[Finding, ...]:
+    """The weight whose update by the run's optimizer is farthest from that of one process; the same on all workers.
+
+    Numbers without a gradient but for rounding are left out: an optimizer may go by its sign.
+    """
+    errors: dict[str, float] = {}
+    largest = max((float(one.abs().max()) for one in gradients.values() if one.numel()), default=0.0)
+    for name, gradient in gradients.items():
+        learns = gradient.abs() > UPDATE_GRADIENT_SHARE * largest
+        wanted, found = ((one[name] - before[name])[learns] for one in (alone, spread))
+        errors[name] = _error(wanted, found, 1e-30)
+    worst = workers.sums.largest(torch.tensor(list(errors.values()), dtype=torch.float64))
+    rows = [
+        Finding(name=name, kind="update", error=float(error), tolerance=UPDATE_TOLERANCE, label=name)
+        for name, error in zip(errors, worst, strict=True)
+    ]
+    return tuple(sorted(rows, key=lambda one: one.error, reverse=True)[:1])
+
+
 def _gradient_error(wanted: Tensor | None, found: Tensor | None, least: float) -> float:
     """A parameter that one process does not reach has no gradient, which several workers write as zeros."""
     if wanted is None:
@@ -132,8 +171,11 @@ def _error(wanted: Tensor, found: Tensor, least: float) -> float:
 
 
 def _halves(program: Program, share: Any, cut: BatchCut | None) -> Sequence[Any]:
-    """Two parts that stand for two workers; the whole where a layer needs all samples at once, or it cannot be cut."""
-    if any(isinstance(module, GlobalBatchNorm) for model in program.models for module in model.modules()):
+    """Two parts that stand for two workers; the whole where a layer or the loss needs all samples at once, or it cannot
+    be cut."""
+    if program.additive == "no" or any(
+        isinstance(module, GlobalBatchNorm) for model in program.models for module in model.modules()
+    ):
         return [share]
     try:
         return batch_parts(share, 2, cut)
