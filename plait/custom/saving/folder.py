@@ -74,12 +74,22 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def has_saved(folder: Path) -> bool:
+    """Whether there is a whole state in `folder`."""
+    return bool(_saved(folder))
+
+
 def newest_saved(folder: Path) -> Path:
     """The folder of the newest whole state in `folder`; raises PlaitError where there is none."""
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
+    found = _saved(folder)
     if not found:
         raise PlaitError(f"{folder} holds no saved state of a program; name the folder that run.save was given")
     return max(found, key=lambda one: (one[0], one[1].suffix == ""))[1]
+
+
+def _saved(folder: Path) -> list[tuple[int, Path]]:
+    """The folders of states in `folder`, each with its step."""
+    return [(int(match[1]), path) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
 
 
 def read_state(saved: Path) -> dict[str, Any]:
