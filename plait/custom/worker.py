@@ -89,7 +89,8 @@ def _be_module(main: ModuleType, name: str, path: Path) -> None:
 
 def failure_sentence(error: BaseException, path: Path, name: str, rank: int) -> str:
     """What went wrong in which line of a person's program."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if frame.filename == str(path)]
     who = f"rank {rank} of {name}" + (f", line {frames[-1].lineno}" if frames else "")
     text = str(error).partition("\n")[0].strip()
     described = describe_exception(error, rank)
@@ -98,7 +99,7 @@ def failure_sentence(error: BaseException, path: Path, name: str, rank: int) -> 
             f"{who} waited for another rank, which has ended: it raised, was killed, or left its "
             "loop earlier (a skipped step); every rank must take the same steps"
         )
-    if isinstance(error, ImportError) and text == _NO_PACKAGE:
+    if isinstance(error, ImportError) and text == _NO_PACKAGE and stack[-1].filename == str(path):
         module, folder = _module_of(path)
         where = "" if folder == Path.cwd() else f" in the folder {folder}"
         return (

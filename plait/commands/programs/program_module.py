@@ -36,9 +36,9 @@ def program_module(name: str) -> ProgramFile:
         return ProgramFile(path=found, module=name)
     if isinstance(main := _below(MAIN, found), Path):
         return ProgramFile(path=main, module=f"{name}.{MAIN}")
-    modules = sorted(path.stem for folder in found for path in folder.glob("*.py") if path.stem != "__init__")
-    example = f": plait run -m {name}.{modules[0]}" if modules else ""
-    raise PlaitError(f"{name} is a package without {MAIN}.py, which would be run; name one of its modules{example}")
+    modules = sorted({f"{name}.{path.stem}" for folder in found for path in folder.glob("[!_]*.py")})
+    few = f": {', '.join(modules[:5])}{', …' if len(modules) > 5 else ''}" if modules else ""
+    raise PlaitError(f"{name} is a package without {MAIN}.py, which would be run; name one of its modules{few}")
 
 
 def _below(part: str, folders: Sequence[Path]) -> _Found:

@@ -5,10 +5,13 @@ run.save ─► .step-N.staging/ ─► written, synced ─► one rename: step-
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,7 @@ def write_saved(folder: Path, step: int, state: Mapping[str, Any], files: Mappin
     RunFailed where the disk says no.
     """
     staging, done = folder / f".step-{step}.staging", folder / f"step-{step}"
-    with clean_stop(staging):
-        folder.mkdir(parents=True, exist_ok=True)
+    with clean_stop(staging), _only_writer(folder):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         require_space(staging, sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values()))
@@ -54,10 +56,24 @@ def write_saved(folder: Path, step: int, state: Mapping[str, Any], files: Mappin
             rename_for_all(done, before)
         rename_for_all(staging, done)
         sync_folder(folder)
-    for path in folder.glob("step-*"):
-        if _STEP.fullmatch(path.name) and path != done:
-            shutil.rmtree(path, ignore_errors=True)
+        for path in folder.glob("step-*"):
+            if _STEP.fullmatch(path.name) and path != done:
+                shutil.rmtree(path, ignore_errors=True)
     return done
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Make a folder of saved states, and keep other processes from writing to it meanwhile, where its disk locks
+    folders: two runs that were given one folder save whole states in turn. Blocks while another one writes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
