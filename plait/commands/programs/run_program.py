@@ -34,7 +34,7 @@ from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 LOCK = ".lock"
-"""In a folder of logs: locked as long as the run has it."""
+"""In a folder of logs: it is locked as long as a run has that folder."""
 
 
 def run_program(
@@ -57,7 +57,7 @@ def run_program(
         raise PlaitError(f"{workers} workers on a machine; choose 1 to {RANKS_AT_MOST}")
     digest = program_hash(program.path)
     asked = {"sha256": digest, "arguments": list(arguments), "seed": secrets.randbelow(2**31)}
-    with _log_folder(program.name.removesuffix(".py"), working) as logs, program_in_environment(program):
+    with log_folder(program.name.removesuffix(".py"), working) as logs, program_in_environment(program):
         opened = _one_host() if hosts.n_hosts == 1 else _several_hosts(hosts, digest, program.join_options, screen)
         restarts, announced = ProgramRestarts(program.name, logs), list[int]()
         with opened as group:
@@ -200,7 +200,7 @@ def _job(argument: str, counts: Sequence[int], threads: Sequence[int], logs: str
 
 
 @contextmanager
-def _log_folder(name: str, working: WorkingFolder) -> Iterator[Path]:
+def log_folder(name: str, working: WorkingFolder) -> Iterator[Path]:
     """An empty folder for what the workers print: NAME, or NAME-2 and so on while other runs have those before."""
     make_private_folder(working.cache)
     for number in count(1):
