@@ -196,6 +196,7 @@ def run(
     the notebook; what it returns is dropped. Raises PlaitError for a closure, ProgramFailed where it raises.
     """
     from plait.commands.programs.function_source import function_program
+    from plait.commands.programs.program_file import ProgramFile
     from plait.commands.programs.run_program import run_program
 
     check_arguments(workers=workers, progress=progress)
@@ -204,6 +205,7 @@ def run(
     with TemporaryDirectory(prefix="plait-function-") as name, as_command():
         path = Path(name) / f"{function.__name__}.py"
         path.write_text(text, encoding="utf-8")
-        ended_by = run_program(path, workers=workers, screen=screen_for(progress), working=working)
+        program = ProgramFile(path=path)
+        ended_by = run_program(program, workers=workers, screen=screen_for(progress), working=working)
     if ended_by != "finished":
         raise Interrupted(ended_by)

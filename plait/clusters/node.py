@@ -21,6 +21,7 @@ from plait.clusters.job import AGAIN_SUFFIX, GPUS_VARIABLE, LEADER_VARIABLE, RAN
 from plait.clusters.slurm import REQUEUES_AT_MOST
 from plait.clusters.tools import tool_answer
 from plait.commands.join import join
+from plait.commands.programs.program_file import ProgramFile
 from plait.commands.programs.run_program import run_program
 from plait.commands.train import train
 from plait.errors import REQUEUE_EXIT, GaveUp, PlaitError, RunFailed
@@ -212,7 +213,7 @@ def _run(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> StoppedB
 def _run_once(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> StoppedBy:
     path = Path(target[0])
     if is_program(target):
-        return run_program(path, target[1:], hosts=hosts, screen=screen)
+        return run_program(ProgramFile(path=path), target[1:], hosts=hosts, screen=screen)
     return train(path, target[1:], hosts=hosts, screen=screen).stopped_by
 
 
@@ -235,7 +236,7 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
     """Join as soon as node 0 listens; "finished" where the run is over already."""
     deadline, was_there = time.monotonic() + JOIN_AT_LATEST_S, False
     kept = read_secret(None) if place.secret_file is None else None
-    program = Path(target[0]) if is_program(target) else None
+    program = ProgramFile(path=Path(target[0])) if is_program(target) else None
     while time.monotonic() < deadline:
         ready = place.secret_file is None or _holds_text(place.secret_file)
         if ready and not was_there and place.secret_file is not None:

@@ -92,6 +92,12 @@ ProgramOfHost = Annotated[
     Path | None,
     typer.Option("--program", metavar="FILE", help="Your copy of the program, where plait run waits for hosts."),
 ]
+ModuleOfHost = Annotated[
+    str | None,
+    typer.Option(
+        "--module", "-m", metavar="MODULE", help="Your copy of the program, where plait run -m waits for hosts."
+    ),
+]
 Texts = Annotated[
     list[str] | None,
     typer.Option("--text", metavar="FILE...", help="The texts; all of this folder's, if left out."),

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from plait.commands.programs.program_file import PROGRAM_ENTRIES, program_hash, program_in_environment
+from plait.commands.programs.program_file import PROGRAM_ENTRIES, ProgramFile, program_hash, program_in_environment
 from plait.errors import PlaitError, signal_in_words
 from plait.hosts.connectivity import ConnectivityListener
 from plait.hosts.handshake import read_secret
@@ -36,10 +36,10 @@ def join(
     secret_file: Path | None,
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
-    program: Path | None = None,
+    program: ProgramFile | None = None,
 ) -> StoppedBy:
     """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it; "finished",
-    too, where the run does without this host. With a `program` this host's workers run that file, and nothing else.
+    too, where the run does without this host. With a `program` this host's workers run that one, and nothing else.
 
     Raises PlaitError, with what to fix on this host, when it may not join or cannot keep the run's files; RunFailed
     when the run failed or its leading host is lost.
@@ -61,10 +61,10 @@ def join(
     return signal_of(ended_by)
 
 
-def _serve(wire: Wire, line: WaitingLine, say: Log, working: WorkingFolder, program: Path | None) -> ReleasedBy:
+def _serve(wire: Wire, line: WaitingLine, say: Log, working: WorkingFolder, program: ProgramFile | None) -> ReleasedBy:
     """Take part in the run until it ends; returns what ended it."""
     line.show(WAITING)
-    host_info = own_host_info(working, program="" if program is None else program_hash(program))
+    host_info = own_host_info(working, program="" if program is None else program_hash(program.path))
     with (
         program_in_environment(program),
         closing(JoinedHostFiles(working.path.absolute(), say)) as files,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.custom.process.launcher import LAUNCHER, Launcher
 from plait.custom.process.leaving import wait_for_gloo_threads
 from plait.custom.process.started_worker import StartedWorker, environment_number, gpu_or_processor, started_worker
 from plait.errors import PlaitError
@@ -44,6 +45,7 @@ class Workers:
     """Sums over all workers, for tensors of processors and of the workers' devices."""
     connections: dist.ProcessGroup | None = None
     """Those of `sums`, where no gradients stand in line; None: those of all."""
+    launcher: Launcher = field(default_factory=LAUNCHER.get)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Give every worker the values that `source` has, in place. Every worker must call it; blocks."""
@@ -57,6 +59,7 @@ class Workers:
         What is returned waits for all of them, and raises PlaitError where another one is in another call or at another
         number: those would wait for each other's messages for ever. Every worker must call both.
         """
+        self.launcher.note_call(call)
         if self.size == 1:
             return _nothing_to_compare
         code = get_args(SharedCall).index(call)

@@ -33,7 +33,7 @@ from plait.custom.gathering import Gathering
 from plait.custom.group import Workers
 from plait.custom.likeness import WorkerKinds
 from plait.custom.program import Program
-from plait.custom.saving.program_state import resume_program, save_program
+from plait.custom.saving.program_state import IfMissing, resume_program, save_program
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.evaluate import evaluate_mean, evaluate_sums
 from plait.custom.stepping.rate import RateRule, goyal_rule
@@ -279,15 +279,18 @@ class SpreadRun:
         progress["draws"] = self._draws
         save_program(Path(folder), self._program, self._strands, self._workers, self._steps, progress, extra)
 
-    def resume(self, folder: str | Path) -> Any:
+    def resume(self, folder: str | Path, *, missing: IfMissing = "error") -> Any:
         """Go on from the newest state in `folder`, on any number of workers: to the bit on as many as saved it. Returns
-        the `extra` that was saved, on every worker; None where there was none.
+        the `extra` that was saved, on every worker; None where there was none. With `missing` "begin" the run begins
+        where nothing is saved yet.
 
         Call it before run.batches, whose calls then begin where they were. Every worker must call it; blocks.
         """
         if self._calls:
             raise PlaitError("run.resume comes too late: call it before run.batches, whose batches go on from there")
-        found = resume_program(Path(folder), self._program, self._strands, self._workers)
+        found = resume_program(Path(folder), self._program, self._strands, self._workers, missing)
+        if found is None:
+            return None
         self._steps, progress = int(found["steps"]), found["progress"]
         self._taker.resume(progress["step"])
         self._library.resume(progress.get("products", []))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from plait.commands.monitoring.recovery import decision_after
+from plait.commands.monitoring.restarts import decision_after
 from plait.commands.preparing.base import base_folder
 from plait.commands.preparing.corpus import data_request
 from plait.data.samples.sizes import CorpusSizes

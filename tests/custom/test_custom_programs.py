@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -151,10 +152,7 @@ def test_two_hosts_run_a_program_that_each_named(program: Path, alone: float, tm
          "--port", str(port), *common], cwd=program.parent, env=ENVIRONMENT, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not listens(port):
-        assert lead.poll() is None and time.monotonic() < deadline, lead.communicate()
-        time.sleep(0.1)
+    wait_for(lambda: listens(port), lead)
     join = (sys.executable, "-m", "plait", "join", f"127.0.0.1:{port}", *common)
     bare = ended(*join, folder=other)
     assert bare.returncode == 2 and "--program PROGRAM.py" in bare.stderr, bare
@@ -165,6 +163,98 @@ def test_two_hosts_run_a_program_that_each_named(program: Path, alone: float, tm
     assert (lead.returncode, guest.returncode) == (0, 0), (out, err, guest)
     assert loss_of(out, 2) == pytest.approx(alone, abs=1e-10)
     assert "plait join 127.0.0.1" in err and "--program my.py" in err
+
+
+@pytest.mark.slow
+def test_a_module_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
+    """Its first host alone ends with the weights that one process has."""
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        (folder / "pkg").mkdir(parents=True)
+        (folder / "pkg" / "net.py").write_text("from torch import nn\n\n\nclass Net(nn.Linear):\n    pass\n")
+        (folder / "pkg" / "train.py").write_text(MODULE)
+    port, secret = free_port(), tmp_path / "secret"
+    common = ("-m", "pkg.train", "--secret-file", str(secret))
+    lead = subprocess.Popen(
+        [sys.executable, "-m", "plait", "run", *common, "--workers", "1", "--hosts", "2", "--address", "127.0.0.1",
+         "--port", str(port)], cwd=folders[0], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    wait_for(lambda: listens(port), lead)
+    join = [sys.executable, "-m", "plait", "join", f"127.0.0.1:{port}", *common]
+    guest = subprocess.Popen(join, cwd=folders[1], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    wait_for((folders[1] / "waits").exists, lead)  # in a step after the first save
+    guest.kill()
+    guest.wait()
+    out, err = lead.communicate(timeout=120)
+    assert lead.returncode == 0 and "equal True" in out, (out, err)
+    assert "-m pkg.train" in err and "pkg.train starts again, to go on from step 5, saved in kept\n" in err
+    assert "was lost" in err and "workers  2 on 2 hosts: 1 + 1" in err and "workers  1\n" in err
+
+
+MODULE = """
+import time
+from pathlib import Path
+
+import torch
+
+import plait
+
+from .net import Net
+
+
+def loss_sum(model, batch):
+    return (model(batch) ** 2).sum(), len(batch)
+
+
+def trained(saves):
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model = Net(3, 1)
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_sum=loss_sum)
+    if saves:
+        run.resume("kept", missing="begin")
+    for batch in run.batches(torch.randn(64, 3), batch=4):
+        run.step(batch)
+        if saves and run.steps == 5:
+            run.save("kept")
+        if saves and run.steps == 7 and run.rank == 1:
+            Path("waits").touch()
+            time.sleep(60)
+    return run.weights()["weight"]
+
+
+print("equal", torch.allclose(trained(True), trained(False), rtol=0, atol=1e-12))
+"""
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_file_at_once_keep_their_words_apart(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "import plait\n"
+        "me, other = sys.argv[1:]\n"
+        "print('said by', me, flush=True)\n"
+        "Path(f'{me}-{plait.rank()}').touch()\n"
+        "while not Path(f'{other}-{plait.rank()}').exists():\n"
+        "    time.sleep(0.05)\n"
+    )
+    command = (sys.executable, "-m", "plait", "run", "my.py", "--workers", "2", "--")
+    runs = {
+        me: subprocess.Popen(
+            [*command, me, other], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        ) for me, other in (("this", "that"), ("that", "this"))
+    }  # fmt: skip
+    folders = set[str]()
+    for me, run in runs.items():
+        out, err = run.communicate(timeout=120)
+        folder = err.split()[-1]
+        assert (run.returncode, out) == (0, f"said by {me}\n"), (out, err)
+        assert (tmp_path / folder / "rank-1.log").read_text() == f"said by {me}\n"
+        folders.add(folder)
+    assert folders == {".plait/programs/my", ".plait/programs/my-2"}
 
 
 @pytest.mark.slow
@@ -187,6 +277,13 @@ def test_a_function_of_a_notebook_runs_on_workers(tmp_path: Path) -> None:
     found = ended(sys.executable, path.name, folder=tmp_path)
     assert found.returncode == 0, found
     assert "workers 2 steps 2" in found.stdout and "back" in found.stdout
+
+
+def wait_for(fact: Callable[[], bool], lead: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not fact():
+        assert lead.poll() is None and time.monotonic() < deadline, lead.communicate()
+        time.sleep(0.1)
 
 
 def free_port() -> int:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.commands.programs.run_program import invitation_of, workers_text
+from plait.commands.programs.program_file import ProgramFile
+from plait.commands.programs.run_program import workers_text
 from plait.custom.data.share_words import measuring_text, shares_stay_text, worker_shares_text
 from plait.custom.group import check_backends, check_same_devices
 from plait.custom.process.started_worker import StartedWorker, first_host, gpu_or_processor, started_worker
@@ -41,7 +42,7 @@ def lines() -> list[str]:
         units_text(find_units(layers, "auto")),
         units_text({}),
         fused_text(["Adam", "SGD", "Adam"]),
-        invitation_text(1, "10.0.0.1:29500", "with the secret", invitation_of(Path("folder/my.py"))),
+        invitation_text(1, "10.0.0.1:29500", "with the secret", ProgramFile(path=Path("folder/my.py")).join_options),
     ]
 
 

@@ -60,7 +60,7 @@ def test_the_place_is_the_last_frame_inside_plait():
 def test_memory_running_out_is_no_bug(error: BaseException):
     sentence = str(error_for_caller(_caught(error), "above"))
     assert sentence.startswith("rank 1 ran out of memory")
-    assert "take smaller micro-batches (layout.micro_sequences; accumulate= of plait.spread)" in sentence
+    assert "take smaller micro-batches (layout.micro_sequences)" in sentence
 
 
 def test_a_class_unknown_here_arrives_as_its_nearest_ancestor():

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isfinite
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from plait.checkpoint.generation import require_newest
+from plait.commands.monitoring.restarts import decision_after, kernel_memory_kills, may_pass, pause_s, true_facts
 from plait.commands.monitoring.session import Session, Start
 from plait.commands.monitoring.starting import NewestState
 from plait.errors import GaveUp, PlaitError
@@ -21,15 +21,11 @@ from plait.launch.values.failure import FailureFacts, HostNotServed, WorkersFail
 from plait.planner.plan import Plan
 from plait.recipe.schema import RecoverSection
 from plait.report.atomic import cannot_write
-from plait.report.incidents import BackAtWork, Decision, Incident, append_incident, read_incidents, skipped_steps
+from plait.report.incidents import BackAtWork, Incident, append_incident, read_incidents, skipped_steps
 from plait.report.metrics import StepReport, read_metrics
 from plait.run_folder import RunFolder
 from plait.trainer.divergence import SPIKE_WINDOW_STEPS, BadStep
 from plait.units import counted
-
-LONGEST_PAUSE_S = 5.0
-_PASSING_TEXTS = ("CUDA error", "NCCL", "nccl", "Input/output error", "Stale file handle", "Transport endpoint")
-"""What an exception of a device, a link or a network disk says: a new start may find it well again."""
 
 
 class Recovery:
@@ -78,7 +74,8 @@ class Recovery:
         raise the error that ends the run."""
         self._failed_at_s = time.monotonic()
         failure = error if isinstance(error, WorkersFailed) else None
-        facts = self._true_facts(failure.facts) if failure else FailureFacts(cause="raised", what=str(error))
+        facts = FailureFacts(cause="raised", what=str(error)) if failure is None else failure.facts
+        facts = true_facts(facts, self._killed_for_memory)
         not_served = isinstance(error, HostNotServed) and self._has_worked
         if isinstance(error, HostNotServed) and not_served:
             facts = error.facts
@@ -104,7 +101,7 @@ class Recovery:
         )
         self._write(incident)
         if incident.decision == "started again":
-            time.sleep(min(LONGEST_PAUSE_S, self._without_progress - 1))
+            time.sleep(pause_s(self._without_progress))
             return recovery_text(incident, self._plan)
         self._end(no_way_on or error, incident)
 
@@ -180,12 +177,6 @@ class Recovery:
             sentence="",
         )
 
-    def _true_facts(self, facts: FailureFacts) -> FailureFacts:
-        """The facts, where the kernel says why it killed a worker of this machine."""
-        if facts.what == "SIGKILL" and facts.host is None and kernel_memory_kills() > self._killed_for_memory:
-            return replace(facts, cause="out of memory", what="SIGKILL by the kernel, which had no memory left")
-        return facts
-
     def _end(self, error: PlaitError, incident: Incident) -> NoReturn:
         if incident.decision != "gave up":
             raise error
@@ -201,24 +192,6 @@ class Recovery:
             self._require_present()
             require_newest(self._folder.path, self._generation)
             append_incident(self._folder.incidents, line)
-
-
-def decision_after(asked: RecoverSection, without_progress: int, cause: Literal["may pass", "stays"]) -> Decision:
-    """What follows a failure, which is number `without_progress` of those without a new checkpoint between them."""
-    if asked.mode == "never" or cause == "stays":
-        return "ended"
-    return "gave up" if without_progress >= asked.give_up_after else "started again"
-
-
-def may_pass(facts: FailureFacts, *, did_steps: bool) -> bool:
-    """Whether a new start may go well where this one did not, by the cause; `did_steps`: it had done any."""
-    if facts.cause in ("host lost", "no room"):  # its devices are gone, and the layout needs them
-        return False
-    if facts.cause == "out of memory":  # in the first step the same happens again
-        return did_steps
-    if facts.cause == "raised":
-        return any(text in facts.what for text in _PASSING_TEXTS)
-    return True
 
 
 def recovery_text(incident: Incident, plan: Plan) -> str:
@@ -239,15 +212,6 @@ def device_of(plan: Plan, rank: int | None) -> str | None:
             break
         before += share.workers
     return f"GPU {plan.gpu_of(rank - before)}"
-
-
-def kernel_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """How many processes the kernel has killed on this machine for want of memory; 0 where it does not say."""
-    with suppress(OSError, ValueError):
-        for line in vmstat.read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
 
 
 # Steps with bad numbers: what follows the next one, and what the workers of each start are given.

@@ -1,14 +1,16 @@
-"""A person's program file: its hash, and how the workers of this host get to know which one it is."""
+"""A person's program, a file or a module: how it is found, its hash, and how the workers of this host get to know
+which one it is."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from plait.custom.process.variables import PROGRAM_VARIABLE
+from plait.custom.process.variables import MODULE_VARIABLE, PROGRAM_VARIABLE
 from plait.errors import PlaitError
 from plait.launch.values.entries import EntryTable
 from plait.regular_file import read_regular_file
@@ -23,11 +25,32 @@ PROGRAM_ENTRIES = EntryTable(
 LARGEST_PROGRAM = 16 * 2**20
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramFile:
+    """A program as its user named it: a file, or a module, which Python finds by its name."""
+
+    path: Path
+    module: str = ""
+    """The module's full name; "" for a file."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return self.module or self.path.name
+
+    @property
+    def join_options(self) -> str:
+        """What follows HOST:PORT on the other hosts."""
+        return f" -m {self.module}" if self.module else f" --program {self.path.name}"
+
+
 def program_bytes(path: Path) -> bytes:
     """The file's bytes; raises PlaitError where it is none."""
     try:
         if not path.is_file():
-            raise PlaitError(f"{path} is no file; name the program to run: plait run PROGRAM.py")
+            raise PlaitError(
+                f"{path} is no file; name the program to run: plait run PROGRAM.py, or plait run -m MODULE"
+            )
         if path.stat().st_size > LARGEST_PROGRAM:
             raise PlaitError(f"{path} is too large for a program; name a Python file")
         return read_regular_file(path, LARGEST_PROGRAM)
@@ -51,15 +74,17 @@ def program_hash(path: Path) -> str:
 
 
 @contextmanager
-def program_in_environment(path: Path | None) -> Iterator[None]:
-    """Within the block processes that are started learn of this program file."""
-    before = os.environ.get(PROGRAM_VARIABLE)
-    if path is not None:
-        os.environ[PROGRAM_VARIABLE] = str(path.absolute())
+def program_in_environment(program: ProgramFile | None) -> Iterator[None]:
+    """Within the block processes that are started learn of this program."""
+    names = (PROGRAM_VARIABLE, MODULE_VARIABLE)
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    if program is not None:
+        os.environ[PROGRAM_VARIABLE] = str(program.path.absolute())
+        if program.module:
+            os.environ[MODULE_VARIABLE] = program.module
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(PROGRAM_VARIABLE, None)
-        else:
-            os.environ[PROGRAM_VARIABLE] = before
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,22 +16,29 @@ from plait.commands.programs.program_file import (
     COUNT_ENTRY,
     PROGRAM_ENTRIES,
     PROGRAM_ENTRY,
+    ProgramFile,
     program_hash,
     program_in_environment,
 )
+from plait.commands.programs.restarting import ProgramRestarts
 from plait.errors import PlaitError
 from plait.hosts.joining import ONE_HOST, HostsRequest
 from plait.hosts.leader import HostPart, Hosts, invited_hosts
 from plait.launch.local.run import ForkServer
+from plait.launch.values.failure import WorkersFailed
 from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message, StoppedBy
 from plait.machines.machine import usable_cores
 from plait.private_folder import make_private_folder
+from plait.regular_file import append_to_file
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
+LOCK = ".lock"
+"""In a folder of logs: it is locked as long as a run has that folder."""
+
 
 def run_program(
-    program: Path,
+    program: ProgramFile,
     arguments: Sequence[str] = (),
     *,
     workers: int | None = None,
@@ -37,25 +46,34 @@ def run_program(
     screen: Screen,
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> StoppedBy:
-    """Run a program file on `workers` workers of each host: one for each GPU, or one with all cores, if left out.
+    """Run a program on `workers` workers of each host: one for each GPU, or one with all cores, if left out.
 
     Blocks until all have ended; returns what ended them. What the first worker prints comes to the terminal, what the
-    others print to files. Raises PlaitError before a worker starts, ProgramFailed with the culprit's traceback printed,
-    RunFailed where a worker or a host was lost.
+    others print to files. A program that has saved and loses a worker or a host is started again on those that are
+    left. Raises PlaitError before a worker starts, ProgramFailed with the culprit's traceback printed, RunFailed where
+    a worker or a host was lost and the program could not go on by itself.
     """
     if workers is not None and not 1 <= workers <= RANKS_AT_MOST:
         raise PlaitError(f"{workers} workers on a machine; choose 1 to {RANKS_AT_MOST}")
-    digest = program_hash(program)
-    logs = _log_folder(program, working)
-    argument = json.dumps({"sha256": digest, "arguments": list(arguments), "seed": secrets.randbelow(2**31)})
-    with program_in_environment(program):
-        opened = _one_host() if hosts.n_hosts == 1 else _several_hosts(hosts, digest, invitation_of(program), screen)
+    digest = program_hash(program.path)
+    asked = {"sha256": digest, "arguments": list(arguments), "seed": secrets.randbelow(2**31)}
+    with log_folder(program.name.removesuffix(".py"), working) as logs, program_in_environment(program):
+        opened = _one_host() if hosts.n_hosts == 1 else _several_hosts(hosts, digest, program.join_options, screen)
+        restarts, announced = ProgramRestarts(program.name, logs), list[int]()
         with opened as group:
-            counts = [workers] * group.hosts if workers is not None else group.count()
-            if hosts.n_hosts > 1 or sum(counts) > 1:
-                screen.print(workers_text(counts, logs if sum(counts) > 1 else None))
-            threads = [max(1, cores // count) for cores, count in zip(group.cores, counts, strict=True)]
-            return group.run(argument, counts, threads, str(logs)).stopped_by
+            while True:
+                restarts.begins()
+                try:
+                    counts = [workers] * group.hosts if workers is not None else group.count()
+                    if (hosts.n_hosts > 1 or sum(counts) > 1) and counts != announced:
+                        screen.print(workers_text(counts, logs if sum(counts) > 1 else None))
+                    announced = counts
+                    threads = [max(1, cores // count) for cores, count in zip(group.cores, counts, strict=True)]
+                    argument = json.dumps({**asked, "saved_in": restarts.saved.folder if restarts.saved else ""})
+                    return group.run(argument, counts, threads, str(logs), restarts.on_message).stopped_by
+                except WorkersFailed as error:
+                    screen.print(restarts.after(error))
+                    group.renew()
 
 
 def workers_text(counts: Sequence[int], logs: Path | None) -> str:
@@ -63,6 +81,9 @@ def workers_text(counts: Sequence[int], logs: Path | None) -> str:
     where = "" if len(counts) == 1 else f" on {len(counts)} hosts: {' + '.join(map(str, counts))}"
     told = f"; rank 0 prints here, the other ranks print to files in {logs}" if logs else ""
     return f"workers  {sum(counts)}{where}{told}"
+
+
+_OnMessage = Callable[[Message], None]
 
 
 class _ProgramGroup(Protocol):
@@ -82,8 +103,14 @@ class _ProgramGroup(Protocol):
         """How many workers each host has devices for."""
         ...
 
-    def run(self, argument: str, counts: Sequence[int], threads: Sequence[int], logs: str) -> JobResult:
+    def run(
+        self, argument: str, counts: Sequence[int], threads: Sequence[int], logs: str, on_message: _OnMessage
+    ) -> JobResult:
         """Run the program with this many workers a host, and threads a worker; blocks to the end."""
+        ...
+
+    def renew(self) -> None:
+        """Go on with the hosts that are left; call it while no worker runs."""
         ...
 
 
@@ -99,15 +126,26 @@ class _OneHost:
         self._server.run(job, on_message=_collect(found)).require_finished()
         return [int(found[0]["workers"])]
 
-    def run(self, argument: str, counts: Sequence[int], threads: Sequence[int], logs: str) -> JobResult:
-        job = _job(argument, counts, threads, logs)
-        return self._server.run(job, on_message=_ignore)
+    def run(
+        self, argument: str, counts: Sequence[int], threads: Sequence[int], logs: str, on_message: _OnMessage
+    ) -> JobResult:
+        return self._server.run(_job(argument, counts, threads, logs), on_message=on_message)
+
+    def renew(self) -> None:
+        """This one is all there is."""
 
 
 class _SeveralHosts:
     def __init__(self, hosts: Hosts) -> None:
-        self._hosts, self.hosts = hosts, 1 + len(hosts.members)
-        self.cores = [usable_cores(), *(member.host_info.cores for member in hosts.members)]
+        self._hosts = hosts
+
+    @property
+    def hosts(self) -> int:
+        return 1 + len(self._hosts.members)
+
+    @property
+    def cores(self) -> Sequence[int]:
+        return [usable_cores(), *(member.host_info.cores for member in self._hosts.members)]
 
     def count(self) -> list[int]:
         found: dict[int, Mapping[str, Any]] = {}
@@ -121,13 +159,18 @@ class _SeveralHosts:
             )
         return [int(count) for count in counts if count]
 
-    def run(self, argument: str, counts: Sequence[int], threads: Sequence[int], logs: str) -> JobResult:
+    def run(
+        self, argument: str, counts: Sequence[int], threads: Sequence[int], logs: str, on_message: _OnMessage
+    ) -> JobResult:
         pairs = zip(counts, threads, strict=True)
         parts = [
             HostPart(ranks=count, threads=each, argument=argument, log_dir=logs if host == 0 else None)
             for host, (count, each) in enumerate(pairs)
         ]
-        return self._hosts.run(_job(argument, counts, threads, logs), on_message=_ignore, parts=parts)
+        return self._hosts.run(_job(argument, counts, threads, logs), on_message=on_message, parts=parts)
+
+    def renew(self) -> None:
+        self._hosts.membership.renew()
 
 
 @contextmanager
@@ -145,11 +188,6 @@ def _several_hosts(request: HostsRequest, digest: str, options: str, screen: Scr
         yield _SeveralHosts(hosts)
 
 
-def invitation_of(program: Path) -> str:
-    """What follows HOST:PORT on the other hosts."""
-    return f" --program {program.name}"
-
-
 def _job(argument: str, counts: Sequence[int], threads: Sequence[int], logs: str) -> Job:
     return Job(
         entry=PROGRAM_ENTRY,
@@ -161,22 +199,32 @@ def _job(argument: str, counts: Sequence[int], threads: Sequence[int], logs: str
     )
 
 
-def _log_folder(program: Path, working: WorkingFolder) -> Path:
-    """An empty folder for what the workers print."""
+@contextmanager
+def log_folder(name: str, working: WorkingFolder) -> Iterator[Path]:
+    """An empty folder for what the workers print: NAME, or NAME-2 and so on while other runs have those before."""
     make_private_folder(working.cache)
-    folder = working.cache / "programs" / program.stem
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
+    for number in count(1):
+        folder = working.cache / "programs" / (name if number == 1 else f"{name}-{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        with append_to_file(folder / LOCK) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:  # a disk without locks: as if nobody else were there
+                pass
+            for path in folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.name != LOCK:
+                    path.unlink(missing_ok=True)
+            yield folder
+            return
 
 
-def _collect(found: dict[int, Mapping[str, Any]]) -> Any:
+def _collect(found: dict[int, Mapping[str, Any]]) -> _OnMessage:
     def collect(message: Message) -> None:
         if message.kind == "workers":
             found[message.rank] = message.values
 
     return collect
-
-
-def _ignore(message: Message) -> None:
-    """Programs print by themselves."""

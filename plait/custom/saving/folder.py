@@ -5,10 +5,13 @@ run.save ─► .step-N.staging/ ─► written, synced ─► one rename: step-
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,7 @@ def write_saved(folder: Path, step: int, state: Mapping[str, Any], files: Mappin
     RunFailed where the disk says no.
     """
     staging, done = folder / f".step-{step}.staging", folder / f"step-{step}"
-    with clean_stop(staging):
-        folder.mkdir(parents=True, exist_ok=True)
+    with clean_stop(staging), _only_writer(folder):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         require_space(staging, sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values()))
@@ -54,10 +56,24 @@ def write_saved(folder: Path, step: int, state: Mapping[str, Any], files: Mappin
             rename_for_all(done, before)
         rename_for_all(staging, done)
         sync_folder(folder)
-    for path in folder.glob("step-*"):
-        if _STEP.fullmatch(path.name) and path != done:
-            shutil.rmtree(path, ignore_errors=True)
+        for path in folder.glob("step-*"):
+            if _STEP.fullmatch(path.name) and path != done:
+                shutil.rmtree(path, ignore_errors=True)
     return done
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Make a folder of saved states, and keep other processes from writing to it meanwhile, where its disk locks
+    folders: two runs that were given one folder save whole states in turn. Blocks while another one writes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -74,12 +90,22 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def has_saved(folder: Path) -> bool:
+    """Whether there is a whole state in `folder`."""
+    return bool(_saved(folder))
+
+
 def newest_saved(folder: Path) -> Path:
     """The folder of the newest whole state in `folder`; raises PlaitError where there is none."""
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
+    found = _saved(folder)
     if not found:
         raise PlaitError(f"{folder} holds no saved state of a program; name the folder that run.save was given")
     return max(found, key=lambda one: (one[0], one[1].suffix == ""))[1]
+
+
+def _saved(folder: Path) -> list[tuple[int, Path]]:
+    """The folders of states in `folder`, each with its step."""
+    return [(int(match[1]), path) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
 
 
 def read_state(saved: Path) -> dict[str, Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from plait.custom.exchange import first_ones, first_tensors, gather_json
 from plait.custom.group import Workers
+from plait.custom.process.launcher import RESUMED, SAVED
 from plait.custom.program import Program
-from plait.custom.saving.folder import newest_saved, read_state, read_tensors, write_saved
+from plait.custom.saving.folder import has_saved, newest_saved, read_state, read_tensors, write_saved
 from plait.custom.saving.optimizer_state import collect_optimizer, restore_optimizer
 from plait.custom.saving.tree import from_plain, to_plain
 from plait.custom.strands.description import Strands
@@ -62,17 +63,29 @@ def save_program(
         return str(write_saved(folder, steps, state, here))
 
     first_ones(write, workers)
+    if workers.rank == 0:
+        workers.launcher.tell(SAVED, folder, steps)
 
 
-def resume_program(folder: Path, program: Program, strands: Strands, workers: Workers) -> dict[str, Any]:
+IfMissing = Literal["error", "begin"]
+"""What a resume does where nothing is saved yet: it raises, or the run begins."""
+
+
+def resume_program(
+    folder: Path, program: Program, strands: Strands, workers: Workers, missing: IfMissing
+) -> dict[str, Any] | None:
     """Read the newest state in `folder` back, on any number of workers; returns {"steps", "workers", "progress",
     "extra"}.
 
-    Only the first worker needs the folder. Every worker must call it; raises PlaitError where there is none, or it is
-    of another program.
+    Only the first worker needs the folder. Every worker must call it; raises PlaitError where there is none (or
+    returns None, with `missing` "begin"), or it is of another program.
     """
+    if missing not in get_args(IfMissing):
+        raise PlaitError(f'missing = "{missing}" is unknown; choose "error" or "begin"')
     workers.announce("run.resume")()
-    where = first_ones(lambda: str(newest_saved(folder)), workers)
+    where = first_ones(lambda: str(newest_saved(folder)) if missing == "error" or has_saved(folder) else "", workers)
+    if not where:
+        return None
     state = first_ones(lambda: read_state(Path(where)), workers)
     loaded = {name: _read(Path(where), name, workers) for name in _needed(state, workers)}
     _check(state, program, loaded[MODEL])
@@ -87,6 +100,8 @@ def resume_program(folder: Path, program: Program, strands: Strands, workers: Wo
         restore_optimizer(optimizer, pieces, _whole_shapes(program, index), plain, tensors)
     for scheduler, plain in zip(program.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(from_plain(plain, loaded["schedulers"]))
+    if workers.rank == 0:
+        workers.launcher.tell(RESUMED, folder, state["steps"])
     found = {key: state[key] for key in ("steps", "workers", "progress")}
     return {**found, "extra": from_plain(state.get("extra"), loaded.get("extra", {}))}
 

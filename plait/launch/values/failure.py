@@ -285,15 +285,19 @@ def _death_sentence(death: RankDied, where: str, log: str) -> str:
     if death.code > 0:
         return f"{who} ended with exit code {death.code}; see what it printed {log}, then {RESUME_ADVICE}"
     name = signal_name(-death.code)
-    return f"{who} was killed by {name}{_SIGNAL_HINTS.get(name, f'; see what it printed {log}, then')} {RESUME_ADVICE}"
+    often = f", {SIGNAL_CAUSES[name]}" if name in SIGNAL_CAUSES else ""
+    advice = _SIGNAL_ADVICE.get(name, f"see what it printed {log}, then")
+    return f"{who} was killed by {name}{often}; {advice} {RESUME_ADVICE}"
 
 
-_LESS_MEMORY = "take smaller micro-batches (layout.micro_sequences; accumulate= of plait.spread)"
-# Each ends so that the advice to run again follows.
-_SIGNAL_HINTS = {
-    "SIGKILL": f", often the kernel's out-of-memory killer; if so, {_LESS_MEMORY}, else",
-    "SIGBUS": ", often a full disk or /dev/shm, or a data file cut short while in use; fix that, then",
+SIGNAL_CAUSES = {
+    "SIGKILL": "often the kernel's out-of-memory killer",
+    "SIGBUS": "often a full disk or /dev/shm, or a data file cut short while in use",
 }
+"""What sends these signals most often."""
+_LESS_MEMORY = "take smaller micro-batches (layout.micro_sequences)"
+# Each ends so that the advice to run again follows.
+_SIGNAL_ADVICE = {"SIGKILL": f"if so, {_LESS_MEMORY}, else", "SIGBUS": "fix that, then"}
 
 
 def _exception_sentence(failure: RankRaised, where: str, log: str) -> str:

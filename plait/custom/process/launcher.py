@@ -1,0 +1,44 @@
+"""What a worker of a person's program and plait's launcher tell each other: what is saved, and whether this is the
+first start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+
+from plait.errors import PlaitError
+
+SAVED, RESUMED = "saved", "resumed"
+"""Kinds of the messages of rank 0, whose "folder" and "step" say where a state of the program is."""
+LESS_MEMORY = 'take a smaller batch, accumulate=, layout="shard parameters" or recompute="full"'
+"""What a person can do in a program whose workers need too much memory."""
+
+
+class Launcher:
+    """The launcher of this process as its program's runs see it. `saved_in` is the folder that an earlier start of the
+    program saved in last, "" in the first start; without `send` nobody listens."""
+
+    def __init__(self, send: Callable[..., None] | None = None, saved_in: str = "") -> None:
+        self._send, self._saved_in = send, saved_in
+
+    def note_call(self, call: str) -> None:
+        """The program calls a method of its run; raises PlaitError where it was started again, and takes a step before
+        it has resumed: it would begin anew, and save over what is there."""
+        if call == "run.resume":
+            self._saved_in = ""
+        elif call == "run.step" and self._saved_in:
+            raise PlaitError(
+                "this program was started again after a failure, and takes a step before it calls run.resume, so that "
+                f"it would begin anew and save over what is in {self._saved_in}; call "
+                f'run.resume("{self._saved_in}", missing="begin") before run.batches'
+            )
+
+    def tell(self, kind: str, folder: Path, step: int) -> None:
+        """Tell the launcher that the state after a step was saved in a folder, or resumed from there."""
+        if self._send is not None:
+            self._send(kind, folder=str(folder), step=step)
+
+
+LAUNCHER: ContextVar[Launcher] = ContextVar("LAUNCHER", default=Launcher())  # noqa: B039  nobody's: it changes nothing
+"""The launcher of the program that runs in this process; `plait.spread` looks it up."""
