@@ -73,3 +73,12 @@ def test_the_plain_program_runs_and_learns(name: str) -> None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     losses = numbers_of([sys.executable, str(ROOT / "examples" / "plain" / name), "--steps", str(STEPS)])
     assert losses[-1] < losses[0] or name == "gan_digits.py"  # two losses that pull against each other
+
+
+@pytest.mark.slow
+def test_a_language_model_in_one_file_has_the_same_losses_on_two_workers() -> None:
+    program, text = str(ROOT / "examples" / "one_file_train.py"), str(ROOT / "plait" / "examples" / "shakespeare.txt")
+    small = [text, "--steps", str(STEPS), "--batch", "5", "--sequence", "16", "--vocabulary", "300", "--width", "32"]
+    one = numbers_of([sys.executable, program, *small])
+    several = [sys.executable, "-m", "plait", "run", program, "--workers", "2", "--", *small, "--accumulate", "2"]
+    assert numbers_of(several) == pytest.approx(one, rel=2e-4)
