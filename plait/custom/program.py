@@ -226,7 +226,7 @@ def check_gradient_hooks(program: Program) -> None:
             raise PlaitError(
                 f"{name} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), which would "
                 "see the part of one worker or of one accumulated part; change whole gradients by "
-                "optimizer.register_step_pre_hook instead"
+                "before_update= of plait.spread instead"
             )
 
 

@@ -18,7 +18,6 @@ from plait.custom.cutting import BatchCut, batch_part, batch_size
 from plait.custom.data.batches import (
     BatchPlace,
     BatchRequest,
-    CollatedOver,
     LastBatch,
     Order,
     OwnBatches,
@@ -28,13 +27,13 @@ from plait.custom.data.batches import (
 from plait.custom.data.measured_shares import ShareMeter
 from plait.custom.data.moving import on_device
 from plait.custom.data.shares import ShareTable, WorkerShares
-from plait.custom.data.sources import Collate, unused_processes_text
+from plait.custom.data.sources import Collate, CollatedOver, unused_processes_text
 from plait.custom.gathering import Gathering
 from plait.custom.group import Workers
 from plait.custom.likeness import WorkerKinds
 from plait.custom.program import Program
 from plait.custom.saving.program_state import IfMissing, resume_program, save_program
-from plait.custom.seeds import seed_everything, seed_from
+from plait.custom.seeds import seed_everything, seed_from, seeded
 from plait.custom.stepping.evaluate import evaluate_mean, evaluate_sums
 from plait.custom.stepping.rate import RateRule, goyal_rule
 from plait.custom.stepping.step import StepTaker
@@ -245,10 +244,11 @@ class SpreadRun:
         from plait.custom.verifying.verify import verify_program
 
         self._workers.announce("run.verify")()
-        return verify_program(
-            self._program, self._workers, self._layout, batch, cut=self._cut, weights=self.weights(),
-            choices=self._choices,
-        )  # fmt: skip
+        with seeded(seed_from("verify")):
+            return verify_program(
+                self._program, self._workers, self._layout, batch, cut=self._cut, weights=self.weights(),
+                choices=self._choices,
+            )  # fmt: skip
 
     def plan(self) -> CustomPlan:
         """Which layout suits this program, measured in a few steps of each on copies, with the last batch. Every worker
@@ -258,7 +258,7 @@ class SpreadRun:
         if not self._last:
             raise PlaitError("run.plan measures steps on a batch; call it in the loop over run.batches")
         self._workers.announce("run.plan")()
-        with self._library.selected():
+        with self._library.selected(), seeded(seed_from("plan")):
             return plan_program(self._program, self._workers, self._last[0], weights=self.weights())
 
     def timeline(self, path: str | Path) -> None:

@@ -15,6 +15,7 @@ import plait
 from plait.custom.process.variables import RENDEZVOUS
 from plait.launch.values.job import RankContext
 from tests.custom.kind import Later, mlp, numbers, squared
+from tests.custom.kinds_training import mixed
 
 
 def pair_of(make: Any, optimizer: Any) -> Any:
@@ -237,3 +238,62 @@ def contrast(context: RankContext, argument: str) -> None:
         if context.rank == 0:
             context.send("told", ok=verdict.ok, text=str(verdict))
         break
+
+
+class Noisy(torch.optim.SGD):
+    """Langevin dynamics: each update draws noise."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(0.01 * torch.randn(p.shape))
+        return found
+
+
+def noisy_updates(context: RankContext, argument: str) -> None:
+    """Every rank tells the weights that an optimizer with draws of its own has made, and what it draws after a proof
+    and a plan, beside what it would have drawn without them."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    torch.manual_seed(3)
+    model = mlp()
+    run = plait.spread(model, Noisy(model.parameters(), lr=0.1), loss_sum=squared, layout="replicate")
+    drawn = []
+    for batch in run.batches([(x.float(), y.float()) for x, y in numbers(5)], batch=6):
+        run.step(batch)
+        state = torch.get_rng_state()
+        drawn.append(float(torch.rand(())))
+        torch.set_rng_state(state)
+        run.verify(batch)
+        run.plan()
+        drawn.append(float(torch.rand(())))
+    context.send("told", weights=[float(p.sum()) for p in model.parameters()], drawn=drawn)
+
+
+def unlike_pairs(context: RankContext, argument: str) -> None:
+    """A detector that leaves out the pair of boxes where it has none: in a step, or on one worker."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    model = mlp().double()
+
+    def loss_sum(net: Any, batch: Any) -> Any:
+        pair, boxes = squared(net, batch), batch[1][:, 0] > 0
+        return (pair, (pair[0], boxes.sum())) if boxes.any() else (pair,)
+
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum, additive="no")
+    boxes = [[-1.0] * 4, [1.0] * 4] if argument == "in a step" else [[-1.0, -1.0, 1.0, 1.0]]
+    for one in boxes:
+        x = torch.ones(4, 5, dtype=torch.float64)
+        run.step(run.share((x, torch.tensor(one, dtype=torch.float64)[:, None].expand(4, 3))))
+
+
+def mixed_stream(context: RankContext, argument: str) -> None:
+    """A collate that mixes the examples of an iterable: rank 0 tells the losses."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    torch.manual_seed(3)
+    model = mlp().double()
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=squared)
+    data = run.batches(iter(numbers(5)), batch=5, collate=mixed, collated_over="batch")
+    losses = [float(run.step(batch)) for batch in data]
+    if context.rank == 0:
+        context.send("told", losses=losses)

@@ -25,10 +25,14 @@ def server() -> RanksOf:
 
 
 def told_by(server: RanksOf, entry: str, ranks: int, argument: str = "") -> dict[str, Any]:
+    return told_by_all(server, entry, ranks, argument)[0]
+
+
+def told_by_all(server: RanksOf, entry: str, ranks: int, argument: str = "") -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     job = Job(entry=entry, argument=argument, world_size=ranks, threads=1)
     server.run(job, on_message=lambda message: found.__setitem__(message.rank, dict(message.values)))
-    return found[0]
+    return found
 
 
 WAYS = [(layout, ranks) for layout in ("replicate", "shard optimizer") for ranks in (2, 3)]
@@ -146,3 +150,45 @@ def test_a_mean_among_several_pairs_is_found() -> None:
     with pytest.raises(PlaitError, match="loss_sum returns a mean"):
         for batch in run.batches(numbers(5), batch=6):
             run.step([one.float() for one in batch])
+
+
+def test_draws_in_updates_and_after_proofs_are_alike_on_all_workers(server: RanksOf) -> None:
+    told = told_by_all(server, "noisy_updates", 2)
+    assert told[0] == told[1]
+    assert told[0]["drawn"][0] == told[0]["drawn"][1]
+
+
+@pytest.mark.parametrize("when", ["in a step", "on one worker"])
+def test_pairs_that_come_and_go_are_told(server: RanksOf, when: str) -> None:
+    with pytest.raises(PlaitError, match=r"loss_sum returns . pairs \(sum, count\) here and . elsewhere"):
+        told_by(server, "unlike_pairs", 2, when)
+
+
+def test_examples_of_a_stream_come_together_over_the_batch(server: RanksOf) -> None:
+    one, two = (told_by(server, "mixed_stream", ranks)["losses"] for ranks in (1, 2))
+    assert two == pytest.approx(one, abs=TOLERANCE)
+
+
+def test_a_proof_leaves_a_persons_functions_and_optimizers_alone() -> None:
+    called: list[int] = []
+
+    class Wrapping(torch.optim.Optimizer):
+        """Takes an optimizer, not parameters."""
+
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+    model = mlp().double()
+    run = plait.spread(
+        model, Wrapping(torch.optim.SGD(model.parameters(), lr=0.1)), loss_sum=squared,
+        before_update=lambda gradients: called.append(len(gradients)),
+    )  # fmt: skip
+    for batch in run.batches(numbers(5), batch=6):
+        verdict = run.verify(batch)
+        assert verdict.ok
+        assert "so updates were not compared" in str(verdict)
+    assert called == []

@@ -12,7 +12,7 @@ import torch
 from plait.custom.cutting import BatchCut, batch_part
 from plait.custom.data.ahead import BatchMaker, BeforeExample, MakeBatch, unseeded
 from plait.custom.data.shares import ShareChanges, ShareTable
-from plait.custom.data.sources import Collate, ExamplePositions, RestOfPass, Stream, source_of
+from plait.custom.data.sources import Collate, CollatedOver, ExamplePositions, RestOfPass, Stream, source_of
 from plait.custom.seeds import seed_from
 from plait.errors import PlaitError
 
@@ -23,9 +23,6 @@ LastBatch = Literal["auto", "drop", "keep"]
 """Whether the rest of a pass that fills no batch is left out or trained on: "auto" is a DataLoader's own, else left
 out. Of fewer examples than workers some workers have none in that step."""
 
-CollatedOver = Literal["share", "batch"]
-"""What examples come together in `collate`: a worker's own, or those of the whole batch, of which it then keeps its
-part: where they are padded to the longest, or mixed."""
 PassOrder = torch.Tensor | list[list[int]]
 """Positions in the order of one pass; one list per batch where a batch sampler makes the batches."""
 
@@ -194,7 +191,9 @@ def own_batches(data: Any, request: BatchRequest, shares: ShareTable, rank: int,
     """This worker's share of the batches of a person's data; raises PlaitError for data that cannot be read so."""
     if request.collated_over not in get_args(CollatedOver):
         raise PlaitError(f'collated_over = "{request.collated_over}" is unknown; choose "share" or "batch"')
-    source = source_of(data, batch=request.batch, collate=request.collate, cut=request.cut)
+    source = source_of(
+        data, batch=request.batch, collate=request.collate, cut=request.cut, collated_over=request.collated_over
+    )
     found = OwnBatches(request=request, source=source, shares=shares, rank=rank, place=place)
     _ = found.steps_per_epoch  # raises where there are too few examples
     return found

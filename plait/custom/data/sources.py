@@ -34,6 +34,10 @@ Draw = Callable[[int], Sequence[Any]]
 RestOfPass = Literal["drop", "keep"]
 """Whether the examples of a pass that fill no batch are left out or trained on."""
 
+CollatedOver = Literal["share", "batch"]
+"""What examples come together in `collate`: a worker's own, or those of the whole batch, of which it then keeps its
+part: where they are padded to the longest, or mixed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExamplePositions:
@@ -62,6 +66,7 @@ class Stream:
     data: Iterable[Any]
     collate: Collate | None
     cut: BatchCut | None
+    collated_over: CollatedOver = "share"
     batch: int | None = None
     rest: RestOfPass = "drop"
     size: None = None
@@ -82,15 +87,20 @@ class Stream:
 
     def _collater(self, examples: list[Any], collate: Collate) -> Callable[[int, int], Any]:
         def part(first: int, end: int) -> Any:
-            if first < end:
+            if first < end and self.collated_over == "share":
                 return collate(examples[first:end])
-            return batch_part(collate(examples), 0, 0, self.cut)
+            return batch_part(collate(examples), first, end, self.cut)
 
         return part
 
 
 def source_of(
-    data: Any, *, batch: int | None, collate: Collate | None, cut: BatchCut | None
+    data: Any,
+    *,
+    batch: int | None,
+    collate: Collate | None,
+    cut: BatchCut | None,
+    collated_over: CollatedOver = "share",
 ) -> ExamplePositions | Stream:
     """The source behind a person's data; `batch` says that an iterable's items are examples. Raises PlaitError."""
     if isinstance(data, DataLoader):
@@ -98,21 +108,24 @@ def source_of(
     if _is_columns(data):
         return _of_columns(data)
     if isinstance(data, Mapping | IterableDataset):
-        return _stream(data, batch, collate, cut)
+        return _stream(data, batch, collate, cut, collated_over)
     length, reads = getattr(type(data), "__len__", None), getattr(type(data), "__getitem__", None)
     if length is not None and reads is not None:
         return ExamplePositions(size=len(data), read=_reader(data, collate or default_collate))
-    return _stream(data, batch, collate, cut)
+    return _stream(data, batch, collate, cut, collated_over)
 
 
-def _stream(data: Any, batch: int | None, collate: Collate | None, cut: BatchCut | None) -> Stream:
+def _stream(
+    data: Any, batch: int | None, collate: Collate | None, cut: BatchCut | None, collated_over: CollatedOver
+) -> Stream:
     if isinstance(data, Mapping) or getattr(type(data), "__iter__", None) is None:
         raise PlaitError(
             f"a {type(data).__name__} is no data to read batches from; give a Dataset, a list of examples, tensors "
             f"of one "
             "length, or an iterable"
         )
-    return Stream(data=data, collate=(collate or default_collate) if batch is not None else None, cut=cut)
+    collects = (collate or default_collate) if batch is not None else None
+    return Stream(data=data, collate=collects, cut=cut, collated_over=collated_over)
 
 
 def _reader(data: Any, collate: Collate) -> ReadPositions:

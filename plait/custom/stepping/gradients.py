@@ -22,6 +22,11 @@ from plait.errors import PlaitError
 EXACT_DIVISORS = (torch.float32, torch.float64)
 """Losses whose gradients can be divided where they begin: in 16 bits the factor would be rounded, for all alike."""
 
+_UNLIKE_TERMS = (
+    "loss_sum returns {} pairs (sum, count) here and {} elsewhere; return as many in every step and for any part of a "
+    "batch, with a count of 0 where there is nothing"
+)
+
 TimedOrNot = Literal["timed", "untimed"]
 """Whether the time of forward and backward is wanted, for which a GPU is waited for."""
 
@@ -38,6 +43,8 @@ class StepPlace:
     then none need be multiplied afterwards, or by each term's own count, which all workers find first."""
     divisor: Tensor | None = None
     """The last step's global count (0-dim, float64, the same on all workers), which this step's may be."""
+    terms: int | None = None
+    """How many terms this loss has had so far; None before its first step."""
     loss_scale: float = 1.0
     """What gradients are multiplied by where they begin: LossScale."""
     agree: Callable[[], None] = lambda: None
@@ -93,10 +100,8 @@ def sum_gradients(
     # Behind the buckets, whose order on a GPU must be the same on all ranks.
     summed = told[parameters:] if on_processor else workers.sums(own.sums)
     losses, counts, undivided = summed.split([(len(summed) - 1) // 2, (len(summed) - 1) // 2, 1])
-    rest = torch.ones_like(undivided[0])
-    if not counted:
-        divisor = torch.where(undivided[0] > 0, rest, own.divisor)  # of a worker without examples
-        rest = divisor / divisor_of(counts[0])
+    divisor = torch.where(undivided[0] > 0, torch.ones_like(own.divisor), own.divisor)  # of a worker without examples
+    rest = divisor / divisor_of(counts[0])
     moments = (began, computed, time.perf_counter())
     return GlobalSums(
         losses=losses, counts=counts, reached=by_anybody, own_s=own_s, rest=rest / place.loss_scale, moments=moments
@@ -106,7 +111,8 @@ def sum_gradients(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnSums:
     """Of this worker's parts: sums of losses, counts, and 1 where gradients could not be divided [2 terms + 1], what
-    gradients were divided by (0-dim), both float64, and the seconds spent in waiting for others' counts."""
+    gradients were divided by (0-dim; of several terms the first one's), both float64, and the seconds spent in waiting
+    for others' counts."""
 
     sums: Tensor
     divisor: Tensor
@@ -131,7 +137,7 @@ def _run_backward(
         sums = sums + _counted_sums(terms)
         _backward(program, index, terms, divisor.reciprocal().expand(len(terms.totals)) * place.loss_scale)
     if place.gradients_of == "sum":
-        sums = _with_terms(sums, workers)
+        sums = _with_terms(sums, micros, workers)
     return _OwnSums(sums=torch.cat([sums.reshape(-1), undivided.reshape(1)]), divisor=divisor)
 
 
@@ -141,32 +147,40 @@ def _run_counted(
     """The same where all workers find each term's global count first: of several parts by a forward pass without
     gradients, of one by its own."""
     one = torch.ones((), dtype=torch.float64, device=workers.device)
-    first: LossTerms | None = None
-    sums = torch.zeros(2, 1, dtype=torch.float64, device=workers.device)
+    own: list[LossTerms] = []
     if len(micros) == 1:
-        first = _terms(program, strands, workers, index, micros[0], 0, place)
-        sums = _counted_sums(first)
+        own = [_terms(program, strands, workers, index, micros[0], 0, place)]
     elif micros:
         with torch.no_grad(), buffers_kept(program):
             own = [_terms(program, strands, workers, index, cloned(m), k, place) for k, m in enumerate(micros)]
+    sums = torch.zeros(2, 1, dtype=torch.float64, device=workers.device)
+    if len({len(terms.totals) for terms in own}) > 1:
+        raise PlaitError(_UNLIKE_TERMS.format(len(own[0].totals), len(own[-1].totals)))
+    if own:
         sums = torch.stack([_counted_sums(terms) for terms in own]).sum(0)
     began = time.perf_counter()
     place.agree()
-    sums = _with_terms(sums, workers)
-    scales = divisor_of(workers.sums(sums[1].clone())).reciprocal() * place.loss_scale
+    sums = _with_terms(sums, micros, workers)
+    counts = divisor_of(workers.sums(sums[1].clone()))
     waited_s = time.perf_counter() - began
+    scales, divisor, undivided = counts.reciprocal() * place.loss_scale, counts[0], one * 0
+    if len(counts) == 1 and program.precision != "fp16" and any(t.totals[0].dtype not in EXACT_DIVISORS for t in own):
+        scales, divisor, undivided = torch.ones_like(counts), one, one
     for number, micro in enumerate(micros):
-        terms = first or _terms(program, strands, workers, index, micro, number, place)
+        terms = own[0] if len(micros) == 1 else _terms(program, strands, workers, index, micro, number, place)
         if number == len(micros) - 1:
             strands.arm(index)
         _backward(program, index, terms, scales)
-    return _OwnSums(sums=torch.cat([sums.reshape(-1), one.reshape(1) * 0]), divisor=one, waited_s=waited_s)
+    return _OwnSums(sums=torch.cat([sums.reshape(-1), undivided.reshape(1)]), divisor=divisor, waited_s=waited_s)
 
 
-def _with_terms(sums: Tensor, workers: Workers) -> Tensor:
-    """Sums and counts [2, terms] of as many terms as others have: a worker without examples has seen none."""
+def _with_terms(sums: Tensor, micros: Sequence[Any], workers: Workers) -> Tensor:
+    """Sums and counts [2, terms] of as many terms as others have: a worker without examples has seen none. Raises
+    PlaitError where it has seen others."""
     terms = int(workers.sums.largest(torch.tensor([sums.shape[1]])))
-    return sums if sums.shape[1] == terms else torch.zeros(2, terms, dtype=sums.dtype, device=sums.device)
+    if micros and sums.shape[1] != terms:
+        raise PlaitError(_UNLIKE_TERMS.format(sums.shape[1], terms))
+    return sums if micros else torch.zeros(2, terms, dtype=sums.dtype, device=sums.device)
 
 
 def _terms(
@@ -181,6 +195,8 @@ def _terms(
             "the loss does not depend on a weight that is trained; compute it from the model's output, outside of "
             "torch.no_grad and without .item()"
         )
+    if place.terms is not None and len(terms.totals) != place.terms:
+        raise PlaitError(_UNLIKE_TERMS.format(len(terms.totals), place.terms))
     return terms
 
 

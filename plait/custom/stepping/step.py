@@ -48,6 +48,8 @@ class StepTaker:
         self.divisors: dict[int, Tensor] = {}
         """Of each loss of one term the last global count (0-dim, float64), by which the next step's gradients are
         divided first; of others, and before a loss's first step, it is not known."""
+        self._terms: dict[int, int] = {}
+        """Of each loss that has taken a step the number of its terms."""
         self.scale = LossScale()
         self.spans = SpanLog()
 
@@ -85,6 +87,7 @@ class StepTaker:
             own_s += sums.own_s
             means.append(sums.mean)
             ended[index] = update_weights(self._program, self._strands, index, sums, rate_factor, place.step)
+            self._terms[index] = len(sums.counts)
             if len(sums.counts) == 1 and self._program.precision != "fp16":
                 self.divisors[index] = divisor_of(sums.counts[0])
             began, computed, summed = sums.moments
@@ -100,7 +103,7 @@ class StepTaker:
         scale = self.scale.factor if self._program.precision == "fp16" else 1.0
         divisor = self.divisors.get(index)
         of = "counted mean" if divisor is None else "mean"
-        return replace(place, gradients_of=of, divisor=divisor, loss_scale=scale)
+        return replace(place, gradients_of=of, divisor=divisor, loss_scale=scale, terms=self._terms.get(index))
 
     def _move_on(self, ended: Mapping[int, Literal["finite", "skipped"]]) -> None:
         """Step the schedulers of the optimizers that have updated, and the scale of float16's gradients."""

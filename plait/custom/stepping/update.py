@@ -45,6 +45,7 @@ def update_weights(
         scale = scale * (program.clip / (length + 1e-6)).clamp(max=1.0)
     if scale.device.type != "cpu" or float(scale) != 1.0:  # a GPU is not waited for
         _multiply(gradients, scale)
+    seed_everything(seed_from("update", program.seed, step, index))  # optimizers that draw: alike on all workers
     for optimizer in optimizers:
         begin_momentum(optimizer)
         token = _UPDATES.set(True)

@@ -65,7 +65,7 @@ def with_own_optimizers(copied: Program, program: Program) -> Program:
         ]
         try:
             optimizers.append(kind(given, **{n: v for n, v in given[0].items() if n != "params"}))
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # of the person's own code
             raise PlaitError(
                 f"{kind.__name__} cannot be made again from the options in its groups ({one_line(str(error))})"
             ) from None

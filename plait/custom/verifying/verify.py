@@ -51,7 +51,8 @@ def verify_program(
     """
 
     def copied() -> Program:
-        return replace(copy_program(program, dtype=torch.float64, weights=weights), precision="float32", clip=None)
+        wide = copy_program(program, dtype=torch.float64, weights=weights)
+        return replace(wide, precision="float32", clip=None, before_update=None)
 
     choices = replace(choices, transfer="float32", recompute="none")
     shares = [mapped(share, widened) for share in gather_shares(batch, workers)]
