@@ -35,12 +35,12 @@ def stopped(place: Place) -> str:
 
 @pytest.mark.slow
 def test_a_time_budget_is_measured_once_for_all_names_until_replan(place: Place, run_warm: RunWarm) -> None:
-    budget = "train.budget=40 seconds"
+    budget = "train.budget=10 minutes"  # of which measuring may take a tenth: enough on a busy machine
     first = begun_and_stopped(place, "timed", budget)
     assert first.code == 130 and "as made before" not in first.out
     plan = place.plan("timed")
-    assert plan["step_s"] > 0 and abs(plan["steps"] * plan["step_s"] / 40 - 1) < 0.1
-    assert any(reason.startswith(f"{plan['steps']} steps: 40 s at ") for reason in plan["reasons"])
+    assert plan["step_s"] > 0 and abs(plan["steps"] * plan["step_s"] / 600 - 1) < 0.1
+    assert any(reason.startswith(f"{plan['steps']} steps: 10 min at ") for reason in plan["reasons"])
 
     other = begun_and_stopped(place, "timed-other", budget)
     assert other.code == 130 and "as made before" in other.out
