@@ -40,6 +40,7 @@ lr = 0.02
 [layout]
 replicate = 2
 """
+STRICT = "data.bad_records=0"
 EVEN_PAIRS = ("balance.every=never", "layout.micro_sequences=2")
 """Shares that no measurement of the hosts changes."""
 
@@ -145,9 +146,9 @@ def test_one_worker_goes_on_with_what_two_began_and_makes_the_reference_anew_whe
 @pytest.mark.parametrize(
     ("change", "override", "words"),
     [
-        ({"rejected": "yes!", "chosen": "yes!", "prompt": "a"}, "", "pairs.jsonl:1: the chosen and the rejected"),
-        ({"prompt": "a", "chosen": "", "rejected": "b"}, "", "pairs.jsonl:1: the chosen answer is empty"),
-        ({"prompt": "a", "rejected": "b"}, "", 'pairs.jsonl:1 has no column "chosen"'),
+        ({"rejected": "yes!", "chosen": "yes!", "prompt": "a"}, STRICT, "pairs.jsonl:1: the chosen and the rejected"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, STRICT, "pairs.jsonl:1: the chosen answer is empty"),
+        ({"prompt": "a", "rejected": "b"}, STRICT, 'pairs.jsonl:1 has no column "chosen"'),
         ({"prompt": "a" * 70, "chosen": "b", "rejected": "c"}, "", "1 pair is longer than a window of 128 tokens"),
         (None, "data.overlong=cut", "would compare answers without their ends"),
         (None, "data.format=chat", 'learns from pairs and data.format = "chat" has none'),
