@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.command import CALM, Ended, Place
+from tests.end_to_end.command import CALM, Ended, Place, without_waiting
 from tests.end_to_end.pair import Pair
 from tests.warm_process import WarmProcess
 
@@ -28,7 +28,7 @@ def run_warm() -> Iterator[RunWarm]:
 
     def run(place: Place, *arguments: str, **environment: str) -> Ended:
         code, out, err = warm.command(place.folder, *arguments, environment={**CALM, **environment})
-        return Ended(code=code, out=out, err=err)
+        return Ended(code=code, out=out, err=without_waiting(err))
 
     yield run
     warm.close()
