@@ -62,11 +62,11 @@ def test_a_lost_host_needs_no_rights_and_its_run_goes_on(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_faults_come_by_time(place: Place) -> None:
-    """This seed draws one kill, as early as one comes; tests/commands/test_commands_drill.py has the times of many."""
-    found, report = drilled(place, "tiny.toml", "run.name=times", "--random", "15 s", "--seed", "4107")
+def test_faults_by_time_come_one_after_the_other(place: Place) -> None:
+    """A shorter time leaves none to measure in, and then each of the two runs may get another number of steps."""
+    found, report = drilled(place, "tiny.toml", "run.name=times", "--random", "45 s", "--seed", "3")
     assert found.code == 0 and report["final_equal"] == "bits", found
-    assert [fault["kind"] for fault in report["faults"]] == ["kill"] and "train.budget is 15 s" in found.out
+    assert 1 <= len(report["faults"]) <= 4 and "train.budget is 45 s" in found.out
 
 
 @pytest.mark.slow
