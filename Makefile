@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all test-benchmarks test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -92,6 +92,11 @@ test-all: env-dev  ## the long suites as well, an hour or more on two cores
 
 test-benchmarks: env-dev  ## the benchmarks for GPUs, in small on a processor: before figures of one are published
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark
+
+FUZZ_CASES ?= 900
+
+fuzz: env-dev  ## damaged files and random models in numbers, hours; after a change to what reads a file
+	PLAIT_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/fuzz tests/interop/test_interop_families.py
 
 test-gpu: env-dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest tests -m gpu

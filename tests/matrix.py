@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+CASES = int(os.environ.get("PLAIT_FUZZ_CASES", "100"))
+"""Random cases of a kind in `make test-all`; `make fuzz` has more. A case is the same whatever their number."""
 
 
 def few_fast(rows: Iterable[Any], *fast: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from benchmarks.lab.own_program import SETTLING, WORK, HostTurn, host_turns, rea
 from plait.errors import PlaitError
 
 EXAMPLES = 14
-CORES = (0.25, 0.1)
+CORES = (0.5, 0.2)
 """So little that other programs of this machine leave both hosts what they may take."""
 
 

@@ -66,8 +66,9 @@ def test_the_values_are_those_of_the_commands(place: Path, monkeypatch: pytest.M
     work = place / "work"
     run, recipe = plait.Run("play", folder="work"), plait.load_recipe(RECIPE)
     one = ["layout.replicate=1", "layout.tensor=2"]
+    facts = plait.prepare_data(recipe, folder=work)  # before the plan, which says whether the text is prepared
     plan, verdict = plait.plan(recipe, cluster="2xH100", folder=work), plait.verify(recipe, one, folder=work)
-    facts, cluster = plait.prepare_data(recipe, folder=work), plait.probe(workers=1, threads=1, folder=work)
+    cluster = plait.probe(workers=1, threads=1, folder=work)
     losses, text = plait.evaluate("play", folder=work), plait.sample("play", "Ka", tokens=8, folder=work)
     monkeypatch.chdir(work)
     file = str(run.path / "recipe.toml")

@@ -14,6 +14,7 @@ from plait import cli
 from plait.commands.train import continuing_command
 from plait.errors import Interrupted, StopSignal
 from plait.hosts.joining import ONE_HOST, HostsRequest
+from plait.process_exit import exit_code_of
 
 
 @pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
@@ -28,6 +29,17 @@ def test_a_signal_is_no_bug(
         cli.main()
     assert ended.value.code == code
     assert capsys.readouterr().err == f"plait: stopped by {'Ctrl-C' if signal == 'SIGINT' else signal}\n"
+
+
+@pytest.mark.parametrize(
+    ("signal", "slurm", "code"),
+    [("SIGUSR1", "17", 75), ("SIGTERM", "17", 75), ("SIGUSR1", "", 143), ("SIGTERM", "", 143), ("SIGINT", "17", 130)],
+)
+def test_below_slurm_a_scheduler_s_signal_asks_for_another_turn(
+    signal: StopSignal, slurm: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", slurm)
+    assert exit_code_of(signal) == code
 
 
 def test_a_stopped_run_names_the_whole_command_that_goes_on_with_it() -> None:

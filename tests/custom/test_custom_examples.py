@@ -51,19 +51,13 @@ def spread_on(name: str, workers: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_resnet_has_the_same_losses_on_one_and_two_workers() -> None:
-    one = numbers_of([sys.executable, str(ROOT / "examples" / "spread" / "resnet_digits.py"), "--steps", str(STEPS)])
-    assert spread_on("resnet_digits.py", 2) == pytest.approx(one, rel=2e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_losses_are_the_same_on_one_two_and_three_workers(name: str) -> None:
+def test_losses_are_the_same_on_one_and_three_workers(name: str) -> None:
+    """Three share no batch evenly; other numbers of ranks are in test_custom_parity.py."""
     if name in NEEDS and find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     one = numbers_of([sys.executable, str(ROOT / "examples" / "spread" / name), "--steps", str(STEPS)])
-    for workers in (2, 3):
-        assert spread_on(name, workers) == pytest.approx(one, rel=2e-4)
+    assert spread_on(name, 3) == pytest.approx(one, rel=2e-4)
 
 
 @pytest.mark.slow

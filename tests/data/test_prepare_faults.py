@@ -137,9 +137,11 @@ def killed_and_finished(folder: Path, file: Path, tokenizer: str, kill_at: int) 
     return made, begins[0]
 
 
-@pytest.mark.parametrize("tokenizer", few_fast(["plain", "bpe"], "plain"))
-@pytest.mark.parametrize("part", few_fast(range(10), 5))
-def test_killed_at_ten_points_it_goes_on_from_there_with_the_same_shards(
+@pytest.mark.parametrize(
+    ("tokenizer", "part"),
+    few_fast([("plain", 0), ("plain", 5), ("plain", 9), ("bpe", 1), ("bpe", 7)], ("plain", 5)),
+)
+def test_killed_at_any_point_it_goes_on_from_there_with_the_same_shards(
     tmp_path: Path, text: str, tokenizer_folder: Path, tokenizer: str, part: int
 ) -> None:
     file = tmp_path / "a.txt"

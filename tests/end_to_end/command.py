@@ -196,7 +196,13 @@ def ended(process: subprocess.Popen[str], within_s: float = 150) -> Ended:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"not over within {within_s} s: {out[-2000:]}\n{err[-2000:]}") from None
-    return Ended(code=process.returncode, out=out, err=err)
+    return Ended(code=process.returncode, out=out, err=without_waiting(err or ""))
+
+
+def without_waiting(said: str) -> str:
+    """Without the lines that tell for how long something has gone on: a busy machine says them, and a quiet one not."""
+    lines = said.splitlines(keepends=True)
+    return "".join(line for line in lines if not (line.startswith("working  ") and line.rstrip().endswith(" so far")))
 
 
 def kill_group(process: subprocess.Popen[str], number: signal.Signals) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.command import CALM, Ended, Place
+from tests.end_to_end.command import CALM, Ended, Place, without_waiting
 from tests.end_to_end.pair import Pair
 from tests.warm_process import WarmProcess
 
 RunWarm = Callable[..., Ended]
+LeftAlone = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +28,7 @@ def run_warm() -> Iterator[RunWarm]:
 
     def run(place: Place, *arguments: str, **environment: str) -> Ended:
         code, out, err = warm.command(place.folder, *arguments, environment={**CALM, **environment})
-        return Ended(code=code, out=out, err=err)
+        return Ended(code=code, out=out, err=without_waiting(err))
 
     yield run
     warm.close()
@@ -39,17 +41,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.fixture(scope="session")
-def reference(place: Place) -> Callable[[int], str]:
-    """The name of a finished, never interrupted run with so many workers."""
+def left_alone(place: Place) -> LeftAlone:
+    """The name of a finished, never interrupted run of the tiny recipe with these overrides, one for all tests."""
 
     @cache
-    def make(workers: int) -> str:
-        name = f"whole-{workers}"
-        run = place.train(name, f"layout.replicate={workers}")
+    def make(*overrides: str) -> str:
+        words = " ".join(overrides).lower().replace("layout.", "")
+        name = "whole-" + re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+        run = place.train(name, *overrides, "--no-check")
         assert run.code == 0 and not run.err, run
         return name
 
     return make
+
+
+@pytest.fixture(scope="session")
+def reference(left_alone: LeftAlone) -> Callable[[int], str]:
+    """The name of a finished, never interrupted run with so many workers."""
+    return lambda workers: left_alone(f"layout.replicate={workers}")
 
 
 @pytest.fixture

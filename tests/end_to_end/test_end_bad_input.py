@@ -97,8 +97,8 @@ def test_one_sentence_of_a_process(bad: Place) -> None:
     assert run.code == 2 and "train.budget?" in run.sentence()
 
 
-def test_a_sequence_longer_than_the_data(bad: Place) -> None:
-    run = bad.train("long", "train.sequence=9000", "train.batch_tokens=9000")
+def test_a_sequence_longer_than_the_data(bad: Place, run_warm: RunWarm) -> None:
+    run = run_warm(bad, *TRAIN, "run.name=long", "train.sequence=9000", "train.batch_tokens=9000")
     assert run.code == 2
     assert "train.sequence = 9000 is longer than the data allow" in run.sentence()
     assert "choose at most" in run.err
@@ -106,10 +106,10 @@ def test_a_sequence_longer_than_the_data(bad: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_refused_run_leaves_the_folder_of_other_runs(tmp_path: Path) -> None:
+def test_a_refused_run_leaves_the_folder_of_other_runs(tmp_path: Path, run_warm: RunWarm) -> None:
     place = Place(tmp_path)
     place.path("x").parent.mkdir()
-    assert place.train("long", "train.sequence=9000", "train.batch_tokens=9000").code == 2
+    assert run_warm(place, *TRAIN, "run.name=long", "train.sequence=9000", "train.batch_tokens=9000").code == 2
     assert not list(place.path("x").parent.iterdir())
 
 
@@ -139,10 +139,10 @@ def crippled(place: Place, reference: Callable[[int], str]) -> Callable[[str], P
     return make
 
 
-def refused(place: Place, name: str, checkpoint: Path) -> str:
+def refused(place: Place, name: str, checkpoint: Path, run_warm: RunWarm) -> str:
     """The sentence with which a run is refused that cannot go on; its checkpoint stays as it is."""
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    run = place.train(name)
+    run = run_warm(place, *TRAIN, f"run.name={name}")
     assert run.code == 2, run
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
     assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
@@ -150,29 +150,29 @@ def refused(place: Place, name: str, checkpoint: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_in_the_only_checkpoint(place: Place, crippled: Callable[[str], Path]) -> None:
+def test_a_flipped_bit_in_the_only_checkpoint(place: Place, crippled: Callable[[str], Path], run_warm: RunWarm) -> None:
     checkpoint = crippled("flipped")
     flip_bit(checkpoint / "rank-00000.safetensors")
-    sentence = refused(place, "flipped", checkpoint)
+    sentence = refused(place, "flipped", checkpoint, run_warm)
     assert "the only checkpoint in" in sentence and "rank-00000.safetensors is damaged" in sentence
 
 
 @pytest.mark.slow
-def test_a_missing_shard(place: Place, crippled: Callable[[str], Path]) -> None:
+def test_a_missing_shard(place: Place, crippled: Callable[[str], Path], run_warm: RunWarm) -> None:
     checkpoint = crippled("missing")
     (checkpoint / "rank-00001.safetensors").unlink()
-    assert "rank-00001.safetensors is missing" in refused(place, "missing", checkpoint)
+    assert "rank-00001.safetensors is missing" in refused(place, "missing", checkpoint, run_warm)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_model(place: Place, crippled: Callable[[str], Path]) -> None:
+def test_a_checkpoint_of_another_model(place: Place, crippled: Callable[[str], Path], run_warm: RunWarm) -> None:
     checkpoint = crippled("foreign")
     shape = place.plan("foreign")["shape"] | {"width": 64}
     shutil.rmtree(checkpoint)
     staging = staging_for(checkpoint.parent, 50)
     write_rank(staging, 0, {"model/norm.weight": whole_slice(torch.ones(64))})
     publish(staging, checkpoint_for(checkpoint.parent, 50), step=50, cursor=350, model=shape, world_size=1)
-    sentence = refused(place, "foreign", checkpoint)
+    sentence = refused(place, "foreign", checkpoint, run_warm)
     assert "this checkpoint has width 64, the recipe asks 32" in sentence
 
 

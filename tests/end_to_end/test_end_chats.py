@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.command import Place, ended, kill_group, wait_while_running
+from tests.end_to_end.conftest import RunWarm
 
 CHATS = Path(__file__).parents[1] / "fixtures" / "chats" / "chatterbot_part.jsonl"
 RECIPE = """
@@ -72,17 +73,17 @@ def test_samples_are_shown_with_what_is_learnt(chats: Place) -> None:
 
 
 @pytest.mark.slow
-def test_examples_longer_than_a_window_are_refused_before_a_worker_starts(chats: Place) -> None:
-    refused = chats.train("short", "train.sequence=8", "train.batch_tokens=64")
+def test_examples_longer_than_a_window_are_refused_before_a_worker_starts(chats: Place, run_warm: RunWarm) -> None:
+    refused = run_warm(chats, "train", "tiny.toml", "run.name=short", "train.sequence=8", "train.batch_tokens=64")
     assert refused.code == 2 and "longer than a window of 8 tokens" in refused.sentence()
     assert not (chats.path("short") / "plan.json").exists()
 
 
 @pytest.mark.slow
-def test_three_epochs_of_real_chats_on_two_workers_go_on_after_a_kill(tmp_path: Path) -> None:
+def test_three_epochs_of_real_chats_on_two_workers_go_on_after_a_kill(tmp_path: Path, run_warm: RunWarm) -> None:
     place = Place(tmp_path / "place", RECIPE)
     (place.folder / "chats.jsonl").write_text(CHATS.read_text(encoding="utf-8"))
-    options = ("model.vocabulary=512", "train.sequence=512", "train.batch_tokens=2560")
+    options = ("model.vocabulary=512", "train.sequence=512", "train.batch_tokens=2560", "--no-check")
     whole = place.train("whole", *options)
     assert whole.code == 0 and not whole.err, whole
     steps = place.plan("whole")["steps"]
@@ -103,12 +104,12 @@ def test_three_epochs_of_real_chats_on_two_workers_go_on_after_a_kill(tmp_path: 
     for mask in folder.glob("train-*.mask.bin"):
         learned += mask.read_bytes().count(0)
     assert max(line.get("tokens", 0) for line in place.lines("whole")) == 3 * learned > 0
-    measured = place.run("eval", "whole")
+    measured = run_warm(place, "eval", "whole")
     assert measured.code == 0
     assert json.loads(measured.out)["eval_loss"] == pytest.approx(losses[-1], rel=1e-6)
     held = sum(mask.read_bytes().count(0) for mask in folder.glob("heldout-*.mask.bin"))
     assert json.loads(measured.out)["tokens"] == held
-    others = place.run("eval", "whole", "--files", "chats.jsonl")
+    others = run_warm(place, "eval", "whole", "--files", "chats.jsonl")
     assert others.code == 0 and json.loads(others.out)["tokens"] == held + learned
     with (place.folder / "lines.txt").open("w+") as typed:
         typed.write("What is AI?\n")

@@ -10,6 +10,7 @@ import pytest
 
 import plait
 from tests.end_to_end.command import Place, ended
+from tests.end_to_end.conftest import RunWarm
 
 TEMPLATE = """{% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
@@ -27,21 +28,16 @@ def questions() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "replicate=2",
-        pytest.param("tensor=2", marks=pytest.mark.slow),
-        pytest.param("pipeline=2", marks=pytest.mark.slow),
-    ],
-)
-def test_choices_are_asked_in_the_run_and_by_eval(place: Place, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", ["replicate", "tensor and pipeline"])
+def test_choices_are_asked_in_the_run_and_by_eval(
+    place: Place, run_warm: RunWarm, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By one process eval gives what the run's ranks gave together, whatever they split."""
     monkeypatch.chdir(place.folder)
     (place.folder / "choices.jsonl").write_text(questions())
     name = f"asked-{layout[:4]}"
-    one = () if layout == "replicate=2" else ("layout.replicate=1",)
-    told = place.train(name, "report.choices=choices.jsonl", *one, f"layout.{layout}", "--no-check")
+    axes = {"replicate": (), "tensor and pipeline": ("layout.replicate=1", "layout.tensor=2", "layout.pipeline=2")}
+    told = place.train(name, "report.choices=choices.jsonl", *axes[layout], "--no-check")
     assert told.code == 0, told.err
     assert "of choices right" in told.out
     evaluations = [line for line in place.lines(name) if "eval_loss" in line]
@@ -49,7 +45,7 @@ def test_choices_are_asked_in_the_run_and_by_eval(place: Place, layout: str, mon
     receipt = json.loads((place.path(name) / "receipt.json").read_text())
     keys = ("choices_accuracy", "choices_accuracy_per_byte")
     assert [receipt[key] for key in keys] == [evaluations[-1][key] for key in keys]
-    asked = place.run("eval", name, "--choices", "choices.jsonl")
+    asked = run_warm(place, "eval", name, "--choices", "choices.jsonl")
     assert asked.code == 0, asked.err
     values = json.loads(asked.out)
     assert values["questions"] == 24 and [values[key] for key in keys] == [receipt[key] for key in keys]
@@ -57,16 +53,18 @@ def test_choices_are_asked_in_the_run_and_by_eval(place: Place, layout: str, mon
     assert plait.evaluate(name, choices="choices.jsonl") == values
 
 
-def test_choices_that_cannot_be_asked_are_refused_before_training(place: Place) -> None:
-    missing = place.train("never", "report.choices=none.jsonl")
+def test_choices_that_cannot_be_asked_are_refused_before_training(place: Place, run_warm: RunWarm) -> None:
+    missing = run_warm(place, "train", "tiny.toml", "run.name=never", "report.choices=none.jsonl")
     assert missing.code == 2 and "there is no file of choices" in missing.sentence()
     assert not place.path("never").exists() or not (place.path("never") / "plan.json").exists()
 
 
 @pytest.mark.slow
-def test_chat_answers_each_line_by_the_template(place: Place, reference: Callable[[int], str]) -> None:
+def test_chat_answers_each_line_by_the_template(
+    place: Place, reference: Callable[[int], str], run_warm: RunWarm
+) -> None:
     place.copy_run(reference(2), "talker")
-    refused = place.run("chat", "talker")
+    refused = run_warm(place, "chat", "talker")
     assert refused.code == 2 and "has no chat template" in refused.sentence()
     (place.path("talker") / "chat_template.jinja").write_text(TEMPLATE)
     lines = place.folder / "lines.txt"

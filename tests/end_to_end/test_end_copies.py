@@ -13,19 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.command import STEPS, Place, ended, flip_bit, wait_while_running
-from tests.end_to_end.test_end_recovery import FASTER, assert_same_end, done_steps, fork_server, incidents, is_back
+from tests.end_to_end.command import STEPS, Place, ended, wait_while_running
+from tests.end_to_end.conftest import LeftAlone
+from tests.end_to_end.test_end_recovery import FASTER, assert_same_end, done_steps, incidents, is_back
 
 EVERY = "recover.state_every=3"
-
-
-def damage_checkpoints(place: Place, name: str) -> list[int]:
-    """Flip a bit in every checkpoint that is there: whoever reads one says so. Returns their steps."""
-    damaged = []
-    for path in (place.path(name) / "checkpoints").glob("step-*/rank-*.safetensors"):
-        flip_bit(path)
-        damaged.append(int(path.parent.name.removeprefix("step-")))
-    return damaged
 
 
 def memory_of(process: subprocess.Popen[str]) -> Path:
@@ -62,19 +54,6 @@ def test_after_a_death_no_checkpoint_is_read_and_few_steps_are_lost(
 
 
 @pytest.mark.slow
-def test_damaged_checkpoints_are_not_even_looked_at(place: Place, reference: Callable[[int], str]) -> None:
-    whole, name = reference(2), "unread-2"
-    process = place.start_training(name, EVERY, *FASTER)
-    wait_while_running(lambda: 20 in place.checkpoints(name), process)
-    damaged = damage_checkpoints(place, name)
-    os.kill(fork_server(process), signal.SIGKILL)
-    last = ended(process)
-    assert last.code == 0 and damaged and "skipped" not in last.out, last
-    assert_same_end(place, name, whole)
-    assert told(place, name)[0]["from_copies"]
-
-
-@pytest.mark.slow
 def test_copies_that_cannot_be_used_are_passed_over_and_said(place: Place, reference: Callable[[int], str]) -> None:
     whole, name = reference(2), "spoilt-2"
     process = place.start_training(name, "recover.state_every=1000", *FASTER)
@@ -97,44 +76,27 @@ def test_copies_that_cannot_be_used_are_passed_over_and_said(place: Place, refer
 
 
 LAYOUTS = {
-    "replicate": ("layout.replicate=3",),
-    "shard": ("layout.replicate=1", "layout.shard=2", "layout.shard_what=parameters"),
     "optimizer": ("layout.replicate=1", "layout.shard=2", "layout.shard_what=optimizer"),
-    "tensor": ("layout.replicate=1", "layout.tensor=2"),
-    "pipeline": ("layout.replicate=1", "layout.pipeline=2"),
-    "context": ("layout.replicate=1", "layout.context=2"),
     "mixed": ("layout.replicate=2", "layout.tensor=2"),
-    "experts": ("layout.replicate=2", "model.experts=4", "model.expert_balance=bias", "model.size=auto"),
 }
-RANKS = {"replicate": 3, "mixed": 4}
+"""Every other layout goes on from copies on two hosts, in test_end_hosts_layouts.py."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_goes_on_from_copies_to_the_same_bits(place: Place, layout: str) -> None:
+def test_a_layout_goes_on_from_copies_to_the_same_bits(place: Place, left_alone: LeftAlone, layout: str) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    alone, name = f"alone-{layout}", f"copied-{layout}"
-    assert place.train(alone, *LAYOUTS[layout]).code == 0
+    alone, name = left_alone(*LAYOUTS[layout]), f"copied-{layout}"
     process = place.start_training(name, *LAYOUTS[layout], EVERY, "checkpoint.every=never", *FASTER)
     for start in (2, 3):
         after_step = (start - 1) * 20 + dice.randrange(-10, 10)
         wait_while_running(lambda step=after_step: done_steps(place, name) > step, process)
-        os.kill(place.rank_process(name, dice.randrange(RANKS.get(layout, 2))), signal.SIGKILL)
+        os.kill(place.rank_process(name, dice.randrange(4 if layout == "mixed" else 2)), signal.SIGKILL)
         wait_while_running(lambda start=start: is_back(place, name, start), process)
     last = ended(process)
     assert last.code == 0 and not last.err, last
     assert_same_end(place, name, alone)
     assert [line["from_copies"] for line in told(place, name)] == [True, True]
     assert all(line["steps_lost"] <= 3 for line in told(place, name))
-
-
-@pytest.mark.slow
-def test_a_drill_tells_that_few_steps_were_lost(place: Place) -> None:
-    asked = ("drill", "tiny.toml", "run.name=few", "--kill", "1@25", "--kill", "0@40", EVERY, "--json", "few.json")
-    found = place.run(*asked)
-    assert found.code == 0, found
-    report = json.loads((place.folder / "few.json").read_text())
-    assert report["ok"] and report["final_equal"] == "bits"
-    assert all(0 <= fault["steps_lost"] <= 3 for fault in report["faults"])

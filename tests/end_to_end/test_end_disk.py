@@ -97,11 +97,11 @@ def said_until(text: str, process: subprocess.Popen[str]) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("small_disk", [48], indirect=True)
 def test_training_goes_on_while_the_disk_has_no_byte_left(small_disk: Path, place: Place) -> None:
-    here, settings = Place(small_disk / "work"), ("train.budget=600 steps", 'checkpoint.every="20 steps"')
+    here, settings = Place(small_disk / "work"), ("train.budget=300 steps", 'checkpoint.every="15 steps"', "--no-check")
     process = here.start("train", "tiny.toml", "run.name=full", *settings)
-    wait_while_running(lambda: logged_steps(here) > 30, process)
+    wait_while_running(lambda: logged_steps(here) > 20, process)
     filler = fill(small_disk, 0)
-    wait_while_running(lambda: logged_steps(here) > 300, process)
+    wait_while_running(lambda: logged_steps(here) > 200, process)
     filler.unlink()
     last = ended(process)
     assert last.code == 0 and not last.err, last
@@ -112,7 +112,7 @@ def test_training_goes_on_while_the_disk_has_no_byte_left(small_disk: Path, plac
     )
     assert not (here.path("full") / "incidents.jsonl").exists()
     assert place.train("whole", *settings).code == 0
-    assert here.manifest("full", 600) == place.manifest("whole", 600) and here.numbers("full") == place.numbers("whole")
+    assert here.manifest("full", 300) == place.manifest("whole", 300) and here.numbers("full") == place.numbers("whole")
 
 
 @pytest.mark.slow

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.monitoring.elastic_workers import in_place_of
+from plait.commands.monitoring.elastic_workers import change_of_speed, in_place_of
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from tests.end_to_end.command import Ended, Place, ended, wait_while_running
+from tests.end_to_end.conftest import RunWarm
 from tests.end_to_end.namespaces import Net, has_namespaces, network
 
 pytestmark = [
@@ -96,6 +97,16 @@ class Hosts:
         return [host["name"] for host in self.lead_place.plan(name)["hosts"]]
 
 
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A place with the run "fixed", which nobody disturbs."""
+    place = Place(tmp_path_factory.mktemp("fixed"), RECIPE)
+    cores = partial(os.sched_setaffinity, 0, {0, 1})
+    whole = place.train("fixed", "--no-check", within_s=PATIENCE_S, preexec_fn=cores)
+    assert whole.code == 0, whole
+    return place
+
+
 @pytest.fixture
 def apart(tmp_path: Path) -> Iterator[Hosts]:
     yield from _hosts(tmp_path, shared=False)
@@ -129,17 +140,16 @@ def goes_on(hosts: Hosts, name: str, names: str, lead: subprocess.Popen[str]) ->
     wait_for(lambda: steps_done(hosts.lead_place, name) >= begun + 3, lead)
 
 
-def assert_like_the_fixed_run(place: Place, name: str) -> None:
+def assert_like_the_fixed_run(place: Place, name: str, fixed: Place, run_warm: RunWarm) -> None:
     """The ledger of one that was never disturbed, and its losses."""
-    whole = place.train("fixed", "--no-check", preexec_fn=lambda: os.sched_setaffinity(0, {0, 1}))
-    assert whole.code == 0, whole
-    found, fixed = (json.loads(place.run("status", one, "--json", "--ledger").out)["ledger"] for one in (name, "fixed"))
-    assert [{**line, "generation": 1} for line in found] == [{**line, "generation": 1} for line in fixed]
+    runs = ((place, name), (fixed, "fixed"))
+    status, whole = (json.loads(run_warm(where, "status", one, "--json", "--ledger").out) for where, one in runs)
+    found, undisturbed = status["ledger"], whole["ledger"]
+    assert [{**line, "generation": 1} for line in found] == [{**line, "generation": 1} for line in undisturbed]
     assert len(found) == STEPS
-    losses = [[line for line in place.lines(one) if "loss" in line] for one in (name, "fixed")]
+    losses = [[line for line in where.lines(one) if "loss" in line] for where, one in runs]
     pairs = list(zip(*losses, strict=True))
     assert max(abs(one["loss"] - other["loss"]) / other["loss"] for one, other in pairs) <= LIKE
-    status = json.loads(place.run("status", name, "--json").out)
     assert status["samples_lost"] == status["samples_repeated"] == 0
 
 
@@ -152,7 +162,8 @@ def without_torch(one: Ended) -> Ended:
     return replace(one, err="".join(line for line in one.err.splitlines(True) if HOSTS_WITHOUT_NAMES not in line))
 
 
-def test_four_hosts_become_two_three_and_four_again(apart: Hosts) -> None:
+def test_four_hosts_become_two_three_four_and_three_again(apart: Hosts, fixed: Place, run_warm: RunWarm) -> None:
+    """Two are lost, two come, and one is stopped, which leaves without a failure."""
     name, place = "elastic", apart.lead_place
     lead = apart.lead(name, 4)
     guests = [apart.join(index) for index in (1, 2, 3)]
@@ -168,22 +179,30 @@ def test_four_hosts_become_two_three_and_four_again(apart: Hosts) -> None:
     goes_on(apart, name, "abc", lead)
     again.append(apart.join(3))
     goes_on(apart, name, "abcd", lead)
+    failures = (place.path(name) / "incidents.jsonl").read_text()
+    os.killpg(again[1].pid, signal.SIGINT)
+    stopped = ended(again.pop(), PATIENCE_S)
+    assert stopped.code == 130 and "left by SIGINT; all is saved, and the run goes on without it" in stopped.out
     first, *others = (ended(process, PATIENCE_S) for process in (lead, guests[0], *again))
-    assert [one.code for one in (first, *others)] == [0, 0, 0, 0], (first, others)
+    assert [one.code for one in (first, *others)] == [0, 0, 0], (first, others)
+    assert (place.path(name) / "incidents.jsonl").read_text() == failures
     assert not without_torch(first).err, first.err
     told, plans = _changes(first), plans_of(place, name)
     # How many hosts go at once hangs on when each is missed.
-    *lost, left, c_came, d_came = plans
-    assert [one.world_size for one in (lost[0], left, c_came, d_came)] == [4, 2, 3, 4] and len(lost) <= 2
+    *lost, left, c_came, d_came, d_left = plans
+    assert [one.world_size for one in (lost[0], left, c_came, d_came, d_left)] == [4, 2, 3, 4, 3] and len(lost) <= 2
     chosen = [in_place_of(old, new) for old, new in pairwise(plans)]
     pairs = list(zip(told, chosen, strict=True))
     assert all(line.partition(": ")[2].startswith(what) for line, what in pairs), pairs
-    *gone, c_joined, d_joined = told
-    assert all(" gone: " in line and " slower until " in line for line in gone), told
+    *gone, c_joined, d_joined, d_stopped = told
+    speeds = [change_of_speed(old, new) for old, new in pairwise(plans)]
+    assert all(speed in line for line, speed in zip(told, speeds, strict=True)), (told, speeds)
+    assert all(" gone: " in line and (" slower until " in line or "faster" in line) for line in gone), told
     assert {name for name in "cd" if any(name in line.partition(":")[0].split() for line in gone)} == {"c", "d"}, told
     assert c_joined.startswith("c joined: ") and d_joined.startswith("d joined: "), told
+    assert d_stopped.startswith("d is gone: "), told
     assert "taken in at its next checkpoint" in others[1].out and "pauses the run" in others[0].out
-    assert_like_the_fixed_run(place, name)
+    assert_like_the_fixed_run(place, name, fixed, run_warm)
 
 
 def plans_of(place: Place, name: str) -> list[Plan]:
@@ -196,24 +215,6 @@ def _changes(one: Ended) -> list[str]:
     """What the leader said of hosts that came and went."""
     lines = [line.removeprefix("hosts    ") for line in one.out.splitlines() if line.startswith("hosts ")]
     return [line for line in lines if " gone: " in line or " joined: " in line]
-
-
-def test_a_host_that_is_stopped_leaves_and_nothing_is_done_twice(apart: Hosts) -> None:
-    name, place = "leaves", apart.lead_place
-    lead, guests = apart.lead(name, 3), [apart.join(1), apart.join(2)]
-    wait_for(lambda: steps_done(place, name) > 6, lead)
-    os.killpg(guests[0].pid, signal.SIGINT)
-    left = ended(guests[0], PATIENCE_S)
-    assert left.code == 130 and "left by SIGINT; all is saved, and the run goes on without it" in left.out
-    goes_on(apart, name, "ac", lead)
-    first, other = ended(lead, PATIENCE_S), ended(guests[1], PATIENCE_S)
-    assert (first.code, other.code) == (0, 0), (first, other)
-    before, after = plans_of(place, name)
-    assert [before.world_size, after.world_size] == [3, 2] and "failure  " not in first.out
-    (told,) = _changes(first)
-    assert told.startswith(f"b is gone: {in_place_of(before, after)}, "), told
-    assert not (place.path(name) / "incidents.jsonl").exists()
-    assert_like_the_fixed_run(place, name)
 
 
 def test_a_recipe_that_cannot_fit_on_what_is_left_stops_saved_and_says_what_is_missing(apart: Hosts) -> None:
@@ -237,11 +238,16 @@ def test_a_recipe_that_cannot_fit_on_what_is_left_stops_saved_and_says_what_is_m
     assert [ended(one, PATIENCE_S).code for one in (lead, guest)] == [0, 0]
 
 
-def test_a_short_partition_heals_and_a_zombie_host_writes_nothing(together: Hosts) -> None:
+def test_a_second_leader_is_refused_a_short_partition_heals_and_a_zombie_host_writes_nothing(
+    together: Hosts, fixed: Place, run_warm: RunWarm
+) -> None:
     """The hosts share a folder, so that a frozen one could write into it when it thaws."""
     name, place = "partitioned", together.lead_place
     lead, guests = together.lead(name, 3), [together.join(1), together.join(2)]
     wait_for(lambda: steps_done(place, name) > 6, lead)
+    words = ("train", "tiny.toml", f"run.name={name}", "--no-check")
+    second = place.run(*words, preexec_fn=together.net.enter(3, 0))
+    assert second.code == 2 and "another plait is training in" in second.sentence()
     together.net.pull(2)
     threading.Event().wait(3)  # how long a cable is out is what is tested
     together.net.plug(2)
@@ -259,16 +265,7 @@ def test_a_short_partition_heals_and_a_zombie_host_writes_nothing(together: Host
     first, other = ended(lead, PATIENCE_S), ended(guests[0], PATIENCE_S)
     assert (first.code, other.code) == (0, 0), (first, other)
     assert not [path.name for path in root.iterdir() if path.name.startswith(".")]
-    assert_like_the_fixed_run(place, name)
-
-
-def test_a_second_leader_of_one_run_is_refused(together: Hosts) -> None:
-    name, place = "led-twice", together.lead_place
-    lead, guest = together.lead(name, 2), together.join(1)
-    wait_for(lambda: steps_done(place, name) > 3, lead)
-    second = place.run(*("train", "tiny.toml", f"run.name={name}", "--no-check"), preexec_fn=together.net.enter(2, 0))
-    assert second.code == 2 and "another plait is training in" in second.sentence()
-    assert [ended(one, PATIENCE_S).code for one in (lead, guest)] == [0, 0]
+    assert_like_the_fixed_run(place, name, fixed, run_warm)
 
 
 def _processes_of(process: subprocess.Popen[str]) -> list[int]:

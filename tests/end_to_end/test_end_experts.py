@@ -11,6 +11,7 @@ import torch
 from plait.checkpoint.store import verify_checkpoint
 from plait.checkpoint.transfer import read_tensor
 from tests.end_to_end.command import RECIPE, STEPS, Place, ended, kill_group, wait_while_running
+from tests.end_to_end.conftest import RunWarm
 
 MIXTURE = RECIPE.replace("vocabulary = 300", "vocabulary = 300\nexperts = 4\nexpert_balance_rate = 0.01")
 FIXED = ("optimizer.schedule=constant", "optimizer.warmup_steps=2", "optimizer.lr=0.01")
@@ -28,17 +29,17 @@ def bias_at(path: Path) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [(), ("layout.expert=2",), ("layout.replicate=1", "layout.shard=2", "layout.expert=2")], ids=str
+    "layout", [(), ("layout.replicate=1", "layout.shard=2", "layout.expert=2")], ids=["copied", "sharded and split"]
 )
 def test_kill_9_and_go_on_bit_for_bit_with_the_biases(mixed: Place, layout: tuple[str, ...]) -> None:
     whole, killed = f"whole-{len(layout)}", f"killed-{len(layout)}"
-    run = mixed.train(whole, *layout)
+    run = mixed.train(whole, *layout, "--no-check")
     assert run.code == 0 and not run.err, run
-    process = mixed.start_training(killed, *layout)
+    process = mixed.start_training(killed, *layout, "--no-check")
     wait_while_running(lambda: bool(mixed.checkpoints(killed)), process)
     kill_group(process, signal.SIGKILL)
     assert ended(process).code == -signal.SIGKILL
-    run = mixed.train(killed, *layout)
+    run = mixed.train(killed, *layout, "--no-check")
     assert run.code == 0 and "resume   from step-" in run.out
     assert mixed.numbers(killed) == mixed.numbers(whole) and mixed.manifest(killed) == mixed.manifest(whole)
     path = mixed.path(whole) / "checkpoints" / f"step-{STEPS}"
@@ -48,7 +49,7 @@ def test_kill_9_and_go_on_bit_for_bit_with_the_biases(mixed: Place, layout: tupl
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_under_other_layouts_with_the_same_biases(mixed: Place) -> None:
+def test_a_run_goes_on_under_other_layouts_with_the_same_biases(mixed: Place, run_warm: RunWarm) -> None:
     name = "handed-on"
     layouts = (
         ("layout.replicate=2", "layout.expert=2"),
@@ -58,13 +59,13 @@ def test_a_run_goes_on_under_other_layouts_with_the_same_biases(mixed: Place) ->
     for part, layout in enumerate(layouts, start=1):
         run = mixed.train(name, *layout, f"train.budget={20 * part} steps", "--no-check", *FIXED)
         assert run.code == 0 and not run.err, run
-    whole = mixed.train("alone", "layout.replicate=1", *FIXED)
+    whole = mixed.train("alone", "layout.replicate=1", "--no-check", *FIXED)
     assert whole.code == 0
     one, other = (mixed.lines(run)[-2]["loss"] for run in (name, "alone"))
     assert one == pytest.approx(other, rel=0.02)
-    sampled = mixed.run("sample", name, "--tokens", "5", "--temperature", "0")
+    sampled = run_warm(mixed, "sample", name, "--tokens", "5", "--temperature", "0")
     assert sampled.code == 0 and not sampled.err
-    refused = mixed.run("export", name, "--to", "out")
+    refused = run_warm(mixed, "export", name, "--to", "out")
     assert refused.code == 2 and "router sigmoid, balance bias" in refused.sentence()
 
 
@@ -77,19 +78,6 @@ def test_a_run_goes_on_under_other_layouts_with_the_same_biases(mixed: Place) ->
             "layout.expert = 3 does not divide 4 experts; choose one of 1, 2, 4",
         ),
         (("layout.shard=3", "layout.replicate=2", "layout.expert=2"), "unlike numbers of the same experts"),
-    ],
-)
-def test_a_wrong_layout_of_experts_is_refused_in_one_sentence(
-    mixed: Place, overrides: tuple[str, ...], part: str
-) -> None:
-    refused = mixed.train("wrong", *overrides)
-    assert refused.code == 2 and part in refused.sentence()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "part"),
-    [
         (("layout.expert=4",), "layout.expert = 4 does not divide the 2 workers of layout.replicate"),
         (("model.experts_per_token=5",), "experts_per_token = 5 is more than the 4 experts"),
         (("model.expert_groups=3",), "does not divide 4 experts"),
@@ -97,6 +85,8 @@ def test_a_wrong_layout_of_experts_is_refused_in_one_sentence(
         (("model.experts=auto",), "expert_balance_rate is of a mixture of experts"),
     ],
 )
-def test_wrong_experts_are_refused_in_one_sentence(mixed: Place, overrides: tuple[str, ...], part: str) -> None:
-    refused = mixed.train("wrong", *overrides)
+def test_wrong_experts_are_refused_in_one_sentence(
+    mixed: Place, run_warm: RunWarm, overrides: tuple[str, ...], part: str
+) -> None:
+    refused = run_warm(mixed, "train", "tiny.toml", "run.name=wrong", *overrides)
     assert refused.code == 2 and part in refused.sentence()

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.command import Ended, Place, ended, kill_group, wait_while_running
+from tests.end_to_end.conftest import RunWarm
 from tests.interop.folders import write_model
 
 RECIPE = """
@@ -60,27 +61,32 @@ def run(home: Place, *arguments: str) -> Ended:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_trained_measured_and_handed_on(home: Place) -> None:
+def test_an_adapter_is_trained_measured_and_handed_on(home: Place, run_warm: RunWarm) -> None:
+    def told(*arguments: str) -> str:
+        found = run_warm(home, *arguments)
+        assert found.code == 0, found
+        return found.out
+
     start = run(home, "train", "go.toml").out
     assert "learn (lora, rank 4)" in start
-    before, after = (json.loads(run(home, "eval", "go", *more).out) for more in (("--adapter", "none"), ()))
+    before, after = (json.loads(told("eval", "go", *more)) for more in (("--adapter", "none"), ()))
     assert before["tokens"] == after["tokens"] and after["nats_per_token"] < before["nats_per_token"] - 0.1
-    run(home, "export", "go", "--to", "adapter", "--adapter")
-    again = json.loads(run(home, "eval", "base", "--heldout-of", "go", "--adapter", "adapter").out)
+    told("export", "go", "--to", "adapter", "--adapter")
+    again = json.loads(told("eval", "base", "--heldout-of", "go", "--adapter", "adapter"))
     assert again["nats_per_token"] == pytest.approx(after["nats_per_token"], rel=1e-6)
-    texts = run(home, "sample", "go", "--prompt", "yes?", "--tokens", "4", "--adapter", "none", "--adapter", "go").out
+    texts = told("sample", "go", "--prompt", "yes?", "--tokens", "4", "--adapter", "none", "--adapter", "go")
     assert texts.count("adapter  none\nyes?") == texts.count("adapter  go\nyes?") == 1
-    run(home, "export", "go", "--to", "merged", "--merged")
+    told("export", "go", "--to", "merged", "--merged")
     theirs = AutoModelForCausalLM.from_pretrained(home.folder / "merged")
     with torch.no_grad():
         assert torch.isfinite(theirs(torch.tensor([[1, 2, 3]])).logits).all()
-    told = ended(home.start("export", "go", "--to", "both", "--adapter", "--merged"))
-    assert told.code == 2 and "two folders" in told.err and told.err.count("\n") == 1
+    both = run_warm(home, "export", "go", "--to", "both", "--adapter", "--merged")
+    assert both.code == 2 and "two folders" in both.sentence()
 
 
 @pytest.mark.slow
 def test_kill_9_and_go_on_bit_for_bit(home: Place) -> None:
-    often = ("checkpoint.every=3 steps", "train.budget=6 epochs", "report.evaluate=10 steps")
+    often = ("checkpoint.every=3 steps", "train.budget=4 epochs", "report.evaluate=10 steps", "--no-check")
     run(home, "train", "go.toml", "run.name=whole", *often)
     steps = home.plan("whole")["steps"]
     process = home.start("train", "go.toml", "run.name=killed", *often)
@@ -97,12 +103,13 @@ def test_kill_9_and_go_on_bit_for_bit(home: Place) -> None:
 
 @pytest.mark.slow
 def test_one_worker_goes_on_with_the_adapter_that_two_trained(home: Place) -> None:
-    fixed = ("optimizer.schedule=constant", "optimizer.warmup_steps=2")
+    # At the recipe's rate the last bits, in which two workers differ from one, grow to 6e-4 within these steps.
+    fixed = ("optimizer.schedule=constant", "optimizer.warmup_steps=2", "optimizer.lr=0.002", "--no-check")
     run(home, "train", "go.toml", "run.name=two", "train.budget=12 steps", *fixed)
     home.copy_run("two", "one")
     longer = ("train.budget=20 steps", *fixed)
     run(home, "train", "go.toml", "run.name=two", *longer)
-    alone = run(home, "train", "go.toml", "run.name=one", "--no-check", "layout.replicate=1", *longer)
+    alone = run(home, "train", "go.toml", "run.name=one", "layout.replicate=1", *longer)
     assert "resume   from step-12" in alone.out
     losses = {
         name: {line["step"]: line["loss"] for line in home.lines(name) if "loss" in line} for name in ("one", "two")
@@ -120,7 +127,9 @@ def test_one_worker_goes_on_with_the_adapter_that_two_trained(home: Place) -> No
         ("finetune.rank=17", "finetune.rank = 17 is above the 16 of attention.k's smaller side"),
     ],
 )
-def test_what_cannot_be_tuned_is_one_sentence_before_a_worker_starts(home: Place, override: str, words: str) -> None:
-    told = ended(home.start("train", "go.toml", override))
-    assert told.code == 2 and told.err.count("\n") == 1 and words in told.err
+def test_what_cannot_be_tuned_is_one_sentence_before_a_worker_starts(
+    home: Place, run_warm: RunWarm, override: str, words: str
+) -> None:
+    told = run_warm(home, "train", "go.toml", override)
+    assert told.code == 2 and words in told.sentence()
     assert not (home.folder / "runs" / "go" / "checkpoints").exists()

@@ -75,30 +75,22 @@ def test_a_lost_host_that_the_layout_needs_ends_the_run_and_both_commands_go_on_
 
 
 @pytest.mark.slow
-def test_two_hosts_in_one_folder_share_it(pair: Pair, reference: Callable[[int], str]) -> None:
-    name = "two-hosts-shared"
-    pair.other = pair.lead
-    lead, guest = (ended(process) for process in pair.start(name, *EVEN))
-    assert (lead.code, guest.code) == (0, 0), (lead, guest)
-    assert "sent  " not in lead.out and "is shared with it" in guest.out
-    assert_same_end(pair.lead, name, reference(2))
-    pair.assert_nothing_left()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["lead", "guest"])
+@pytest.mark.parametrize("where", ["lead, in a folder that both share", "guest"])
 def test_ctrl_c_on_either_host_saves_and_ends_both(pair: Pair, reference: Callable[[int], str], where: str) -> None:
-    name = f"two-hosts-stopped-on-{where}"
+    name, is_shared = f"two-hosts-stopped-on-{where[:4]}", where != "guest"
+    if is_shared:
+        pair.other = pair.lead
     lead, guest = pair.start(name, *EVEN)
     wait_while_running(lambda: bool(pair.lead.checkpoints(name)), lead)
-    kill_group(lead if where == "lead" else guest, signal.SIGINT)
+    kill_group(guest if where == "guest" else lead, signal.SIGINT)
     first, second = ended(lead), ended(guest)
     assert (first.code, second.code) == (130, 130), (first, second)
+    assert ("sent  " in first.out, "is shared with it" in second.out) == (not is_shared, is_shared)
     step = pair.lead.checkpoints(name)[-1]
     assert step < STEPS and f"stopped after step {step} of {STEPS}, saved" in first.out
     pair.assert_nothing_left()
     # It goes on where one host has both workers.
-    last = pair.lead.train(name, *EVEN)
+    last = pair.lead.train(name, *EVEN, "--no-check")
     assert last.code == 0 and f"resume   from step-{step}" in last.out, last
     assert pair.lead.plan(name)["hosts"] == []
     assert_same_end(pair.lead, name, reference(2))
@@ -133,14 +125,14 @@ def test_a_worker_that_dies_on_the_other_host_is_told_with_its_host(pair: Pair) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_lost_on_the_other_host_is_named_and_both_commands_go_on(
-    pair: Pair, reference: Callable[[int], str], number: signal.Signals
+def test_a_worker_that_is_stopped_on_the_other_host_is_named_and_both_commands_go_on(
+    pair: Pair, reference: Callable[[int], str]
 ) -> None:
-    name = f"two-hosts-{number.name.lower()}"
+    """Killed ones are in test_end_hosts_layouts.py."""
+    name = "two-hosts-sigstop"
     lead, guest = pair.start(name, *EVEN, "recover.state_every=4")
     wait_while_running(lambda: bool(pair.lead.checkpoints(name)), lead)
-    os.kill(pair.other.rank_process(name, 1), number)
+    os.kill(pair.other.rank_process(name, 1), signal.SIGSTOP)
     first, second = ended(lead), ended(guest)
     assert (first.code, second.code) == (0, 0) and not first.err + second.err, (first, second)
     assert_same_end(pair.lead, name, reference(2))
@@ -148,7 +140,7 @@ def test_a_worker_lost_on_the_other_host_is_named_and_both_commands_go_on(
     incident, back = map(json.loads, lines)
     assert incident["rank"] == 1 and incident["host"] and incident["decision"] == "started again"
     assert incident["from_copies"] and incident["steps_lost"] <= 4 and "kept in memory" in first.out
-    assert incident["cause"] == ("killed" if number is signal.SIGKILL else "hung") and back["back_after_s"] > 0
+    assert incident["cause"] == "hung" and back["back_after_s"] > 0
     pair.assert_nothing_left()
 
 
@@ -253,12 +245,7 @@ def recipe_from_base(pair: Pair) -> Iterator[None]:
 
 
 PIPELINE = ("layout.replicate=1", "layout.pipeline=2", "layout.stage_layers=[2, 2]", "balance.every=never")
-TUNED = {
-    "all weights": EVEN,
-    "adapters": (*EVEN, "finetune.method=lora"),
-    "all weights in a pipeline": PIPELINE,
-    "adapters in a pipeline": (*PIPELINE, "finetune.method=lora"),
-}
+TUNED = {"adapters": (*EVEN, "finetune.method=lora"), "all weights in a pipeline": PIPELINE}
 
 
 @pytest.mark.slow
@@ -267,9 +254,9 @@ def test_a_model_goes_on_learning_on_two_hosts_as_on_one(pair: Pair, recipe_from
     """The other host has no model of its own: the weights are sent to it, once for all starts."""
     stem = f"further-{tuned.replace(' ', '-')}"
     write_model(pair.lead.folder / "base", shard_size="20KB")
-    alone = pair.lead.train(f"{stem}-alone", *TUNED[tuned])
+    alone = pair.lead.train(f"{stem}-alone", *TUNED[tuned], "--no-check")
     assert alone.code == 0, alone
-    for name in (stem, f"{stem}-again"):
+    for name in (stem, f"{stem}-again")[: 2 if tuned == "adapters" else 1]:
         lead, guest = (ended(process) for process in pair.start(name, *TUNED[tuned]))
         assert (lead.code, guest.code) == (0, 0) and not lead.err + guest.err, (lead, guest)
         assert pair.lead.numbers(name) == pair.lead.numbers(f"{stem}-alone")

@@ -15,6 +15,7 @@ from plait.checkpoint.transfer import read_tensor
 from plait.commands.models.opened_model import open_model
 from plait.working_folder import WorkingFolder
 from tests.end_to_end.command import RECIPE, STEPS, Place, ended, kill_group, wait_while_running
+from tests.end_to_end.conftest import RunWarm
 
 DEEPSEEK = """vocabulary = 300
 key_value_rank = 12
@@ -54,8 +55,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.mark.slow
-def test_it_is_killed_goes_on_and_is_handed_on_as_a_deepseek(place: Place) -> None:
-    layout = ("layout.replicate=1", "layout.tensor=2")
+def test_it_is_killed_goes_on_and_is_handed_on_as_a_deepseek(place: Place, run_warm: RunWarm) -> None:
+    layout = ("layout.replicate=1", "layout.tensor=2", "--no-check")
     whole = place.train("whole", *layout)
     assert whole.code == 0 and not whole.err, whole
     process = place.start_training("killed", *layout)
@@ -67,18 +68,18 @@ def test_it_is_killed_goes_on_and_is_handed_on_as_a_deepseek(place: Place) -> No
     assert place.numbers("killed") == place.numbers("whole") and place.manifest("killed") == place.manifest("whole")
     losses = [line["loss"] for line in place.lines("whole") if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
-    sampled = place.run("sample", "whole", "--tokens", "5", "--temperature", "0")
+    sampled = run_warm(place, "sample", "whole", "--tokens", "5", "--temperature", "0")
     assert sampled.code == 0 and not sampled.err
-    exported = place.run("export", "whole", "--to", "out")
+    exported = run_warm(place, "export", "whole", "--to", "out")
     assert exported.code == 0 and "deepseek_v3" in exported.out, exported
-    assert place.run("sample", "out", "--tokens", "5", "--temperature", "0").out == sampled.out
-    first, again = (place.run("eval", *names) for names in (("whole",), ("out", "--heldout-of", "whole")))
+    assert run_warm(place, "sample", "out", "--tokens", "5", "--temperature", "0").out == sampled.out
+    first, again = (run_warm(place, "eval", *names) for names in (("whole",), ("out", "--heldout-of", "whole")))
     one, other = (json.loads(told.out)["nats_per_token"] for told in (first, again))
     assert one == pytest.approx(other, rel=1e-6)
     theirs = AutoModelForCausalLM.from_pretrained(place.folder / "out")
     assert type(theirs).__name__ == "DeepseekV3ForCausalLM"
     (place.folder / "on.toml").write_text(GO_ON)
-    on = place.run("train", "on.toml", "run.name=on")
+    on = place.run("train", "on.toml", "run.name=on", "--no-check")
     assert on.code == 0 and not on.err, on
     begun = next(line["loss"] for line in place.lines("on") if "loss" in line)
     assert begun < 0.8 * losses[0]  # the weights are the trained ones
@@ -101,7 +102,7 @@ def test_it_is_killed_goes_on_and_is_handed_on_as_a_deepseek(place: Place) -> No
         ("layout.tensor=4", "layout.tensor = 4 does not divide 2 heads"),
     ],
 )
-def test_what_does_not_go_with_it_is_one_sentence(place: Place, override: str, part: str) -> None:
-    refused = place.train("refused", override)
+def test_what_does_not_go_with_it_is_one_sentence(place: Place, run_warm: RunWarm, override: str, part: str) -> None:
+    refused = run_warm(place, "train", "tiny.toml", "run.name=refused", override)
     assert refused.code == 2 and part in refused.sentence()
     assert not place.path("refused").exists()

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.command import Ended, Place, ended
+from tests.end_to_end.conftest import RunWarm
 from tests.interop.folders import write_model
 
 RECIPE = """
@@ -52,22 +53,27 @@ def run(home: Place, *arguments: str) -> Ended:
 
 
 @pytest.mark.slow
-def test_a_model_goes_in_and_out(home: Place) -> None:
-    before = json.loads(run(home, "eval", "base", "--files", "text.txt", "--sequence", "32").out)
+def test_a_model_goes_in_and_out(home: Place, run_warm: RunWarm) -> None:
+    def told(*arguments: str) -> str:
+        found = run_warm(home, *arguments)
+        assert found.code == 0, found
+        return found.out
+
+    before = json.loads(told("eval", "base", "--files", "text.txt", "--sequence", "32"))
     run(home, "train", "go.toml")
-    after = json.loads(run(home, "eval", "go", "--files", "text.txt").out)
+    after = json.loads(told("eval", "go", "--files", "text.txt"))
     assert after["tokens"] == before["tokens"] and after["nats_per_token"] < before["nats_per_token"] - 0.1
-    first, last = (json.loads(run(home, "eval", *names).out) for names in (("base", "--heldout-of", "go"), ("go",)))
+    first, last = (json.loads(told("eval", *names)) for names in (("base", "--heldout-of", "go"), ("go",)))
     assert first["tokens"] == last["tokens"] > 100 and last["nats_per_token"] < first["nats_per_token"] - 0.1
-    run(home, "export", "go", "--to", "mine")
-    again = json.loads(run(home, "eval", "mine", "--files", "text.txt", "--sequence", "32").out)
+    told("export", "go", "--to", "mine")
+    again = json.loads(told("eval", "mine", "--files", "text.txt", "--sequence", "32"))
     assert again["nats_per_token"] == pytest.approx(after["nats_per_token"], rel=1e-6)
     assert (home.folder / "mine" / "LICENSE").read_text() == "as you like"
     theirs = AutoModelForCausalLM.from_pretrained(home.folder / "mine")
     with torch.no_grad():
         assert torch.isfinite(theirs(torch.tensor([[1, 2, 3]])).logits).all()
-    told = ended(home.start("export", "go", "--to", "mine"))
-    assert told.code == 2 and "name a new folder" in told.err and told.err.count("\n") == 1
+    refused = run_warm(home, "export", "go", "--to", "mine")
+    assert refused.code == 2 and "name a new folder" in refused.sentence()
 
 
 def test_a_model_that_does_not_fit_is_one_sentence_before_a_worker_starts(home: Place) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.command import Place
+from tests.end_to_end.conftest import RunWarm
 from tests.interop.folders import VOCABULARY, write_model
 
 RECIPE = """
@@ -60,22 +61,23 @@ def home(tmp_path: Path) -> Place:
 
 
 @pytest.mark.slow
-def test_adapters_beside_too_small_an_embedding_are_refused_in_one_sentence(home: Place) -> None:
-    refused = home.train("adapters", "finetune.method=lora")
+def test_adapters_beside_too_small_an_embedding_are_refused_in_one_sentence(home: Place, run_warm: RunWarm) -> None:
+    refused = run_warm(home, "train", "tiny.toml", "run.name=adapters", "finetune.method=lora")
     assert refused.code == 2 and not (home.path("adapters") / "plan.json").exists()
     assert "the tokenizer has 263 entries and the model 260: adapters leave the embedding" in refused.sentence()
 
 
 @pytest.mark.slow
-def test_new_tokens_are_learnt_kept_and_exported(home: Place) -> None:
-    run = home.train("whole", "--why")
+def test_new_tokens_are_learnt_kept_and_exported(home: Place, run_warm: RunWarm) -> None:
+    run = home.train("whole", "--why", "--no-check")
     assert run.code == 0 and not run.err, run
     assert "vocabulary 263: 3 rows for tokens that were added to the tokenizer" in " ".join(run.out.split())
-    half = home.train("half", "train.budget=4 steps", "optimizer.schedule=constant", "optimizer.warmup_steps=1")
+    fixed = ("optimizer.schedule=constant", "optimizer.warmup_steps=1", "--no-check")
+    half = home.train("half", "train.budget=4 steps", *fixed)
     assert half.code == 0
-    rest = home.train("half", "optimizer.schedule=constant", "optimizer.warmup_steps=1", "layout.replicate=1")
+    rest = home.train("half", *fixed, "layout.replicate=1")
     assert rest.code == 0 and "resume   from step-4" in rest.out
-    assert home.run("export", "whole", "--to", "out").code == 0
+    assert run_warm(home, "export", "whole", "--to", "out").code == 0
     theirs = AutoModelForCausalLM.from_pretrained(home.folder / "out")
     base = AutoModelForCausalLM.from_pretrained(home.folder / "base")
     rows, before = (one.get_input_embeddings().weight.detach() for one in (theirs, base))
@@ -84,8 +86,7 @@ def test_new_tokens_are_learnt_kept_and_exported(home: Place) -> None:
     assert float((rows[260:262] - before.mean(0)).abs().max()) < 0.2, "from the mean on"
     assert len(AutoTokenizer.from_pretrained(home.folder / "out")) == 263
     assert torch.isfinite(theirs(torch.tensor([[1, 257, 258, 262]])).logits).all()
-    assert json.loads(home.run("eval", "whole").out)["tokens"] > 0
-    again = json.loads(home.run("eval", "out", "--heldout-of", "whole").out)
-    assert again["nats_per_token"] == pytest.approx(
-        json.loads(home.run("eval", "whole").out)["nats_per_token"], rel=1e-5
+    one, again = (
+        json.loads(run_warm(home, "eval", *words).out) for words in (("whole",), ("out", "--heldout-of", "whole"))
     )
+    assert one["tokens"] > 0 and again["nats_per_token"] == pytest.approx(one["nats_per_token"], rel=1e-5)

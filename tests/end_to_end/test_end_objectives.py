@@ -8,6 +8,7 @@ import pytest
 
 from plait.checkpoint.store import verify_checkpoint
 from tests.end_to_end.command import RECIPE, STEPS, Place, ended, kill_group, wait_while_running
+from tests.end_to_end.conftest import RunWarm
 
 LEARNING = RECIPE.replace(
     "layers = 2", "layers = 3\nauxiliary_heads = [1, 2]\npredict_ahead = 2\nnorm = 'rmsnorm'"
@@ -38,7 +39,7 @@ def test_kill_9_and_go_on_bit_for_bit_and_every_loss_falls(learning: Place) -> N
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_under_other_layouts_and_what_uses_it_leaves_them_out(learning: Place) -> None:
+def test_a_run_goes_on_under_other_layouts_and_what_uses_it_leaves_them_out(learning: Place, run_warm: RunWarm) -> None:
     fixed = ("optimizer.schedule=constant", "optimizer.warmup_steps=2", "optimizer.lr=0.01")
     layouts = (
         ("layout.pipeline=3", "layout.schedule=zero-bubble"),
@@ -46,16 +47,16 @@ def test_a_run_goes_on_under_other_layouts_and_what_uses_it_leaves_them_out(lear
         ("layout.pipeline=1", "layout.tensor=2"),
     )
     for part, layout in enumerate(layouts, start=1):
-        run = learning.train("handed-on", *layout, f"train.budget={20 * part} steps", *fixed)
+        run = learning.train("handed-on", "--no-check", *layout, f"train.budget={20 * part} steps", *fixed)
         assert run.code == 0 and not run.err, run
-    assert learning.train("alone", "layout.pipeline=1", *fixed).code == 0
+    assert learning.train("alone", "--no-check", "layout.pipeline=1", *fixed).code == 0
     one, other = (learning.lines(run)[-2] for run in ("handed-on", "alone"))
     assert one["loss"] == pytest.approx(other["loss"], rel=0.02)
-    sampled = learning.run("sample", "handed-on", "--tokens", "5", "--temperature", "0")
+    sampled = run_warm(learning, "sample", "handed-on", "--tokens", "5", "--temperature", "0")
     assert sampled.code == 0 and not sampled.err
-    measured = learning.run("eval", "handed-on")
+    measured = run_warm(learning, "eval", "handed-on")
     assert measured.code == 0 and not measured.err
-    exported = learning.run("export", "handed-on", "--to", "out")
+    exported = run_warm(learning, "export", "handed-on", "--to", "out")
     assert exported.code == 0 and "left out, for no family has them" in exported.out, exported
     assert "the norms of the heads after 1 and 2 layers and the 2 modules for prediction ahead" in exported.out
     path = learning.path("handed-on") / "checkpoints" / f"step-{STEPS}"
@@ -69,14 +70,14 @@ def test_a_run_goes_on_under_other_layouts_and_what_uses_it_leaves_them_out(lear
     [
         (("model.auxiliary_heads=[1,7]",), "names 7, and a model of 3 layers has its own head after the last"),
         (("model.predict_ahead=16",), "predict_ahead = 16 looks beyond a sequence of 16 tokens; choose at most 15"),
-        pytest.param(("model.auxiliary_heads=[2,2]",), "names a layer twice", marks=pytest.mark.slow),
-        pytest.param(("model.auxiliary_head_weight=-1",), "auxiliary_head_weight", marks=pytest.mark.slow),
-        pytest.param(("model.predict_ahead_weight=-1",), "predict_ahead_weight", marks=pytest.mark.slow),
-        pytest.param(
-            ("model.auxiliary_heads=[]", "model.auxiliary_head_weight=1"), "names none", marks=pytest.mark.slow
-        ),
+        (("model.auxiliary_heads=[2,2]",), "names a layer twice"),
+        (("model.auxiliary_head_weight=-1",), "auxiliary_head_weight"),
+        (("model.predict_ahead_weight=-1",), "predict_ahead_weight"),
+        (("model.auxiliary_heads=[]", "model.auxiliary_head_weight=1"), "names none"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence(learning: Place, overrides: tuple[str, ...], part: str) -> None:
-    refused = learning.train("wrong", *overrides)
+def test_what_cannot_be_is_refused_in_one_sentence(
+    learning: Place, run_warm: RunWarm, overrides: tuple[str, ...], part: str
+) -> None:
+    refused = run_warm(learning, "train", "tiny.toml", "run.name=wrong", *overrides)
     assert refused.code == 2 and part in refused.sentence()

@@ -15,6 +15,7 @@ from plait.recipe.schema import RunConfig
 from tests.end_to_end.command import Place
 from tests.fuzz.conftest import Outcome
 from tests.fuzz.mutate import ODD_VALUES, byte_mutant, json_mutant, toml_mutant
+from tests.matrix import CASES
 
 Mutate = Callable[[random.Random, bytes], bytes]
 HANG_S, GOES_ON_S = 5.0, 30.0
@@ -66,8 +67,8 @@ SUBJECTS = {
         pattern=".plait/data/*/*.npy", command=("eval", "fuzzed"), mutate=byte_mutant, seen=True, many=0.1
     ),
 }
-FEW, MANY = 10, 900
-"""Cases for each subject in `make test`, and in `make test-all`."""
+FEW = 10
+"""Cases for each subject in `make test`."""
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -78,12 +79,12 @@ def test_some_damage(subject: str, finished: Place, plait: Callable[..., Outcome
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_much_damage(subject: str, finished: Place, plait: Callable[..., Outcome]) -> None:
-    fuzz(SUBJECTS[subject], finished.folder, plait, cases=MANY, seed=f"much {subject}")
+    fuzz(SUBJECTS[subject], finished.folder, plait, cases=CASES, seed=f"much {subject}")
 
 
-@pytest.mark.parametrize("cases", [FEW * 4, pytest.param(MANY * 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [FEW * 4, pytest.param(CASES * 3, marks=pytest.mark.slow)])
 def test_overrides(cases: int, finished: Place, plait: Callable[..., Outcome]) -> None:
-    draw = random.Random(f"overrides {cases}")
+    draw = random.Random("overrides")
     for case in range(cases):
         text = override(draw)
         told = plait(*ON_PAPER, "1x4090", text)
@@ -94,7 +95,7 @@ def test_overrides(cases: int, finished: Place, plait: Callable[..., Outcome]) -
 def test_real_processes(finished: Place) -> None:
     """The same through the command's own process, where a crash of the interpreter would show."""
     draw = random.Random("processes")
-    for case in range(200):
+    for case in range(CASES // 5):
         subject = SUBJECTS[draw.choice(list(SUBJECTS))]
         with damaged(subject, finished.folder, draw) as what:
             ended = finished.run(*subject.command)

@@ -17,6 +17,7 @@ from tests.end_to_end.command import Place
 from tests.fuzz.conftest import Outcome
 from tests.fuzz.mutate import json_mutant
 from tests.fuzz.test_fuzz_files import GOES_ON_S, SAMPLE, TRAIN, assert_sound
+from tests.matrix import CASES
 
 EVAL = ("eval", "fuzzed")
 
@@ -37,7 +38,7 @@ SUBJECTS = {
     "receipt, train": Resealed(pattern="runs/fuzzed/receipt.json", command=(*TRAIN, "--verbose")),
     "index, eval": Resealed(pattern=".plait/data/*/index.json", command=EVAL, many=0.5),
 }
-FEW, MANY = 6, 600
+FEW = 6
 
 
 def resealed(text: bytes, name: str) -> bytes:
@@ -76,10 +77,10 @@ def trains_long(mutant: bytes) -> bool:
     return isinstance(steps, int) and 100 < steps < 10**6
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [FEW, pytest.param(CASES // 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_values_with_a_new_hash(subject: str, cases: int, finished: Place, plait: Callable[..., Outcome]) -> None:
-    one, draw = SUBJECTS[subject], random.Random(f"resealed {subject} {cases}")
+    one, draw = SUBJECTS[subject], random.Random(f"resealed {subject}")
     [path] = finished.folder.glob(one.pattern)
     whole = path.read_bytes()
     try:

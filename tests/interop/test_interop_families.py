@@ -23,9 +23,9 @@ from plait.interop.read_weights import load_model_from, read_boxes
 from plait.model.gpt import GPT
 from plait.partition.boxes import whole_box
 from tests.interop.random_models import SEQUENCE, VOCABULARY, random_config, random_model
-from tests.matrix import few_fast
+from tests.matrix import CASES, few_fast
 
-EVERY_DAY, ALL = range(10), range(10, 220)
+EVERY_DAY, ALL = range(10), range(10, 10 + CASES // 2)
 CPU = torch.device("cpu")
 SMALL = {
     "hidden_size": 16,

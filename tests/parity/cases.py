@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from plait.layout import Layout
@@ -129,10 +130,35 @@ UNEQUAL_LONG: tuple[tuple[Layout, tuple[int, ...]], ...] = (
 """With so unequal ones that a part may have a single sequence, or fewer than there are micro-batches."""
 
 
+def settings_of(layout: Layout) -> set[str]:
+    """The axes of a layout and how each is carried out."""
+    axes = ("replicate", "shard", "tensor", "context", "pipeline", "expert")
+    how = {"shard": layout.shard_what, "pipeline": layout.schedule}
+    used = {f"{axis} {how.get(axis, '')}" for axis in axes if getattr(layout, axis) > 1}
+    return {*used, f"recompute {layout.recompute}"}
+
+
+def by_turns(layouts: Sequence[Layout], kinds: Iterable[str], step: int) -> list[tuple[str, Layout]]:
+    """Each layout with two kinds of models, by turns."""
+    names = list(kinds)
+    return [(names[(place + turn) % len(names)], layout) for place, layout in enumerate(layouts) for turn in (0, step)]
+
+
+def covering(rows: Sequence[tuple[str, Layout]]) -> list[tuple[str, Layout]]:
+    """As few of the rows as still have each layout, and each kind of model with each setting that it met in them."""
+    left = {(kind, setting) for kind, layout in rows for setting in settings_of(layout)}
+    layouts, chosen = list(dict.fromkeys(layout for _, layout in rows)), list[tuple[str, Layout]]()
+    while layouts or left:
+        at_hand = [row for row in rows if not layouts or row[1] == layouts[0]]
+        best = max(at_hand, key=lambda row: sum((row[0], setting) in left for setting in settings_of(row[1])))
+        left -= {(best[0], setting) for setting in settings_of(best[1])}
+        chosen.append(best)
+        layouts = layouts[1:]
+    return chosen
+
+
 def pairs() -> list[tuple[Layout, str]]:
-    """Each layout with two of the families in turn, so that every family meets every strand."""
-    names = list(FAMILIES)
-    return [(layout, names[(place + turn) % len(names)]) for place, layout in enumerate(LONG) for turn in (0, 3)]
+    return [(layout, family) for family, layout in covering(by_turns(LONG, FAMILIES, 3))]
 
 
 def adapted(

@@ -17,7 +17,7 @@ from plait.planner.search.validity import check_layout
 from plait.recipe.schema import DataSection, RunConfig
 from plait.workers import ForkedWorkers
 from tests.matrix import few_fast
-from tests.parity.cases import LLAMA, YARN
+from tests.parity.cases import LLAMA, YARN, by_turns, covering
 from tests.parity.test_mixtures import DEEPSEEK, EVERY_LOSS
 
 CONFIG = RunConfig(data=DataSection(files="nothing.txt"))
@@ -88,9 +88,7 @@ def test_latent_attention_is_what_one_process_computes(name: str, workers: Forke
 
 
 def cases() -> list[tuple[str, Layout]]:
-    """Each layout with two kinds of models, by turns."""
-    kinds = list(KINDS)
-    return [(kinds[(place + step) % len(kinds)], layout) for place, layout in enumerate(LONG) for step in (0, 2)]
+    return covering(by_turns(LONG, KINDS, 2))
 
 
 @pytest.mark.slow

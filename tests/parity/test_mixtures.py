@@ -20,7 +20,7 @@ from plait.planner.search.validity import check_layout
 from plait.recipe.schema import DataSection, RunConfig
 from plait.workers import ForkedWorkers
 from tests.matrix import few_fast
-from tests.parity.cases import LLAMA
+from tests.parity.cases import LLAMA, covering
 
 CONFIG = RunConfig(data=DataSection(files="nothing.txt"))
 DEEPSEEK = MixtureShape(
@@ -128,8 +128,7 @@ def test_a_mixture_computes_what_one_process_computes(name: str, workers: Forked
 
 
 def cases() -> list[tuple[str, Layout]]:
-    pairs = product(LONG, KINDS)
-    return [(kind, layout) for layout, kind in pairs if kind != "olmoe" or layout.tensor == 1]
+    return covering([(kind, layout) for layout, kind in product(LONG, KINDS) if kind != "olmoe" or layout.tensor == 1])
 
 
 @pytest.mark.slow

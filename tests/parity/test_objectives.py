@@ -18,7 +18,7 @@ from plait.planner.search.validity import check_layout
 from plait.recipe.schema import DataSection, RunConfig
 from plait.workers import ForkedWorkers
 from tests.matrix import few_fast
-from tests.parity.cases import FAMILIES, LLAMA
+from tests.parity.cases import FAMILIES, LLAMA, by_turns, covering
 from tests.parity.conftest import CallMutant
 from tests.parity.objectives_case import SHAPE, all_errors, by_hand
 from tests.parity.test_mixtures import DEEPSEEK, EVERY_LOSS
@@ -90,9 +90,7 @@ def test_objectives_are_what_one_process_computes(name: str, workers: ForkedWork
 
 
 def cases() -> list[tuple[str, Layout]]:
-    """Each layout with two kinds of models, by turns."""
-    kinds = list(KINDS)
-    return [(kinds[(place + step) % len(kinds)], layout) for place, layout in enumerate(LONG) for step in (0, 3)]
+    return covering(by_turns(LONG, KINDS, 3))
 
 
 @pytest.mark.slow
