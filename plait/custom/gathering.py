@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from plait.custom.exchange import gather_json
 from plait.custom.group import Workers
 from plait.errors import PlaitError
 
@@ -61,7 +62,15 @@ class Gathering:
         """All workers' rows without a graph, and how many stand before this worker's own."""
         began = time.perf_counter()
         sums = self._workers.sums
-        counts = [int(one) for one in sums.gather(torch.tensor([len(rows)]))]
+        own = [str(rows.dtype), *rows.shape]
+        shapes = gather_json(own, self._workers)
+        for rank, other in enumerate(shapes):
+            if other[:1] + other[2:] != own[:1] + own[2:]:
+                raise PlaitError(
+                    f"run.gather: worker {rank} has rows of shape {other[2:]} and {other[0]}, worker "
+                    f"{self._workers.rank} of shape {own[2:]} and {own[0]}; bring them to one, as by padding them alike"
+                )
+        counts = [int(other[1]) for other in shapes]
         # Bytes, since not every library gathers every dtype.
         room = torch.zeros(max(counts), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
         room[: len(rows)] = rows.detach()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from plait.errors import PlaitError
+from plait.units import counted
 
 LossSum = Callable[[Any, Any], Any]
 """Called with the model (or the tuple of models) and a batch; returns the sum of the losses of what it counts (0-dim)
@@ -107,6 +108,23 @@ class Program:
                 found.setdefault(id(buffer), (prefix + name, buffer))
         return dict(found.values())
 
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """Buffers that are changed, or assigned anew, within the block are put back after it."""
+        modules = [module for model in self.models for module in model.modules()]
+        kept = [
+            (module, name, buffer, buffer.clone())
+            for module in modules
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, value in kept:
+                    buffer.copy_(value)
+                    setattr(module, name, buffer)
+
     def prefixed_models(self) -> list[tuple[str, nn.Module]]:
         """The models, each with what its names begin with in this program."""
         return [("" if self.single else f"{number}.", model) for number, model in enumerate(self.models)]
@@ -153,9 +171,13 @@ def _checked_pair(result: Any) -> tuple[Tensor, Tensor]:
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise PlaitError(f"loss_sum returned a count of shape {tuple(count.shape)}; add .sum()")
+        # On a GPU it is not waited for.
+        if count.device.type == "cpu" and not 0 <= float(count.detach()) < float("inf"):
+            raise PlaitError(f"loss_sum returned {float(count.detach()):g} as the count; {_SUM_ADVICE}")
         return total, count.detach().reshape(()).to(total.device, torch.float64)
     if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < float("inf"):
-        raise PlaitError(f"loss_sum returned {_described(count)} as the count; {_SUM_ADVICE}")
+        shown = count if isinstance(count, int | float) else _described(count)
+        raise PlaitError(f"loss_sum returned {shown} as the count; {_SUM_ADVICE}")
     return total, torch.tensor(float(count), dtype=torch.float64, device=total.device)
 
 
@@ -163,7 +185,8 @@ def check_program(program: Program) -> None:
     """Raise PlaitError, in one sentence, for a program that cannot be carried out exactly."""
     if len(program.losses) not in (1, len(program.optimizers)):
         raise PlaitError(
-            f"{len(program.optimizers)} optimizers and {len(program.losses)} losses; give one loss for each optimizer, "
+            f"{counted(len(program.optimizers), 'optimizer')} and {len(program.losses)} losses; give one loss for each "
+            "optimizer, "
             "as tuples in the same order, or one loss for all"
         )
     _check_numbers(program)
@@ -175,6 +198,8 @@ def check_program(program: Program) -> None:
 def _check_numbers(program: Program) -> None:
     if program.clip is not None and not program.clip > 0:
         raise PlaitError(f"clip = {program.clip} is no length of a gradient; give a positive number, or leave it out")
+    if program.before_update is not None and not callable(program.before_update):
+        raise PlaitError(f"before_update is {_described(program.before_update)}; give a function of gradients by name")
     if program.accumulate < 1:
         raise PlaitError(f"accumulate = {program.accumulate}; give 1 or more parts of a batch")
     if not 0 <= program.seed < 2**63:
@@ -250,4 +275,5 @@ def is_plaits_own(hook: Callable[..., Any]) -> bool:
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

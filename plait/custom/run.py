@@ -177,6 +177,8 @@ class SpreadRun:
         if not self._end.alive:
             raise PlaitError("this run is closed; call plait.spread again for a new one")
         everyone = range(len(self._program.losses))
+        if losses != "all" and not isinstance(losses, Sequence):
+            raise PlaitError(f'losses = {losses}; give "all", or a list of numbers of losses')
         taken = list(everyone) if losses == "all" else list(losses)
         if not taken or not set(taken) <= set(everyone) or len(set(taken)) < len(taken):
             raise PlaitError(f"losses = {taken}; give some of {list(everyone)}, each once")

@@ -119,7 +119,10 @@ def _torch_step(
         mean: Any = sum(total / max(1, count) for total, count in pairs)
         mean.backward(inputs=learn if len(losses) > 1 else None)
         if "before_update" in options:
-            options["before_update"]({name: p.grad for name, p in named(model).items() if p.grad is not None})
+            gradients = {name: p.grad for name, p in named(model).items() if p.grad is not None}
+            options["before_update"](gradients)
+            for name, gradient in gradients.items():
+                named(model)[name].grad = gradient
         if "clip" in options:
             nn.utils.clip_grad_norm_(learn, options["clip"])
         for one in own:

@@ -407,6 +407,10 @@ MODELS: dict[str, Kind] = {
     "batch norm": Kind(
         model=Residual, data=lambda: in_order(IMAGES), spread_model=plait.convert_batch_norm, optimizer=plain_steps
     ),
+    "batch norm with little": Kind(
+        model=Residual, data=lambda: in_order(numbers(3, 6, 6, examples=12)), spread_model=plait.convert_batch_norm,
+        optimizer=plain_steps,
+    ),
     "vision transformer": Kind(model=Attends, data=lambda: in_order(IMAGES), loss_sum=labelled, optimizer=plain_steps),
     "segmentation": Kind(model=UNet, data=lambda: in_order(IMAGES), loss_sum=of_pixels),
     "detector": Kind(model=mlp, data=lambda: in_order(numbers(5)), loss_sum=of_boxes),

@@ -115,8 +115,8 @@ def by_groups(model: Any) -> Any:
 
 def masked(gradients: dict[str, Tensor]) -> None:
     """A mask and clipping by value, on whole gradients."""
-    for name, gradient in gradients.items():
-        gradient.clamp_(-0.02, 0.02)
+    for name in gradients:
+        gradients[name] = gradient = gradients[name].clamp(-0.02, 0.02)
         if name.endswith("0.weight"):
             gradient[:, ::2] = 0
 
@@ -230,4 +230,5 @@ TRAINING: dict[str, Kind] = {
     "spectral norm of old": simple(model=spectral),
     "weight norm": simple(model=normed_weights),
     "Nesterov": simple(optimizer=nesterov),
+    "Adagrad": simple(optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1)),
 }

@@ -297,3 +297,29 @@ def mixed_stream(context: RankContext, argument: str) -> None:
     losses = [float(run.step(batch)) for batch in data]
     if context.rank == 0:
         context.send("told", losses=losses)
+
+
+def sums_by_class(context: RankContext, argument: str) -> None:
+    """Sums whose names depend on the data, and the mean of a loss across the batch on a batch of fewer examples than
+    workers."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    torch.manual_seed(3)
+    model, later = mlp().double(), Later()
+
+    def loss_sum(net: Any, batch: Any) -> tuple[Tensor, int]:
+        own = net(batch[0])
+        return (own @ later.gather(own).T).square().sum(), len(own)
+
+    run = later.run = plait.spread(model, torch.optim.SGD(model.parameters()), loss_sum=loss_sum, additive="no")
+    data = numbers(5, examples=5)
+    found = run.evaluate_sums(data, lambda net, part: {f"class {int(y.argmax())}": 1 for y in part[1]}, batch=4)
+    mean = float(run.evaluate(data, batch=4))
+    if context.rank == 0:
+        context.send("told", names=sorted(found), mean=mean)
+
+
+def unlike_rows(context: RankContext, argument: str) -> None:
+    os.environ[RENDEZVOUS] = context.rendezvous
+    model = mlp().double()
+    run = plait.spread(model, torch.optim.SGD(model.parameters()), loss_sum=squared, additive="no")
+    run.gather(torch.zeros(2, 3 + context.rank))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import plait
 from plait.errors import PlaitError
@@ -192,3 +193,64 @@ def test_a_proof_leaves_a_persons_functions_and_optimizers_alone() -> None:
         assert verdict.ok
         assert "so updates were not compared" in str(verdict)
     assert called == []
+
+
+def test_sums_by_names_that_depend_on_data(server: RanksOf) -> None:
+    one, three = (told_by(server, "sums_by_class", ranks) for ranks in (1, 3))
+    assert three == {"names": one["names"], "mean": pytest.approx(one["mean"], abs=TOLERANCE)}
+
+
+def test_rows_of_unlike_shapes_are_told(server: RanksOf) -> None:
+    with pytest.raises(PlaitError, match=r"run\.gather: worker . has rows of shape \[.\]"):
+        told_by(server, "unlike_rows", 2)
+
+
+class Following(nn.Module):
+    """A buffer that each forward pass assigns anew, as an average of codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes = self.passes + 1
+        return self.inside(x)
+
+
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_counting_moves_no_buffer(pairs: int) -> None:
+    model = Following()
+
+    def loss_sum(net: Any, batch: Any) -> Any:
+        pair = squared(net, batch)
+        return (pair,) * pairs
+
+    run = plait.spread(model, torch.optim.SGD(model.parameters()), loss_sum=loss_sum, accumulate=2)
+    for _ in range(3):
+        run.step((torch.randn(4, 5), torch.randn(4, 3)))
+    assert float(model.passes) == 6
+
+
+class FromFile(Dataset[Any]):
+    """A data set that each process opens for itself."""
+
+    file: Any = None
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, position: int) -> Tensor:
+        return self.file[position]
+
+
+def open_file(process: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.file = torch.arange(float(len(info.dataset)))
+
+
+def test_processes_of_a_loader_begin_as_torchs_do() -> None:
+    model = nn.Linear(1, 1)
+    run = plait.spread(model, torch.optim.SGD(model.parameters()), loss_sum=squared)
+    loader = DataLoader(FromFile(), batch_size=5, num_workers=2, worker_init_fn=open_file)
+    assert [batch.tolist() for batch in run.batches(loader)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]

@@ -50,10 +50,8 @@ def scalings(run: SpreadRun, examples: int) -> int:
 def test_gradients_are_not_multiplied_where_the_count_is_known_at_the_loss() -> None:
     alone = build()
     assert [scalings(alone, examples) for examples in (6, 7, 8)] == [0, 0, 0]
-    in_parts = build(
-        accumulate=2
-    )  # counted first in the first step; later the first part comes before the second's count
-    assert [scalings(in_parts, examples) for examples in (6, 6, 8, 8, 8, 6)] == [0, 0, 1, 0, 0, 1]
+    in_parts = build(accumulate=2)  # the first part's backward comes before the second one's count
+    assert [scalings(in_parts, examples) for examples in (6, 6, 8, 8, 8, 6)] == [1, 0, 1, 0, 0, 1]
     clipped = build(clip=1e-3)
     assert scalings(clipped, 6) == 1
     assert scalings(build(clip=1e3), 6) == 0

@@ -33,8 +33,9 @@ _PASSED_OVER, _ENDED = object(), object()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
     """Processes that make batches, as a DataLoader is told to have them: how many, how many batches each makes ahead,
-    how long one is waited for (0: for ever), and what each calls first. They are forked."""
+    how long one is waited for (0: for ever), the data set, and what each calls first. They are forked."""
 
+    data: Any
     number: int
     prefetch: int
     timeout_s: float
@@ -42,13 +43,24 @@ class Processes:
 
 
 class _Made(Dataset[Any]):
-    """Batches by what is asked of each."""
+    """Batches by what is asked of each. Its attributes are those of the person's data set, which a `worker_init_fn`
+    looks for, and sets, in `get_worker_info().dataset`."""
 
-    def __init__(self, read: Callable[[Any, BeforeExample], Any], before: BeforeExample) -> None:
-        self._read, self._before = read, before
+    def __init__(self, read: Callable[[Any, BeforeExample], Any], before: BeforeExample, data: Any) -> None:
+        vars(self).update(_made_by=(read, before), _data=data)
 
     def __getitem__(self, asked: Any) -> Any:
-        return self._read(asked, self._before)
+        read, before = vars(self)["_made_by"]
+        return read(asked, before)
+
+    def __len__(self) -> int:
+        return len(vars(self)["_data"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_data"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_data"], name, value)
 
 
 class BatchMaker:
@@ -57,7 +69,7 @@ class BatchMaker:
     Note [random data]: a data set that draws random numbers (augmentation) must draw the same ones after a resume, and
     must not draw from generators that the model's dropout uses at the same time. So each example is read after seeding
     by (seed, pass, position), whoever reads it; the first batch shows whether anything was drawn. If nothing was, later
-    ones are made in a thread. Processes have generators of their own, so they also make what is random ahead.
+    ones are made in a thread. Processes have generators of their own: there every example is read after seeding.
     """
 
     def __init__(
@@ -72,6 +84,9 @@ class BatchMaker:
     def in_turn(self, makers: Iterable[MakeBatch | None]) -> Iterator[Any]:
         """The batches of all makers, in turn; those without a maker are passed over."""
         pending = iter(makers)
+        if self._processes is not None:
+            yield from self._from_processes(pending, self._processes)
+            return
         while True:
             began = time.perf_counter()
             batch = self._next(pending)
@@ -80,9 +95,6 @@ class BatchMaker:
                 return
             if batch is not _PASSED_OVER:
                 yield batch
-                if self._processes is not None:
-                    yield from self._from_processes(pending, self._processes)
-                    return
                 if not self.draws and self._may_thread:
                     break
         yield from self._from_thread(pending)
@@ -114,7 +126,7 @@ class BatchMaker:
             return
         read = partial(first.func, *first.args[:-1])
         loader = DataLoader(
-            _Made(read, self._seed_example if self.draws else unseeded),
+            _Made(read, self._seed_example, processes.data),
             batch_size=None,
             sampler=(make.args[-1] for make in chain([first], wanted)),
             num_workers=processes.number,

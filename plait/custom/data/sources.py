@@ -178,6 +178,7 @@ def processes_of(loader: DataLoader[Any]) -> Processes | None:
     if not loader.num_workers or _not_forked(loader):
         return None
     return Processes(
+        data=loader.dataset,
         number=loader.num_workers,
         prefetch=loader.prefetch_factor or 2,
         timeout_s=loader.timeout,

@@ -187,6 +187,8 @@ class _Normalize(torch.autograd.Function):
         ctx.count, ctx.eps, ctx.group = rest
         mean, variance = mean.to(_kept_dtype(input)), variance.to(_kept_dtype(input))
         ctx.save_for_backward(input, weight, mean, variance)
+        if not input.numel():  # torch's own (2.13) divides by its number of samples
+            return torch.empty_like(input)
         return F.batch_norm(input, mean, variance, _wide(weight, input), _wide(bias, input), False, 0.0, ctx.eps)
 
     @staticmethod
@@ -195,9 +197,12 @@ class _Normalize(torch.autograd.Function):
         (gradient,), (input, weight, mean, variance) = grad_outputs, ctx.saved_tensors
         wide = _wide(weight, input)
         # As if mean and variance were constants; what flows through them is taken off after it.
-        back, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
-            gradient, input, wide, mean, variance, None, None, False, ctx.eps, [True, True, True]
-        )
+        if input.numel():
+            back, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
+                gradient, input, wide, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            )
+        else:
+            back, to_weight, to_bias = torch.empty_like(input), torch.zeros_like(mean), torch.zeros_like(mean)
         whole = ctx.group.sum(torch.stack([to_bias, to_weight]).to(torch.float64))
         shift, slope = (whole / ctx.count).to(mean.dtype)
         inverse = (variance + ctx.eps).rsqrt()

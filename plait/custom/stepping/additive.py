@@ -21,7 +21,6 @@ from plait.custom.program import Program
 from plait.custom.seeds import seeded
 from plait.custom.stepping.draws import SameDraws
 from plait.custom.stepping.evaluate import evaluation_mode
-from plait.custom.stepping.gradients import buffers_kept
 from plait.custom.strands.copies import copy_program
 from plait.errors import PlaitError
 
@@ -185,7 +184,7 @@ def _run(program: Program, index: int, part: Any, seed: int) -> _Run | None:
     """One loss; None where something was drawn that is not the same for each example. The seed changes what does not
     go through torch."""
     trained, gradients = program.trained_by(index), dict[str, Tensor]()
-    with seeded(seed), buffers_kept(program), gathering_nothing(), SameDraws() as draws, _Terms() as terms:
+    with seeded(seed), program.buffers_kept(), gathering_nothing(), SameDraws() as draws, _Terms() as terms:
         found = program.loss_sum(index, part)
         learn = [total for total in found.totals if total.requires_grad]
         if learn:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.custom.cutting import BatchCut
+from plait.custom.cutting import BatchCut, batch_part
 from plait.custom.data.ahead import unseeded
 from plait.custom.data.moving import on_device
 from plait.custom.data.sources import ExamplePositions, Stream, source_of
+from plait.custom.exchange import gather_json
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.seeds import seed_everything, seed_from
@@ -50,14 +51,23 @@ def evaluate_sums(
     workers.announce("run.evaluate")()
     totals: dict[str, Tensor] = {}
     with torch.no_grad(), evaluation_mode(*program.models), first_buffers(program, workers):
-        for number, (part, counts) in enumerate(
-            _parts(source_of(data, batch=batch, collate=None, cut=cut), batch, workers)
-        ):
+        source = source_of(data, batch=batch, collate=None, cut=cut)
+        for number, (part, counts) in enumerate(_parts(source, batch, workers)):
+            if not counts and program.additive == "no":
+                part = batch_part(part, 0, 0, cut)  # what is gathered of it would count
             seed_everything(seed_from("evaluate", program.seed, number, workers.rank))
             for name, value in of_part(on_device(part, workers.device)).items():
                 found = _as_sum(name, value, workers)
                 totals[name] = totals.get(name, torch.zeros_like(found)) + (found if counts else 0)
-    return {name: workers.sums(total) for name, total in totals.items()}
+    shapes: dict[str, list[int]] = {}
+    for one in gather_json({name: list(total.shape) for name, total in totals.items()}, workers):
+        for name, shape in one.items():
+            if shapes.setdefault(name, shape) != shape:
+                raise PlaitError(f"what is summed as {name} has unlike shapes: {shapes[name]} and {shape}")
+    return {
+        name: workers.sums(totals.get(name, torch.zeros(shapes[name], dtype=torch.float64, device=workers.device)))
+        for name in sorted(shapes)
+    }
 
 
 def _as_sum(name: str, value: Any, workers: Workers) -> Tensor:
@@ -108,10 +118,6 @@ def first_buffers(program: Program, workers: Workers) -> Iterator[None]:
     if workers.size == 1 or not buffers:
         yield
         return
-    own = [buffer.clone() for buffer in buffers]
-    broadcast_all(buffers, workers)
-    try:
+    with program.buffers_kept():
+        broadcast_all(buffers, workers)
         yield
-    finally:
-        for buffer, kept in zip(buffers, own, strict=True):
-            buffer.copy_(kept)

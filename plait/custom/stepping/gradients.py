@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -148,18 +147,24 @@ def _run_counted(
     gradients, of one by its own."""
     one = torch.ones((), dtype=torch.float64, device=workers.device)
     own: list[LossTerms] = []
-    if len(micros) == 1:
-        own = [_terms(program, strands, workers, index, micros[0], 0, place)]
-    elif micros:
-        with torch.no_grad(), buffers_kept(program):
-            own = [_terms(program, strands, workers, index, cloned(m), k, place) for k, m in enumerate(micros)]
+
+    def count(parts: Sequence[Any]) -> list[LossTerms]:
+        with torch.no_grad(), program.buffers_kept():
+            return [_terms(program, strands, workers, index, cloned(m), k, place) for k, m in enumerate(parts)]
+
+    place.agree()
+    if program.accumulate == 1:
+        own = [_terms(program, strands, workers, index, m, k, place) for k, m in enumerate(micros)]
+    elif place.terms is None and program.precision != "fp16" and _most_terms(count(micros[:1]), workers) == 1:
+        return _run_backward(program, strands, workers, index, micros, place)  # one term needs no count before
+    else:
+        own = count(micros)
     sums = torch.zeros(2, 1, dtype=torch.float64, device=workers.device)
     if len({len(terms.totals) for terms in own}) > 1:
         raise PlaitError(_UNLIKE_TERMS.format(len(own[0].totals), len(own[-1].totals)))
     if own:
         sums = torch.stack([_counted_sums(terms) for terms in own]).sum(0)
     began = time.perf_counter()
-    place.agree()
     sums = _with_terms(sums, micros, workers)
     counts = divisor_of(workers.sums(sums[1].clone()))
     waited_s = time.perf_counter() - began
@@ -167,11 +172,17 @@ def _run_counted(
     if len(counts) == 1 and program.precision != "fp16" and any(t.totals[0].dtype not in EXACT_DIVISORS for t in own):
         scales, divisor, undivided = torch.ones_like(counts), one, one
     for number, micro in enumerate(micros):
-        terms = own[0] if len(micros) == 1 else _terms(program, strands, workers, index, micro, number, place)
+        again = program.accumulate > 1
+        terms = _terms(program, strands, workers, index, micro, number, place) if again else own[number]
         if number == len(micros) - 1:
             strands.arm(index)
         _backward(program, index, terms, scales)
     return _OwnSums(sums=torch.cat([sums.reshape(-1), undivided.reshape(1)]), divisor=divisor, waited_s=waited_s)
+
+
+def _most_terms(own: Sequence[LossTerms], workers: Workers) -> int:
+    """How many terms the loss has on any worker."""
+    return int(workers.sums.largest(torch.tensor([max((len(terms.totals) for terms in own), default=1)])))
 
 
 def _with_terms(sums: Tensor, micros: Sequence[Any], workers: Workers) -> Tensor:
@@ -233,19 +244,6 @@ def divisor_of(count: Tensor) -> Tensor:
 def _waits_s(program: Program, place: StepPlace) -> float:
     """Seconds that norms over all workers, and what losses gather, have waited so far, where a step is timed."""
     return norm_waits_s(program.models) + place.waited_s() if place.clock == "timed" else 0.0
-
-
-@contextmanager
-def buffers_kept(program: Program) -> Iterator[None]:
-    """Buffers that a forward pass changes are put back."""
-    buffers = program.named_buffers()
-    kept = {name: buffer.clone() for name, buffer in buffers.items()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(kept[name])
 
 
 def _loss_sum(program: Program, index: int, micro: Any) -> LossTerms:

@@ -62,12 +62,17 @@ def _let_change(program: Program, strands: Strands, index: int, step: int) -> No
     """Let the person's function change whole gradients; where weights are cut each worker takes its own part back."""
     assert program.before_update is not None
     whole = strands.full_gradients(index)
+    changed = dict(whole)
     seed_everything(seed_from("before update", program.seed, step, index))
-    program.before_update(whole)
+    program.before_update(changed)
+    if changed.keys() != whole.keys() or any(changed[name].shape != one.shape for name, one in whole.items()):
+        raise PlaitError("before_update has added, removed or reshaped gradients; change their numbers alone")
     for piece in strands.pieces(index):
         own = piece.parameter.grad
         if own is not None and strands.form == "cut":
-            own.copy_(whole[piece.name].reshape(-1)[piece.first : piece.first + own.numel()].view_as(own))
+            own.copy_(changed[piece.name].reshape(-1)[piece.first : piece.first + own.numel()].view_as(own))
+        elif own is not None and changed[piece.name] is not whole[piece.name]:
+            own.copy_(changed[piece.name])
 
 
 def refuse_other_updates(program: Program) -> list[RemovableHandle]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from plait.custom.exchange import sum_of_bits
 from plait.custom.group import Workers
@@ -30,10 +30,14 @@ def check_apart(program: Program, layout: CustomLayout) -> None:
                 'layout="replicate", or make each a tensor of its own'
             )
     for number, optimizer in enumerate(program.optimizers):
-        if optimizer.state:
+        if optimizer.state and not (type(optimizer) is Adagrad and not _has_stepped(optimizer)):
             raise PlaitError(
                 f"optimizer {number} has taken steps already; give it to plait.spread before its first step"
             )
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    return any(float(state["step"]) > 0 for state in optimizer.state.values())
 
 
 def groups_by_name(program: Program, index: int) -> dict[str, int]:
@@ -47,6 +51,13 @@ def update_pieces(optimizers: Sequence[Optimizer], groups: Mapping[str, int], pi
     """Let a loss's optimizers update these pieces in place of the whole weights, each in its weight's group."""
     for number, group in enumerate(_groups(optimizers)):
         group["params"] = [piece.parameter for piece in pieces if groups[piece.name] == number]
+    for optimizer in optimizers:
+        if type(optimizer) is Adagrad:  # torch gives it its state from the start
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    total = torch.full_like(parameter, group["initial_accumulator_value"])
+                    optimizer.state[parameter] = {"step": torch.zeros(()), "sum": total.detach()}
 
 
 def pieces_of(program: Program, strands: Strands, number: int) -> list[HeldPiece]:
