@@ -161,7 +161,7 @@ def test_draws_in_updates_and_after_proofs_are_alike_on_all_workers(server: Rank
 
 @pytest.mark.parametrize("when", ["in a step", "on one worker"])
 def test_pairs_that_come_and_go_are_told(server: RanksOf, when: str) -> None:
-    with pytest.raises(PlaitError, match=r"loss_sum returns . pairs \(sum, count\) here and . elsewhere"):
+    with pytest.raises(PlaitError, match=r"pairs \(sum, count\) that loss_sum returns is . here and . elsewhere"):
         told_by(server, "unlike_pairs", 2, when)
 
 

@@ -22,8 +22,8 @@ EXACT_DIVISORS = (torch.float32, torch.float64)
 """Losses whose gradients can be divided where they begin: in 16 bits the factor would be rounded, for all alike."""
 
 _UNLIKE_TERMS = (
-    "loss_sum returns {} pairs (sum, count) here and {} elsewhere; return as many in every step and for any part of a "
-    "batch, with a count of 0 where there is nothing"
+    "the number of pairs (sum, count) that loss_sum returns is {} here and {} elsewhere; return as many in every step "
+    "and for any part of a batch, with a count of 0 where there is nothing"
 )
 
 TimedOrNot = Literal["timed", "untimed"]
