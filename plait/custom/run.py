@@ -28,6 +28,7 @@ from plait.custom.data.measured_shares import ShareMeter
 from plait.custom.data.moving import on_device
 from plait.custom.data.shares import ShareTable, WorkerShares
 from plait.custom.data.sources import Collate, CollatedOver, unused_processes_text
+from plait.custom.exchange import gather_json
 from plait.custom.gathering import Gathering
 from plait.custom.group import Workers
 from plait.custom.likeness import WorkerKinds
@@ -317,6 +318,8 @@ class SpreadRun:
                 if number == 0:
                     check_same_data(own, self._workers)
                     own.first = None
+                    # A share may hold none of those examples that are random: Note [random data].
+                    own.maker.draws = any(gather_json(bool(own.maker.draws), self._workers))
                     if line := unlike_shapes_text(batch, self._workers):
                         self._workers.say(line)
                 self._last = [on_device(batch, self.device)]

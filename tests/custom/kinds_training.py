@@ -152,17 +152,17 @@ def by_magnitude(model: Any, optimizer: Any, step: int) -> None:
 
 
 class Augmented(Dataset[Any]):
-    """Examples with noise of torch's own generator."""
+    """Examples with noise of torch's own generator, from the `first` on that has some."""
 
-    def __init__(self) -> None:
-        self.inside = numbers(5)
+    def __init__(self, first: int = 0) -> None:
+        self.inside, self.first = numbers(5), first
 
     def __len__(self) -> int:
         return len(self.inside)
 
     def __getitem__(self, position: int) -> Any:
         x, y = self.inside[position]
-        return x + 0.1 * torch.randn(5).double(), y
+        return (x + 0.1 * torch.randn(5).double() if position >= self.first else x), y
 
 
 def dicts() -> Any:
@@ -222,6 +222,7 @@ TRAINING: dict[str, Kind] = {
     "hooks on activations": simple(model=hooked),
     "pruned midway": simple(after=by_magnitude),
     "augmented data": simple(data=lambda: DataLoader(Augmented(), batch_size=5)),
+    "augmented in part": simple(data=lambda: DataLoader(Augmented(first=4), batch_size=5)),
     "augmented by processes": simple(data=lambda: DataLoader(Augmented(), batch_size=5, num_workers=2)),
     "dicts with weights": simple(data=lambda: in_order(dicts()), loss_sum=weighted_by_example),
     "focal loss": simple(loss_sum=focal),

@@ -79,7 +79,7 @@ class BatchMaker:
         self._processes = processes
         self.wait_s = 0.0
         self.draws: bool | None = None
-        """Whether making a batch draws random numbers; None before the first."""
+        """Whether making a batch draws random numbers, on any worker; None before the first."""
 
     def in_turn(self, makers: Iterable[MakeBatch | None]) -> Iterator[Any]:
         """The batches of all makers, in turn; those without a maker are passed over."""
