@@ -50,7 +50,7 @@ class Gathering:
         return _Gather.apply(rows, self)  # type: ignore[no-any-return]
 
     def own_places(self, rows: Tensor) -> Tensor:
-        """Where this worker's rows are among those of all: their numbers [rows], on the rows' device. Every worker must
+        """The indices [rows] of this worker's rows in what `gather` returns, on the rows' device. Every worker must
         call it; blocks."""
         first = 0
         if self._workers.size > 1 and not _ALONE.get():

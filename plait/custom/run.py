@@ -237,8 +237,7 @@ class SpreadRun:
         return self._gathering.gather(rows)
 
     def own_places(self, rows: Tensor) -> Tensor:
-        """Where this worker's rows are among those that `gather` returns: their numbers [rows]. Every worker must call
-        it; blocks."""
+        """The indices [rows] of this worker's rows in what `gather` returns. Every worker must call it; blocks."""
         return self._gathering.own_places(rows)
 
     def verify(self, batch: Any) -> Verdict:

@@ -211,7 +211,7 @@ def log_folder(name: str, working: WorkingFolder) -> Iterator[Path]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            except OSError:  # a disk without locks: as if nobody else were there
+            except OSError:  # a disk without locks: take the folder unlocked
                 pass
             for path in folder.iterdir():
                 if path.is_dir() and not path.is_symlink():

@@ -32,8 +32,8 @@ _PASSED_OVER, _ENDED = object(), object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """Processes that make batches, as a DataLoader is told to have them: how many, how many batches each makes ahead,
-    how long one is waited for (0: for ever), the data set, and what each calls first. They are forked."""
+    """A DataLoader's settings for the worker processes that make its batches: the data set, how many processes, batches
+    prefetched by each, the timeout for a batch (0: none), and `worker_init_fn`. The processes are forked."""
 
     data: Any
     number: int
@@ -43,8 +43,8 @@ class Processes:
 
 
 class _Made(Dataset[Any]):
-    """Batches by what is asked of each. Its attributes are those of the person's data set, which a `worker_init_fn`
-    looks for, and sets, in `get_worker_info().dataset`."""
+    """A data set whose items are whole batches. Its attributes are those of the user's data set, because a
+    `worker_init_fn` reads and sets them on `get_worker_info().dataset`."""
 
     def __init__(self, read: Callable[[Any, BeforeExample], Any], before: BeforeExample, data: Any) -> None:
         vars(self).update(_made_by=(read, before), _data=data)

@@ -35,8 +35,8 @@ RestOfPass = Literal["drop", "keep"]
 """Whether the examples of a pass that fill no batch are left out or trained on."""
 
 CollatedOver = Literal["share", "batch"]
-"""What examples come together in `collate`: a worker's own, or those of the whole batch, of which it then keeps its
-part: where they are padded to the longest, or mixed."""
+"""Which examples `collate` receives: this worker's share, or the whole batch, from which the worker then keeps its
+share. The second gives the numbers of one process where examples are padded to the longest, or mixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,21 +16,21 @@ LESS_MEMORY = 'take a smaller batch, accumulate=, layout="shard parameters" or r
 
 
 class Launcher:
-    """The launcher of this process as its program's runs see it. `saved_in` is the folder that an earlier start of the
-    program saved in last, "" in the first start; without `send` nobody listens."""
+    """The launcher of this process, as seen by the runs of its program. `saved_in` is the folder of the latest save
+    by an earlier start of the program, "" in the first start; without `send`, messages go nowhere."""
 
     def __init__(self, send: Callable[..., None] | None = None, saved_in: str = "") -> None:
         self._send, self._saved_in = send, saved_in
 
     def note_call(self, call: str) -> None:
-        """The program calls a method of its run; raises PlaitError where it was started again, and takes a step before
-        it has resumed: it would begin anew, and save over what is there."""
+        """Note that the program calls a method of its run. Raises PlaitError where a restarted program takes a step before
+        it has resumed: it would train from scratch and overwrite the earlier save."""
         if call == "run.resume":
             self._saved_in = ""
         elif call == "run.step" and self._saved_in:
             raise PlaitError(
                 "this program was started again after a failure, and takes a step before it calls run.resume, so that "
-                f"it would begin anew and save over what is in {self._saved_in}; call "
+                f"it would train from scratch and overwrite what is in {self._saved_in}; call "
                 f'run.resume("{self._saved_in}", missing="begin") before run.batches'
             )
 
@@ -40,5 +40,5 @@ class Launcher:
             self._send(kind, folder=str(folder), step=step)
 
 
-LAUNCHER: ContextVar[Launcher] = ContextVar("LAUNCHER", default=Launcher())  # noqa: B039  nobody's: it changes nothing
+LAUNCHER: ContextVar[Launcher] = ContextVar("LAUNCHER", default=Launcher())  # noqa: B039  never changed
 """The launcher of the program that runs in this process; `plait.spread` looks it up."""
