@@ -23,8 +23,8 @@ class Launcher:
         self._send, self._saved_in = send, saved_in
 
     def note_call(self, call: str) -> None:
-        """Note that the program calls a method of its run. Raises PlaitError where a restarted program takes a step before
-        it has resumed: it would train from scratch and overwrite the earlier save."""
+        """Note that the program calls a method of its run. Raises PlaitError where a restarted program takes a step
+        before it has resumed: it would train from scratch and overwrite the earlier save."""
         if call == "run.resume":
             self._saved_in = ""
         elif call == "run.step" and self._saved_in:
