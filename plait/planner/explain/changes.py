@@ -6,14 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from plait.errors import PlaitError
 from plait.machines.catalog import Link
 from plait.machines.cluster import Cluster, device_bytes_per_s
+from plait.model.adapter_shape import AdapterTarget
 from plait.model.sizes import MODEL_SIZES, named_shape
+from plait.planner.derive.published_rules import LEAST_RANK
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload, workload_of
@@ -36,6 +38,7 @@ MANY_LAYOUTS = 12_000
 """Number of layouts beyond which link thresholds are found with representatives, and fewer memory sizes and batches are
 tried."""
 SHORTEST_SEQUENCE = 512
+LOWEST_RANK_SUGGESTED = 8
 MOST_DEVICES = 4096
 """How many times more devices are tried for a model that does not fit."""
 
@@ -281,20 +284,26 @@ def with_memory(cluster: Cluster, factor: float) -> Cluster:
 
 
 def error_with_suggestions(
-    found: DoesNotFit, constraints: Constraints, profile: SoftwareProfile = PLAIT_PROFILE
+    found: DoesNotFit,
+    constraints: Constraints,
+    profile: SoftwareProfile = PLAIT_PROFILE,
+    *,
+    starts_from: Literal["nothing", "a base model"] = "nothing",
 ) -> PlaitError:
     """The error for a model that fits nowhere: what is missing, and what would help, from what costs nothing to what
-    changes the model."""
+    changes the model. Each change alone makes it fit. The size of a base model is not ours to choose."""
     workload, cluster = found.workload, found.cluster
+    tunes = starts_from == "a base model"
     if constraints and _fits(workload, cluster, profile):
         tried = ["leave [layout] open"]
     else:
         tried = [
             *_shorter(workload, cluster, profile),
+            *(_fewer_learning(workload, cluster, profile) if tunes else ()),
             *_more_devices(workload, cluster, profile),
             *_more_memory(found),
-            *_smaller(workload, cluster, profile),
-        ] or ["take a smaller model.size"]
+            *(() if tunes else _smaller(workload, cluster, profile)),
+        ] or ["tune a smaller model" if tunes else "take a smaller model.size"]
     if constraints:
         have = min(island.device.memory_bytes for island in cluster.islands)
         need = f"what [layout] asks for needs {format_bytes(found.least_bytes)} a device, and {found.smallest} has"
@@ -318,6 +327,30 @@ def _shorter(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> 
         if _fits(w, cluster, profile):
             yield f"train.sequence = {w.sequence}"
             return
+
+
+def _fewer_learning(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> Iterator[str]:
+    """Adapters of a lower rank, or adapters in place of all weights; with shorter sequences where it takes both."""
+    if workload.adapter_rank:
+        ranks = [workload.adapter_rank >> halvings for halvings in range(1, workload.adapter_rank.bit_length())]
+        ways = [
+            (f"finetune.rank = {rank}", replace(workload, adapter_rank=rank))
+            for rank in ranks
+            if rank >= LOWEST_RANK_SUGGESTED
+        ]
+    elif not workload.experts:
+        every = [name for name in get_args(AdapterTarget) if name != "feedforward.gate" or workload.gated]
+        adapted = replace(workload, adapter_rank=LEAST_RANK, adapter_targets=tuple(every))
+        ways = [(f'finetune.method = "lora" and finetune.rank = {LEAST_RANK}', adapted)]
+    else:
+        ways = []
+    for words, fewer in ways:
+        if _fits(fewer, cluster, profile):
+            yield words
+            return
+    for words, fewer in ways[-1:]:
+        for shorter in _shorter(fewer, cluster, profile):
+            yield f"{words} and {shorter}"
 
 
 def _more_devices(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> Iterator[str]:

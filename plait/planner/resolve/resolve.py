@@ -164,7 +164,10 @@ class _Sizing:
             except DoesNotFit as error:
                 size = "" if isinstance(begun, Plan) else smaller_size(self.config, self.corpus, rate)
                 if not size:
-                    raise error_with_suggestions(error, request.constraints, request.profile) from None
+                    starts_from = "a base model" if request.job.base_fingerprint else "nothing"
+                    raise error_with_suggestions(
+                        error, request.constraints, request.profile, starts_from=starts_from
+                    ) from None
                 rate = replace(rate, size=size, too_large=chosen_size(self.config, self.corpus, rate))
 
     def by_forecast(self, begun: SizedJob | None) -> _Sized:
