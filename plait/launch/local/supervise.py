@@ -22,6 +22,7 @@ from plait.units import counted, format_duration
 
 _MORE_GRACE_S = 2.0
 """How long to wait again, for ranks that were asked to save, while bytes of it still move."""
+_LOOK_AGAIN_S = 0.5
 
 
 class Supervision:
@@ -237,10 +238,16 @@ class Supervision:
             self._give_up_waiting()
 
     def _look_for_unreported_deaths(self) -> None:
-        self._enter("running", self._reports.first_due_s(self._alive) - time.monotonic())
-        if self._deadline <= time.monotonic():
-            self._verdict = stuck_server(self._site_of[self._reports.most_overdue(self._alive)])
-            self._kill_servers()
+        overdue_s = time.monotonic() - self._reports.first_due_s(self._alive)
+        self._enter("running", -overdue_s)
+        if overdue_s < 0:
+            return
+        site = self._site_of[self._reports.most_overdue(self._alive)]
+        if overdue_s < self._timeouts.busy_s and not site.is_server_stopped():
+            self._enter("running", _LOOK_AGAIN_S)
+            return
+        self._verdict = stuck_server(site)
+        self._kill_servers()
 
     def _a_lost_host_may_explain(self) -> bool:
         """Whether to wait for one: ranks notice a lost peer at once, but a frozen or unplugged host comes later."""

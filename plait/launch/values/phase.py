@@ -29,7 +29,9 @@ class PhaseTimeouts:
     """How long each phase of a job may last; running has no limit but `hang_timeouts` for ranks that are silent.
 
     `host_s` is how long it takes to notice that another host is lost, and 0 where there is none. `host_lost_s` is what
-    is left of the time to collect once one was: what others report then follows from that.
+    is left of the time to collect once one was: what others report then follows from that. The death of a rank whose
+    wire is closed is reported within `report_s`, and `busy_s` later at most by a server that runs: on a machine that is
+    busy with something else it comes to it late.
     """
 
     start_s: float
@@ -39,5 +41,6 @@ class PhaseTimeouts:
     end_s: float = 3.0
     kernel_s: float = 1.5
     report_s: float = 4.0
+    busy_s: float = 60.0
     host_s: float = 0.0
     hang_timeouts: HangTimeouts = HangTimeouts()
