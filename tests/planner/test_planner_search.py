@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.machines.cluster import read_cluster
-from plait.model.shape import ModelShape
+from plait.model.adapter_shape import AdapterShape
+from plait.model.shape import ModelShape, linear_layers
 from plait.model.sizes import named_shape
 from plait.partition.pipeline_schedule import schedule_actions
 from plait.partition.pipeline_simulation import ActionTimes, StageTimes, durations_s, simulate
@@ -224,6 +226,30 @@ def test_what_fits_nowhere_is_told_with_what_would_help(size: str, cluster: str,
     search(work(size, batch * times), grown)  # fits
     smaller = told.split('model.size = "')[1].split('"')[0]
     search(work(smaller, batch), read_cluster(cluster))  # fits
+
+
+LLAMA_8B = ModelShape(
+    layers=32, width=4096, heads=32, kv_heads=8, head_width=128, ffn=14336, vocabulary=128256, sequence=8192
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("rank", "sequence"), [(256, 8192), (256, 2048), (64, 8192), (0, 2048)])
+def test_beside_a_base_model_each_suggestion_fits_and_keeps_the_base(rank: int, sequence: int) -> None:
+    def tuned(rank: int, sequence: int) -> Workload:
+        adapter = AdapterShape(rank=rank, alpha=32, targets=linear_layers(LLAMA_8B)) if rank else None
+        sequences = 8 * 8192 // sequence
+        return workload_of(replace(LLAMA_8B, adapter=adapter), sequence=sequence, batch_sequences=sequences)
+
+    with pytest.raises(DoesNotFit) as caught:
+        search(tuned(rank, sequence), read_cluster("1x4090"))
+    told = str(error_with_suggestions(caught.value, Constraints(), starts_from="a base model"))
+    assert "model.size" not in told
+    suggestions = told.split("cheapest first: ")[1].split(", or ")
+    ours = [one for one in suggestions if one.startswith(("train.", "finetune."))]
+    assert any("finetune." in one for one in ours)
+    for one in ours:
+        named = {key: int(value) for key, value in re.findall(r"(rank|sequence) = (\d+)", one)}
+        search(tuned(named.get("rank", rank), named.get("sequence", sequence)), read_cluster("1x4090"))  # fits
 
 
 def test_16384_devices_are_planned_from_a_list_of_bounded_length() -> None:

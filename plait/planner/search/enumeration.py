@@ -215,13 +215,14 @@ def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: So
 
 
 def _micros(w: Workload, degrees: Layout, constraints: Constraints) -> _Kept[list[int]]:
-    """Micro-batch sizes to enumerate: the divisors of a replica's share of the batch."""
+    """Micro-batch sizes to enumerate: the divisors of a replica's share of the batch, and where two of them are far
+    apart some between them, with which the last micro-batches have a sequence less."""
     part = ceil(w.batch_sequences / degrees.replicate)
     if constraints.micro_sequences_exactly:
         return _Kept(values=[constraints.micro_sequences_exactly])
     if requested := constraints.knobs.get("micro_sequences"):
         return _Kept(values=[min(int(requested), part)])
-    every = divisors(part)
+    every = without_gaps(part)
     useful = [m for m in every if m == 1 or m * w.sequence <= LONGEST_MICRO_TOKENS * degrees.context]
     return _Kept(values=useful, refused=Counter({MICRO_BATCH_TOO_LONG: len(every) - len(useful)}))
 
@@ -273,6 +274,16 @@ def _clash(pipeline: int, shard: int, context: int, tensor: int, what: str, sche
     plain = Layout(pipeline=pipeline, shard=shard, context=context, tensor=tensor)
     split = what if what in ("optimizer", "parameters") else "optimizer"
     return conflict_sentence(replace(plain, shard_what=split, schedule=schedule)) is not None
+
+
+def without_gaps(share: int) -> list[int]:
+    """The divisors of a share, and of equal divisions into more or fewer micro-batches the largest one, so that each
+    size has one of half to twice as many sequences beside it. The smallest first."""
+    sizes = set(divisors(share))
+    for most in (1 << bits for bits in range(1, share.bit_length())):
+        if not any(most // 2 < size <= most for size in sizes):
+            sizes.add(ceil(share / ceil(share / most)))
+    return sorted(sizes)
 
 
 def divisors(number: int) -> list[int]:
