@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import re
 import signal
 import sys
@@ -47,7 +48,8 @@ from benchmarks.one_gpu import gpu_name, known_peak
 from benchmarks.one_gpu_brief import forget, group
 from benchmarks.peers.gpu_loop import Measured, train, workload_for
 from benchmarks.peers.gpu_titan import sharded_blocks
-from plait.model.attention import Documents, cumulative_lengths, of_any_length
+from plait.model import attention
+from plait.model.attention import cumulative_lengths, of_any_length
 from plait.trainer.assemble import Assembly
 from plait.trainer.state import TrainState
 
@@ -86,15 +88,16 @@ class Row:
     attention: str = "any"
     levers: tuple[str, ...] = ()
     traced: bool = False
-    captured: bool = False
-    """Whether one step is captured as a CUDA graph and replayed, after those that are timed."""
+    replayed: bool = False
+    """Whether steps are replayed as CUDA graphs (plait/trainer/step_graph.py)."""
 
     @property
     def name(self) -> str:
         sequences = f" x{self.sequences}" if self.sequences else ""
         micros = f" in {self.micro_batches}" if self.micro_batches > 1 else ""
         joined = ", joined" if self.documents == "join" else ""
-        return ", ".join([f"{self.program} {self.size}{sequences}{micros}{joined}", self.attention, *self.levers])
+        way = ["replayed"] if self.replayed else []
+        return ", ".join([f"{self.program} {self.size}{sequences}{micros}{joined}", self.attention, *self.levers, *way])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +151,11 @@ def calls() -> dict[int, tuple[Row | Part, ...]]:
         Row(size="125M", levers=("bf16 stream",)),
         Row(program="torch loop", limit_s=120),
         Row(program="torch loop", attention="flash", limit_s=120),
-        Row(size="125M", sequences=3, captured=True, limit_s=60),  # last: a capture that fails spoils what follows
+        Row(replayed=True, limit_s=60),
+        Row(size="125M", replayed=True, limit_s=60),
+        Row(size="125M", sequences=3, replayed=True, limit_s=60),
+        Row(size="125M", sequences=3, documents="join", replayed=True, limit_s=60),
+        Row(size="125M", sequences=3, documents="join"),
     )
     return {1: first, 2: second}
 
@@ -224,7 +231,7 @@ def trained(row: Row, asked: argparse.Namespace) -> Figures:
         compile="none" if asked.smoke and not row.levers else "model",
         sequences=row.sequences,
         micro_batches=row.micro_batches,
-        warmup=1 if asked.smoke else 3,
+        warmup=12 if row.replayed else 1 if asked.smoke else 3,
         steps=2 if asked.smoke else 8,
         peak_flops=known_peak(),
     )
@@ -233,6 +240,8 @@ def trained(row: Row, asked: argparse.Namespace) -> Figures:
     if row.program == "titan loop":
         return asdict(train(flags, workload_for(flags), torch.device(flags.device), sharded_blocks))
     with ExitStack() as levers:
+        if asked.smoke and row.replayed:
+            levers.enter_context(replaced(attention, attend=_tested().attend_by_ends))
         if asked.smoke and "cudnn" in row.levers:
             levers.enter_context(documents_as_on_cards())
         for name in row.levers:
@@ -267,18 +276,17 @@ def with_levers(assembly: Assembly, row: Row, more: After) -> Iterator[None]:
         for name in row.levers:
             if name in AROUND:
                 levers.enter_context(AROUND[name](assembly))
+        if row.replayed:
+            levers.enter_context(replays(assembly, more, smoke=assembly.device.type == "cpu"))
         yield
         if row.traced:
             more.figures["kernels"] = kernels_of_a_step(assembly)
-        if row.captured:
-            more.figures.update(replayed(assembly))
 
 
 @contextmanager
 def documents_as_on_cards() -> Iterator[None]:
     """On a processor, the way that documents take on a card, but for the kernel."""
     from benchmarks import gpu_levers
-    from plait.model import attention
 
     with replaced(attention, attend=partial(gpu_levers.attend_by_cudnn)):
         yield
@@ -304,32 +312,21 @@ def kernels_of_a_step(assembly: Assembly) -> dict[str, tuple[float, int]]:
     return dict(sorted(spent.items(), key=lambda item: -item[1][0])[:60])
 
 
-def replayed(assembly: Assembly) -> Figures:
-    """Seconds of one step captured as a CUDA graph and replayed on the same batch: what no host's time would gain."""
-    if assembly.device.type != "cuda":
-        return {"captured_step_s": None}
-    micros = assembly.loader.micros(0)
-    kept: dict[tuple[int, ...], Documents] = {}
-    plain = Documents.on
+@contextmanager
+def replays(assembly: Assembly, more: After, *, smoke: bool) -> Iterator[None]:
+    """Steps that are replayed as CUDA graphs, whatever is gained; on a processor they are repeated."""
+    from plait.trainer import step_graph
 
-    def once(documents: Documents, device: torch.device, *, longest: int) -> Documents:
-        if documents.lengths not in kept:
-            kept[documents.lengths] = plain(documents, device, longest=longest)
-        return kept[documents.lengths]
+    recorder: Any = _tested().Repeats() if smoke else step_graph.CudaRecorder()
+    assembly.graphs = step_graph.StepGraphs(assembly.update_from, recorder, partial(more.figures.__setitem__, "told"))
+    with replaced(step_graph, HOST_BOUND=0.0, WORTHWHILE=math.inf):
+        yield
+    assembly.graphs = None
 
-    with replaced(Documents, on=once), replaced(assembly.loader, micros=lambda position: micros):
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            for _ in range(3):
-                assembly.step(TrainState())
-        torch.cuda.current_stream().wait_stream(beside)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # "relaxed": NCCL's watchdog asks for events of its own at any time, which ends a capture of the stricter modes.
-        with torch.cuda.graph(graph, stream=beside, capture_error_mode="relaxed"):
-            assembly.step(TrainState())
-        return {"captured_step_s": seconds_of(graph.replay, torch.device("cuda"), 20)}
+
+def _tested() -> Any:
+    """What tests put in a GPU's place on a processor."""
+    return importlib.import_module("tests.trainer.test_step_graph")
 
 
 # Readings that train nothing.

@@ -236,7 +236,7 @@ class ProductWeights:
                 adamw = adamw_kernel if master.is_cuda else adamw_plain
                 adamw(
                     master, copy, cast(Tensor, copy.grad), state["exp_avg"], state["exp_avg_sq"], state["step"],
-                    optimizer.grad_scale, optimizer.found_inf, lr=optimizer.lr, betas=optimizer.betas,
+                    optimizer.grad_scale, optimizer.found_inf, lr=float(optimizer.lr), betas=optimizer.betas,
                     decay=group.weight_decay,
                 )  # fmt: skip
         self.forget()

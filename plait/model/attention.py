@@ -29,7 +29,7 @@ class Documents:
     """Lengths of the consecutive documents in the flattened rows of a batch; none crosses the end of a row.
 
     Where the device's kernel needs them, `GPT.forward` adds `ends`, shape [documents + 1], the cumulative lengths from
-    0, and `longest`, an upper bound of the lengths.
+    0, unless they are given, and `longest`, an upper bound of the lengths.
 
     Never changed, and yet not frozen: torch 2.11's compiler reads every field of a frozen dataclass that a layer is
     given, and so recompiled for each batch's lengths, also where no graph uses them.
@@ -45,6 +45,8 @@ class Documents:
         `longest` is the length of the longest possible row, not of this batch's longest document: compiled layers
         specialise on the number.
         """
+        if self.ends is not None:
+            return Documents(self.lengths, self.ends, longest)
         if device.type != "cuda":
             return self
         ends = cumulative_lengths(self.lengths).pin_memory()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.layout import AXES, Layout
 from plait.machines.gpus import TorchGpus, check_gpu_computes
 from plait.parallel.launcher_store import open_launcher_store
-from plait.parallel.sums import Sums
+from plait.parallel.sums import ONE_PROCESS, Sums
 
 PEER_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another one's part of a sum or a message."""
@@ -143,8 +143,9 @@ def world_sums(timeout: timedelta = PEER_TIMEOUT) -> Sums:
     gloo's messages between two ranks of a group stand in line: over the connections that carry gradients and weights a
     single number would wait until all of those have arrived. So they have connections of their own.
     """
-    in_line = dist.get_backend() == "gloo" and dist.get_world_size() > 1
-    group = dist.new_group(timeout=timeout) if in_line else dist.group.WORLD
+    if dist.get_world_size() == 1:
+        return ONE_PROCESS
+    group = dist.new_group(timeout=timeout) if dist.get_backend() == "gloo" else dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     connect_ranks(group)
     return GroupSums(group)

@@ -43,6 +43,7 @@ from plait.trainer.step import (
     run_micros_in_turn,
     take_step,
 )
+from plait.trainer.step_graph import StepGraphs
 
 EvaluateMicros = Callable[[Iterable[Micro]], Tensor]
 Runners = tuple[RunMicros, EvaluateMicros]
@@ -67,6 +68,8 @@ class Assembly:
     auxiliary: AuxiliaryLosses
     """The losses beside that of the next token."""
     pairs: PairLosses | None = None
+    graphs: StepGraphs | None = None
+    """Replays steps, where they are worth recording."""
 
     def step(self, state: TrainState) -> tuple[TrainState, Scalars]:
         """Take the update that follows `state`, and return the new state and the step's scalars.
@@ -80,18 +83,36 @@ class Assembly:
             like = torch.zeros(1, dtype=torch.float64, device=self.device)
             with self.auxiliary.also_without_gradients():
                 self.loads.count_first(lambda: self.evaluate_micros(micros), self.sums, like)
-        self.optimizer.lr = learning_rate(plan.job.optimizer, state.step, plan.job.steps)
-        scalars = take_step(
+        self.optimizer.set_lr(learning_rate(plan.job.optimizer, state.step, plan.job.steps))
+        scalars = self.graphs.take(micros, self.update_from) if self.graphs else self.update_from(micros)
+        return replace(state, step=state.step + 1, position=state.position + plan.job.batch_sequences), scalars
+
+    def update_from(self, micros: Sequence[Micro]) -> Scalars:
+        """One update from a step's micro-batches, at the optimizer's learning rate."""
+        return take_step(
             micros,
             sharded=self.model,
             run_micros=self.run_micros,
             sums=self.sums,
             optimizer=self.optimizer,
-            clip=plan.job.optimizer.clip,
+            clip=self.plan.job.optimizer.clip,
             loads=self.loads,
             auxiliary=self.auxiliary,
         )
-        return replace(state, step=state.step + 1, position=state.position + plan.job.batch_sequences), scalars
+
+    @property
+    def repeats_its_kernels(self) -> bool:
+        """Whether each step runs the same kernels without the host's taking part, so that it can be recorded.
+
+        Experts' products are as large as the tokens that chose them. Several GPUs, which wait for each other, layers
+        that are recomputed, pairs of answers and objectives beside the next token are left out: nobody measured them.
+        """
+        layout, job, arithmetic = self.plan.placement.layout, self.plan.job, self.plan.arithmetic
+        usual = job.shape.mixture is None and not job.shape.objectives.weights and self.pairs is None
+        alone = layout.world_size == 1 and layout.recompute == "none"
+        # In float32 each document is a kernel of its own.
+        documents = job.documents == "join" or arithmetic.precision == "bf16"
+        return self.device.type == "cuda" and arithmetic.compile == "blocks" and usual and alone and documents
 
     def evaluate(self) -> Tensor:
         """[sum of losses, counted tokens] over the whole held-out split, with each of its tokens counted once; of pairs

@@ -181,7 +181,7 @@ def make_forward(autocast: Autocast, auxiliary: AuxiliarySums | None = None) -> 
     that of the auxiliary losses, too."""
 
     def forward(chunk: GPT, micro: Micro, stream_nd: Tensor | None) -> Tensor:
-        documents = None if micro.lengths is None else Documents(lengths=micro.lengths)
+        documents = None if micro.lengths is None else Documents(lengths=micro.lengths, ends=micro.ends)
         of_tokens: dict[str, Tensor | None] = {}
         if chunk.shape.mixture is not None:
             numbers_n = None if micro.numbers is None else micro.numbers.flatten()

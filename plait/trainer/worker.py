@@ -37,6 +37,7 @@ from plait.trainer.observers import rank_observers
 from plait.trainer.preference.reference import KeptReference
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
+from plait.trainer.step_graph import CudaRecorder, StepGraphs
 
 ObserveMore = Callable[[Assembly, Path], Sequence[Observer]]
 """Makes further observers of a rank, given its assembly and the run's folder."""
@@ -62,7 +63,7 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
         reference = KeptReference(plan, world, objective=config.finetune.objective, overlong=config.data.overlong)
         begun = plan_at(plan, requested["from_copies"], folder / "shares.jsonl", world)
         assembly = _assembled(build, begun, reference, context, requested["resume"] or requested["from_copies"])
-        assembly, meter = attach_meter(assembly, clock_of(assembly.device), context.progress)
+        assembly, meter = _watched(assembly, context)
         first = context.rank - context.local_rank
         host_ranks = range(first, first + context.local_world_size)
         copies = StateCopies(assembly, context.memory, host_ranks, requested["lineage"])
@@ -164,6 +165,16 @@ def _assembled(
     if sentence and context.rank == 0:
         context.send("note", text=sentence)
     return assembly
+
+
+def _watched(assembly: Assembly, context: RankContext) -> tuple[Assembly, Meter]:
+    """The assembly with a meter around its steps, which are replayed where a GPU waits for its host, and the meter."""
+    watched, meter = attach_meter(assembly, clock_of(assembly.device), context.progress)
+    if assembly.repeats_its_kernels:
+        watched.graphs = StepGraphs(
+            assembly.update_from, CudaRecorder(), lambda text: context.send("note", text=text), meter.whole_step
+        )
+    return watched, meter
 
 
 def _from_copies(context: RankContext, copies: StateCopies, step: int) -> TrainState | None:

@@ -59,10 +59,10 @@ INNER_FLOORS = {
     "planner": {"calibration": 0, "plan": 1, "plan_check": 2, "plan_file": 3, "problem": 1, "step_time": 2,
                 "derive": 3, "memory": 3, "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6,
                 "resolve": 7, "report": 8},
-    "trainer": {"choices": 4, "first_weights": 1, "state": 0, "optimizer": 0, "score_passes": 0,
-                "experts": 0, "loss": 1, "divergence": 0, "step": 2, "assemble": 3, "rank_sinks": 3,
-                "checkpointing": 4, "loop": 5, "balance": 5, "auxiliary": 2, "preference": 2, "actions": 6,
-                "observers": 6, "worker": 7, "time_steps": 8},
+    "trainer": {"choices": 5, "first_weights": 1, "state": 0, "optimizer": 0, "score_passes": 0,
+                "experts": 0, "loss": 1, "divergence": 0, "step": 2, "step_graph": 3, "assemble": 4, "rank_sinks": 4,
+                "checkpointing": 5, "loop": 6, "balance": 6, "auxiliary": 2, "preference": 2, "actions": 7,
+                "observers": 7, "worker": 8, "time_steps": 9},
 }  # fmt: skip
 SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "probing.steps", "probing.processor_arithmetic",
                   "probing.survey", "run_folder", "hosts.", "commands.", "clusters.", "api", "cli")  # fmt: skip

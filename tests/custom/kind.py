@@ -77,7 +77,8 @@ def made(kind: Kind) -> tuple[Any, Any]:
     """The models in float64, with their memory order, and their optimizers: the same everywhere."""
     torch.manual_seed(3)
     model = kind.model()
-    model = tuple(one.double() for one in model) if isinstance(model, tuple) else model.double()
+    where = "cuda" if torch.cuda.is_available() else "cpu"  # where plait.spread moves them
+    model = tuple(one.double().to(where) for one in model) if isinstance(model, tuple) else model.double().to(where)
     return model, kind.optimizer(model)
 
 

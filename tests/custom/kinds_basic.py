@@ -66,7 +66,7 @@ def follow(model: Any, optimizer: Optimizer, step: int) -> None:
     """The average takes a tenth of the new weights, and the weights a part of it: a stale weight would be seen."""
     with torch.no_grad():
         for name, parameter in model.inside.named_parameters():
-            average = model.average[name] = model.average[name].to(parameter.dtype)
+            average = model.average[name] = model.average[name].to(parameter)
             average.lerp_(parameter.detach(), 0.1)
             parameter.mul_(0.9).add_(average, alpha=0.1)
 
@@ -195,7 +195,7 @@ def physics(model: Any, batch: Any) -> tuple[Tensor, int]:
 
 def smoothed(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Smoothed labels, each class with a weight of its own, which is what counts."""
-    weights = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    weights = batch[0].new_tensor([1.0, 2.0, 0.5])
     labels = batch[1].argmax(1)
     total = F.cross_entropy(model(batch[0]), labels, weights, reduction="sum", label_smoothing=0.1)
     return total, weights[labels].sum()

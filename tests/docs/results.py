@@ -286,11 +286,17 @@ def _one_gpu(path: Path) -> Figures:
     found = json.loads(path.read_text())
     sizes = {name: size for name, size in found.items() if isinstance(size, dict) and "turns" in size}
     return {
-        "small": found.get("host_bound", {}),
-        **{
-            name: {program: _gpu_row(turns, size["turns"]["plait"]) for program, turns in size["turns"].items()}
-            for name, size in sizes.items()
-        },
+        name: {program: _gpu_row(turns, size["turns"]["plait"]) for program, turns in size["turns"].items()}
+        for name, size in sizes.items()
+    }
+
+
+def _gpu_experiment(path: Path) -> Figures:
+    """By row: milliseconds of a step, and how many times as long it takes as replayed."""
+    took = {row["name"]: row["step_s"] for row in json.loads(path.read_text())["rows"] if "step_s" in row}
+    return {
+        name.translate(_PLAIN): {"ms": step_s * 1e3, "times": step_s / took.get(f"{name}, replayed", step_s)}
+        for name, step_s in took.items()
     }
 
 
@@ -308,6 +314,7 @@ _READERS: dict[str, Callable[[Path], Figures]] = {
     "published": _published,
     "first-run": _first_run,
     "one-gpu": _one_gpu,
+    "gpu-experiment": _gpu_experiment,
     "strands": _strands,
     "spread": _spread_programs,
     "finetune-speed": _finetune_speed,

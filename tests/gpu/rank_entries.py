@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.checkpoint.store import verify_checkpoint
+from plait.data.samples.micro import Micro
 from plait.launch.values.job import RankContext
 from plait.parallel import pipeline_links
 from plait.parallel.apply import STAGES
@@ -28,6 +29,9 @@ from plait.report.memory import LiveTensorPeak
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.checkpointing.persist import restore, save
 from plait.trainer.state import TrainState
+from plait.trainer.step import Scalars
+from plait.trainer.step_graph import CudaRecorder, StepGraphs
+from tests.trainer.test_step_graph import Clock, Repeats
 
 
 def take_steps(context: RankContext, argument: str) -> None:
@@ -36,12 +40,40 @@ def take_steps(context: RankContext, argument: str) -> None:
     library, bucket_bytes = asked.get("library", "gloo"), asked.get("bucket_bytes", BUCKET_BYTES)
     pipeline_links.RECEIVES_AHEAD = asked.get("receives_ahead", pipeline_links.RECEIVES_AHEAD)  # in this process alone
     with assembled(context, Path(asked["folder"]), library, bucket_bytes=bucket_bytes) as (assembly, _):
-        state, losses, norms = TrainState(), list[float](), list[float]()
-        for _ in range(asked["steps"]):
-            state, scalars = assembly.step(state)
-            losses.append(float(scalars.totals[0] / scalars.totals[1]))
-            norms.append(float(scalars.norm))
-    context.send("steps", losses=losses, norms=norms)
+        told = steps_of(assembly, asked["steps"])
+    context.send("steps", **told)
+
+
+def steps_of(assembly: Assembly, count: int) -> dict[str, list[float]]:
+    """Losses and norms of the gradients of some steps, none of which is waited for, and the sums of what they leave."""
+    state, taken = TrainState(), list[Scalars]()
+    for _ in range(count):
+        state, scalars = assembly.step(state)
+        taken.append(scalars)
+    return {
+        "losses": [float(one.totals[0] / one.totals[1]) for one in taken],
+        "norms": [float(one.norm) for one in taken],
+        "sums": [float(one.double().abs().sum()) for one in assembly.tensors()],
+    }
+
+
+def replayed_steps(context: RankContext, argument: str) -> None:
+    """The same with steps that are replayed as CUDA graphs, or repeated on a processor, from the eighth on, and what
+    was said of it. If the step "fails", it reads a value from the GPU, which cannot be recorded."""
+    asked = json.loads(argument)
+    with assembled(context, Path(asked["folder"]), "nccl") as (assembly, _):
+        on_gpu, told = assembly.device.type == "cuda", list[str]()
+
+        def update(micros: Sequence[Micro]) -> Scalars:
+            scalars = assembly.update_from(micros)
+            if asked["fails"] and on_gpu:
+                scalars.norm.item()
+            return scalars
+
+        recorder = CudaRecorder() if on_gpu else Repeats(fails="a value was read" if asked["fails"] else "")
+        assembly.graphs = StepGraphs(update, recorder, told.append, clock=Clock())
+        found = steps_of(assembly, asked["steps"])
+    context.send("steps", **found, told=told)
 
 
 def save_and_restore(context: RankContext, argument: str) -> None:

@@ -35,10 +35,12 @@ SMALL = (
 )  # fmt: skip
 
 
-def steps(run_ranks: RunRanks, folder: Path, device: str, ranks: int, *keys: str, **planned: Any) -> dict[str, Any]:
+def steps(
+    run_ranks: RunRanks, folder: Path, device: str, ranks: int, *keys: str, count: int = 3, **planned: Any
+) -> dict[str, Any]:
     folder.mkdir()
     make_tiny(folder, *keys, device=device, **planned)
-    return run_ranks("take_steps", json.dumps({"folder": str(folder), "steps": 3}), ranks)[0]
+    return run_ranks("take_steps", json.dumps({"folder": str(folder), "steps": count}), ranks)[0]
 
 
 @pytest.mark.parametrize("layout", few_fast(TOGETHER, "tensor"))
@@ -97,6 +99,28 @@ def test_a_checkpoint_from_the_device_brings_back_every_bit(
     assert found["same"] and found["tensors"] > 10 and device.type in found["devices"]
     assert (found["step"], found["next_step"]) == (2, 3)
     assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6 if device.type == "cuda" else 0)
+
+
+@pytest.mark.parametrize("fails", few_fast([False, True], False))
+@pytest.mark.parametrize("precision", few_fast(["float32", "bf16"], "float32"))
+def test_replayed_steps_are_those_that_are_launched(
+    run_ranks: RunRanks, tmp_path: Path, device: torch.device, precision: str, fails: bool
+) -> None:
+    """With a learning rate that changes in each step; in bf16 with documents of unlike numbers."""
+    masked = precision == "bf16" and device.type == "cuda"
+    keys = (ALONE, f"data.mask_documents={'true' if masked else 'false'}")
+    compiled = "blocks" if device.type == "cuda" else "off"
+    plain = steps(run_ranks, tmp_path / "plain", device.type, 1, *keys, precision=precision, compile=compiled, count=40)
+    (tmp_path / "replayed").mkdir()
+    make_tiny(tmp_path / "replayed", *keys, device=device.type, precision=precision, compile=compiled)
+    asked = {"folder": str(tmp_path / "replayed"), "steps": 40, "fails": fails}
+    found = run_ranks("replayed_steps", json.dumps(asked), 1)[0]
+    near = 1e-5 if precision == "float32" else 1e-2
+    assert found["losses"] == pytest.approx(plain["losses"], rel=near)
+    assert found["norms"] == pytest.approx(plain["norms"], rel=10 * near)
+    assert found["sums"] == pytest.approx(plain["sums"], rel=10 * near, abs=1e-6)
+    (sentence,) = found["told"]
+    assert ("cannot be recorded" if fails else "are replayed as a CUDA graph from now on") in sentence
 
 
 @pytest.mark.parametrize("recompute", few_fast(["none", "selective", "full"], "selective"))

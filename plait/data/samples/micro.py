@@ -44,7 +44,8 @@ class Micro:
     rank holds only a part of each sequence (context parallelism), `positions` are those in the whole sequence ([1, T]
     if equal in all rows), and `lengths`, if documents are masked, are those of the whole rows. Else they are None.
     `numbers` [B, T] are those of the tokens in the run (T0 × sample + place in it, of T0 tokens; negative in a row that
-    is no sample), if known. `ahead` is for each depth of prediction beyond the next token, from 1 on. `pairs` is None
+    is no sample), if known. `ends` may give the documents as GPUs' attention takes them (`Documents.ends`), with empty
+    ones behind the last. `ahead` is for each depth of prediction beyond the next token, from 1 on. `pairs` is None
     where samples are no pairs of answers.
     """
 
@@ -53,6 +54,7 @@ class Micro:
     positions: torch.Tensor | None
     lengths: tuple[int, ...] | None
     numbers: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
     ahead: tuple[Ahead, ...] = ()
     pairs: MicroPairs | None = None
 

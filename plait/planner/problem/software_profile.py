@@ -64,8 +64,9 @@ class SoftwareProfile:
     """Launches' worth of host time that a layer of experts costs beside them: routing, and waiting for its counts."""
     launch_s: float = _DEFAULTS["launch_s"]
     """Host time to launch one kernel."""
-    launch_mode: Literal["ahead", "blocking"] = "ahead"
-    """Whether the host launches ahead of the device, or waits for each kernel to end."""
+    launch_mode: Literal["ahead", "blocking", "replayed alone"] = "ahead"
+    """Whether the host launches ahead of the device, or waits for each kernel to end; or launches ahead but for a
+    device that works alone, which replays recorded steps."""
     gap_s: float = _DEFAULTS["gap_s"]
     """Time on the device between one kernel's last work and the next one's first."""
     micro_s: float = _DEFAULTS["micro_s"]
@@ -176,7 +177,7 @@ class SoftwareProfile:
     @property
     def uncompiled(self) -> SoftwareProfile:
         """The same program where nothing compiles its layers: each operation is a kernel and passes over memory."""
-        return replace(self, **constant_fields("software_profile_uncompiled"))
+        return replace(self, launch_mode="ahead", **constant_fields("software_profile_uncompiled"))
 
     def for_cluster(self, cluster: Cluster) -> SoftwareProfile:
         """The profile of the same program on this cluster.
@@ -193,6 +194,7 @@ class SoftwareProfile:
             flash_share=PROCESSOR_FLASH_SHARE,
             logit_bytes=_DEFAULTS["logit_bytes"],
             launch_s=_DEFAULTS["launch_s"],
+            launch_mode="ahead",
             step_s=_DEFAULTS["step_s"],
             fixed_bytes=0.0,
             outside_bytes=PROCESS_BYTES,
@@ -214,5 +216,6 @@ PLAIT_PROFILE = SoftwareProfile(
     rounded_weights="of all layers",
     stage_transfer="float32",
     expert_sends="once an expert",
+    launch_mode="replayed alone",
     **constant_fields("software_profile_plait"),
 )

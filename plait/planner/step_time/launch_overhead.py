@@ -32,6 +32,9 @@ def launch_overhead_s(device_time: DeviceTime, candidates: Candidates, layers: R
     if device_time.measured is not None:  # in what was timed already
         return np.zeros(len(c))
     host = layers * passes * (kernels + sparse * profile.sparse_kernels) * profile.launch_s + profile.micro_s
+    if profile.launch_mode == "replayed alone":
+        alone = (c.devices == 1) & (c.recompute == RECOMPUTE_MODES.index("none")) & (workload.moe_layers == 0)
+        host = np.where(alone, 0.0, host)
     device = device_s + layers * passes * kernels * profile.gap_s
     if profile.launch_mode == "blocking":
         return device + host - device_s

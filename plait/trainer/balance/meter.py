@@ -10,7 +10,8 @@ scalars are fetched.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -125,6 +126,14 @@ class Meter:
         self._open.closed = self._clock.mark()
         self._marks.append(self._open)
         self._open = None
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Mark the block as one step, all of it computing."""
+        self.begin_compute()
+        yield
+        self.end_compute()
+        self.end_step()
 
     def record_data_wait(self, data_s: float) -> None:
         """Record the seconds that the last step waited for its samples."""

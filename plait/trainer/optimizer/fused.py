@@ -30,10 +30,20 @@ class FusedOptimizer(ABC):
 
     def __init__(self, groups: Sequence[ParameterGroup], *, lr: float) -> None:
         self.groups = list(groups)
-        self.lr = lr
+        device = self.groups[0].parameters[0].device if self.groups else torch.device("cpu")
+        # On a GPU it is a tensor, so that a recorded step reads the rate that it is replayed with (step_graph.py).
+        on_gpu = device.type == "cuda"
+        self.lr: float | Tensor = torch.full((), lr, device=device, dtype=torch.float32) if on_gpu else lr
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
+
+    def set_lr(self, lr: float) -> None:
+        """Take the next updates at this learning rate."""
+        if isinstance(self.lr, Tensor):
+            self.lr.fill_(lr)
+        else:
+            self.lr = lr
 
     @torch.no_grad()
     def step(self) -> None:
