@@ -51,6 +51,15 @@ def errors_text(found: Mapping[str, Any], date: str) -> str:
     for family, values in found["families"].items():
         lines += ["", f"[{family}]", *_error_lines(values)]
         lines += ["", f"[{family}.memory]", *_error_lines(found["memory"][family])]
+    lines += [
+        "",
+        "# Measured time over forecast, by plait's own constants, of runs that no constant was fitted to (but for",
+        "# those on one card): nine of ten lie between `low` and `high`.",
+    ]
+    for kind, values in found["ranges"].items():
+        if values["rows"]:
+            known = [f"{name} = {values[name]:.3f}" for name in ("low", "high")]
+            lines += ["", f'[range."{kind}"]', f"rows = {values['rows']}", *known]
     return "\n".join(lines) + "\n"
 
 

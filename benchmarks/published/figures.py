@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from benchmarks.peers.gpu_loop import SIZES
+from benchmarks.plait_gpu import model_shape
 from benchmarks.published.pricing import Priced, cases_of, price
 from benchmarks.published.reading import read_rows
 from benchmarks.published.scoring import (
@@ -19,13 +22,20 @@ from benchmarks.published.scoring import (
     held_out_errors,
     jobs,
     memory_errors,
+    nine_of_ten,
     plain_errors,
     ranking,
     scalar,
     summary,
 )
+from plait.layout import Layout
+from plait.machines.cluster import read_cluster
+from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
+from plait.planner.problem.workload import workload_of
 from plait.planner.search.model_error import FAMILIES, run_family
+from plait.planner.step_time.cost_inputs import CostInputs
+from plait.planner.step_time.step_time import estimate_step_time
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -78,6 +88,7 @@ def figures(judged: Judged) -> dict[str, Any]:
             "program": held_out(judged.priced),
             "plait": held_out(priced_as_plait(judged.priced)),
         },
+        "ranges": ranges(judged.priced),
         "memory": memory_by_family(judged.priced),
         "out_of_memory": {
             "n_rows": sum(row.case.ran_out for row in judged.priced),
@@ -99,9 +110,48 @@ def held_out(priced: Sequence[Priced]) -> dict[str, dict[str, dict[str, float | 
     return {family: held_out_errors(rows) for family, rows in _by_family(priced).items() if rows}
 
 
+def ranges(priced: Sequence[Priced]) -> dict[str, dict[str, float | int | None]]:
+    """What measured times over plait's forecasts lie between: of published runs by family, of plait's own on one card,
+    and of the plans that were chosen on measured machines."""
+    by_family = {family: found["ratios"] for family, found in held_out(priced_as_plait(priced)).items()}
+    return {
+        "measured": nine_of_ten(measured_machines()),
+        "one card": nine_of_ten([took_s / forecast_s for *_, took_s, forecast_s in one_card()]),
+        **by_family,
+    }
+
+
+def measured_machines() -> list[float]:
+    """Steps of the chosen plans of the lab's newest whole run, over their forecasts."""
+    lines = max(RESULTS.glob("lab-????-??-??.jsonl")).read_text(encoding="utf-8").splitlines()
+    chosen = [case["layouts"][case["chosen"]] for case in map(json.loads, lines) if case["chosen"] in case["layouts"]]
+    taken = [(one, [s for turn in one["turns"] for s in turn["seconds"]]) for one in chosen]
+    return [median(seconds) / one["step_s"] for one, seconds in taken if seconds]
+
+
+def one_card() -> Iterator[tuple[str, str, float, float]]:
+    """plait's own steps on one card: the card, the model, the seconds that a step took, and its forecast."""
+    for card, results in (("1xH100", "one-gpu-2026-11-26.json"), ("1xH200", "one-gpu-2026-11-26-h200.json")):
+        read, cluster = json.loads((RESULTS / results).read_text(encoding="utf-8")), read_cluster(card)
+        for size in [name for name in read if name in SIZES and "plait" in read[name]["turns"]]:
+            work, took = SIZES[size], read[size]["turns"]["plait"][0]
+            batch = work.sequences_per_rank
+            workload = workload_of(model_shape(size, work), sequence=work.sequence, batch_sequences=batch)
+            row = {**Layout().degrees, "recompute": "none", "micro_sequences": batch}
+            inputs = CostInputs(
+                workload=workload,
+                cluster=cluster,
+                candidates=Candidates.from_rows([row], layer_split="balanced"),
+                profile=PLAIT_PROFILE.for_cluster(cluster),
+            )
+            yield card, size, took["step_s"], float(estimate_step_time(inputs).step_s[0])
+
+
 def priced_as_plait(priced: Sequence[Priced]) -> list[Priced]:
-    """The same rows as if plait had run them: by the profile that `plait plan` takes."""
-    return price([replace(row.case, profile=PLAIT_PROFILE) for row in priced])
+    """The same rows as if plait had run them: by the profile that `plait plan` takes, but for replayed steps, which
+    these programs do not have."""
+    profile = replace(PLAIT_PROFILE, launch_mode="ahead")
+    return price([replace(row.case, profile=profile) for row in priced])
 
 
 def memory_by_family(priced: Sequence[Priced]) -> dict[str, dict[str, float | int | None]]:

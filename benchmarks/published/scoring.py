@@ -101,7 +101,13 @@ def held_out_errors(rows: Sequence[Priced]) -> dict[str, dict[str, float | int |
     rows_of = Counter(row.case.source for row in judged)
     votes = [1 / rows_of[row.case.source] for row in judged]
     each_source = {"sources": len(rows_of), "median": _weighted(found, votes, 0.5), "p90": _weighted(found, votes, 0.9)}
-    return {"each_row": summary(found), "each_source": each_source}
+    ratios = [row.case.step_s / row.step_s for row in judged if row.case.step_s]
+    return {"each_row": summary(found), "each_source": each_source, "ratios": nine_of_ten(ratios)}
+
+
+def nine_of_ten(ratios: Sequence[float]) -> dict[str, float | int | None]:
+    """How many measured times over their forecasts, and what nine of ten lie between."""
+    return {"rows": len(ratios), "low": _quantile(ratios, 0.05), "high": _quantile(ratios, 0.95)}
 
 
 def memory_errors(rows: Sequence[Priced]) -> dict[str, float | int | None]:

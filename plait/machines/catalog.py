@@ -15,6 +15,7 @@ from typing import Any, Literal
 from plait.errors import PlaitError
 
 DeviceKind = Literal["gpu", "tpu", "cpu"]
+ClockInSteps = Literal["unknown", "kept"]
 Shape = Literal["switch", "torus", "shared"]
 
 _PRECISIONS = {
@@ -49,7 +50,8 @@ class Device:
     peak_flops: Mapping[str, float] = field(hash=False)
     """Dense FLOP/s by precision (bf16, fp16, fp8, fp4, tf32, float32); a precision that the device lacks is absent."""
     achievable: float | None
-    """Share of the bf16 peak that large matrix products reach; None where nobody measured it."""
+    """Share of the bf16 peak that large matrix products reach, more than all of it where a device runs faster than its
+    maker states; None where nobody measured it."""
     memory_bytes: int
     """Memory that a program can use, without the driver's share."""
     memory_bytes_per_s: float
@@ -68,6 +70,10 @@ class Device:
     units: int | None
     """Number of multiprocessors, compute units or cores; a product's tiles run on them in waves."""
     source: str
+    clock_in_steps: ClockInSteps = "unknown"
+    """Whether products reach the `achievable` share in whole steps of plait, too, whatever power the device takes."""
+    achievable_of: str = ""
+    """The device whose `achievable` is assumed of this one; "" where it is its own."""
 
     def __post_init__(self) -> None:
         rates = {f"peak_flops of {precision}": rate for precision, rate in self.peak_flops.items()}
@@ -249,6 +255,7 @@ def _must_be_amounts(name: str, amounts: Mapping[str, float]) -> None:
 
 def _device(entry: Mapping[str, Any]) -> Device:
     lacks = entry.get("without", ())
+    like = _catalog()["device"].get(entry.get("achievable_as", ""), {})
     rates = {p: entry[key] * 1e12 for p, key in _PRECISIONS.items() if key in entry and p not in lacks}
     usable = entry.get("usable_memory", _catalog()["usable_memory"][entry["vendor"]])
     return Device(
@@ -256,7 +263,9 @@ def _device(entry: Mapping[str, Any]) -> Device:
         vendor=entry["vendor"],
         kind=entry.get("kind", "gpu"),
         peak_flops=rates,
-        achievable=entry.get("achievable"),
+        achievable=entry.get("achievable", like.get("achievable")),
+        achievable_of=like.get("name", ""),
+        clock_in_steps=entry.get("clock_in_steps", "unknown"),
         memory_bytes=round(entry["memory_gb"] * 2**30 * usable),
         memory_bytes_per_s=entry["memory_gbytes_per_s"] * 1e9,
         inside=entry["inside"],

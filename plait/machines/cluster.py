@@ -27,7 +27,16 @@ from typing import Any, get_args
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
 from plait.layout import LARGEST_CLUSTER
-from plait.machines.catalog import Device, DeviceKind, Link, Shape, find_device, find_device_by_driver_name, find_link
+from plait.machines.catalog import (
+    ClockInSteps,
+    Device,
+    DeviceKind,
+    Link,
+    Shape,
+    find_device,
+    find_device_by_driver_name,
+    find_link,
+)
 from plait.machines.machine import Machine
 from plait.machines.measured import Measurements, measurements_as_values, measurements_from_values, measurements_table
 from plait.machines.short_form import parse_network, parse_short_form
@@ -321,7 +330,11 @@ def _processor(machine: Machine, flops: float | None) -> Device:
 # Devices and links as a cluster.json describes them: by name, like another one, or by all their values.
 
 
-_WORDS = {"DeviceKind": get_args(DeviceKind), "Shape": get_args(Shape)}
+_WORDS = {
+    "DeviceKind": get_args(DeviceKind),
+    "Shape": get_args(Shape),
+    "ClockInSteps": get_args(ClockInSteps),
+}
 
 
 def device_from_json(value: Any, where: str) -> Device:
@@ -374,7 +387,7 @@ def _values(kind: type[Device] | type[Link], value: Any, where: str) -> dict[str
     annotations = {field.name: str(field.type) for field in fields(kind)}
     unknown = {name: None for name, annotation in annotations.items() if "None" in annotation}
     like = value.get("like") if isinstance(value, dict) else None
-    optional = {*unknown, "axes", "source", "all_reduce_reached"}
+    optional = {*unknown, "axes", "source", "all_reduce_reached", "clock_in_steps", "achievable_of"}
     check_keys(value, set() if like else set(annotations) - optional, {"like", *annotations}, where)
     given = {name: value for name, value in value.items() if name != "like"}
     for name, value in given.items():

@@ -49,6 +49,7 @@ sequence = 128
 batch_tokens = 3584
 budget = "{STEPS} steps"
 matmul_backend = "default"
+precision = "float32"
 
 [optimizer]
 lr = 5e-4

@@ -31,7 +31,7 @@ def test_every_device_is_whole_and_physical(known: Device) -> None:
     assert find_link(known.inside).source and find_link(known.between).source
     best = max(known.peak_flops.values())
     assert 1e11 < best < 1e17
-    assert known.achievable is None or 0.3 < known.achievable < 1
+    assert known.achievable is None or 0.3 < known.achievable < 1.1
     # A program must do between 5 and 1000 operations a byte to be busy: a slip of a unit falls outside.
     assert 5 < best / known.memory_bytes_per_s < 3000
     # All of the memory is read in 5 ms to 2.5 s.

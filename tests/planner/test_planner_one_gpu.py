@@ -1,4 +1,4 @@
-"""What the planner foretells of plait on one H100 and one H200, beside what the cards took (`make bench-gpu`)."""
+"""The planner's forecasts for plait on one H100 and one H200, beside what the cards took (`make bench-gpu`)."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ READ = {
 @pytest.mark.parametrize(
     ("card", "size", "slower", "more"),
     [
-        ("1xH100", "125M", 0.20, -0.012),
-        ("1xH100", "1B", 0.18, -0.006),
-        ("1xH100", "3B", 0.10, 0.003),
-        ("1xH100", "LoRA 8B", 0.26, 0.012),
-        ("1xH200", "125M", 0.19, -0.012),
-        ("1xH200", "1B", 0.16, -0.006),
-        ("1xH200", "7B", 0.01, 0.001),
+        ("1xH100", "125M", 0.06, -0.012),
+        ("1xH100", "1B", 0.03, -0.006),
+        ("1xH100", "3B", -0.02, 0.003),
+        ("1xH100", "LoRA 8B", 0.12, 0.012),
+        ("1xH200", "125M", 0.04, -0.012),
+        ("1xH200", "1B", 0.01, -0.006),
+        ("1xH200", "7B", -0.08, 0.001),
     ],
 )
-def test_forecasts_for_one_card_are_careful(card: str, size: str, slower: float, more: float) -> None:
+def test_forecasts_for_one_card_are_near_what_it_took(card: str, size: str, slower: float, more: float) -> None:
     """By so much more time, and so much more memory, than the card took, as docs/guide-gpu.md and the log say."""
     work, took, cluster = SIZES[size], READ[card][size]["turns"]["plait"][0], read_cluster(card)
     workload = workload_of(model_shape(size, work), sequence=work.sequence, batch_sequences=work.sequences_per_rank)

@@ -17,7 +17,14 @@ from plait.planner.derive.resources import Resources
 from plait.planner.memory.state_copies import with_copies
 from plait.planner.plan import Placement, Plan
 from plait.planner.report.page import page_html
-from plait.planner.report.report import PlanReport, PlanSection, plan_report_of, run_cost_text, run_time_text
+from plait.planner.report.report import (
+    PlanReport,
+    PlanSection,
+    plan_report_of,
+    range_text,
+    run_cost_text,
+    run_time_text,
+)
 from plait.planner.report.report_json import report_values
 from plait.planner.report.text import report_lines, summary_lines
 from plait.planner.resolve.resolve import draft, lines_without_effect, settle
@@ -148,7 +155,7 @@ class PlannedRun:
         return (
             ("machines", self.values["cluster"]),
             ("layout", self.report.layout),
-            ("a step", f"{format_duration(self.step_s)}, give or take {self.values['error']:.0%}"),
+            ("a step", f"{format_duration(self.step_s)}, probably {range_text(self.report.search)}"),
             ("the whole run", run_time_text(self.report.run)),
             ("memory", f"{format_bytes(self.bytes_per_device)} a device"),
             ("money", run_cost_text(self.report.run)),

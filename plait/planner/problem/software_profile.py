@@ -67,6 +67,9 @@ class SoftwareProfile:
     launch_mode: Literal["ahead", "blocking", "replayed alone"] = "ahead"
     """Whether the host launches ahead of the device, or waits for each kernel to end; or launches ahead but for a
     device that works alone, which replays recorded steps."""
+    clock: Literal["throttled", "as measured"] = "throttled"
+    """Whether a device that takes much power is slower in a long run than its `achievable` share says; "as measured":
+    not where steps have shown that it keeps its clock."""
     gap_s: float = _DEFAULTS["gap_s"]
     """Time on the device between one kernel's last work and the next one's first."""
     micro_s: float = _DEFAULTS["micro_s"]
@@ -217,5 +220,6 @@ PLAIT_PROFILE = SoftwareProfile(
     stage_transfer="float32",
     expert_sends="once an expert",
     launch_mode="replayed alone",
+    clock="as measured",
     **constant_fields("software_profile_plait"),
 )

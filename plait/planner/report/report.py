@@ -26,19 +26,20 @@ from plait.planner.search.cost_breakdown import (
 )
 from plait.planner.search.found import Search
 from plait.planner.search.layout_kinds import CandidateRow, layout_sentences, layout_text
-from plait.planner.search.model_error import RunFamily, published_errors, run_family
+from plait.planner.search.model_error import RangeKind, expected_range
 from plait.planner.step_time.device_rates import USUAL_ACHIEVABLE_SHARE
 from plait.planner.step_time.device_time import was_measured
 from plait.report.plausibility import mfu_text
 from plait.units import counted, format_bytes, format_count, format_duration, format_si
 
 JOULES_PER_WH = 3600
-RUN_FAMILY_TEXTS: Mapping[RunFamily, str] = {
-    "dense-gpu": "dense models on GPUs",
-    "moe": "models with experts on GPUs",
-    "tpu": "models on TPUs",
-    "cpu": "no run on processors is published",
+RANGE_TEXTS: Mapping[RangeKind, str] = {
+    "one card": "kinds of plait's own steps on one card",
+    "dense-gpu": "published runs of dense models on GPUs",
+    "moe": "published runs of models with experts on GPUs",
+    "tpu": "published runs of models on TPUs",
 }
+NO_RUNS = "no run on processors is published; elsewhere, where the model did worst, nine of ten"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,9 +231,8 @@ def _time(report: PlanReport) -> str:
     is_learnt = job.most_tokens is not None and run.tokens >= job.most_tokens
     end = f"as the text is learnt by then, before {job.budget} are over" if is_learnt else f"budget {job.budget}"
     return (
-        f"{run_time_text(run)}: {counted(run.steps, 'step', ',')} of {step}, give or take "
-        f"{report.search.tolerance:.0%}; {format_count(run.tokens)} tokens, {format_count(run.device_hours)} "
-        f"device-hours, {end}"
+        f"{run_time_text(run)}: {counted(run.steps, 'step', ',')} of {step}, probably {range_text(report.search)}; "
+        f"{format_count(run.tokens)} tokens, {format_count(run.device_hours)} device-hours, {end}"
     )
 
 
@@ -308,32 +308,45 @@ def _largest(items: Mapping[str, float], least: float) -> list[tuple[str, float]
 
 def certainty_lines(found: Search) -> list[str]:
     """How reliable the forecast is, and what it assumes without measurement."""
-    low, high = (format_duration(found.chosen_step_s * (1 + side * found.tolerance)) for side in (-1, 1))
+    known = expected_range(found.workload, found.cluster)
+    between = f"{known.low:.2f} to {known.high:.2f} times their forecast, so expect {range_text(found)}"
     equally = f"layouts within {found.tolerance:.1%} of each other count as equally fast"
     if was_measured(found.workload, found.cluster):
         assert found.cluster.measured is not None
         return [
-            f"arithmetic and messages were measured on these machines ({found.cluster.measured.date}): {equally}; "
-            f"expect {low} to {high}"
+            f"arithmetic and messages were measured on these machines ({found.cluster.measured.date}): of {known.rows} "
+            f"plans that were chosen so, nine of ten took {between}; {equally}"
         ]
-    lines = [f"nothing was measured on these machines: {_record(found)}, so expect {low} to {high}; {equally}"]
+    runs = f"of {known.rows:,} {RANGE_TEXTS[known.kind]} nine of ten" if known.rows else NO_RUNS
+    lines = [f"nothing was measured on these machines: {runs} took {between}; {equally}"]
+    if known.assumed:
+        who = " and ".join(known.assumed)
+        lines.append(f"that range is a quarter wider on each side, because rates of {who} are assumed")
     guessed = [island.device.name for island in found.cluster.islands if island.device.achievable is None]
     if guessed:
         lines.append(
             f"nobody has published how much of its arithmetic peak {' or '.join(dict.fromkeys(guessed))} reaches in "
             f"large products; {USUAL_ACHIEVABLE_SHARE:.0%} is assumed"
         )
+    alike = {one.name: one for one in (island.device for island in found.cluster.islands) if one.achievable_of}
+    for name, device in alike.items():
+        lines.append(
+            f"nobody has published how much of its arithmetic peak {name} reaches in large products; "
+            f"{device.achievable:.0%} is assumed, as of {device.achievable_of}"
+        )
     return lines
 
 
-def _record(found: Search) -> str:
-    """How far off forecasts like this one have been."""
-    family = run_family(found.workload, found.cluster)
-    known = published_errors(family)
-    errors = f"half were forecast within {known.median:.0%}, nine of ten within {known.p90:.0%}"
-    if not known.rows:
-        return f"{RUN_FAMILY_TEXTS[family]}; elsewhere, where the model did worst, {errors}"
-    return f"of {known.rows:,} published runs of {RUN_FAMILY_TEXTS[family]} {errors}"
+def expected_range_s(found: Search) -> tuple[float, float]:
+    """Between which seconds a step of the chosen layout will probably take."""
+    known = expected_range(found.workload, found.cluster)
+    return known.low * found.chosen_step_s, known.high * found.chosen_step_s
+
+
+def range_text(found: Search) -> str:
+    """The same for people."""
+    low, high = map(format_duration, expected_range_s(found))
+    return f"{low} to {high}"
 
 
 def _run_totals(found: Search, job: TrainingJob) -> PlannedTotals:

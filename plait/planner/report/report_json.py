@@ -8,7 +8,8 @@ from typing import Any
 from plait.layout import AXES
 from plait.planner.explain.choice import left_out_text
 from plait.planner.explain.unequal_devices import unequal_shares_of
-from plait.planner.report.report import LayoutFigures, PlanReport
+from plait.planner.report.report import LayoutFigures, PlanReport, expected_range_s
+from plait.planner.search.model_error import expected_range
 
 KNOBS = ("expert", "shard_what", "virtual", "recompute", "schedule")
 
@@ -40,6 +41,8 @@ def report_values(report: PlanReport) -> dict[str, Any]:
         "n_refused": found.n_refused,
         "refused": dict(found.refused),
         "error": found.tolerance,
+        "expected_range_s": expected_range_s(found),
+        "range_basis": asdict(expected_range(found.workload, found.cluster)),
         "complexity": chosen.complexity,
         "time": dict(report.time),
         "memory": dict(report.memory),

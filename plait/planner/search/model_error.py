@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -50,6 +50,56 @@ def memory_error(workload: Workload, cluster: Cluster) -> float:
     """What memory may come to exceed its forecast by, which chosen layouts leave free: the median error of readings of
     such runs, the allocator's reserve already counted."""
     return _known("memory")[run_family(workload, cluster)].median
+
+
+RangeKind = Literal["measured", "one card", "dense-gpu", "moe", "tpu", "cpu"]
+"""Runs on machines that were measured; runs of plait on one card of a kind that it has run on; published runs of a
+family."""
+ASSUMED_RATE_DOUBT = 1.25
+"""By how much a range is wider on each side where the rate of a device's products is assumed: among cards of one kind
+the measured shares differ by as much (machines/catalog.toml)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedRange:
+    """The multiples of their forecasts between which nine of ten runs of a kind were; none of them had a constant
+    fitted to it but those on one card."""
+
+    low: float
+    high: float
+    kind: RangeKind
+    rows: int
+    """Runs of this kind; 0 where there are none, and the range holds those of all families."""
+    assumed: tuple[str, ...] = ()
+    """Devices whose rate is assumed, for which the range is wider."""
+
+
+def expected_range(workload: Workload, cluster: Cluster) -> ExpectedRange:
+    """Where the time of a step will be, as multiples of its forecast."""
+    devices = [island.device for island in cluster.islands]
+    kind: RangeKind = run_family(workload, cluster)
+    if was_measured(workload, cluster):
+        kind = "measured"
+    elif cluster.n_devices == 1 and devices[0].clock_in_steps == "kept" and not workload.experts:
+        kind = "one card"
+    known = _ranges()
+    found = known.get(kind)
+    if found is None:
+        low, high = min(one.low for one in known.values()), max(one.high for one in known.values())
+        found = ExpectedRange(low=low, high=high, kind=kind, rows=0)
+    guessed = {one.name for one in devices if one.achievable is None or one.achievable_of}
+    if kind == "measured" or not guessed:
+        return found
+    low, high = found.low / ASSUMED_RATE_DOUBT, found.high * ASSUMED_RATE_DOUBT
+    return replace(found, low=low, high=high, assumed=tuple(sorted(guessed)))
+
+
+@cache
+def _ranges() -> dict[RangeKind, ExpectedRange]:
+    tables = tomllib.loads(ERRORS_FILE.read_text(encoding="utf-8"))["range"]
+    kinds: tuple[RangeKind, ...] = get_args(RangeKind)
+    found = [ExpectedRange(kind=kind, **tables[kind]) for kind in kinds if kind in tables]
+    return {one.kind: replace(one, low=min(one.low, 1.0), high=max(one.high, 1.0)) for one in found}
 
 
 def stated_error(workload: Workload, cluster: Cluster) -> float:

@@ -82,10 +82,13 @@ def device_rates(
     """
     peak = peak_flops(device, "bf16" if precision in ("fp8", "fp4") else precision)
     reached = (device.achievable or USUAL_ACHIEVABLE_SHARE) * profile.product_share * speed
-    plain = linear = peak * reached * sustained_share(peak, device.watts)
+    keeps_clock = profile.clock == "as measured" and device.clock_in_steps == "kept"
+    sustained = 1.0 if keeps_clock else sustained_share(peak, device.watts)
+    plain = linear = peak * reached * sustained
     if precision in ("fp8", "fp4"):
         narrow = peak_flops(device, precision)
-        linear = max(linear, narrow * reached * profile.fp8_share * sustained_share(narrow, device.watts))
+        slower = sustained_share(narrow, device.watts) / sustained_share(peak, device.watts)
+        linear = max(linear, narrow * reached * profile.fp8_share * sustained * slower)
     # Attention kernels lag behind the devices: one written for another generation gets less out of it.
     lag = min(1.0, (A100_PEAK_FLOPS / peak) ** profile.flash_lag)
     # A processor's kernels go by the rate of its large products, which is its peak where that was measured.
@@ -93,7 +96,7 @@ def device_rates(
     return DeviceRates(
         linear_flops=linear,
         high_precision_flops=plain,
-        attention_flops=peak * large * speed * lag * sustained_share(peak, device.watts),
+        attention_flops=peak * large * speed * lag * sustained,
         operand_bytes=4.0 if precision in ("float32", "tf32") else 2.0,
         stream_bytes_per_s=device.memory_bytes_per_s * STREAM_SHARE,
         compute_units=device.units or 0,
