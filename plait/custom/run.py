@@ -40,7 +40,8 @@ from plait.custom.stepping.rate import RateRule, goyal_rule
 from plait.custom.stepping.step import StepTaker
 from plait.custom.stepping.timeline import write_timeline
 from plait.custom.stepping.update import refuse_other_updates
-from plait.custom.strands.description import CustomLayout, Releasable, StrandChoices, Strands
+from plait.custom.strands.description import CustomLayout, Releasable, StrandChoices
+from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 
 if TYPE_CHECKING:

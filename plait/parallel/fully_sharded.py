@@ -55,15 +55,31 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
         # is gathered as it is kept: a table in bfloat16 would round the stream, and each addition to a row's gradient.
         outside = replace(policy, param_dtype=None)
         fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=outside, ignored_params=whole)
+        sum_gradients_of(chunk, execution.device)
         if execution.device == "cpu" and again:
-            _gather_ahead(chunk)
-        for module in _sharded_modules(chunk):
-            # Neither is recursive. Gradients are sums everywhere: Note [loss is a sum].
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            if execution.device == "cpu":
-                module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
-                module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
+            # An evaluation ends before the layers for prediction ahead.
+            ahead = {id(module) for own in _ahead_layers(chunk) for module in own.modules()}
+            gather_ahead([module for module in sharded_modules(chunk) if id(module) not in ahead])
+
+
+def sum_gradients_of(model: nn.Module, device: str) -> None:
+    """Let FSDP2 add up the gradients of its units in a model, and divide them by nothing: Note [loss is a sum]."""
+    for module in sharded_modules(model):
+        # Neither is recursive.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if device == "cpu":
+            module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
+            module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
+
+
+def gather_ahead(units: Sequence[FSDPModule]) -> None:
+    """Let the next unit's weights travel under a unit's arithmetic, as streams of a GPU do by themselves; the first is
+    the whole model."""
+    root, *layers = units
+    root._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
 
 
 def _hide_hooks_from_recompute(inside_layer: nn.Module) -> None:
@@ -114,16 +130,6 @@ def _policy(execution: Execution) -> MixedPrecisionPolicy:
     )
 
 
-def _gather_ahead(chunk: GPT) -> None:
-    """Let the next layer's weights travel under a layer's arithmetic, as streams of a GPU do by themselves. Layers for
-    prediction ahead are left out: an evaluation ends before them."""
-    ahead = {id(module) for own in _ahead_layers(chunk) for module in own.modules()}
-    root, *layers = (module for module in _sharded_modules(chunk) if id(module) not in ahead)
-    root._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
-    for layer, following in pairwise(layers):
-        layer.set_modules_to_forward_prefetch([following])
-
-
 def _ahead_layers(chunk: GPT) -> list[nn.Module]:
     return [layer for number, layer in chunk.layers.items() if int(number) >= chunk.shape.layers]
 
@@ -141,7 +147,7 @@ def fully_sharded(
     `weights` are the chunks' own, each with the ranks that keep the same rows of it.
     """
     # Where a weight has fewer rows than there are ranks, some have nothing of it.
-    held = [one for one in map(_rows_of, weights) if one.local.box.numbers]
+    held = [one for one in map(rows_of, weights) if one.local.box.numbers]
     rows = [one for one in held if one.local.trained]
     local = [one.local for one in rows]
     # What is outside of a chunk's layers is torch's one unit for all of it, whose gradients come last of the chunk's.
@@ -156,7 +162,7 @@ def fully_sharded(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
+class WeightRows:
     """This rank's rows of a split weight: as torch keeps them, and as a plain parameter in the same memory."""
 
     sharded: nn.Parameter
@@ -170,10 +176,10 @@ class ShardedGradients:
     reduce-scatter, once the rows' gradient is there.
     """
 
-    def __init__(self, chunks: Sequence[GPT], rows: Sequence[_Rows], reducer: GradientReducer) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], rows: Sequence[WeightRows], reducer: GradientReducer) -> None:
         self._chunks, self._rows, self._reducer = chunks, rows, reducer
         self.buckets = reducer.buckets
-        for one in rows:  # of a weight that nobody else keeps there is nothing to sum
+        for one in rows if self.buckets else ():
             one.sharded.register_post_accumulate_grad_hook(lambda _, one=one: reducer.arrived(one.local))
 
     def open(self) -> None:
@@ -193,25 +199,25 @@ class ShardedGradients:
         for one in self._rows:
             if one.sharded.grad is not None and one.local.parameter.grad is None:
                 one.local.parameter.grad = _local(one.sharded.grad)
-            one.sharded.grad = None
         self._reducer.close()
 
     def publish(self) -> None:
         """Forget weights that are still gathered, as after an evaluation: the next forward gathers the new ones."""
         for chunk in self._chunks:
-            for module in _sharded_modules(chunk):
+            for module in sharded_modules(chunk):
                 module.reshard()
 
     def settle(self) -> None:
         """The rows that this rank keeps are where they were updated."""
 
 
-def _rows_of(weight: SharedWeight) -> _Rows:
+def rows_of(weight: SharedWeight) -> WeightRows:
+    """This rank's rows of a weight that FSDP2 has split, or of a whole one."""
     local, box = _local(weight.parameter.detach()), weight.box
     offset = (box.offset[0] + _first_row(weight.parameter), *box.offset[1:])
     box = replace(box, offset=offset, extent=tuple(local.shape))
     own = nn.Parameter(local, requires_grad=weight.trained)
-    return _Rows(sharded=weight.parameter, local=replace(weight, parameter=own, box=box, split=None))
+    return WeightRows(sharded=weight.parameter, local=replace(weight, parameter=own, box=box, split=None))
 
 
 def _first_row(parameter: nn.Parameter) -> int:
@@ -236,8 +242,9 @@ def _as_rows(local: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def _sharded_modules(chunk: GPT) -> list[FSDPModule]:
-    return [module for module in chunk.modules() if isinstance(module, FSDPModule)]
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """What FSDP2 gathers as one, the whole model first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 # FSDP2's gathers and scatters between processors by point-to-point messages, in place of gloo's slower collectives.

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from plait.model.gpt import GPT
 from plait.model.weights import describe_weight
 from plait.partition.boxes import Box, whole_box
 
-Forward = Callable[[GPT, Any, Tensor | None], Tensor]
+if TYPE_CHECKING:  # people's own programs need none of plait's models
+    from plait.model.gpt import GPT
+
+Forward = Callable[["GPT", Any, Tensor | None], Tensor]
 """Runs a micro-batch through a chunk: takes the previous chunk's stream, if there is one, and returns the next."""
 
-LossOf = Callable[[Tensor, GPT, Any], Tensor]
+LossOf = Callable[[Tensor, "GPT", Any], Tensor]
 """Maps the stream after the final norm, the chunk with the head, and a micro-batch to its summed loss."""
 
 

@@ -17,8 +17,7 @@ from plait.custom.program import Program
 from plait.custom.saving.folder import has_saved, newest_saved, read_state, read_tensors, write_saved
 from plait.custom.saving.optimizer_state import collect_optimizer, restore_optimizer
 from plait.custom.saving.tree import from_plain, to_plain
-from plait.custom.strands.description import Strands
-from plait.custom.strands.pieces import pieces_of
+from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 
 MODEL = "model"
@@ -40,8 +39,8 @@ def save_program(
     files |= _unlike_buffers(program, workers)
     optimizers = []
     for index, optimizer in enumerate(program.optimizers):
-        pieces = pieces_of(program, strands, index)
-        plain, tensors = collect_optimizer(optimizer, pieces, strands.form, _whole_shapes(program, index), workers)
+        pieces, shapes = strands.pieces_of(index), _whole_shapes(program, index)
+        plain, tensors = collect_optimizer(optimizer, pieces, strands.form, shapes, workers)
         optimizers.append(plain)
         files[f"optimizer-{index}"] = tensors
     scheduler_tensors: dict[str, Tensor] = {}
@@ -96,8 +95,7 @@ def resume_program(
             buffer.copy_(own[name])
     for index, optimizer in enumerate(program.optimizers):
         plain, tensors = state["optimizers"][index], loaded[f"optimizer-{index}"]
-        pieces = pieces_of(program, strands, index)
-        restore_optimizer(optimizer, pieces, _whole_shapes(program, index), plain, tensors)
+        restore_optimizer(optimizer, strands.pieces_of(index), _whole_shapes(program, index), plain, tensors)
     for scheduler, plain in zip(program.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(from_plain(plain, loaded["schedulers"]))
     if workers.rank == 0:

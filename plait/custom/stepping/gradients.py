@@ -15,7 +15,7 @@ from plait.custom.exact_norm.batch_norm import norm_waits_s
 from plait.custom.group import Workers
 from plait.custom.program import LossTerms, Program
 from plait.custom.seeds import seed_everything, seed_from
-from plait.custom.strands.description import Strands
+from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 
 EXACT_DIVISORS = (torch.float32, torch.float64)

@@ -24,7 +24,8 @@ from plait.custom.stepping.parts import ShareParts
 from plait.custom.stepping.timeline import SpanLog
 from plait.custom.stepping.unchanged import ModelWatch
 from plait.custom.stepping.update import update_weights
-from plait.custom.strands.description import CustomLayout, Strands
+from plait.custom.strands.description import CustomLayout
+from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 
 

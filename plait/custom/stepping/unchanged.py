@@ -6,7 +6,7 @@ from __future__ import annotations
 from plait.custom.group import Workers
 from plait.custom.program import Program, check_gradient_hooks, gradient_hooks, is_plaits_own
 from plait.custom.strands.arrivals import Arrivals
-from plait.custom.strands.description import Strands
+from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 
 EVERY_STEPS = 50

@@ -16,7 +16,7 @@ from plait.custom.program import Program, parameters_of
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.fused import begin_momentum
 from plait.custom.stepping.gradients import GlobalSums
-from plait.custom.strands.description import Strands
+from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 
 _UPDATES: ContextVar[bool] = ContextVar("plait_updates", default=False)

@@ -1,11 +1,10 @@
-"""Which parameters a step's backward passes reached on this worker, and whether each but once in a pass."""
+"""Whether a backward pass reaches each parameter but once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plait.errors import PlaitError
 
@@ -23,8 +22,6 @@ class Arrivals:
         """Whether every gradient came but once in all passes so far, of which there was one at least."""
         self._twice = False
         self._now: set[int] = set()
-        self._step: set[int] = set()
-        self._count = len(parameters)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._arrived(number))
             for number, parameter in enumerate(parameters)
@@ -35,21 +32,13 @@ class Arrivals:
         for handle in self._handles:
             handle.remove()
 
-    def open(self) -> None:
-        """A new step begins."""
-        self._step = set()
-        self.next_pass()
-
     def next_pass(self) -> None:
         """A new pass of backward begins."""
         self._now = set()
 
-    def reached(self) -> Tensor:
-        """1 for every parameter with a gradient from this step, else 0; float64. Ends the step."""
+    def end_step(self) -> None:
+        """The step's last pass of backward has ended."""
         self.once = not self._twice
-        found = torch.zeros(self._count, dtype=torch.float64)
-        found[sorted(self._step)] = 1
-        return found
 
     def _arrived(self, number: int) -> None:
         if number in self._now:
@@ -60,4 +49,3 @@ class Arrivals:
                     "(use_reentrant=False), from the first step on"
                 )
         self._now.add(number)
-        self._step.add(number)

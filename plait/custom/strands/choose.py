@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from plait.custom.group import Workers
 from plait.custom.program import Program
-from plait.custom.strands.description import CustomLayout, StrandChoices, Strands
-from plait.custom.strands.local import LocalStrands
+from plait.custom.strands.description import CustomLayout, StrandChoices
+from plait.custom.strands.program_strands import Strands, local_strands
 from plait.custom.strands.recompute import recompute_units
 
 DEFAULT_CHOICES = StrandChoices()
@@ -20,11 +20,11 @@ def make_strands(
     """
     recompute_units(program, choices)
     if workers.size == 1:
-        return LocalStrands(program)
+        return local_strands(program, workers)
     if layout != "shard parameters":
-        from plait.custom.strands.replicated import ReplicatedStrands
+        from plait.custom.strands.replicated import replicated_strands
 
-        return ReplicatedStrands(program, workers, choices, "whole" if layout == "replicate" else "cut")
-    from plait.custom.strands.sharded_parameters import ShardedParameterStrands  # most of a second of imports
+        return replicated_strands(program, workers, choices, "whole" if layout == "replicate" else "cut")
+    from plait.custom.strands.sharded_parameters import sharded_parameter_strands  # most of a second of imports
 
-    return ShardedParameterStrands(program, workers, choices)
+    return sharded_parameter_strands(program, workers, choices)

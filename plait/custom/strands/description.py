@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -29,77 +28,17 @@ class HeldPiece:
     first: int
     parameter: nn.Parameter
 
+    def copy_from(self, whole: Tensor) -> None:
+        """Take the piece's numbers out of those of the whole weight."""
+        own = self.parameter.detach()
+        own.copy_(whole.reshape(-1)[self.first : self.first + own.numel()].view_as(own))
+
 
 class Releasable(Protocol):
     """Something that holds weights."""
 
     def release(self) -> None:
         """Let them go; a second call does nothing."""
-        ...
-
-
-class Strands(Protocol):
-    """How the gradients of a program's losses become global, whatever the layout; `index` is the loss's number.
-
-    Every worker calls the same methods in the same order. After `close` each parameter of an optimizer has as .grad the
-    global sum of its numbers, or None where no worker's backward reached it.
-    """
-
-    form: StrandForm
-    """Whether each worker's optimizer updates whole weights or parts of them."""
-
-    def open(self, index: int) -> None:
-        """Begin a step of this loss: no gradient yet."""
-        ...
-
-    def next_pass(self, index: int) -> None:
-        """A forward and backward of a part of the step's batch follows."""
-        ...
-
-    def arm(self, index: int) -> None:
-        """The next backward is the last of this loss in this step: sums may begin."""
-        ...
-
-    def reached(self, index: int) -> Tensor:
-        """For each parameter of this loss's optimizer 1 where a backward of this worker gave it a gradient, else 0."""
-        ...
-
-    def close(self, index: int, reached: Sequence[bool]) -> None:
-        """Wait for the sums; a parameter that no worker reached has no gradient."""
-        ...
-
-    def own_seconds(self, passed_s: float) -> float:
-        """Of the seconds of the last step's forward and backward those in which this worker did not wait for others;
-        call it once after each step that is timed."""
-        ...
-
-    def squares(self, index: int) -> Tensor:
-        """The sum of all squares of this loss's global gradients: 0-dim, float64, the same on all workers."""
-        ...
-
-    def publish(self, index: int) -> None:
-        """After the update: exchange the new weights; blocks until every worker has all of them."""
-        ...
-
-    def pieces(self, index: int) -> Sequence[HeldPiece]:
-        """What this worker's optimizer updates, to save it."""
-        ...
-
-    def full_weights(self) -> dict[str, Tensor]:
-        """Every parameter whole, by its name; every worker must call it."""
-        ...
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take these whole weights, by name; every worker must call it."""
-        ...
-
-    def full_gradients(self, index: int) -> dict[str, Tensor]:
-        """Every gradient of this loss whole, after `close`; every worker must call it."""
-        ...
-
-    def holds(self) -> Sequence[Releasable]:
-        """What has taken hold of the models' weights; once all of it is released another run may take them. None of it
-        knows the program, which may know the run."""
         ...
 
 

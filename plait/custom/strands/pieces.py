@@ -11,8 +11,8 @@ from torch.optim import Adagrad, Optimizer
 
 from plait.custom.exchange import sum_of_bits
 from plait.custom.group import Workers
-from plait.custom.program import Program, gradient_hooks, is_plaits_own, parameters_of
-from plait.custom.strands.description import CustomLayout, HeldPiece, Strands
+from plait.custom.program import Program, gradient_hooks, is_plaits_own
+from plait.custom.strands.description import CustomLayout, HeldPiece
 from plait.errors import PlaitError
 
 
@@ -58,12 +58,6 @@ def update_pieces(optimizers: Sequence[Optimizer], groups: Mapping[str, int], pi
                 for parameter in group["params"]:
                     total = torch.full_like(parameter, group["initial_accumulator_value"])
                     optimizer.state[parameter] = {"step": torch.zeros(()), "sum": total.detach()}
-
-
-def pieces_of(program: Program, strands: Strands, number: int) -> list[HeldPiece]:
-    """What this worker updates by the optimizer of this number."""
-    held = {id(parameter) for parameter in parameters_of(program.optimizers[number])}
-    return [piece for piece in strands.pieces(program.loss_of(number)) if id(piece.parameter) in held]
 
 
 def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
