@@ -15,10 +15,10 @@ from plait.custom.cutting import batch_size
 from plait.custom.data.batches import OwnBatches
 from plait.custom.data.moving import mapped
 from plait.custom.data.sources import ExamplePositions
-from plait.custom.exchange import gather_json
 from plait.custom.group import Workers
 from plait.custom.seeds import seed_everything, seed_from, seeded
 from plait.errors import PlaitError
+from plait.parallel.exchange import gather_json
 
 NEARLY = 1e-2
 """Of the largest number of a tensor: how far means and largest numbers of two workers may be apart. Decoders of images
@@ -38,12 +38,12 @@ def check_same_data(own: OwnBatches, workers: Workers) -> None:
     workers.announce("run.batches")()
     parts = _parts(own)
     described = {name: _described(make) for name, make in parts.items()}
-    everybody = gather_json(list(described.items()), workers)
+    everybody = gather_json(list(described.items()), workers.sums)
     unlike = [name for name in parts if any(_differ(dict(one)[name], dict(everybody[0])[name]) for one in everybody)]
     if not unlike:
         return
     own_random = [name for name in unlike if _differ(described[name], _described(parts[name]))]
-    let_through = {name for some in gather_json(own_random, workers) for name in some}
+    let_through = {name for some in gather_json(own_random, workers.sums) for name in some}
     for name in unlike:
         if name not in let_through:
             ranks = [rank for rank, one in enumerate(everybody) if _differ(dict(one)[name], dict(everybody[0])[name])]
@@ -54,7 +54,7 @@ def check_same_batch(batch: Any, workers: Workers) -> None:
     """Raise PlaitError where workers have made unlike batches, each of which should be the whole one. Every worker must
     call it; blocks."""
     if workers.size > 1:
-        everybody = gather_json(_described(lambda: batch), workers)
+        everybody = gather_json(_described(lambda: batch), workers.sums)
         unlike = [rank for rank, one in enumerate(everybody) if _differ(one, everybody[0])]
         if unlike:
             raise PlaitError(
@@ -80,7 +80,7 @@ def unlike_shapes_text(share: Any, workers: Workers) -> str:
         mapped(share, note)
     except PlaitError:  # a batch of a kind of its own
         pass
-    if all(one == shapes for one in gather_json(shapes, workers)):
+    if all(one == shapes for one in gather_json(shapes, workers.sums)):
         return ""
     return (
         "the workers' shares of a batch have unlike shapes, as each is padded by itself; where a model sees the "

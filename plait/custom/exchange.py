@@ -1,16 +1,14 @@
-"""Plain values and named tensors from worker to worker, as JSON and bytes: nothing that arrives is run."""
+"""Named tensors from worker to worker, as bytes."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from plait.custom.group import Workers
-from plait.errors import PlaitError
+from plait.parallel.exchange import first_ones
 
 TRAVELLING_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -19,37 +17,12 @@ TRAVELLING_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 """The element types that travel, by their names."""
 
 
-def gather_json(value: Any, workers: Workers) -> list[Any]:
-    """Every worker's value, in rank order. Every worker must call it; blocks. Values are JSON."""
-    if workers.size == 1:
-        return [value]
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [int(size) for size in workers.sums.gather(torch.tensor([len(own)]))]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(own)] = own
-    found = workers.sums.gather(padded)
-    return [json.loads(bytes(one[:size].numpy())) for one, size in zip(found, sizes, strict=True)]
-
-
-def first_ones(make: Callable[[], Any], workers: Workers) -> Any:
-    """What the first worker makes, JSON, on all; a PlaitError that it raises is raised by all. Blocks."""
-    told: dict[str, Any] = {}
-    if workers.rank == 0:
-        try:
-            told = {"value": make()}
-        except PlaitError as error:
-            told = {"error": str(error)}
-    told = gather_json(told, workers)[0]
-    if "error" in told:
-        raise PlaitError(told["error"])
-    return told["value"]
-
-
 def first_tensors(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str, Tensor]:
     """The first worker's named tensors on all, on the processor; the others' argument is not looked at. Blocks."""
     if workers.size == 1:
         return dict(tensors)
-    described = first_ones(lambda: [[name, _name_of(t.dtype), list(t.shape)] for name, t in tensors.items()], workers)
+    own = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    described = first_ones(lambda: own, workers.sums)
     found = {}
     for name, dtype, shape in described:
         there = tensors[name] if workers.rank == 0 else torch.empty(shape, dtype=TRAVELLING_DTYPES[dtype])
@@ -73,7 +46,3 @@ def sum_of_bits(own: Tensor, workers: Workers) -> Tensor:
     else:
         workers.sums(own.view(bits))
     return own
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plait.custom.exchange import gather_json
 from plait.custom.group import Workers
 from plait.errors import PlaitError
+from plait.parallel.exchange import gather_json
 
 _ALONE: ContextVar[bool] = ContextVar("plait_alone", default=False)
 """Whether this process computes a whole batch by itself, as a proof does, so that there is nothing to gather."""
@@ -63,7 +63,7 @@ class Gathering:
         began = time.perf_counter()
         sums = self._workers.sums
         own = [str(rows.dtype), *rows.shape]
-        shapes = gather_json(own, self._workers)
+        shapes = gather_json(own, self._workers.sums)
         for rank, other in enumerate(shapes):
             if other[:1] + other[2:] != own[:1] + own[2:]:
                 raise PlaitError(

@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 
-from plait.custom.exchange import gather_json
 from plait.custom.group import Workers
 from plait.machines.machine import usable_cores
+from plait.parallel.exchange import gather_json
 
 Kinds = Literal["alike", "unlike devices", "several hosts"]
 NAME_CHARACTERS = 40
@@ -36,7 +36,7 @@ def compare_workers(workers: Workers) -> WorkerKinds:
         return WorkerKinds(kinds="alike", names=("the only worker",))
     # Hosts may bear one name: the first rank of each tells them apart.
     own = [platform.node(), workers.rank - workers.local_rank, _device_text(workers.device)]
-    found = gather_json(own, workers)
+    found = gather_json(own, workers.sums)
     hosts = [(str(name), int(first)) for name, first, _ in found]
     kinds: Kinds = "alike"
     if len(set(hosts)) > 1:

@@ -28,7 +28,6 @@ from plait.custom.data.measured_shares import ShareMeter
 from plait.custom.data.moving import on_device
 from plait.custom.data.shares import ShareTable, WorkerShares
 from plait.custom.data.sources import Collate, CollatedOver, unused_processes_text
-from plait.custom.exchange import gather_json
 from plait.custom.gathering import Gathering
 from plait.custom.group import Workers
 from plait.custom.likeness import WorkerKinds
@@ -43,6 +42,7 @@ from plait.custom.stepping.update import refuse_other_updates
 from plait.custom.strands.description import CustomLayout, Releasable, StrandChoices
 from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
+from plait.parallel.exchange import gather_json
 
 if TYPE_CHECKING:
     from plait.custom.planning.measure import CustomPlan
@@ -319,7 +319,7 @@ class SpreadRun:
                     check_same_data(own, self._workers)
                     own.first = None
                     # A share may hold none of those examples that are random: Note [random data].
-                    own.maker.draws = any(gather_json(bool(own.maker.draws), self._workers))
+                    own.maker.draws = any(gather_json(bool(own.maker.draws), self._workers.sums))
                     if line := unlike_shapes_text(batch, self._workers):
                         self._workers.say(line)
                 self._last = [on_device(batch, self.device)]

@@ -21,6 +21,7 @@ from plait.data.choices import (
 from plait.data.loader import Micro, SampleSelection, make_micro
 from plait.data.preparation.tokens import corpus_tokenizer
 from plait.data.rows import IGNORED_TARGET
+from plait.parallel.exchange import first_ones
 from plait.parallel.sums import Sums
 from plait.trainer.assemble import Assembly
 
@@ -69,15 +70,7 @@ def load_choices(assembly: Assembly, file: Path | None, world: Sums) -> ChoiceEv
     other hosts may lack, and the others get its text from there."""
     if file is None:
         return None
-    text = _from_rank_0(read_choices_text(file) if world.index == 0 else "", world)
+    text = first_ones(lambda: read_choices_text(file), world)
     questions = parse_questions(text, str(file))
     rows = choice_rows(questions, corpus_tokenizer(assembly.corpus), assembly.plan.job.sequence)
     return ChoiceEvaluation(questions, rows)
-
-
-def _from_rank_0(text: str, world: Sums) -> str:
-    """Rank 0's text, on every rank."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    whole = torch.zeros(int(world.largest(torch.tensor([len(data)]))[0]), dtype=torch.uint8)
-    whole[: len(data)] = data
-    return bytes(world.largest(whole).tolist()).decode()

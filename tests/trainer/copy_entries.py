@@ -19,9 +19,9 @@ from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.checkpointing.background import saver_of
 from plait.trainer.checkpointing.copies import StateCopies
-from plait.trainer.checkpointing.persist import save
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
+from tests.trainer.saved import save
 
 
 def copy_and_save(context: RankContext, argument: str) -> None:
@@ -36,7 +36,7 @@ def copy_and_save(context: RankContext, argument: str) -> None:
         for _ in range(asked["steps"]):
             state = stepped(assembly, state)
             assert copying.copy_state(state) == ""
-        save(assembly, state, Path(asked["new"]), world_sums())
+        save(assembly, state, Path(asked["new"]))
         assert context.memory is not None
         newest = context.memory.copies(context.local_rank)[0]
         if asked.get("spoil") == context.rank:
@@ -60,7 +60,7 @@ def restore_and_save(context: RankContext, argument: str) -> None:
             state = stepped(assembly, state)
             if asked.get("copies"):
                 copying.copy_state(state)
-        save(assembly, state, Path(asked["new"]), world_sums())
+        save(assembly, state, Path(asked["new"]))
         context.send("restored", step=state.step, position=state.position, tokens=state.tokens)
 
 

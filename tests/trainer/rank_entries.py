@@ -30,11 +30,12 @@ from plait.report.memory import LiveTensorPeak
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.meter import attach_meter, clock_of
 from plait.trainer.checkpointing.background import CheckpointSaver, SaveEnd, saver_of
-from plait.trainer.checkpointing.persist import restore, save, verify_together
+from plait.trainer.checkpointing.persist import restore, verify_together
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward, make_loss
 from plait.trainer.worker import process_group_for
 from tests.plans import changed
+from tests.trainer.saved import save
 
 Asked = dict[str, Any]
 
@@ -147,7 +148,7 @@ def restore_and_save(context: RankContext, argument: str) -> None:
         Path(asked["new"]).mkdir(exist_ok=True)
         if asked.get("poisoned") == context.rank:
             next(unit for unit in assembly.model.units if unit.owned).parameter.data.view(-1)[0] = float("inf")
-        save(assembly, state, Path(asked["new"]), world)
+        save(assembly, state, Path(asked["new"]))
 
 
 def save_meanwhile(context: RankContext, argument: str) -> None:

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 
 from plait.custom.arithmetic.recorded import WorkCounts, WorkRecorder, describe_work, total_flops
-from plait.custom.exchange import gather_json
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.errors import PlaitError
 from plait.machines.machine import detect_cpu_machine
 from plait.machines.measured import ProductRates
 from plait.model.matmul import MatmulLibrary, has_onednn, matmul_library, precision_is_set
+from plait.parallel.exchange import gather_json
 from plait.working_folder import CURRENT_FOLDER
 
 # Note [within plait's calls]: the switch is torch's, for the whole process. It is turned only while a step or an
@@ -84,7 +84,7 @@ class ProductLibrary:
             return
         own = saved[self._workers.rank] if len(saved) == self._workers.size else []
         same = len(own) == 2 and own[0] == detect_cpu_machine().digest()
-        if not all(gather_json(same, self._workers)):
+        if not all(gather_json(same, self._workers.sums)):
             return
         self._choice, self.library = "made", "onednn" if own[1] == "onednn" else "default"
         self._everybody = [list(one) for one in saved]
@@ -106,7 +106,7 @@ class ProductLibrary:
             "machine": here.digest(), "flops": total_flops(counts), "set": precision_is_set(),
             "rates": [one.to_values() for one in kept[:1]],
         }  # fmt: skip
-        answers = gather_json(own, self._workers)
+        answers = gather_json(own, self._workers.sums)
         self._everybody = [[one["machine"], "default"] for one in answers]
         flops = [float(one["flops"]) for one in answers]
         if any(one["set"] for one in answers) or not all(flops) or sum(flops) < LEAST_FLOPS * len(flops):
@@ -114,7 +114,7 @@ class ProductLibrary:
         if not all(one["rates"] for one in answers):
             measured = self._measured(counts)
             keep_timings(CURRENT_FOLDER, here, rates=[KeptRates(name=name, sizes=(), ranks=(measured,))])
-            answers = gather_json({"rates": [measured.to_values()]}, self._workers)
+            answers = gather_json({"rates": [measured.to_values()]}, self._workers.sums)
         chosen = choose_backends("auto", "float32", [_rates_of(one) for one in answers])
         self._everybody = [[one, chosen.host_backends.get(one, chosen.backend)] for one, _ in self._everybody]
         self.library = chosen.host_backends.get(here.digest(), chosen.backend)

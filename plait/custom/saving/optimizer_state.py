@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.custom.exchange import TRAVELLING_DTYPES, gather_json, sum_of_bits
+from plait.custom.exchange import TRAVELLING_DTYPES, sum_of_bits
 from plait.custom.group import Workers
 from plait.custom.saving.tree import from_plain, to_plain
 from plait.custom.strands.description import HeldPiece, StrandForm
 from plait.errors import PlaitError
+from plait.parallel.exchange import gather_json
 
 WeightSizes = Mapping[str, torch.Size]
 
@@ -47,7 +48,7 @@ def _collect_cut(
 ) -> dict[str, Any]:
     held = {piece.name: piece for piece in pieces}
     own = {name: _described(optimizer.state[piece.parameter], piece) for name, piece in held.items()}
-    everybody = gather_json(own, workers)
+    everybody = gather_json(own, workers.sums)
     state: dict[str, Any] = {}
     for name, shape in shapes.items():
         known = next((one[name] for one in everybody if one.get(name)), None)

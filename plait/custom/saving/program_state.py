@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from plait.custom.exchange import first_ones, first_tensors, gather_json
+from plait.custom.exchange import first_tensors
 from plait.custom.group import Workers
 from plait.custom.process.launcher import RESUMED, SAVED
 from plait.custom.program import Program
@@ -19,6 +19,7 @@ from plait.custom.saving.optimizer_state import collect_optimizer, restore_optim
 from plait.custom.saving.tree import from_plain, to_plain
 from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
+from plait.parallel.exchange import first_ones, gather_json
 
 MODEL = "model"
 
@@ -61,7 +62,7 @@ def save_program(
         here = {name: {key: one.detach().cpu() for key, one in tensors.items()} for name, tensors in files.items()}
         return str(write_saved(folder, steps, state, here))
 
-    first_ones(write, workers)
+    first_ones(write, workers.sums)
     if workers.rank == 0:
         workers.launcher.tell(SAVED, folder, steps)
 
@@ -82,10 +83,11 @@ def resume_program(
     if missing not in get_args(IfMissing):
         raise PlaitError(f'missing = "{missing}" is unknown; choose "error" or "begin"')
     workers.announce("run.resume")()
-    where = first_ones(lambda: str(newest_saved(folder)) if missing == "error" or has_saved(folder) else "", workers)
+    sums = workers.sums
+    where = first_ones(lambda: str(newest_saved(folder)) if missing == "error" or has_saved(folder) else "", sums)
     if not where:
         return None
-    state = first_ones(lambda: read_state(Path(where)), workers)
+    state = first_ones(lambda: read_state(Path(where)), sums)
     loaded = {name: _read(Path(where), name, workers) for name in _needed(state, workers)}
     _check(state, program, loaded[MODEL])
     with torch.no_grad():
@@ -116,7 +118,7 @@ def _read(saved: Path, name: str, workers: Workers) -> dict[str, Tensor]:
     def read() -> None:
         tensors.update(read_tensors(saved, name))
 
-    first_ones(read, workers)
+    first_ones(read, workers.sums)
     return first_tensors(tensors, workers)
 
 
@@ -157,7 +159,7 @@ def _unlike_buffers(program: Program, workers: Workers) -> dict[str, dict[str, T
     digest = sha256()
     for buffer in buffers.values():
         digest.update(bytes(buffer.reshape(-1).view(torch.uint8).numpy()))
-    if len(set(gather_json(digest.hexdigest(), workers))) == 1:
+    if len(set(gather_json(digest.hexdigest(), workers.sums))) == 1:
         return {}
     found: dict[str, dict[str, Tensor]] = {}
     for rank in range(workers.size):

@@ -13,13 +13,13 @@ from plait.custom.cutting import BatchCut, batch_part
 from plait.custom.data.ahead import unseeded
 from plait.custom.data.moving import on_device
 from plait.custom.data.sources import ExamplePositions, Stream, source_of
-from plait.custom.exchange import gather_json
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.gradients import divisor_of
 from plait.custom.strands.first_weights import broadcast_all
 from plait.errors import PlaitError
+from plait.parallel.exchange import gather_json
 
 
 def evaluate_mean(
@@ -60,7 +60,7 @@ def evaluate_sums(
                 found = _as_sum(name, value, workers)
                 totals[name] = totals.get(name, torch.zeros_like(found)) + (found if counts else 0)
     shapes: dict[str, list[int]] = {}
-    for one in gather_json({name: list(total.shape) for name, total in totals.items()}, workers):
+    for one in gather_json({name: list(total.shape) for name, total in totals.items()}, workers.sums):
         for name, shape in one.items():
             if shapes.setdefault(name, shape) != shape:
                 raise PlaitError(f"what is summed as {name} has unlike shapes: {shapes[name]} and {shape}")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from plait.checkpoint.durable import write_durably
-from plait.custom.exchange import first_ones, gather_json
 from plait.custom.group import Workers
 from plait.errors import PlaitError, disk_advice
+from plait.parallel.exchange import first_ones, gather_json
 
 SpanName = Literal["wait for data", "forward and backward", "wait for sums", "update"]
 SPANS_KEPT = 4000
@@ -43,7 +43,7 @@ def write_timeline(path: Path, spans: SpanLog, workers: Workers, names: Sequence
     if workers.device.type != "cpu":
         raise PlaitError("run.timeline tells what processors do; on GPUs take torch.profiler")
     workers.announce("run.timeline")()
-    everybody = gather_json(spans.before(time.perf_counter()), workers)
+    everybody = gather_json(spans.before(time.perf_counter()), workers.sums)
 
     def write() -> None:
         begun = min((begin for some in everybody for _, _, begin, _ in some), default=0.0)
@@ -60,4 +60,4 @@ def write_timeline(path: Path, spans: SpanLog, workers: Workers, names: Sequence
         except OSError as error:
             raise PlaitError(f"{path} cannot be written ({error.strerror}); {disk_advice(error)}") from None
 
-    first_ones(write, workers)
+    first_ones(write, workers.sums)

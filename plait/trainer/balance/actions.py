@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from plait.parallel.collectives import message_from_before_s
+from plait.parallel.exchange import agree_on_any
 from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.planner.rebalancing.stage_repartition import stage_costs_of
@@ -20,7 +21,6 @@ from plait.trainer.assemble import Assembly
 from plait.trainer.balance.meter import Meter, measures_waits
 from plait.trainer.balance.move_layers import max_stage_layers
 from plait.trainer.balance.step_history import StepHistory
-from plait.trainer.checkpointing.all_ranks import agree_on_any
 from plait.trainer.state import TrainState
 
 GATHERED_STEPS = 4

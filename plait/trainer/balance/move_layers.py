@@ -3,7 +3,6 @@ owners."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.machines.machine import free_memory_bytes
+from plait.parallel.exchange import gather_json
 from plait.parallel.sums import Sums
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
@@ -73,8 +73,8 @@ def _move(old: Assembly, new: Assembly, world: Sums) -> None:
     """Send weights and moments to their new owners; the ranks receive in turn, which excludes deadlocks."""
     own: dict[_Place, Tensor] = {(key, box.offset): numbers for key, box, numbers in owned_state(old)}
     wants = [
-        _gather_slice_keys(world, [(key, box.offset) for key, box in state_boxes(new)]),
-        _gather_slice_keys(world, list(own)),
+        _gather_places(world, [(key, box.offset) for key, box in state_boxes(new)]),
+        _gather_places(world, list(own)),
     ]
     home = {place: rank for rank, places in enumerate(wants[1]) for place in places}
     some = next(iter(own.values()))
@@ -97,12 +97,9 @@ def _move(old: Assembly, new: Assembly, world: Sums) -> None:
     new.model.gradients.publish()
 
 
-def _gather_slice_keys(world: Sums, places: list[_Place]) -> list[list[_Place]]:
-    """The slice keys that every rank passes, gathered on every rank, in rank order."""
-    text = json.dumps(places).encode()
-    length = int(world.largest(torch.tensor([len(text)]))[0])
-    padded = torch.tensor(list(text.ljust(length)), dtype=torch.uint8)
-    return [[(key, tuple(offset)) for key, offset in json.loads(bytes(one.tolist()))] for one in world.gather(padded)]
+def _gather_places(world: Sums, places: list[_Place]) -> list[list[_Place]]:
+    """The places that every rank passes, gathered on every rank, in rank order."""
+    return [[(key, tuple(offset)) for key, offset in some] for some in gather_json(places, world)]
 
 
 def _free_on(device: torch.device) -> int:

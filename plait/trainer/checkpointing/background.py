@@ -24,10 +24,10 @@ from plait.launch.values.copies import CopyStore
 from plait.launch.values.job import NOTE
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.machines.machine import free_memory_bytes
+from plait.parallel.exchange import agree_on_any, run_on_all_ranks
 from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
-from plait.trainer.checkpointing.all_ranks import run_on_all_ranks
 from plait.trainer.checkpointing.carrier import MEMORY_KEPT, MessageCarrier, PartsCarrier, Slices
 from plait.trainer.checkpointing.copies import StateCopies
 from plait.trainer.checkpointing.persist import publish_parts, rank_slices
@@ -155,7 +155,7 @@ class CheckpointSaver:
         where one could not write, or holds a value that is not finite; earlier checkpoints stay. Where a disk has no
         room the state stays in memory, and saving is tried again for some minutes, or until a stop is requested."""
         began_s, said_after_s = time.monotonic(), 0.0
-        stopped_before = self._agree_on(self._reports.stop_requested())
+        stopped_before = agree_on_any(self._world, self._reports.stop_requested())
         try_for_s = min(self._try_for_s, _TRY_AT_STOP_FOR_S) if stopped_before else self._try_for_s
         while True:
             self._start(state, "as it is")
@@ -165,7 +165,7 @@ class CheckpointSaver:
                 return end
             tried_s = time.monotonic() - began_s
             gives_up = tried_s > try_for_s or (self._reports.stop_requested() and not stopped_before)
-            if not end.lacks_room or self._agree_on(gives_up):
+            if not end.lacks_room or agree_on_any(self._world, gives_up):
                 raise RunFailed(end.failure)
             if tried_s >= said_after_s:
                 said_after_s = max(10.0, 2 * said_after_s)
@@ -183,9 +183,6 @@ class CheckpointSaver:
         while time.monotonic() < until_s and self._reports.stop_requested() == stopped:
             time.sleep(_LOOK_S)
         self._reports.progress.phase("saving")
-
-    def _agree_on(self, own: bool) -> bool:
-        return bool(self._world.largest(torch.tensor([int(own)]))[0])
 
     def finish(self) -> SaveEnd | None:
         """Wait until the save that goes on has ended, and say how; None where there is none. Every rank must call

@@ -19,9 +19,9 @@ from plait.checkpoint.manifest import ITEM_BYTES, StoredPart, parts_text
 from plait.checkpoint.transfer import DTYPES, TensorSlice, rank_layout, stored_part, whole_slice
 from plait.launch.values.copies import SLOTS, CopyStore, KeptCopy
 from plait.machines.machine import free_memory_bytes
+from plait.parallel.exchange import agree_on_any
 from plait.parallel.sums import Sums
 from plait.trainer.assemble import Assembly
-from plait.trainer.checkpointing.all_ranks import agree_on_any
 from plait.trainer.checkpointing.carrier import MEMORY_KEPT, Slices
 from plait.trainer.checkpointing.from_memory import BESIDE, restore_from_memory
 from plait.trainer.checkpointing.host_cover import PartPlace, kept_beside

@@ -16,9 +16,9 @@ from plait.checkpoint.manifest import StoredPart, parse_parts
 from plait.checkpoint.transfer import slice_of_parts
 from plait.errors import PlaitError, RunFailed
 from plait.launch.values.copies import CopyStore
+from plait.parallel.exchange import run_on_all_ranks
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
-from plait.trainer.checkpointing.all_ranks import run_on_all_ranks
 from plait.trainer.checkpointing.host_cover import PartPlace, covers
 from plait.trainer.checkpointing.persist import load_state, state_boxes
 from plait.trainer.state import TrainState

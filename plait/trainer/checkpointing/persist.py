@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Literal
@@ -14,56 +13,19 @@ from plait.checkpoint.arrival import await_parts
 from plait.checkpoint.file_check import HashShare
 from plait.checkpoint.fitting import check_model, check_optimizer
 from plait.checkpoint.manifest import Manifest, tensor_names
-from plait.checkpoint.store import checkpoint_for, prune, publish, staging_for, verify_checkpoint
-from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice, write_rank
+from plait.checkpoint.store import prune, publish, verify_checkpoint
+from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice
 from plait.errors import RunFailed
 from plait.model.gpt import GPT
 from plait.model.weights import kept_values, trained_weights
+from plait.parallel.exchange import run_on_all_ranks
 from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
 from plait.parallel.sums import Sums
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
-from plait.trainer.checkpointing.all_ranks import run_on_all_ranks
 from plait.trainer.checkpointing.fits import described_model
 from plait.trainer.optimizer.optim import moment_names, set_state, updates_counted
 from plait.trainer.state import TrainState
-
-Send = Callable[[Path], None]
-"""Requests the transfer of this rank's part in a staging folder to rank 0's host; returns before it has arrived."""
-
-
-def save(
-    assembly: Assembly,
-    state: TrainState,
-    folder: Path,
-    world: Sums,
-    *,
-    send: Send | None = None,
-) -> Path:
-    """Write and publish the checkpoint of `state`, and return its path. Every rank must call it; blocks until it is on
-    disk.
-
-    A rank whose `folder` is not on rank 0's host passes `send`; its staged files are deleted at the end. Raises
-    RunFailed on every rank when one of them could not write or holds a value that is not finite; earlier checkpoints
-    stay.
-    """
-    staging, final = staging_for(folder, state.step), checkpoint_for(folder, state.step)
-    clears = send is not None or world.index == 0
-
-    def write_own() -> None:
-        write_rank(staging, world.index, rank_slices(assembly, state, world))
-        if send is not None:
-            send(staging)
-
-    def publish_all() -> None:
-        if world.index == 0:
-            publish_parts(assembly, state, (staging, final), world.size)
-
-    run_on_all_ranks(world, write_own, staging if clears else None)
-    run_on_all_ranks(world, publish_all, staging if clears else None)
-    if send is not None:
-        shutil.rmtree(staging, ignore_errors=True)
-    return final
 
 
 def publish_parts(

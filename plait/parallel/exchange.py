@@ -1,0 +1,69 @@
+"""Plain values from rank to rank as JSON, so that nothing that arrives is run; and acts that succeed on all ranks or
+fail on all, with one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.errors import PlaitError, RunFailed
+from plait.parallel.sums import Sums
+
+
+def gather_json(value: Any, world: Sums) -> list[Any]:
+    """Every rank's value, in rank order. Every rank must call it; blocks. Values are JSON."""
+    if world.size == 1:
+        return [value]
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [int(size) for size in world.gather(torch.tensor([len(own)]))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(own)] = own
+    found = world.gather(padded)
+    return [json.loads(bytes(one[:size].numpy())) for one, size in zip(found, sizes, strict=True)]
+
+
+def first_ones(make: Callable[[], Any], world: Sums) -> Any:
+    """What rank 0 makes, JSON, on all; a PlaitError that it raises is raised by all. Blocks."""
+    told: dict[str, Any] = {}
+    if world.index == 0:
+        try:
+            told = {"value": make()}
+        except PlaitError as error:
+            told = {"error": str(error)}
+    told = gather_json(told, world)[0]
+    if "error" in told:
+        raise PlaitError(told["error"])
+    return told["value"]
+
+
+def agree_on_any(world: Sums, own: bool) -> bool:
+    """Whether `own` is true of any rank, the same answer on all. Every rank must call it."""
+    return bool(world.largest(torch.tensor([int(own)]))[0])
+
+
+def run_on_all_ranks(
+    world: Sums, act: Callable[[], None], clear: Path | None, number: Callable[[], int] = lambda: 0
+) -> int:
+    """Call `act` on every rank; if it fails on any of them, all ranks raise RunFailed with the same message. Returns
+    the largest `number` of all ranks, asked for after `act`.
+
+    Every rank must raise it, because no rank knows whose error will be shown. Then the folder `clear` is deleted, on
+    the ranks that pass one.
+    """
+    sentence = ""
+    try:
+        act()
+    except PlaitError as error:
+        # The first to fail takes the folder away under the others, who then miss their files: they are heard last.
+        sentence = ("2" if isinstance(error.__cause__, FileNotFoundError) else "1") + str(error)
+    fails, largest = world.largest(torch.tensor([int(bool(sentence)), 0 if sentence else number()])).tolist()
+    if not fails:
+        return int(largest)
+    if clear is not None:  # now that nobody writes into it any more
+        shutil.rmtree(clear, ignore_errors=True)
+    raise RunFailed(min((text for text in gather_json(sentence, world) if text), key=lambda text: text[0])[1:])
