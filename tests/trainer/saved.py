@@ -10,5 +10,5 @@ from plait.trainer.state import TrainState
 
 
 def save(assembly: Assembly, state: TrainState, folder: Path) -> None:
-    """Save a state to a folder of checkpoints; every rank must call it."""
-    CheckpointSaver(assembly, folder, assembly.sums, lambda: None, None).save_now(state)
+    """Save a state to a folder of checkpoints, or raise at once where a disk is full. Every rank must call it."""
+    CheckpointSaver(assembly, folder, assembly.sums, lambda: None, None, try_for_s=0.0).save_now(state)

@@ -18,8 +18,9 @@ from plait.custom.gathering import gathering_nothing
 from plait.custom.group import Workers, alone
 from plait.custom.planning.plan import CustomPlan, MeasuredLayout, choose_measured
 from plait.custom.program import Program
-from plait.custom.stepping.gradients import StepPlace, divisor_of, sum_gradients
-from plait.custom.stepping.update import update_weights
+from plait.custom.stepping.gradients import StepPlace
+from plait.custom.stepping.loss_scale import LossScale
+from plait.custom.stepping.loss_steps import LossSteps
 from plait.custom.strands.choose import make_strands
 from plait.custom.strands.copies import copy_program, with_own_optimizers
 from plait.custom.strands.description import CustomLayout
@@ -92,24 +93,20 @@ def _time_steps(program: Program, workers: Workers, layout: CustomLayout, micros
     set_statistics(program, "all workers" if workers.size > 1 else "this worker")
     strands = make_strands(program, workers, layout)
     micros = [cloned(micro) for micro in micros]
+    losses = LossSteps(program, strands, workers, LossScale(1.0))
     times, kept = [], 0.0
-    divisors: dict[int, Tensor] = {}
     for step in range(STEPS):
         workers.sums(torch.zeros(1))  # all begin together
         begin = perf_counter()
+        place = StepPlace(step=step, batch=step)
         for index in range(len(program.losses)):
-            divisor = divisors.get(index)
-            of = "counted mean" if divisor is None else "mean"
-            place = StepPlace(step=step, batch=step, gradients_of=of, divisor=divisor)
             if step:
-                sums = sum_gradients(program, strands, workers, index, micros, place)
+                sums = losses.sum(index, micros, place)
             else:
                 with _kept_bytes(program, micros) as held:
-                    sums = sum_gradients(program, strands, workers, index, micros, place)
+                    sums = losses.sum(index, micros, place)
                 kept = max(kept, held[0])
-            if len(sums.counts) == 1:
-                divisors[index] = divisor_of(sums.counts[0])
-            update_weights(program, strands, index, sums, 1.0, step)
+            losses.update(index, sums, place)
         if workers.device.type == "cuda":
             torch.cuda.synchronize(workers.device)
         times.append(perf_counter() - begin)

@@ -18,9 +18,6 @@ from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 
-EXACT_DIVISORS = (torch.float32, torch.float64)
-"""Losses whose gradients can be divided where they begin: in 16 bits the factor would be rounded, for all alike."""
-
 _UNLIKE_TERMS = (
     "the number of pairs (sum, count) that loss_sum returns is {} here and {} elsewhere; return as many in every step "
     "and for any part of a batch, with a count of 0 where there is nothing"
@@ -37,11 +34,10 @@ class StepPlace:
     step: int
     batch: int
     clock: TimedOrNot = "untimed"
-    gradients_of: Literal["sum", "mean", "counted mean"] = "sum"
-    """Whether gradients are divided where they begin, at the loss: by the global count as far as it is known ("mean"),
-    then none need be multiplied afterwards, or by each term's own count, which all workers find first."""
-    divisor: Tensor | None = None
-    """The last step's global count (0-dim, float64, the same on all workers), which this step's may be."""
+    divided_by: Tensor | Literal["nothing", "own counts"] = "nothing"
+    """By what gradients are divided where they begin, at the loss: by nothing, so that they are sums; by the last
+    step's global count (0-dim, float64, the same on all workers), which this one's may be, and then none need be
+    multiplied afterwards; or by each term's own count, which all workers find first."""
     terms: int | None = None
     """How many terms this loss has had so far; None before its first step."""
     loss_scale: float = 1.0
@@ -82,9 +78,8 @@ def sum_gradients(
     """
     strands.open(index)
     began, waited_s = time.perf_counter(), _waits_s(program, place)
-    counted = place.gradients_of == "counted mean"
-    run = _run_counted if counted else _run_backward
-    own = run(program, strands, workers, index, micros, place)
+    passes = _LossPasses(program=program, strands=strands, workers=workers, index=index, place=place)
+    own = passes.run_counted(micros) if place.divided_by == "own counts" else passes.run(micros)
     if place.clock == "timed" and own.sums.device.type == "cuda":
         torch.cuda.synchronize(own.sums.device)
     computed = time.perf_counter()
@@ -118,97 +113,120 @@ class _OwnSums:
     waited_s: float = 0.0
 
 
-def _run_backward(
-    program: Program, strands: Strands, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
-) -> _OwnSums:
-    """Forward and backward of this worker's parts, of which there may be none; several terms are summed undivided."""
-    whole = torch.ones((), dtype=torch.float64, device=workers.device)
-    divisor = place.divisor if place.gradients_of == "mean" and place.divisor is not None else whole
-    sums, undivided = torch.zeros(2, 1, dtype=torch.float64, device=workers.device), torch.zeros_like(whole)
-    for number, micro in enumerate(micros):
-        terms = _terms(program, strands, workers, index, micro, number, place)
-        if number == len(micros) - 1:
-            strands.arm(index)
-        if any(total.dtype not in EXACT_DIVISORS for total in terms.totals):
-            undivided, divisor = whole, whole
-        elif place.gradients_of == "mean" and workers.size == 1 == len(micros):
-            divisor = divisor_of(terms.counts[0])
-        sums = sums + _counted_sums(terms)
-        _backward(program, index, terms, divisor.reciprocal().expand(len(terms.totals)) * place.loss_scale)
-    if place.gradients_of == "sum":
-        sums = _with_terms(sums, micros, workers)
-    return _OwnSums(sums=torch.cat([sums.reshape(-1), undivided.reshape(1)]), divisor=divisor)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LossPasses:
+    """Forward and backward passes of one loss in one step on this worker, a pass for each part of its share."""
+
+    program: Program
+    strands: Strands
+    workers: Workers
+    index: int
+    place: StepPlace
+
+    def run(self, micros: Sequence[Any]) -> _OwnSums:
+        """Run all parts, of which there may be none; several terms are summed undivided."""
+        one, divided_by = self._zeros() + 1, self.place.divided_by
+        divisor = divided_by if isinstance(divided_by, Tensor) else one
+        sums, undivided = self._zeros(2, 1), self._zeros()
+        for number, micro in enumerate(micros):
+            terms = self._forward(number, micro)
+            if _are_narrow(terms):
+                divisor, undivided = one, one
+            elif isinstance(divided_by, Tensor) and self.workers.size == 1 == len(micros):
+                divisor = divisor_of(terms.counts[0])
+            sums = sums + _counted_sums(terms)
+            scales = divisor.reciprocal().expand(len(terms.totals)) * self.place.loss_scale
+            self._backward(terms, scales, is_last=number == len(micros) - 1)
+        if divided_by == "nothing":
+            sums = self._of_all_terms(sums, micros)
+        return _OwnSums(sums=torch.cat([sums.reshape(-1), undivided.reshape(1)]), divisor=divisor)
+
+    def run_counted(self, micros: Sequence[Any]) -> _OwnSums:
+        """Run all parts once the workers know each term's global count, from this share's own forward pass where it is
+        one part, else from forward passes without gradients before."""
+        self.place.agree()
+        runs_again, scaled = self.program.accumulate > 1, self.program.precision == "fp16"
+        if runs_again and self.place.terms is None and not scaled and self._most_terms(micros) == 1:
+            return self.run(micros)  # the mean of one term can be had from its sum
+        found = self._without_gradients(micros) if runs_again else [self._forward(k, m) for k, m in enumerate(micros)]
+        if len({len(terms.totals) for terms in found}) > 1:
+            raise PlaitError(_UNLIKE_TERMS.format(len(found[0].totals), len(found[-1].totals)))
+        own = torch.stack([_counted_sums(terms) for terms in found]).sum(0) if found else self._zeros(2, 1)
+
+        began = time.perf_counter()
+        sums = self._of_all_terms(own, micros)
+        counts = divisor_of(self.workers.sums(sums[1].clone()))
+        waited_s = time.perf_counter() - began
+
+        scales, divisor, undivided = counts.reciprocal() * self.place.loss_scale, counts[0], self._zeros()
+        if len(counts) == 1 and not scaled and any(map(_are_narrow, found)):
+            scales, divisor, undivided = torch.ones_like(counts), self._zeros() + 1, self._zeros() + 1
+        for number, micro in enumerate(micros):
+            terms = self._forward(number, micro) if runs_again else found[number]
+            self._backward(terms, scales, is_last=number == len(micros) - 1)
+        sums = torch.cat([sums.reshape(-1), undivided.reshape(1)])
+        return _OwnSums(sums=sums, divisor=divisor, waited_s=waited_s)
+
+    def _forward(self, number: int, micro: Any) -> LossTerms:
+        """The loss of a part, with what is random in it drawn by its place."""
+        place = self.place
+        seed_everything(seed_from("step", self.program.seed, place.step, self.index, number, self.workers.rank))
+        self.strands.next_pass(self.index)
+        terms = _loss_sum(self.program, self.index, micro)
+        if torch.is_grad_enabled() and not any(total.requires_grad for total in terms.totals):
+            raise PlaitError(
+                "the loss does not depend on a weight that is trained; compute it from the model's output, outside of "
+                "torch.no_grad and without .item()"
+            )
+        if place.terms is not None and len(terms.totals) != place.terms:
+            raise PlaitError(_UNLIKE_TERMS.format(len(terms.totals), place.terms))
+        return terms
+
+    def _without_gradients(self, micros: Sequence[Any]) -> list[LossTerms]:
+        """The losses of parts that run again later."""
+        with torch.no_grad(), self.program.buffers_kept():
+            return [self._forward(number, cloned(micro)) for number, micro in enumerate(micros)]
+
+    def _backward(self, terms: LossTerms, scales: Tensor, *, is_last: bool) -> None:
+        """Backward of all terms, each times its scale."""
+        if is_last:
+            self.strands.arm(self.index)
+        # Of several losses each gives gradients to the weights of its own optimizer alone.
+        several = len(self.program.losses) > 1
+        inputs = list(self.program.trained_by(self.index).values()) if several else None
+        learn = [(total, scale) for total, scale in zip(terms.totals, scales, strict=True) if total.requires_grad]
+        try:
+            torch.autograd.backward(
+                [total for total, _ in learn], [scale.to(total.dtype) for total, scale in learn], inputs=inputs
+            )
+        except RuntimeError as error:
+            if "setStorage" not in str(error):
+                raise
+            raise PlaitError(
+                'layout "shard parameters" gives weights up after their first backward pass, and this loss '
+                'differentiates twice (create_graph=True); take "shard optimizer"'
+            ) from error
+
+    def _most_terms(self, micros: Sequence[Any]) -> int:
+        """How many terms the loss of a first part has on any worker."""
+        own = [len(terms.totals) for terms in self._without_gradients(micros[:1])]
+        return int(self.workers.sums.largest(torch.tensor([max(own, default=1)])))
+
+    def _of_all_terms(self, sums: Tensor, micros: Sequence[Any]) -> Tensor:
+        """Sums and counts [2, terms] of as many terms as others have: a worker without examples has seen none. Raises
+        PlaitError where it has seen others."""
+        terms = int(self.workers.sums.largest(torch.tensor([sums.shape[1]])))
+        if micros and sums.shape[1] != terms:
+            raise PlaitError(_UNLIKE_TERMS.format(sums.shape[1], terms))
+        return sums if micros else self._zeros(2, terms)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self.workers.device)
 
 
-def _run_counted(
-    program: Program, strands: Strands, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
-) -> _OwnSums:
-    """The same where all workers find each term's global count first: of several parts by a forward pass without
-    gradients, of one by its own."""
-    one = torch.ones((), dtype=torch.float64, device=workers.device)
-    own: list[LossTerms] = []
-
-    def count(parts: Sequence[Any]) -> list[LossTerms]:
-        with torch.no_grad(), program.buffers_kept():
-            return [_terms(program, strands, workers, index, cloned(m), k, place) for k, m in enumerate(parts)]
-
-    place.agree()
-    if program.accumulate == 1:
-        own = [_terms(program, strands, workers, index, m, k, place) for k, m in enumerate(micros)]
-    elif place.terms is None and program.precision != "fp16" and _most_terms(count(micros[:1]), workers) == 1:
-        return _run_backward(program, strands, workers, index, micros, place)  # one term needs no count before
-    else:
-        own = count(micros)
-    sums = torch.zeros(2, 1, dtype=torch.float64, device=workers.device)
-    if len({len(terms.totals) for terms in own}) > 1:
-        raise PlaitError(_UNLIKE_TERMS.format(len(own[0].totals), len(own[-1].totals)))
-    if own:
-        sums = torch.stack([_counted_sums(terms) for terms in own]).sum(0)
-    began = time.perf_counter()
-    sums = _with_terms(sums, micros, workers)
-    counts = divisor_of(workers.sums(sums[1].clone()))
-    waited_s = time.perf_counter() - began
-    scales, divisor, undivided = counts.reciprocal() * place.loss_scale, counts[0], one * 0
-    if len(counts) == 1 and program.precision != "fp16" and any(t.totals[0].dtype not in EXACT_DIVISORS for t in own):
-        scales, divisor, undivided = torch.ones_like(counts), one, one
-    for number, micro in enumerate(micros):
-        again = program.accumulate > 1
-        terms = _terms(program, strands, workers, index, micro, number, place) if again else own[number]
-        if number == len(micros) - 1:
-            strands.arm(index)
-        _backward(program, index, terms, scales)
-    return _OwnSums(sums=torch.cat([sums.reshape(-1), undivided.reshape(1)]), divisor=divisor, waited_s=waited_s)
-
-
-def _most_terms(own: Sequence[LossTerms], workers: Workers) -> int:
-    """How many terms the loss has on any worker."""
-    return int(workers.sums.largest(torch.tensor([max((len(terms.totals) for terms in own), default=1)])))
-
-
-def _with_terms(sums: Tensor, micros: Sequence[Any], workers: Workers) -> Tensor:
-    """Sums and counts [2, terms] of as many terms as others have: a worker without examples has seen none. Raises
-    PlaitError where it has seen others."""
-    terms = int(workers.sums.largest(torch.tensor([sums.shape[1]])))
-    if micros and sums.shape[1] != terms:
-        raise PlaitError(_UNLIKE_TERMS.format(sums.shape[1], terms))
-    return sums if micros else torch.zeros(2, terms, dtype=sums.dtype, device=sums.device)
-
-
-def _terms(
-    program: Program, strands: Strands, workers: Workers, index: int, micro: Any, number: int, place: StepPlace
-) -> LossTerms:
-    """The loss of a part, with what is random in it drawn by its place."""
-    seed_everything(seed_from("step", program.seed, place.step, index, number, workers.rank))
-    strands.next_pass(index)
-    terms = _loss_sum(program, index, micro)
-    if torch.is_grad_enabled() and not any(total.requires_grad for total in terms.totals):
-        raise PlaitError(
-            "the loss does not depend on a weight that is trained; compute it from the model's output, outside of "
-            "torch.no_grad and without .item()"
-        )
-    if place.terms is not None and len(terms.totals) != place.terms:
-        raise PlaitError(_UNLIKE_TERMS.format(len(terms.totals), place.terms))
-    return terms
+def _are_narrow(terms: LossTerms) -> bool:
+    """Whether gradients cannot be divided where they begin: the factor would be rounded, for all of them alike."""
+    return any(total.dtype not in (torch.float32, torch.float64) for total in terms.totals)
 
 
 def _counted_sums(terms: LossTerms) -> Tensor:
@@ -216,24 +234,6 @@ def _counted_sums(terms: LossTerms) -> Tensor:
     summed = terms.sums
     nothing = (terms.counts == 0) & ~summed.isfinite()
     return torch.stack([torch.where(nothing, torch.zeros_like(summed), summed), terms.counts])
-
-
-def _backward(program: Program, index: int, terms: LossTerms, scales: Tensor) -> None:
-    """Backward of all terms, each times its scale."""
-    # Of several losses each gives gradients to the weights of its own optimizer alone.
-    inputs = list(program.trained_by(index).values()) if len(program.losses) > 1 else None
-    learn = [(total, scale) for total, scale in zip(terms.totals, scales, strict=True) if total.requires_grad]
-    try:
-        torch.autograd.backward(
-            [total for total, _ in learn], [scale.to(total.dtype) for total, scale in learn], inputs=inputs
-        )
-    except RuntimeError as error:
-        if "setStorage" not in str(error):
-            raise
-        raise PlaitError(
-            'layout "shard parameters" gives weights up after their first backward pass, and this loss differentiates '
-            'twice (create_graph=True); take "shard optimizer"'
-        ) from error
 
 
 def divisor_of(count: Tensor) -> Tensor:

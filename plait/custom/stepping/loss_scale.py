@@ -14,8 +14,8 @@ GROWS_AFTER = 2000
 class LossScale:
     """A power of two, which halves where a gradient is not finite, and doubles after many steps where all were."""
 
-    def __init__(self) -> None:
-        self.factor = FIRST
+    def __init__(self, first: float = FIRST) -> None:
+        self.factor = first
         self._finite_steps = 0
 
     def note(self, step: str) -> None:

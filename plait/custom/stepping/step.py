@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +17,20 @@ from plait.custom.gathering import Gathering
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.stepping.additive import check_additive, examples_to_check, is_copied
-from plait.custom.stepping.gradients import GlobalSums, StepPlace, TimedOrNot, divisor_of, sum_gradients
+from plait.custom.stepping.gradients import GlobalSums, StepPlace, TimedOrNot
 from plait.custom.stepping.loss_scale import LossScale
+from plait.custom.stepping.loss_steps import LossSteps
 from plait.custom.stepping.parts import ShareParts
 from plait.custom.stepping.timeline import SpanLog
 from plait.custom.stepping.unchanged import ModelWatch
-from plait.custom.stepping.update import update_weights
+from plait.custom.stepping.update import UpdateEnd
 from plait.custom.strands.description import CustomLayout
 from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 
 
 class StepTaker:
-    """Takes the steps of a program; every worker's takes the same."""
+    """Takes the steps of a program: all of its losses one after the other, each with its update."""
 
     def __init__(
         self,
@@ -46,12 +46,8 @@ class StepTaker:
         self._library, self._gathering = library, gathering
         self._parts, self._watch = ShareParts(program, workers, layout, cut), ModelWatch(program, workers)
         self._taken = 0
-        self.divisors: dict[int, Tensor] = {}
-        """Of each loss of one term the last global count (0-dim, float64), by which the next step's gradients are
-        divided first; of others, and before a loss's first step, it is not known."""
-        self._terms: dict[int, int] = {}
-        """Of each loss that has taken a step the number of its terms."""
         self.scale = LossScale()
+        self._losses = LossSteps(program, strands, workers, self.scale)
         self.spans = SpanLog()
 
     def take(
@@ -64,33 +60,32 @@ class StepTaker:
         rate_factor: float,
         losses: Sequence[int],
     ) -> tuple[list[Tensor], float]:
-        """A step, of this number, with this worker's share of a batch, the `number`th that it was given: the global
-        mean of each of these losses (0-dim, float64), and the seconds that this worker computed for their gradients,
-        without waiting for others."""
-        place = StepPlace(step=step, batch=number, clock=clock, waited_s=lambda: self._gathering.waited_s)
+        """Take the step of number `step` with this worker's share of a batch, its `number`th, by the losses of these
+        numbers; learning rates are multiplied by `rate_factor`.
+
+        Returns the global mean of each loss (0-dim, float64), and the seconds that this worker computed for their
+        gradients, without those in which it waited for others. Every worker must call it; blocks.
+        """
+        agree = self._workers.announce("run.step", number)
+        place = StepPlace(step=step, batch=number, clock=clock, agree=agree, waited_s=lambda: self._gathering.waited_s)
         with self._library.step(step):
             return self._take(batch, place, rate_factor, losses)
 
     def _take(
         self, batch: Any, place: StepPlace, rate_factor: float, losses: Sequence[int]
     ) -> tuple[list[Tensor], float]:
-        agree = self._workers.announce("run.step", place.batch)
-        place = replace(place, agree=agree)
         if self._taken == 0 or self._parts.waits_within:
-            agree()  # else while the backward pass goes on
+            place.agree()  # else while the backward pass goes on
         if self._taken == 0:
             self._check_losses(batch)
         self._watch.look(self._strands, self._taken)
         micros = self._parts.of_share(batch)
-        means, own_s, ended = list[Tensor](), 0.0, dict[int, Literal["finite", "skipped"]]()
+        means, own_s, ended = list[Tensor](), 0.0, dict[int, UpdateEnd]()
         for index in losses:
-            sums = self._sum_gradients(index, micros, self._place_of(index, place), batch)
+            sums = self._sum_gradients(index, micros, place, batch)
+            ended[index] = self._losses.update(index, sums, place, rate_factor)
             own_s += sums.own_s
             means.append(sums.mean)
-            ended[index] = update_weights(self._program, self._strands, index, sums, rate_factor, place.step)
-            self._terms[index] = len(sums.counts)
-            if len(sums.counts) == 1 and self._program.precision != "fp16":
-                self.divisors[index] = divisor_of(sums.counts[0])
             began, computed, summed = sums.moments
             self.spans.add("forward and backward", place.step, began, computed)
             self.spans.add("wait for sums", place.step, computed, summed)
@@ -98,15 +93,7 @@ class StepTaker:
         self._move_on(ended)
         return means, own_s
 
-    def _place_of(self, index: int, place: StepPlace) -> StepPlace:
-        """How gradients of this loss are divided. Those of float16 are scaled before they are anything else, and would
-        not be finite as a sum over the batch."""
-        scale = self.scale.factor if self._program.precision == "fp16" else 1.0
-        divisor = self.divisors.get(index)
-        of = "counted mean" if divisor is None else "mean"
-        return replace(place, gradients_of=of, divisor=divisor, loss_scale=scale, terms=self._terms.get(index))
-
-    def _move_on(self, ended: Mapping[int, Literal["finite", "skipped"]]) -> None:
+    def _move_on(self, ended: Mapping[int, UpdateEnd]) -> None:
         """Step the schedulers of the optimizers that have updated, and the scale of float16's gradients."""
         updated = {
             id(optimizer)
@@ -124,7 +111,7 @@ class StepTaker:
 
     def _sum_gradients(self, index: int, micros: Sequence[Any], place: StepPlace, batch: Any) -> GlobalSums:
         try:
-            return sum_gradients(self._program, self._strands, self._workers, index, micros, place)
+            return self._losses.sum(index, micros, place)
         except RuntimeError as error:
             if not self._parts.is_empty(batch):
                 raise
@@ -135,21 +122,16 @@ class StepTaker:
 
     def progress(self) -> dict[str, Any]:
         """What a resume needs, as JSON: so that the next step rounds as it would here."""
-        divisors = {str(index): float(divisor) for index, divisor in self.divisors.items()}
-        return {"divisors": divisors, "loss_scale": self.scale.saved()}
+        return {"divisors": self._losses.saved(), "loss_scale": self.scale.saved()}
 
     def resume(self, progress: Mapping[str, Any]) -> None:
         """Go on as a saved run would have."""
-        device = self._workers.device
-        self.divisors = {
-            int(index): torch.tensor(one, dtype=torch.float64, device=device)
-            for index, one in progress["divisors"].items()
-        }
+        self._losses.resume(progress["divisors"])
         self.scale.resume(progress["loss_scale"])
 
     def _check_losses(self, batch: Any) -> None:
-        """Before the first step: whether losses are sums. All workers look, or none, as models may wait for each
-        other."""
+        """Raise PlaitError where a loss is no sum over examples; before the first step. All workers look or none, as
+        their models may wait for each other."""
         if self._program.additive == "no":
             return
         few = torch.tensor([int(examples_to_check(batch, self._cut) < 2)])

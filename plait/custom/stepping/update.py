@@ -23,9 +23,13 @@ _UPDATES: ContextVar[bool] = ContextVar("plait_updates", default=False)
 """Whether a step of plait's is updating weights now."""
 
 
+UpdateEnd = Literal["finite", "skipped"]
+"""Whether weights were updated, or float16 left gradients that are not finite."""
+
+
 def update_weights(
     program: Program, strands: Strands, index: int, sums: GlobalSums, rate_factor: float, step: int
-) -> Literal["finite", "skipped"]:
+) -> UpdateEnd:
     """Make the gradients those of the mean, clip them, and let the optimizers update; "skipped" where float16 left
     numbers that are not finite, and nothing was updated.
 

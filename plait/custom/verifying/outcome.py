@@ -16,7 +16,8 @@ from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.stepping.fused import fuse_updates
 from plait.custom.stepping.gradients import StepPlace, divisor_of, sum_gradients
-from plait.custom.stepping.update import update_weights
+from plait.custom.stepping.loss_scale import LossScale
+from plait.custom.stepping.loss_steps import LossSteps
 from plait.custom.strands.choose import make_strands
 from plait.custom.strands.description import CustomLayout, StrandChoices
 from plait.custom.verifying.observed import Observations, WithoutDropout, observe
@@ -106,11 +107,10 @@ def updated_spread(
     set_statistics(program, "all workers")
     strands = make_strands(program, workers, layout, choices)
     fuse_updates(program)
+    losses, place = LossSteps(program, strands, workers, LossScale()), StepPlace(step=0, batch=0)
     with WithoutDropout():
         for index in range(len(program.losses)):
-            place = StepPlace(step=0, batch=0, gradients_of="counted mean")
-            sums = sum_gradients(program, strands, workers, index, [cloned(micro) for micro in micros], place)
-            update_weights(program, strands, index, sums, 1.0, 0)
+            losses.update(index, losses.sum(index, [cloned(micro) for micro in micros], place), place)
     return {name: weight.detach().clone() for name, weight in strands.full_weights().items()}
 
 
