@@ -13,10 +13,10 @@ from torch import Tensor
 
 from plait.custom.cutting import batch_size
 from plait.custom.data.batches import OwnBatches
-from plait.custom.data.moving import mapped
 from plait.custom.data.sources import ExamplePositions
 from plait.custom.group import Workers
 from plait.custom.seeds import seed_everything, seed_from, seeded
+from plait.custom.structure import mapped
 from plait.errors import PlaitError
 from plait.parallel.exchange import gather_json
 

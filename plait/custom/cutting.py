@@ -7,14 +7,14 @@ every part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from plait.custom.structure import is_array, leaves, with_leaves
 from plait.errors import PlaitError
 
 
@@ -77,55 +77,34 @@ _ADVICE = "say how: plait.spread(…, cut=plait.BatchCut(size=lambda batch: …,
 
 
 def _sizes(batch: Any) -> Iterator[int]:
-    if isinstance(batch, PackedSequence):
-        raise PlaitError(f"a PackedSequence cannot be cut by examples; pack it in your loss, or {_ADVICE}")
-    if _is_array(batch):
-        if len(batch.shape):
-            yield int(batch.shape[0])
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _sizes(value)
-    elif _is_list_of_examples(batch):
-        yield len(batch)
-    elif isinstance(batch, tuple | list):
-        for value in batch:
-            yield from _sizes(value)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from _sizes(getattr(batch, field.name))
-    elif batch is not None and not isinstance(batch, str | bytes | int | float | bool):
-        raise PlaitError(f"a {type(batch).__name__} in a batch cannot be cut; {_ADVICE}")
+    for leaf in leaves(batch, lambda value: _is_cut(value) or isinstance(value, PackedSequence)):
+        if isinstance(leaf, PackedSequence):
+            raise PlaitError(f"a PackedSequence cannot be cut by examples; pack it in your loss, or {_ADVICE}")
+        if isinstance(leaf, list):
+            yield len(leaf)
+        elif is_array(leaf):
+            if len(leaf.shape):
+                yield int(leaf.shape[0])
+        elif leaf is not None and not isinstance(leaf, str | bytes | int | float | bool):
+            raise PlaitError(f"a {type(leaf).__name__} in a batch cannot be cut; {_ADVICE}")
 
 
 def _part(batch: Any, first: int, end: int) -> Any:
-    if _is_array(batch):
-        return batch[first:end] if len(batch.shape) else batch
-    if isinstance(batch, Mapping):
-        parts = {key: _part(value, first, end) for key, value in batch.items()}
-        return parts if type(batch) is dict else _same_kind(batch, parts)
-    if _is_list_of_examples(batch):
-        return batch[first:end]
-    if isinstance(batch, tuple | list):
-        parts = [_part(value, first, end) for value in batch]
-        return type(batch)(*parts) if getattr(batch, "_fields", None) else type(batch)(parts)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{field.name: _part(getattr(batch, field.name), first, end) for field in fields(batch)})
-    return batch
+    def part(leaf: Any) -> Any:
+        return leaf[first:end] if isinstance(leaf, list) or (is_array(leaf) and len(leaf.shape)) else leaf
+
+    return with_leaves(batch, part, _is_cut)
 
 
-def _same_kind(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
-    kind: Any = type(batch)
-    return kind(parts)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) or (type(value).__module__ == "numpy" and type(value).__name__ == "ndarray")
+def _is_cut(value: Any) -> bool:
+    """Whether this is cut by its first dim, or as a list."""
+    return is_array(value) or _is_list_of_examples(value)
 
 
 def _is_list_of_examples(value: Any) -> bool:
     """A list whose members stand for one example each: tensors of several sizes, or no tensors and no lists."""
     if not isinstance(value, list) or not value:
         return False
-    if all(_is_array(member) for member in value):
+    if all(is_array(member) for member in value):
         return not len(value[0].shape) or len({int(member.shape[0]) for member in value}) > 1
-    return not any(_is_array(member) or isinstance(member, list) for member in value)
+    return not any(is_array(member) or isinstance(member, list) for member in value)

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from plait.custom.group import Workers
-from plait.parallel.exchange import first_ones
-
-TRAVELLING_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)}  # fmt: skip
-"""The element types that travel, by their names."""
+from plait.parallel.exchange import TENSOR_DTYPES, first_ones
 
 
 def first_tensors(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str, Tensor]:
@@ -25,7 +19,7 @@ def first_tensors(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str, 
     described = first_ones(lambda: own, workers.sums)
     found = {}
     for name, dtype, shape in described:
-        there = tensors[name] if workers.rank == 0 else torch.empty(shape, dtype=TRAVELLING_DTYPES[dtype])
+        there = tensors[name] if workers.rank == 0 else torch.empty(shape, dtype=TENSOR_DTYPES[dtype])
         flat = there.reshape(-1).to(workers.device, copy=True)
         if flat.numel():
             workers.broadcast(flat.view(torch.uint8))

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.custom.group import Workers
 from plait.errors import PlaitError
-from plait.parallel.exchange import gather_json
+from plait.parallel.exchange import gather_tensors
 
 _ALONE: ContextVar[bool] = ContextVar("plait_alone", default=False)
 """Whether this process computes a whole batch by itself, as a proof does, so that there is nothing to gather."""
@@ -61,24 +61,16 @@ class Gathering:
     def rows_of_all(self, rows: Tensor) -> tuple[Tensor, int]:
         """All workers' rows without a graph, and how many stand before this worker's own."""
         began = time.perf_counter()
-        sums = self._workers.sums
-        own = [str(rows.dtype), *rows.shape]
-        shapes = gather_json(own, self._workers.sums)
-        for rank, other in enumerate(shapes):
-            if other[:1] + other[2:] != own[:1] + own[2:]:
-                raise PlaitError(
-                    f"run.gather: worker {rank} has rows of shape {other[2:]} and {other[0]}, worker "
-                    f"{self._workers.rank} of shape {own[2:]} and {own[0]}; bring them to one, as by padding them alike"
-                )
-        counts = [int(other[1]) for other in shapes]
-        # Bytes, since not every library gathers every dtype.
-        room = torch.zeros(max(counts), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
-        room[: len(rows)] = rows.detach()
-        parts = sums.gather(room.view(-1).view(torch.uint8)) if room.numel() else []
-        found = [part.view(rows.dtype).view_as(room)[:count] for part, count in zip(parts, counts, strict=False)]
+        found = gather_tensors(rows, self._workers.sums)
         self.waited_s += time.perf_counter() - began
-        first = sum(counts[: self._workers.rank])
-        return (torch.cat(found) if found else room[:0]), first
+        for rank, other in enumerate(found):
+            if other.dtype != rows.dtype or other.shape[1:] != rows.shape[1:]:
+                raise PlaitError(
+                    f"run.gather: worker {rank} has rows of shape {list(other.shape[1:])} and {other.dtype}, worker "
+                    f"{self._workers.rank} of shape {list(rows.shape[1:])} and {rows.dtype}; bring them to one, as by "
+                    "padding them alike"
+                )
+        return torch.cat(found), sum(map(len, found[: self._workers.rank]))
 
     def sum(self, gradient: Tensor) -> Tensor:
         """The sum over all workers, in numbers that gloo can add."""

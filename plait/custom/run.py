@@ -25,7 +25,6 @@ from plait.custom.data.batches import (
     own_batches,
 )
 from plait.custom.data.measured_shares import ShareMeter
-from plait.custom.data.moving import on_device
 from plait.custom.data.shares import ShareTable, WorkerShares
 from plait.custom.data.sources import Collate, CollatedOver, unused_processes_text
 from plait.custom.gathering import Gathering
@@ -41,6 +40,7 @@ from plait.custom.stepping.timeline import write_timeline
 from plait.custom.stepping.update import refuse_other_updates
 from plait.custom.strands.description import CustomLayout, Releasable, StrandChoices
 from plait.custom.strands.program_strands import Strands
+from plait.custom.structure import on_device
 from plait.errors import PlaitError
 from plait.parallel.exchange import gather_json
 

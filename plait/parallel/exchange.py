@@ -1,5 +1,5 @@
-"""Plain values from rank to rank as JSON, so that nothing that arrives is run; and acts that succeed on all ranks or
-fail on all, with one sentence."""
+"""Plain values and tensors from rank to rank, as JSON and bytes, so that nothing that arrives is run; and acts that
+succeed on all ranks or fail on all, with one sentence."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from plait.errors import PlaitError, RunFailed
 from plait.parallel.sums import Sums
+
+TENSOR_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+"""torch's element types by their names."""
 
 
 def gather_json(value: Any, world: Sums) -> list[Any]:
@@ -25,6 +29,19 @@ def gather_json(value: Any, world: Sums) -> list[Any]:
     padded[: len(own)] = own
     found = world.gather(padded)
     return [json.loads(bytes(one[:size].numpy())) for one, size in zip(found, sizes, strict=True)]
+
+
+def gather_tensors(own: Tensor, world: Sums) -> list[Tensor]:
+    """Every rank's tensor, in rank order, whatever shape and element type each has. Every rank must call it; blocks."""
+    if world.size == 1:
+        return [own]
+    told = gather_json([str(own.dtype).removeprefix("torch."), list(own.shape)], world)
+    kinds = [(TENSOR_DTYPES[dtype], torch.Size(shape)) for dtype, shape in told]
+    sizes = [dtype.itemsize * shape.numel() for dtype, shape in kinds]
+    room = torch.zeros(max(sizes), dtype=torch.uint8, device=own.device)  # not every library gathers every element type
+    room[: own.nbytes] = own.detach().contiguous().view(-1).view(torch.uint8)
+    parts = world.gather(room) if max(sizes) else [room] * world.size
+    return [part[:size].view(kind[0]).view(kind[1]) for part, size, kind in zip(parts, sizes, kinds, strict=True)]
 
 
 def first_ones(make: Callable[[], Any], world: Sums) -> Any:

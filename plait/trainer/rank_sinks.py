@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from plait.report.metrics import EvalReport, StepReport
 from plait.report.sinks import MetricsFile, Several, Sink, TensorBoard
 
 
-class SendReport(Protocol):
-    """Sends a message of some kind, with its values, to the supervisor."""
-
-    def __call__(self, kind: str, **values: Any) -> None: ...
-
-
-def sinks_of_rank(rank: int, send: SendReport, folder: Path, steps_done: int) -> Sink:
+def sinks_of_rank(rank: int, send: Callable[..., None], folder: Path, steps_done: int) -> Sink:
     """Rank 0 writes the files and reports to the supervisor, which owns the terminal; the other ranks report
     nothing."""
     if rank != 0:
@@ -34,7 +28,7 @@ def sinks_of_rank(rank: int, send: SendReport, folder: Path, steps_done: int) ->
 class _SupervisorSink:
     """A sink that passes reports on to the supervisor."""
 
-    def __init__(self, send: SendReport) -> None:
+    def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
 
     def step(self, report: StepReport) -> None:

@@ -22,6 +22,7 @@ from torch.utils.data import (
 from plait.custom.cutting import BatchCut, batch_part, batch_size
 from plait.custom.data.ahead import BeforeExample, Processes, unseeded
 from plait.custom.seeds import seeded
+from plait.custom.structure import is_array
 from plait.errors import PlaitError
 
 Collate = Callable[[list[Any]], Any]
@@ -146,14 +147,10 @@ def _reader(data: Any, collate: Collate) -> ReadPositions:
 def _is_columns(data: Any) -> bool:
     """A tensor or array, or a tuple or dict of them: columns, whose rows are the examples."""
     if isinstance(data, tuple) and data:
-        return all(_is_rows(column) for column in data)
+        return all(is_array(column) for column in data)
     if type(data) is dict and data:
-        return all(_is_rows(column) for column in data.values())
-    return _is_rows(data)
-
-
-def _is_rows(data: Any) -> bool:
-    return isinstance(data, Tensor) or (type(data).__module__ == "numpy" and type(data).__name__ == "ndarray")
+        return all(is_array(column) for column in data.values())
+    return is_array(data)
 
 
 def _of_columns(data: Any) -> ExamplePositions:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from plait.custom.data.moving import cloned
 from plait.custom.gathering import gathering_nothing
 from plait.custom.group import Workers, alone
 from plait.custom.planning.plan import CustomPlan, MeasuredLayout, choose_measured
@@ -24,6 +23,7 @@ from plait.custom.stepping.loss_steps import LossSteps
 from plait.custom.strands.choose import make_strands
 from plait.custom.strands.copies import copy_program, with_own_optimizers
 from plait.custom.strands.description import CustomLayout
+from plait.custom.structure import cloned
 from plait.custom.verifying.outcome import set_statistics
 from plait.custom.verifying.shares import gather_shares, join_shares, tensors_of
 from plait.errors import PlaitError

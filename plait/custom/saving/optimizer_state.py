@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.custom.exchange import TRAVELLING_DTYPES, sum_of_bits
+from plait.custom.exchange import sum_of_bits
 from plait.custom.group import Workers
 from plait.custom.saving.tree import from_plain, to_plain
 from plait.custom.strands.description import HeldPiece, StrandForm
 from plait.errors import PlaitError
-from plait.parallel.exchange import gather_json
+from plait.parallel.exchange import TENSOR_DTYPES, gather_json
 
 WeightSizes = Mapping[str, torch.Size]
 
@@ -57,13 +57,13 @@ def _collect_cut(
         entry: dict[str, Any] = {}
         for key, (kind, value) in known.items():
             if kind == "cut":
-                whole = _joined(optimizer, held.get(name), key, TRAVELLING_DTYPES[value], shape, workers)
+                whole = _joined(optimizer, held.get(name), key, TENSOR_DTYPES[value], shape, workers)
                 if workers.rank == 0:
                     entry[key] = to_plain(whole, f"{name}/{key}", tensors)
             elif kind == "number":
                 entry[key] = value
             else:
-                entry[key] = to_plain(torch.tensor(value, dtype=TRAVELLING_DTYPES[kind]), f"{name}/{key}", tensors)
+                entry[key] = to_plain(torch.tensor(value, dtype=TENSOR_DTYPES[kind]), f"{name}/{key}", tensors)
         state[name] = entry
     return state
 

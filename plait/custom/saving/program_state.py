@@ -19,7 +19,7 @@ from plait.custom.saving.optimizer_state import collect_optimizer, restore_optim
 from plait.custom.saving.tree import from_plain, to_plain
 from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
-from plait.parallel.exchange import first_ones, gather_json
+from plait.parallel.exchange import first_ones, gather_json, gather_tensors
 
 MODEL = "model"
 
@@ -161,12 +161,8 @@ def _unlike_buffers(program: Program, workers: Workers) -> dict[str, dict[str, T
         digest.update(bytes(buffer.reshape(-1).view(torch.uint8).numpy()))
     if len(set(gather_json(digest.hexdigest(), workers.sums))) == 1:
         return {}
-    found: dict[str, dict[str, Tensor]] = {}
-    for rank in range(workers.size):
-        found[f"buffers-{rank}"] = {}
-        for name, buffer in buffers.items():
-            flat = buffer.reshape(-1).to(workers.device, copy=True)
-            if flat.numel():
-                workers.broadcast(flat.view(torch.uint8), source=rank)
-            found[f"buffers-{rank}"][name] = flat.cpu().view(buffer.shape)
+    found: dict[str, dict[str, Tensor]] = {f"buffers-{rank}": {} for rank in range(workers.size)}
+    for name, buffer in buffers.items():
+        for rank, one in enumerate(gather_tensors(buffer, workers.sums)):
+            found[f"buffers-{rank}"][name] = one
     return found

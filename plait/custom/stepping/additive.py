@@ -15,13 +15,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from plait.custom.cutting import BatchCut, batch_part, batch_size
-from plait.custom.data.moving import cloned, mapped, widened
 from plait.custom.gathering import gathering_nothing
 from plait.custom.program import Program
 from plait.custom.seeds import seeded
 from plait.custom.stepping.draws import SameDraws
 from plait.custom.stepping.evaluate import evaluation_mode
 from plait.custom.strands.copies import copy_program
+from plait.custom.structure import cloned, mapped, widened
 from plait.errors import PlaitError
 
 EXAMPLES = 4

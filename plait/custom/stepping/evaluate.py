@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from plait.custom.cutting import BatchCut, batch_part
 from plait.custom.data.ahead import unseeded
-from plait.custom.data.moving import on_device
 from plait.custom.data.sources import ExamplePositions, Stream, source_of
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.gradients import divisor_of
 from plait.custom.strands.first_weights import broadcast_all
+from plait.custom.structure import on_device
 from plait.errors import PlaitError
 from plait.parallel.exchange import gather_json
 

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from plait.custom.data.moving import cloned
 from plait.custom.exact_norm.batch_norm import norm_waits_s
 from plait.custom.group import Workers
 from plait.custom.program import LossTerms, Program
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.strands.program_strands import Strands
+from plait.custom.structure import cloned
 from plait.errors import PlaitError
 
 _UNLIKE_TERMS = (

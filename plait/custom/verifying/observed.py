@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.custom.program import Program
+from plait.custom.structure import leaves
 
 _DROPS = torch.ops.aten
 
@@ -133,15 +134,7 @@ def _call(name: str, kind: str, tensors: Sequence[Tensor]) -> LayerCall:
 
 
 def _floating(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Tensor):
-        if outputs.is_floating_point():
-            yield outputs
-    elif isinstance(outputs, dict):
-        for value in outputs.values():
-            yield from _floating(value)
-    elif isinstance(outputs, tuple | list):
-        for value in outputs:
-            yield from _floating(value)
+    return (one for one in leaves(outputs) if isinstance(one, Tensor) and one.is_floating_point())
 
 
 def _random_state() -> Tensor:

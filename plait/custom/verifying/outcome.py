@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.custom.data.moving import cloned
 from plait.custom.exact_norm.batch_norm import GlobalBatchNorm, StatisticsOf
 from plait.custom.gathering import gathering_nothing
 from plait.custom.group import Workers
@@ -20,6 +19,7 @@ from plait.custom.stepping.loss_scale import LossScale
 from plait.custom.stepping.loss_steps import LossSteps
 from plait.custom.strands.choose import make_strands
 from plait.custom.strands.description import CustomLayout, StrandChoices
+from plait.custom.structure import cloned
 from plait.custom.verifying.observed import Observations, WithoutDropout, observe
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from plait.custom.cutting import batch_size
-from plait.custom.data.moving import mapped
 from plait.custom.group import Workers
+from plait.custom.structure import mapped
 from plait.errors import PlaitError
-
-MOST_DIMS = 16
+from plait.parallel.exchange import gather_json, gather_tensors
 
 
 def gather_shares(batch: Any, workers: Workers) -> list[Any]:
@@ -24,10 +23,9 @@ def gather_shares(batch: Any, workers: Workers) -> list[Any]:
     if workers.size == 1:
         return [batch]
     own = list(tensors_of(batch))
-    counts = workers.sums.gather(torch.tensor([len(own)], device=workers.device))
-    if len({int(count) for count in counts}) > 1:
+    if len(set(gather_json(len(own), workers.sums))) > 1:
         raise PlaitError("the workers' shares of this batch hold unlike numbers of tensors; verify a batch of tensors")
-    gathered = [_gather_tensor(tensor, workers) for tensor in own]
+    gathered = [gather_tensors(tensor, workers.sums) for tensor in own]
     return [_rebuilt(batch, [every[rank] for every in gathered]) for rank in range(workers.size)]
 
 
@@ -64,22 +62,3 @@ def _rebuilt(batch: Any, tensors: Sequence[Tensor]) -> Any:
     """A batch of the same kind with other tensors."""
     rest = iter(tensors)
     return mapped(batch, lambda _: next(rest))
-
-
-def _gather_tensor(tensor: Tensor, workers: Workers) -> list[Tensor]:
-    """A tensor of each worker; they may differ in their sizes."""
-    if tensor.dim() > MOST_DIMS:
-        raise PlaitError(f"a tensor of {tensor.dim()} dims in a batch; verify takes {MOST_DIMS} at most")
-    sizes = [tensor.dim(), *tensor.shape, *[0] * (MOST_DIMS - tensor.dim())]
-    shapes = [
-        tuple(one[1 : 1 + one[0]].tolist()) for one in workers.sums.gather(torch.tensor(sizes).to(workers.device))
-    ]
-    size = tensor.element_size()
-    most = max(torch.Size(shape).numel() for shape in shapes)
-    room = torch.zeros(most * size, dtype=torch.uint8, device=workers.device)
-    room[: tensor.numel() * size] = tensor.detach().contiguous().view(-1).view(torch.uint8).to(workers.device)
-    parts = workers.sums.gather(room)
-    return [
-        part[: torch.Size(shape).numel() * size].clone().view(tensor.dtype).view(shape).to(tensor.device)
-        for part, shape in zip(parts, shapes, strict=True)
-    ]

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from plait.custom.cutting import BatchCut, batch_parts
-from plait.custom.data.moving import mapped, widened
 from plait.custom.exact_norm.batch_norm import GlobalBatchNorm
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.strands.choose import DEFAULT_CHOICES
 from plait.custom.strands.copies import copy_program, with_own_optimizers
 from plait.custom.strands.description import CustomLayout, StrandChoices
+from plait.custom.structure import mapped, widened
 from plait.custom.verifying.causes import FailedProof, find_causes
 from plait.custom.verifying.outcome import Outcome, run_alone, run_spread, updated_alone, updated_spread
 from plait.custom.verifying.remarks import remarks_of

@@ -28,7 +28,7 @@ from plait.parallel.exchange import agree_on_any, run_on_all_ranks
 from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
-from plait.trainer.checkpointing.carrier import MEMORY_KEPT, MessageCarrier, PartsCarrier, Slices
+from plait.trainer.checkpointing.carrier import MEMORY_KEPT, PartsCarrier, Slices
 from plait.trainer.checkpointing.copies import StateCopies
 from plait.trainer.checkpointing.persist import publish_parts, rank_slices
 from plait.trainer.checkpointing.save_progress import SaveProgress
@@ -361,7 +361,7 @@ def saver_of(
     carrier = None
     if parts == "sent":
         sharers = assembly.plan.workers_beside(world.index)
-        carrier = MessageCarrier(
+        carrier = PartsCarrier(
             tell, memory, rank=world.index, local_rank=local_rank, sharers=sharers, lineage=generation
         )
     return CheckpointSaver(assembly, checkpoints, world, fence, carrier, generation, copies=copies, reports=reports)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import parts_text, sort_parts
@@ -20,29 +20,9 @@ MEMORY_KEPT = 0.25
 Slices = Mapping[str, Sequence[TensorSlice]]
 
 
-class PartsCarrier(Protocol):
-    """Takes the parts of a rank whose folder is not on rank 0's host there."""
-
-    def send(self, staging: Path, kept: Literal["disk", "memory"]) -> None:
-        """Request the transfer of this rank's part; returns before it has arrived."""
-        ...
-
-    def put_in_memory(self, slices: Slices, step: int) -> None:
-        """Keep the part in memory, where the disk has no room for it; raises OSError or MemoryError."""
-        ...
-
-    def cannot_send(self, staging: Path, why: str) -> None:
-        """Report that this host has room for the part nowhere."""
-        ...
-
-    def clear(self) -> None:
-        """The save is over."""
-        ...
-
-
-class MessageCarrier:
-    """A PartsCarrier that tells the supervisors, who then fetch the part; `sharers` ranks share this host's memory, and
-    `lineage` is as in KeptCopy."""
+class PartsCarrier:
+    """Has the parts of a rank whose folder is not on rank 0's host brought there: the supervisors, whom it tells, fetch
+    them. `sharers` ranks share this host's memory, and `lineage` is as in KeptCopy."""
 
     def __init__(
         self,
@@ -59,12 +39,12 @@ class MessageCarrier:
         self._step = self._nbytes = 0
 
     def send(self, staging: Path, kept: Literal["disk", "memory"]) -> None:
-        """As in PartsCarrier."""
+        """Request the transfer of this rank's part; returns before it has arrived."""
         in_memory = {"memory": {"local_rank": self._local_rank, "step": self._step}} if kept == "memory" else {}
         self._tell("wrote", staging=staging.name, **in_memory)
 
     def put_in_memory(self, slices: Slices, step: int) -> None:
-        """As in PartsCarrier."""
+        """Keep the part in memory, where the disk has no room for it; raises OSError or MemoryError."""
         if self._store is None:
             raise MemoryError("nobody keeps memory for this rank")
         self._step = step
@@ -88,11 +68,11 @@ class MessageCarrier:
         self._store.finish(OUTBOX, step=step, lineage=self._lineage, text=text, data_bytes=nbytes)
 
     def cannot_send(self, staging: Path, why: str) -> None:
-        """As in PartsCarrier."""
+        """Report that this host has room for the part nowhere."""
         self._tell("no room", staging=staging.name, why=why)
 
     def clear(self) -> None:
-        """As in PartsCarrier."""
+        """The save is over."""
         if self._nbytes and self._store is not None:
             self._store.release(OUTBOX, self._nbytes)
             self._nbytes = 0
