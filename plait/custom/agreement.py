@@ -16,7 +16,7 @@ from plait.custom.data.batches import OwnBatches
 from plait.custom.data.sources import ExamplePositions
 from plait.custom.group import Workers
 from plait.custom.seeds import seed_everything, seed_from, seeded
-from plait.custom.structure import mapped
+from plait.custom.structure import tensors_of
 from plait.errors import PlaitError
 from plait.parallel.exchange import gather_json
 
@@ -68,18 +68,11 @@ def unlike_shapes_text(share: Any, workers: Workers) -> str:
     worker must call it; blocks."""
     if workers.size == 1:
         return ""
-    shapes: list[list[int]] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.dim() and len(tensor) == size:
-            shapes.append(list(tensor.shape[1:]))
-        return tensor
-
     try:
         size = batch_size(share)
-        mapped(share, note)
     except PlaitError:  # a batch of a kind of its own
-        pass
+        size = -1
+    shapes = [list(tensor.shape[1:]) for tensor in tensors_of(share) if tensor.dim() and len(tensor) == size]
     if all(one == shapes for one in gather_json(shapes, workers.sums)):
         return ""
     return (

@@ -49,16 +49,27 @@ def with_leaves(value: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any
     return change(value)
 
 
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in it, in order; numpy's arrays and numbers as tensors among them."""
+    for leaf in leaves(value):
+        if (tensor := _as_tensor(leaf)) is not None:
+            yield tensor
+
+
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same structure with other tensors, numpy's arrays as tensors among them."""
 
     def changed(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return change(leaf)
-        is_numpy = type(leaf).__module__ == "numpy" and hasattr(leaf, "shape")
-        return change(torch.as_tensor(leaf)) if is_numpy else leaf
+        tensor = _as_tensor(leaf)
+        return leaf if tensor is None else change(tensor)
 
     return with_leaves(value, changed)
+
+
+def _as_tensor(leaf: Any) -> Tensor | None:
+    if isinstance(leaf, Tensor):
+        return leaf
+    return torch.as_tensor(leaf) if type(leaf).__module__ == "numpy" and hasattr(leaf, "shape") else None
 
 
 def cloned(batch: Any) -> Any:

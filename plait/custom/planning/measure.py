@@ -23,9 +23,9 @@ from plait.custom.stepping.loss_steps import LossSteps
 from plait.custom.strands.choose import make_strands
 from plait.custom.strands.copies import copy_program, with_own_optimizers
 from plait.custom.strands.description import CustomLayout
-from plait.custom.structure import cloned
+from plait.custom.structure import cloned, tensors_of
 from plait.custom.verifying.outcome import set_statistics
-from plait.custom.verifying.shares import gather_shares, join_shares, tensors_of
+from plait.custom.verifying.shares import gather_shares, join_shares
 from plait.errors import PlaitError
 from plait.machines.machine import free_memory_bytes, usable_cores
 

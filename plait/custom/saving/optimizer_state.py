@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.custom.exchange import sum_of_bits
 from plait.custom.group import Workers
 from plait.custom.saving.tree import from_plain, to_plain
 from plait.custom.strands.description import HeldPiece, StrandForm
+from plait.custom.strands.pieces import whole_of
 from plait.errors import PlaitError
 from plait.parallel.exchange import TENSOR_DTYPES, gather_json
 
@@ -57,9 +57,12 @@ def _collect_cut(
         entry: dict[str, Any] = {}
         for key, (kind, value) in known.items():
             if kind == "cut":
-                whole = _joined(optimizer, held.get(name), key, TENSOR_DTYPES[value], shape, workers)
+                here = held.get(name)
+                parts = {name: (here.first, optimizer.state[here.parameter][key])} if here else {}
+                like = {name: torch.empty(shape, dtype=TENSOR_DTYPES[value], device="meta")}
+                whole = whole_of(parts, like, workers)[name]
                 if workers.rank == 0:
-                    entry[key] = to_plain(whole, f"{name}/{key}", tensors)
+                    entry[key] = to_plain(whole.cpu(), f"{name}/{key}", tensors)
             elif kind == "number":
                 entry[key] = value
             else:
@@ -83,17 +86,6 @@ def _described(state: Mapping[str, Any], piece: HeldPiece) -> dict[str, tuple[st
     return found
 
 
-def _joined(
-    optimizer: Optimizer, piece: HeldPiece | None, key: str, dtype: torch.dtype, shape: torch.Size, workers: Workers
-) -> Tensor:
-    whole = torch.zeros(shape.numel(), dtype=dtype)
-    if piece is not None:
-        whole[piece.first : piece.first + piece.parameter.numel()] = (
-            optimizer.state[piece.parameter][key].detach().reshape(-1).cpu()
-        )
-    return sum_of_bits(whole, workers).view(shape)
-
-
 def restore_optimizer(
     optimizer: Optimizer, pieces: Sequence[HeldPiece], shapes: WeightSizes, plain: Any, tensors: Mapping[str, Tensor]
 ) -> None:
@@ -112,7 +104,7 @@ def restore_optimizer(
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     optimizer.state.clear()
     for piece in pieces:
-        name, end = piece.name, piece.first + piece.parameter.numel()
+        name = piece.name
         if name not in plain["state"]:
             continue
         on_device = bool(groups[id(piece.parameter)].get("capturable") or groups[id(piece.parameter)].get("fused"))
@@ -124,6 +116,6 @@ def restore_optimizer(
                 entry[key] = value.clone()
                 continue
             if value.shape == shapes[name] and value.dim():
-                value = value.reshape(-1)[piece.first : end].view(piece.parameter.shape)
+                value = piece.part_of(value)
             entry[key] = value.to(piece.parameter.device, copy=True)
         optimizer.state[piece.parameter] = entry

@@ -72,11 +72,8 @@ def _let_change(program: Program, strands: Strands, index: int, step: int) -> No
     if changed.keys() != whole.keys() or any(changed[name].shape != one.shape for name, one in whole.items()):
         raise PlaitError("before_update has added, removed or reshaped gradients; change their numbers alone")
     for piece in strands.pieces(index):
-        own = piece.parameter.grad
-        if own is not None and strands.form == "cut":
-            own.copy_(changed[piece.name].reshape(-1)[piece.first : piece.first + own.numel()].view_as(own))
-        elif own is not None and changed[piece.name] is not whole[piece.name]:
-            own.copy_(changed[piece.name])
+        if piece.parameter.grad is not None:
+            piece.parameter.grad.copy_(piece.part_of(changed[piece.name]))
 
 
 def refuse_other_updates(program: Program) -> list[RemovableHandle]:

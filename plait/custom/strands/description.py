@@ -28,10 +28,10 @@ class HeldPiece:
     first: int
     parameter: nn.Parameter
 
-    def copy_from(self, whole: Tensor) -> None:
-        """Take the piece's numbers out of those of the whole weight."""
-        own = self.parameter.detach()
-        own.copy_(whole.reshape(-1)[self.first : self.first + own.numel()].view_as(own))
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The piece's numbers in a tensor of the whole weight's shape."""
+        own = self.parameter
+        return whole.reshape(-1)[self.first : self.first + own.numel()].view(own.shape)
 
 
 class Releasable(Protocol):

@@ -140,7 +140,7 @@ class Strands:
         """Take these whole weights, by name; every worker must call it."""
         for name, parameter in self._program.named_parameters().items():
             if name in self._rows:
-                self._rows[name].copy_from(weights[name])
+                self._rows[name].parameter.detach().copy_(self._rows[name].part_of(weights[name]))
             else:
                 parameter.detach().copy_(weights[name])
         if self._rows:

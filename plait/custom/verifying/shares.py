@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.custom.cutting import batch_size
 from plait.custom.group import Workers
-from plait.custom.structure import mapped
+from plait.custom.structure import mapped, tensors_of
 from plait.errors import PlaitError
 from plait.parallel.exchange import gather_json, gather_tensors
 
@@ -49,13 +49,6 @@ def join_shares(shares: Sequence[Any]) -> Any | None:
             return None
         joined.append(torch.cat(parts))
     return _rebuilt(shares[0], joined)
-
-
-def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, in the order of its members; a numpy array counts as one."""
-    found: list[Tensor] = []
-    mapped(batch, lambda tensor: found.append(tensor) or tensor)
-    return iter(found)
 
 
 def _rebuilt(batch: Any, tensors: Sequence[Tensor]) -> Any:

@@ -24,7 +24,7 @@ from plait.parallel.sums import Sums
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.fits import described_model
-from plait.trainer.optimizer.optim import moment_names, set_state, updates_counted
+from plait.trainer.optimizer.optim import moment_names, updates_counted
 from plait.trainer.state import TrainState
 
 
@@ -123,23 +123,16 @@ def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: 
 
     Reads come in the order of `state_boxes`. The gradients must `publish` before the first forward.
     """
-    for held in (*_trained(assembly), *assembly.kept_biases()):
-        held.tensor.copy_(read(f"model/{held.name}", held.box))
-    names = moment_names(assembly.plan.job.optimizer)
-    for unit in assembly.model.units:
-        moments = {key: torch.zeros_like(unit.parameter) for key in names.values()}
-        for part in unit.parts:
-            for kind, key in names.items():
-                unit_part_view(moments[key], part).copy_(read(f"{kind}/{part.name}", part.box))
-        set_state(assembly.optimizer, unit.parameter, moments, updates)
+    for key, box, numbers in held_state(assembly):
+        numbers.copy_(read(key, box))
+    if updates is not None:
+        for state in assembly.optimizer.state.values():
+            state["step"].copy_(updates)
 
 
 def state_boxes(assembly: Assembly) -> Iterator[tuple[str, Box]]:
     """The keys and boxes that `load_state` reads, in order."""
-    yield from ((f"model/{held.name}", held.box) for held in (*_trained(assembly), *assembly.kept_biases()))
-    for unit in assembly.model.units:
-        kinds = moment_names(assembly.plan.job.optimizer)
-        yield from ((f"{kind}/{part.name}", part.box) for part in unit.parts for kind in kinds)
+    return ((key, box) for key, box, _ in held_state(assembly))
 
 
 def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
@@ -158,8 +151,8 @@ def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
 
 
 def held_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
-    """All weights, moments and biases on this rank, whoever owns them: what `load_state` fills, in the same order. The
-    model must be settled, and have done a step."""
+    """All weights, moments and biases on this rank, whoever owns them: what `load_state` fills, in the same order. To
+    read them the model must be settled."""
     for held in (*_trained(assembly), *assembly.kept_biases()):
         yield f"model/{held.name}", held.box, held.tensor.detach()
     for unit in assembly.model.units:
