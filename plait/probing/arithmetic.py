@@ -21,13 +21,14 @@ from plait.model.rotary import Rotary
 from plait.model.shape import ModelPart, whole_model
 from plait.model.weights import kernel_width, rotary_width
 from plait.parallel.compile import compile_layer
+from plait.parallel.gradient_norm import clip_factor
 from plait.parallel.sharded_model import unsharded
 from plait.planner.plan import OptimizerPlan
 from plait.probing.request import ProbedModel, ProbeRequest, layer_products
 from plait.probing.timing import TimingSummary, summarize_readings
 from plait.trainer.assemble import make_autocast
 from plait.trainer.loss import sum_of_losses
-from plait.trainer.optimizer.optim import clip_factor, make_optimizer, owned_squares, update
+from plait.trainer.optimizer.optim import make_optimizer, owned_squares, update
 
 MAX_HEAD_FLOPS: Mapping[str, float] = {"cpu": 1.6e10, "cuda": 4e13}
 HEAD_TOKENS = 256

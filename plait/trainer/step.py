@@ -14,12 +14,13 @@ from plait.data.loader import Micro
 from plait.model.attention import Documents
 from plait.model.gpt import GPT
 from plait.model.prediction_heads import MicroObjectives
+from plait.parallel.gradient_norm import clip_factor
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
 from plait.parallel.sums import Sums
 from plait.trainer.experts.loads import ExpertLoads, largest_load
 from plait.trainer.loss import IN_PLACE, sum_of_losses
 from plait.trainer.optimizer.fused import FusedOptimizer
-from plait.trainer.optimizer.optim import clip_factor, owned_squares, update
+from plait.trainer.optimizer.optim import owned_squares, update
 from plait.trainer.score_passes import IGNORED, ScorePasses
 
 Autocast = Callable[[], AbstractContextManager[object]]

@@ -53,7 +53,7 @@ INNER_FLOORS = {
               "linear": 2, "attention": 3, "feedforward": 3, "prediction_heads": 3, "mixture": 4,
               "latent_attention": 4, "gpt": 5, "init": 6, "adapters": 6},
     "parallel": {"collectives": 0, "launcher_store": 0, "sums": 0, "sharded_model": 0, "pipeline_links": 0, "mesh": 1,
-                 "exchange": 1,
+                 "exchange": 1, "gradient_norm": 0,
                  "compile": 1, "frozen": 1, "materialize": 1, "recompute": 1, "reduction": 1, "gradient_buckets": 1,
                  "expert": 2, "context": 2, "gradient_reducer": 2, "tensor": 2, "tied_embedding": 2, "pipeline": 3,
                  "fully_sharded": 3, "sharding": 4, "replicate": 4, "apply": 5},

@@ -18,10 +18,10 @@ from plait.custom.program import Program
 from plait.custom.stepping.fused import fused_text
 from plait.custom.stepping.rate import goyal_rule
 from plait.custom.strands.bucket_size import LEAST, MOST, chosen_bucket_bytes
-from plait.custom.strands.program_strands import squares_of
 from plait.custom.strands.units import find_units, units_text
 from plait.errors import PlaitError
 from plait.hosts.joining import invitation_text
+from plait.parallel.gradient_norm import squares_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "own-programs.txt"
 

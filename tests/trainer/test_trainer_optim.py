@@ -10,10 +10,11 @@ import torch
 from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
+from plait.parallel.gradient_norm import clip_factor
 from plait.parallel.sharded_model import plain_unit, unsharded
 from plait.partition.boxes import whole_box
 from plait.planner.plan import OptimizerPlan
-from plait.trainer.optimizer.optim import clip_factor, learning_rate, make_optimizer, owned_squares, update
+from plait.trainer.optimizer.optim import learning_rate, make_optimizer, owned_squares, update
 
 SHAPE = ModelShape(
     layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8,

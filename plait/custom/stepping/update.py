@@ -18,6 +18,7 @@ from plait.custom.stepping.fused import begin_momentum
 from plait.custom.stepping.gradients import GlobalSums
 from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
+from plait.parallel.gradient_norm import clip_factor
 
 _UPDATES: ContextVar[bool] = ContextVar("plait_updates", default=False)
 """Whether a step of plait's is updating weights now."""
@@ -46,7 +47,7 @@ def update_weights(
         scale = torch.ones_like(scale)
     if program.clip is not None:
         length = strands.squares(index).to(scale.device).sqrt() * scale
-        scale = scale * (program.clip / (length + 1e-6)).clamp(max=1.0)
+        scale = scale * clip_factor(length, program.clip)
     if scale.device.type != "cpu" or float(scale) != 1.0:  # a GPU is not waited for
         _multiply(gradients, scale)
     seed_everything(seed_from("update", program.seed, step, index))  # optimizers that draw: alike on all workers

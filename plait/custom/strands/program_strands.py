@@ -14,6 +14,7 @@ from plait.custom.program import Program, parameters_of
 from plait.custom.strands.arrivals import Arrivals
 from plait.custom.strands.description import HeldPiece, Releasable, StrandForm
 from plait.custom.strands.pieces import whole_of
+from plait.parallel.gradient_norm import squares_of
 from plait.parallel.sharded_model import Gradients, LocalGradients
 
 FORWARDS = 3
@@ -198,12 +199,3 @@ def local_strands(program: Program, workers: Workers) -> Strands:
 def whole_updates(trained: Mapping[str, nn.Parameter]) -> list[UpdatedPiece]:
     """Every weight as one piece."""
     return [UpdatedPiece(piece=HeldPiece(name=name, first=0, parameter=p), source=p) for name, p in trained.items()]
-
-
-def squares_of(gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """The sum of the squares of all numbers: 0-dim, float64; on this device where there is no gradient. What is summed
-    over workers must be of one device on all of them: else one waits in gloo for what the others sum by NCCL."""
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(list(gradients), 2)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()

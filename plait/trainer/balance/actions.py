@@ -5,14 +5,14 @@ Each change is decided on rank 0 by planner/rebalancing, and is on disk before t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
 import torch
 
 from plait.parallel.collectives import message_from_before_s
-from plait.parallel.exchange import agree_on_any
+from plait.parallel.exchange import agree_on_any, first_ones, gather_json
 from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.planner.rebalancing.stage_repartition import stage_costs_of
@@ -115,7 +115,7 @@ class Rebalancer:
             if self._history is not None
             else None
         )
-        wanted = torch.zeros(len(self._sequences) + len(self._layers), dtype=torch.int64)
+        wanted: list[Sequence[int]] = []
         if change is not None:
             sequences, layers = (self._sequences, change.shares) if self._stages else (change.shares, self._layers)
             append_shares(
@@ -128,10 +128,9 @@ class Rebalancer:
                     stage_layers=layers if self._stages else (),
                 ),
             )
-            wanted = torch.tensor((*sequences, *layers))
-        agreed = tuple(self._world(wanted).tolist())
-        if any(agreed):
-            self._lines.append((step, agreed[: len(self._sequences)], agreed[len(self._sequences) :]))
+            wanted = [sequences, layers]
+        if agreed := gather_json(wanted, self._world)[0]:
+            self._lines.append((step, tuple(agreed[0]), tuple(agreed[1])))
         return [f"balance  from step {step} on, {change.reason}"] if change is not None else []
 
     def _max_layers_per_stage(self) -> list[int]:
@@ -173,11 +172,8 @@ def plan_at(plan: Plan, step: int, file: Path, world: Sums) -> Plan:
 
 def _recorded_changes(file: Path, world: Sums, plan: Plan) -> list[_Line]:
     """The changes that rank 0 finds recorded in `file`, on every rank; layers are 0 where none were recorded."""
-    sequences, stages = len(plan.sequences_per_replica), len(plan.placement.layout.stage_layers)
-    lines = read_shares(file) if world.index == 0 else ()
-    count = int(world(torch.tensor([len(lines)]))[0])
-    table = torch.zeros(count, 1 + sequences + stages, dtype=torch.int64)
-    for row, line in zip(table, lines, strict=False):
-        row[:] = torch.tensor([line.step, *line.shares, *(line.stage_layers or (0,) * stages)])
-    rows = world(table).tolist() if count else []
-    return [(row[0], tuple(row[1 : 1 + sequences]), tuple(row[1 + sequences :])) for row in rows]
+    unmoved = (0,) * len(plan.placement.layout.stage_layers)
+    lines = first_ones(
+        lambda: [(line.step, line.shares, line.stage_layers or unmoved) for line in read_shares(file)], world
+    )
+    return [(step, tuple(shares), tuple(layers)) for step, shares, layers in lines]

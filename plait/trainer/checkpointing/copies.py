@@ -3,7 +3,6 @@ read back by a later start."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,8 +18,7 @@ from plait.checkpoint.manifest import ITEM_BYTES, StoredPart, parts_text
 from plait.checkpoint.transfer import DTYPES, TensorSlice, rank_layout, stored_part, whole_slice
 from plait.launch.values.copies import SLOTS, CopyStore, KeptCopy
 from plait.machines.machine import free_memory_bytes
-from plait.parallel.exchange import agree_on_any
-from plait.parallel.sums import Sums
+from plait.parallel.exchange import agree_on_any, gather_json
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.carrier import MEMORY_KEPT, Slices
 from plait.trainer.checkpointing.from_memory import BESIDE, restore_from_memory
@@ -255,18 +253,13 @@ class StateCopies:
         slices = rank_slices(self._assembly, TrainState(), self._world, check="nothing")
         own = [(key, one.offset, tuple(one.tensor.shape)) for key, some in slices.items() for one in some]
         needs = [(key, box.offset, box.extent) for key, box in state_boxes(self._assembly)]
-        rows = gathered(self._world, [own, needs])
-        here = [rows[rank] for rank in self._ranks]
-        return kept_beside([row[0] for row in here], [row[1] for row in here])[self._place]
+        rows = gather_json([own, needs], self._world)
+        of_host = [[_as_places(rows[rank][of]) for rank in self._ranks] for of in range(2)]
+        return kept_beside(of_host[0], of_host[1])[self._place]
 
 
-def gathered(world: Sums, own: Any) -> list[Any]:
-    """What every rank passes, in rank order: lists of JSON values, whose innermost lists come back as tuples."""
-    text = json.dumps(own).encode()
-    length = int(world.largest(torch.tensor([len(text)]))[0])
-    padded = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
-    rows = [json.loads(bytes(one.numpy())) for one in world.gather(padded)]
-    return [[[(key, tuple(at), tuple(n)) for key, at, n in places] for places in row] for row in rows]
+def _as_places(values: Sequence[Any]) -> list[PartPlace]:
+    return [(key, tuple(at), tuple(n)) for key, at, n in values]
 
 
 def _flat(slices: Slices) -> list[tuple[str, TensorSlice]]:

@@ -8,6 +8,7 @@ from math import cos, pi
 import torch
 from torch import Tensor
 
+from plait.parallel.gradient_norm import squares_of
 from plait.parallel.sharded_model import OptimizerUnit
 from plait.planner.plan import OptimizerPlan
 from plait.trainer.optimizer.fused import FusedAdamW, FusedOptimizer, FusedSGD, ParameterGroup
@@ -83,18 +84,7 @@ def owned_squares(units: Sequence[OptimizerUnit], *, like: Tensor) -> Tensor:
     Each element of the model is owned by one rank, so the sum over all ranks is the square of the gradient's norm.
     """
     owned = [unit.parameter.grad for unit in units if unit.owned and unit.parameter.grad is not None]
-    if not owned:
-        return like.new_zeros(1)
-    norms = torch._foreach_norm(owned)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack(norms).to(like.dtype).square().sum().reshape(1)
-
-
-def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
-    """The factor that scales gradients down to a norm of at most `limit`, as a tensor on the device, which is not
-    waited for."""
-    if limit is None:
-        return torch.ones_like(norm)
-    return (limit / (norm + 1e-6)).clamp(max=1.0)
+    return squares_of(owned, like.device).to(like.dtype).reshape(1)
 
 
 def update(optimizer: FusedOptimizer, units: Sequence[OptimizerUnit], *, factor: Tensor, norm: Tensor) -> None:
