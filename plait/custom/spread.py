@@ -13,13 +13,12 @@ from plait.arguments import with_known_keywords
 from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers, find_workers
-from plait.custom.layouts import RequestedLayout, choose_layout
 from plait.custom.likeness import compare_workers
 from plait.custom.program import BeforeUpdate, LossSum, Program, ProgramPrecision, check_gradient_hooks, check_program
 from plait.custom.run import SpreadRun
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.fused import fuse_updates
-from plait.custom.strands.choose import make_strands
+from plait.custom.strands.choose import RequestedLayout, choose_layout, make_strands
 from plait.custom.strands.copies import skeletons_of
 from plait.custom.strands.description import StrandChoices
 from plait.custom.strands.first_weights import share_first_weights

@@ -19,8 +19,14 @@ from types import ModuleType, TracebackType
 import torch
 import torch.distributed as dist
 
-from plait.custom.process.launcher import LAUNCHER, LESS_MEMORY, Launcher
-from plait.custom.process.variables import MODULE_VARIABLE, PROGRAM_VARIABLE, RENDEZVOUS
+from plait.custom.process.launcher import (
+    LAUNCHER,
+    LESS_MEMORY,
+    MODULE_VARIABLE,
+    PROGRAM_VARIABLE,
+    RENDEZVOUS,
+    Launcher,
+)
 from plait.custom.seeds import seed_everything
 from plait.errors import PlaitError, ProgramFailed
 from plait.launch.values.failure import describe_exception

@@ -44,6 +44,21 @@ def gather_tensors(own: Tensor, world: Sums) -> list[Tensor]:
     return [part[:size].view(kind[0]).view(kind[1]) for part, size, kind in zip(parts, sizes, kinds, strict=True)]
 
 
+def sum_of_bits(own: Tensor, world: Sums) -> Tensor:
+    """The sum over ranks of which at most one has other bits than zero, bit for bit. In place; blocks."""
+    if own.is_complex():
+        sum_of_bits(torch.view_as_real(own), world)
+        return own
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
+    if bits == torch.int16:  # gloo has no sums of it
+        wide = own.view(bits).to(torch.int32)
+        world(wide)
+        own.view(bits).copy_(wide)
+    else:
+        world(own.view(bits))
+    return own
+
+
 def first_ones(make: Callable[[], Any], world: Sums) -> Any:
     """What rank 0 makes, JSON, on all; a PlaitError that it raises is raised by all. Blocks."""
     told: dict[str, Any] = {}

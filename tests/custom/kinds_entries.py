@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, random_split
 
 import plait
-from plait.custom.process.variables import RENDEZVOUS
+from plait.custom.process.launcher import RENDEZVOUS
 from plait.launch.values.job import RankContext
 from tests.custom.kind import made, mlp, numbers, squared, trained_by_spread
 from tests.custom.kinds import KINDS

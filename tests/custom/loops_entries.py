@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import plait
-from plait.custom.process.variables import RENDEZVOUS
+from plait.custom.process.launcher import RENDEZVOUS
 from plait.launch.values.job import RankContext
 from tests.custom.kind import Later, mlp, numbers, squared
 from tests.custom.kinds_training import mixed

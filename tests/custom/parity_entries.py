@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from plait.custom.process.variables import RENDEZVOUS
+from plait.custom.process.launcher import RENDEZVOUS
 from plait.custom.spread import spread
 from plait.launch.values.job import RankContext
 from tests.custom.models import CASES, Case

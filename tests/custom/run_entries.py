@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import plait
-from plait.custom.process.variables import RENDEZVOUS
+from plait.custom.process.launcher import RENDEZVOUS
 from plait.custom.run import SpreadRun
 from plait.launch.values.job import RankContext
 from tests.custom.models import CASES, Layers

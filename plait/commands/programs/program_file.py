@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from plait.custom.process.variables import MODULE_VARIABLE, PROGRAM_VARIABLE
+from plait.custom.process.launcher import MODULE_VARIABLE, PROGRAM_VARIABLE
 from plait.errors import PlaitError
 from plait.launch.values.entries import EntryTable
 from plait.regular_file import read_regular_file

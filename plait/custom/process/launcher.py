@@ -1,5 +1,5 @@
-"""What a worker of a person's program and plait's launcher tell each other: what is saved, and whether this is the
-first start."""
+"""What a worker of a person's program and plait's launcher tell each other: where its program and the other workers
+are, what is saved, and whether this is the first start."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 
+RENDEZVOUS = "PLAIT_RENDEZVOUS"
+"""Where the workers meet, as in `parallel.mesh.open_store`; their numbers are in torchrun's variables."""
+PROGRAM_VARIABLE = "PLAIT_PROGRAM"
+"""The path of the program file on the worker's own host: no message names a path or carries code."""
+MODULE_VARIABLE = "PLAIT_PROGRAM_MODULE"
+"""The name of the module that the program is, where its user named a module and not a file."""
 SAVED, RESUMED = "saved", "resumed"
 """Kinds of the messages of rank 0, whose "folder" and "step" say where a state of the program is."""
 LESS_MEMORY = 'take a smaller batch, accumulate=, layout="shard parameters" or recompute="full"'

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from plait.custom.process.variables import RENDEZVOUS
+from plait.custom.process.launcher import RENDEZVOUS
 from plait.errors import PlaitError
 from plait.units import counted
 

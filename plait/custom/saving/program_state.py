@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from plait.custom.exchange import first_tensors
 from plait.custom.group import Workers
 from plait.custom.process.launcher import RESUMED, SAVED
 from plait.custom.program import Program
@@ -19,7 +18,7 @@ from plait.custom.saving.optimizer_state import collect_optimizer, restore_optim
 from plait.custom.saving.tree import from_plain, to_plain
 from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
-from plait.parallel.exchange import first_ones, gather_json, gather_tensors
+from plait.parallel.exchange import TENSOR_DTYPES, first_ones, gather_json, gather_tensors
 
 MODEL = "model"
 
@@ -119,7 +118,23 @@ def _read(saved: Path, name: str, workers: Workers) -> dict[str, Tensor]:
         tensors.update(read_tensors(saved, name))
 
     first_ones(read, workers.sums)
-    return first_tensors(tensors, workers)
+    return _first_tensors(tensors, workers)
+
+
+def _first_tensors(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str, Tensor]:
+    """The first worker's named tensors on all, on the processor; the others' argument is not looked at. Blocks."""
+    if workers.size == 1:
+        return dict(tensors)
+    own = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    described = first_ones(lambda: own, workers.sums)
+    found = {}
+    for name, dtype, shape in described:
+        there = tensors[name] if workers.rank == 0 else torch.empty(shape, dtype=TENSOR_DTYPES[dtype])
+        flat = there.reshape(-1).to(workers.device, copy=True)
+        if flat.numel():
+            workers.broadcast(flat.view(torch.uint8))
+        found[name] = flat.cpu().view(there.shape)
+    return found
 
 
 def _check(state: Mapping[str, Any], program: Program, weights: Mapping[str, Tensor]) -> None:

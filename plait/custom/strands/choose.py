@@ -1,14 +1,48 @@
-"""The strands of a program under a layout."""
+"""Which layout a person's modules get where they ask for "auto", what is possible at all, and the strands of it."""
 
 from __future__ import annotations
 
-from plait.custom.group import Workers
-from plait.custom.program import Program
-from plait.custom.strands.description import CustomLayout, StrandChoices
-from plait.custom.strands.program_strands import Strands, local_strands
-from plait.custom.strands.recompute import recompute_units
+from typing import Literal, get_args
 
+import torch
+
+from plait.custom.group import Workers
+from plait.custom.program import Program, parameters_of
+from plait.custom.strands.description import ELEMENTWISE, CustomLayout, StrandChoices
+from plait.custom.strands.program_strands import Strands, local_strands
+from plait.custom.strands.units import recompute_units
+from plait.errors import PlaitError
+from plait.units import format_bytes
+
+RequestedLayout = Literal["auto", "replicate", "shard optimizer", "shard parameters"]
+MEMORY_SHARE = 0.5
+"""Share of a GPU that weights, gradients and the optimizer's state may take before they are sharded."""
 DEFAULT_CHOICES = StrandChoices()
+
+
+def choose_layout(requested: RequestedLayout, program: Program, workers: Workers) -> tuple[CustomLayout, str]:
+    """The layout and the reason for it; raises PlaitError for one that there is not."""
+    if requested in ("replicate", "shard optimizer", "shard parameters"):
+        return requested, "as asked"
+    if requested != "auto":
+        raise PlaitError(
+            f'layout = "{requested}" is not possible for modules of your own; choose "auto", '
+            + ", ".join(f'"{name}"' for name in get_args(CustomLayout))
+            + "; tensor, pipeline and context parallelism need plait's own models (plait train)"
+        )
+    if workers.size == 1 or workers.device.type != "cuda":
+        return "replicate", "it sends least, and the weights fit" if workers.size > 1 else "one process"
+    weights = sum(parameter.nbytes for parameter in program.named_parameters().values())
+    trained = sum(p.nbytes for optimizer in program.optimizers for p in parameters_of(optimizer) if p.requires_grad)
+    needed, room = weights + 3 * trained, torch.cuda.get_device_properties(workers.device).total_memory
+    text = f"weights, gradients and two moments need {format_bytes(needed)} of {format_bytes(room)}"
+    if needed <= MEMORY_SHARE * room:
+        return "replicate", text
+    if any(type(optimizer).__name__ not in ELEMENTWISE for optimizer in program.optimizers):
+        return "replicate", f"{text}, and the optimizer needs whole weights"
+    if weights + trained + 2 * trained / workers.size <= MEMORY_SHARE * room:
+        return "shard optimizer", text
+    return "shard parameters", text
 
 
 def make_strands(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
-from plait.custom.exchange import sum_of_bits
 from plait.custom.group import Workers
 from plait.custom.program import Program, gradient_hooks, is_plaits_own
 from plait.custom.strands.description import CustomLayout, HeldPiece
 from plait.errors import PlaitError
+from plait.parallel.exchange import sum_of_bits
 
 
 def check_apart(program: Program, layout: CustomLayout) -> None:
@@ -73,5 +73,5 @@ def whole_of(own: Mapping[str, tuple[int, Tensor]], like: Mapping[str, Tensor], 
         if name in own:
             first, part = own[name]
             whole[first : first + part.numel()] = part.detach().reshape(-1)
-        found[name] = sum_of_bits(whole, workers).view(shaped.shape)
+        found[name] = sum_of_bits(whole, workers.sums).view(shaped.shape)
     return found

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from plait.custom.program import Program
+from plait.custom.strands.description import StrandChoices
 from plait.errors import PlaitError
 
 LEAST_ALIKE = 2
@@ -70,6 +72,23 @@ def units_text(units: dict[str, nn.Module]) -> str:
     if not names:
         return "no row of layers found (ModuleList): the model is gathered as one; name units=… to gather less at once"
     return f"{len(names)} units: {names[0]}" + (f" … {names[-1]}" if len(names) > 1 else "")
+
+
+def recompute_units(program: Program, choices: StrandChoices) -> None:
+    """Wrap each unit as the choices say, by torch's hooks: names and values stay. Random numbers are drawn as before.
+
+    Raises PlaitError where no unit is found.
+    """
+    if choices.recompute == "none":
+        return
+    from torch.distributed._composable.checkpoint_activation import checkpoint  # most of a second of imports
+
+    for model in program.models:
+        units = find_units(model, choices.units)
+        if not units:
+            raise PlaitError('recompute = "full" finds no row of layers (ModuleList); name units=… or leave it out')
+        for unit in units.values():
+            checkpoint(unit)
 
 
 def _is_row(module: nn.Module) -> bool:

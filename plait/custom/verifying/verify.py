@@ -113,18 +113,7 @@ def compare_outcomes(
     for name, wanted in sorted(alone.buffers.items()):
         error = max(_error(wanted, one[name], 1e-6) for one in buffers)
         rows.append((name, "buffer", error, max(BUFFER_TOLERANCE, bars.gradient)))
-    errors = workers.sums.largest(torch.tensor([error for _, _, error, _ in rows], dtype=torch.float64))
-    found = [
-        Finding(
-            name=name,
-            kind=kind,
-            error=float(error),
-            tolerance=bar,
-            label="losses and counts" if kind == "sums" else name,
-        )
-        for (name, kind, _, bar), error in zip(rows, errors, strict=True)
-    ]
-    return tuple(sorted(found, key=lambda one: one.error / one.tolerance, reverse=True))
+    return _findings(rows, workers)
 
 
 def compare_updates(
@@ -138,18 +127,24 @@ def compare_updates(
 
     Numbers without a gradient but for rounding are left out: an optimizer may go by its sign.
     """
-    errors: dict[str, float] = {}
+    rows = []
     largest = max((float(one.abs().max()) for one in gradients.values() if one.numel()), default=0.0)
     for name, gradient in gradients.items():
         learns = gradient.abs() > UPDATE_GRADIENT_SHARE * largest
         wanted, found = ((one[name] - before[name])[learns] for one in (alone, spread))
-        errors[name] = _error(wanted, found, 1e-30)
-    worst = workers.sums.largest(torch.tensor(list(errors.values()), dtype=torch.float64))
-    rows = [
-        Finding(name=name, kind="update", error=float(error), tolerance=UPDATE_TOLERANCE, label=name)
-        for name, error in zip(errors, worst, strict=True)
+        rows.append((name, "update", _error(wanted, found, 1e-30), UPDATE_TOLERANCE))
+    return _findings(rows, workers)[:1]
+
+
+def _findings(rows: Sequence[tuple[str, str, float, float]], workers: Workers) -> tuple[Finding, ...]:
+    """The findings of rows of names, kinds, this worker's errors and tolerances, the worst first; with the largest
+    error of all workers."""
+    errors = workers.sums.largest(torch.tensor([error for _, _, error, _ in rows], dtype=torch.float64)).tolist()
+    found = [
+        Finding(name=name, kind=kind, error=error, tolerance=bar, label="losses and counts" if kind == "sums" else name)
+        for (name, kind, _, bar), error in zip(rows, errors, strict=True)
     ]
-    return tuple(sorted(rows, key=lambda one: one.error, reverse=True)[:1])
+    return tuple(sorted(found, key=lambda one: one.excess, reverse=True))
 
 
 def _gradient_error(wanted: Tensor | None, found: Tensor | None, least: float) -> float:

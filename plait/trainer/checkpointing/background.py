@@ -14,24 +14,27 @@ from typing import Literal
 
 import torch
 
-from plait.checkpoint.arrival import refuse_part
+from plait.checkpoint.arrival import await_parts, refuse_part
 from plait.checkpoint.durable import NoRoom, is_full_disk
 from plait.checkpoint.generation import require_newest
-from plait.checkpoint.store import checkpoint_for, staging_for
+from plait.checkpoint.store import checkpoint_for, publish, staging_for
 from plait.checkpoint.transfer import TensorSlice, write_rank
 from plait.errors import PlaitError, RunFailed
 from plait.launch.values.copies import CopyStore
 from plait.launch.values.job import NOTE
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.machines.machine import free_memory_bytes
+from plait.model.weights import kept_values, trained_weights
 from plait.parallel.exchange import agree_on_any, run_on_all_ranks
 from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.carrier import MEMORY_KEPT, PartsCarrier, Slices
 from plait.trainer.checkpointing.copies import StateCopies
-from plait.trainer.checkpointing.persist import publish_parts, rank_slices
+from plait.trainer.checkpointing.fits import described_model
+from plait.trainer.checkpointing.persist import rank_slices
 from plait.trainer.checkpointing.save_progress import SaveProgress
+from plait.trainer.optimizer.optim import moment_names
 from plait.trainer.state import TrainState
 from plait.units import format_duration
 
@@ -301,9 +304,7 @@ class CheckpointSaver:
                 own = error if isinstance(error, PlaitError) else _run_failed(error)
                 raise self._with_host(own) from own.__cause__
             if self._world.index == 0:
-                places, given_up = (now.staging, checkpoint_for(self._folder, now.state.step)), now.given_up.is_set
-                note = partial(setattr, now, "arrived_bytes")
-                publish_parts(self._assembly, now.state, places, self._world.size, self.fence, given_up, note)
+                self._publish(now)
             now.ended_s, now.status = time.monotonic(), NOTHING
         except (OSError, PlaitError) as error:
             now.error = error if isinstance(error, PlaitError) else _run_failed(error)
@@ -312,6 +313,25 @@ class CheckpointSaver:
                     why = "no room" if isinstance(now.error, NoRoom) else "another reason"
                     refuse_part(now.staging, self._world.index, str(now.error), why)
             now.ended_s, now.status = time.monotonic(), FAILED
+
+    def _publish(self, now: _Writing) -> None:
+        """Wait for the parts of all ranks, and make them a checkpoint; rank 0 alone calls it."""
+        note, shape = partial(setattr, now, "arrived_bytes"), self._assembly.plan.job.shape
+        kinds = ("model", *moment_names(self._assembly.plan.job.optimizer))
+        await_parts(now.staging, self._world.size, is_given_up=now.given_up.is_set, note_bytes=note)
+        self.fence()
+        publish(
+            now.staging,
+            checkpoint_for(self._folder, now.state.step),
+            step=now.state.step,
+            cursor=now.state.position,
+            model=described_model(self._assembly.plan),
+            world_size=self._world.size,
+            needs=[
+                *(f"{kind}/{name}" for kind in kinds for name in trained_weights(shape)),
+                *(f"model/{name}" for name in kept_values(shape)),
+            ],
+        )
 
     def _write_own_part(self, now: _Writing, slices: Slices) -> None:
         """Write this rank's part to the disk and, where it is not rank 0's, have it sent there: from memory, where the

@@ -9,11 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from plait.checkpoint.arrival import await_parts
 from plait.checkpoint.file_check import HashShare
 from plait.checkpoint.fitting import check_model, check_optimizer
 from plait.checkpoint.manifest import Manifest, tensor_names
-from plait.checkpoint.store import prune, publish, verify_checkpoint
+from plait.checkpoint.store import prune, verify_checkpoint
 from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whole_slice
 from plait.errors import RunFailed
 from plait.model.gpt import GPT
@@ -26,36 +25,6 @@ from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.fits import described_model
 from plait.trainer.optimizer.optim import moment_names, updates_counted
 from plait.trainer.state import TrainState
-
-
-def publish_parts(
-    assembly: Assembly,
-    state: TrainState,
-    places: tuple[Path, Path],
-    world_size: int,
-    fence: Callable[[], None] = lambda: None,
-    is_given_up: Callable[[], bool] = lambda: False,
-    note_bytes: Callable[[int], None] = lambda nbytes: None,
-) -> None:
-    """Wait for the parts of all ranks in the first of two `places`, and make them the checkpoint in the second; rank 0
-    alone calls it. `fence` raises RunFailed where it may no longer write. `is_given_up` and `note_bytes` are as in
-    `await_parts`."""
-    staging, final = places
-    await_parts(staging, world_size, is_given_up=is_given_up, note_bytes=note_bytes)
-    fence()
-    kinds = ("model", *moment_names(assembly.plan.job.optimizer))
-    publish(
-        staging,
-        final,
-        step=state.step,
-        cursor=state.position,
-        model=described_model(assembly.plan),
-        world_size=world_size,
-        needs=[
-            *(f"{kind}/{name}" for kind in kinds for name in trained_weights(assembly.plan.job.shape)),
-            *(f"model/{name}" for name in kept_values(assembly.plan.job.shape)),
-        ],
-    )
 
 
 def prune_old(
