@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from plait.custom.process.launcher import LAUNCHER, Launcher
 from plait.custom.process.leaving import wait_for_gloo_threads
@@ -46,12 +45,6 @@ class Workers:
     connections: dist.ProcessGroup | None = None
     """Those of `sums`, where no gradients stand in line; None: those of all."""
     launcher: Launcher = field(default_factory=LAUNCHER.get)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Give every worker the values that `source` has, in place. Every worker must call it; blocks."""
-        if self.size > 1:
-            dist.broadcast(tensor, src=source)
-        return tensor
 
     def announce(self, call: SharedCall, number: int = 0) -> Callable[[], None]:
         """Begin to tell all workers in which call this one is, and at which number of it.

@@ -8,13 +8,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from plait.custom.group import Workers
-from plait.machines.machine import usable_cores
+from plait.machines.machine import processor_name, usable_cores
 from plait.parallel.exchange import gather_json
 
 Kinds = Literal["alike", "unlike devices", "several hosts"]
@@ -60,12 +59,4 @@ def worker_names(hosts: Sequence[tuple[str, int]]) -> tuple[str, ...]:
 def _device_text(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor_name()}, {torch.get_num_threads()} threads of {usable_cores()} cores"
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return f"{processor_name()}, {torch.get_num_threads()} threads of {usable_cores()} cores"

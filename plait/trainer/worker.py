@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from plait.errors import RunFailed
-from plait.launch.values.job import RankContext
+from plait.launch.values.job import NOTE, RankContext
 from plait.model.matmul import select_matmul_library, select_matmul_precision
 from plait.parallel.mesh import PEER_TIMEOUT, make_mesh, open_store, use_gpu, world_sums
 from plait.planner.plan import Plan
@@ -27,7 +27,7 @@ from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, plan_at, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import BuildAssembly, move_layers
-from plait.trainer.checkpointing.background import reports_of, saver_of
+from plait.trainer.checkpointing.background import SaverReports, saver_of
 from plait.trainer.checkpointing.copies import StateCopies
 from plait.trainer.checkpointing.persist import prune_old, restore, verify_together
 from plait.trainer.choices import load_choices
@@ -103,7 +103,11 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
                 generation,
                 context.send,
                 copies,
-                reports=reports_of(context.send, context.progress, context.stop_requested),
+                reports=SaverReports(
+                    say=lambda line: context.send(NOTE, text=line),
+                    progress=context.progress,
+                    stop_requested=context.stop_requested,
+                ),
                 memory=context.memory,
                 local_rank=context.local_rank,
             )

@@ -16,6 +16,7 @@ from plait.custom.program import Program
 from plait.custom.saving.folder import has_saved, newest_saved, read_state, read_tensors, write_saved
 from plait.custom.saving.optimizer_state import collect_optimizer, restore_optimizer
 from plait.custom.saving.tree import from_plain, to_plain
+from plait.custom.strands.first_weights import broadcast_all
 from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 from plait.parallel.exchange import TENSOR_DTYPES, first_ones, gather_json, gather_tensors
@@ -127,13 +128,9 @@ def _first_tensors(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str,
         return dict(tensors)
     own = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
     described = first_ones(lambda: own, workers.sums)
-    found = {}
-    for name, dtype, shape in described:
-        there = tensors[name] if workers.rank == 0 else torch.empty(shape, dtype=TENSOR_DTYPES[dtype])
-        flat = there.reshape(-1).to(workers.device, copy=True)
-        if flat.numel():
-            workers.broadcast(flat.view(torch.uint8))
-        found[name] = flat.cpu().view(there.shape)
+    there = {name: torch.empty(shape, dtype=TENSOR_DTYPES[dtype]) for name, dtype, shape in described}
+    found = dict(tensors) if workers.rank == 0 else there
+    broadcast_all(list(found.values()), workers)
     return found
 
 

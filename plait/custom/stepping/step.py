@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -27,6 +26,7 @@ from plait.custom.stepping.update import UpdateEnd
 from plait.custom.strands.description import CustomLayout
 from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
+from plait.parallel.exchange import agree_on_any
 
 
 class StepTaker:
@@ -134,12 +134,12 @@ class StepTaker:
         their models may wait for each other."""
         if self._program.additive == "no":
             return
-        few = torch.tensor([int(examples_to_check(batch, self._cut) < 2)])
-        if int(self._workers.sums.largest(few)) == 0:
-            cut_up = bool(self._program.skeletons) and is_copied(self._program)
-            weights = self._strands.full_weights() if cut_up else None
-            for index in range(len(self._program.losses)):
-                check_additive(self._program, index, batch, self._cut, weights)
+        if agree_on_any(self._workers.sums, examples_to_check(batch, self._cut) < 2):
+            return
+        cut_up = bool(self._program.skeletons) and is_copied(self._program)
+        weights = self._strands.full_weights() if cut_up else None
+        for index in range(len(self._program.losses)):
+            check_additive(self._program, index, batch, self._cut, weights)
 
 
 def _is_of(scheduler: Any, optimizers: Collection[int]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plait.custom.group import Workers
@@ -26,8 +27,9 @@ def share_first_weights(program: Program, workers: Workers) -> None:
         broadcast_all([*weights, *program.named_buffers().values()], workers)
 
 
-def broadcast_all(tensors: Sequence[Tensor], workers: Workers, source: int = 0) -> None:
-    """Give every worker the values that `source` has, many small tensors in one message. Every worker must call it."""
+def broadcast_all(tensors: Sequence[Tensor], workers: Workers) -> None:
+    """Give every worker the values that the first one has, many small tensors in one message. Every worker must call
+    it; blocks."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(tensor.dtype, []).append(tensor)
@@ -37,16 +39,16 @@ def broadcast_all(tensors: Sequence[Tensor], workers: Workers, source: int = 0) 
             held.append(tensor)
             size += tensor.nbytes
             if size >= _TOGETHER_BYTES:
-                _broadcast(held, workers, source)
+                _broadcast(held, workers)
                 held, size = [], 0
-        _broadcast(held, workers, source)
+        _broadcast(held, workers)
 
 
-def _broadcast(tensors: list[Tensor], workers: Workers, source: int) -> None:
-    if not tensors:
+def _broadcast(tensors: list[Tensor], workers: Workers) -> None:
+    if not sum(tensor.numel() for tensor in tensors):
         return
     flat = torch.cat([tensor.reshape(-1).to(workers.device) for tensor in tensors])
-    workers.broadcast(flat.view(torch.uint8), source)
+    dist.broadcast(flat.view(torch.uint8), src=0)
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
 

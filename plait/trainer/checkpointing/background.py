@@ -21,7 +21,6 @@ from plait.checkpoint.store import checkpoint_for, publish, staging_for
 from plait.checkpoint.transfer import TensorSlice, write_rank
 from plait.errors import PlaitError, RunFailed
 from plait.launch.values.copies import CopyStore
-from plait.launch.values.job import NOTE
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.machines.machine import free_memory_bytes
 from plait.model.weights import kept_values, trained_weights
@@ -385,11 +384,6 @@ def saver_of(
             tell, memory, rank=world.index, local_rank=local_rank, sharers=sharers, lineage=generation
         )
     return CheckpointSaver(assembly, checkpoints, world, fence, carrier, generation, copies=copies, reports=reports)
-
-
-def reports_of(tell: Callable[..., None], progress: ProgressReport, stop_requested: Callable[[], bool]) -> SaverReports:
-    """What a rank of a run reports to; rank 0's lines are for the log."""
-    return SaverReports(say=lambda line: tell(NOTE, text=line), progress=progress, stop_requested=stop_requested)
 
 
 def _host_of(plan: Plan, rank: int) -> str:

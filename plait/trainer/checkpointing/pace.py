@@ -52,12 +52,6 @@ class CheckpointPace:
         self._between_s = max(now_s - self._at, self._every.value if self._every.unit == "seconds" else 0.0)
         self._step, self._at = step, now_s
 
-    def saved(self, step: int, cost_s: float) -> str | None:
-        """Take note of a save after this step, which took this many seconds, and that the next interval begins now; the
-        sentence is `cost_known`'s."""
-        self.begun(step)
-        return self.cost_known(step, cost_s)
-
     def failed(self, sentence: str) -> str | None:
         """Take note that a save failed, as this sentence says; returns a warning for the log with the age of the newest
         checkpoint, after the first, second, fourth, eighth, … failure in a row."""
