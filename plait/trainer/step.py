@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from torch import Tensor
 from plait.data.loader import Micro
 from plait.model.attention import Documents
 from plait.model.gpt import GPT
-from plait.model.prediction_heads import MicroObjectives
 from plait.parallel.gradient_norm import clip_factor
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
 from plait.parallel.sums import Sums
+from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, largest_load
 from plait.trainer.loss import IN_PLACE, sum_of_losses
 from plait.trainer.optimizer.fused import FusedOptimizer
@@ -69,27 +69,6 @@ class Scalars:
         return (self.expert_counts == 0).sum()
 
 
-class AuxiliarySums(Protocol):
-    """A rank's auxiliary losses, as a step needs them."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the objectives, in order."""
-        ...
-
-    def of(self, micro: Micro) -> MicroObjectives | None:
-        """What a micro-batch's forward pass needs; None where there is nothing."""
-        ...
-
-    def take(self, like: Tensor) -> Tensor:
-        """The step's sums of losses on this rank, one for each objective."""
-        ...
-
-    def table(self, sums: Tensor) -> Tensor:
-        """Sums over all ranks as [objectives, 2]: each with the number of its tokens."""
-        ...
-
-
 def take_step(
     micros: Sequence[Micro],
     *,
@@ -99,7 +78,7 @@ def take_step(
     optimizer: FusedOptimizer,
     clip: float | None,
     loads: ExpertLoads | None = None,
-    auxiliary: AuxiliarySums | None = None,
+    auxiliary: AuxiliaryLosses | None = None,
 ) -> Scalars:
     """One update from one step's micro-batches; every rank must call it. Never waits for the device.
 
@@ -177,7 +156,7 @@ def evaluate_in_turn(micros: Iterable[Micro], *, sharded: ShardedModel, forward:
     return totals * sharded.reports
 
 
-def make_forward(autocast: Autocast, auxiliary: AuxiliarySums | None = None) -> Forward:
+def make_forward(autocast: Autocast, auxiliary: AuxiliaryLosses | None = None) -> Forward:
     """A function that runs a micro-batch through one chunk of the model in the given precision; its backward pass is
     that of the auxiliary losses, too."""
 

@@ -34,7 +34,7 @@ from plait.trainer.choices import load_choices
 from plait.trainer.divergence import BadStep, NumberGuard
 from plait.trainer.loop import LoopIntervals, Observer, run_loop
 from plait.trainer.observers import rank_observers
-from plait.trainer.preference.reference import KeptReference
+from plait.trainer.pair_reference import KeptReference
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.state import TrainState
 from plait.trainer.step_graph import CudaRecorder, StepGraphs

@@ -60,10 +60,10 @@ INNER_FLOORS = {
     "planner": {"calibration": 0, "plan": 1, "plan_check": 2, "plan_file": 3, "problem": 1, "step_time": 2,
                 "derive": 3, "memory": 3, "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6,
                 "resolve": 7, "report": 8},
-    "trainer": {"choices": 5, "first_weights": 1, "state": 0, "optimizer": 0, "score_passes": 0,
-                "experts": 0, "loss": 1, "divergence": 0, "step": 2, "step_graph": 3, "assemble": 4, "rank_sinks": 4,
-                "checkpointing": 5, "loop": 6, "balance": 6, "auxiliary": 2, "preference": 2, "actions": 7,
-                "observers": 7, "worker": 8, "time_steps": 9},
+    "trainer": {"choices": 6, "first_weights": 1, "state": 0, "optimizer": 0, "score_passes": 0,
+                "experts": 0, "loss": 1, "divergence": 0, "step": 3, "step_graph": 4, "assemble": 5, "rank_sinks": 5,
+                "checkpointing": 6, "pair_reference": 6, "loop": 7, "balance": 7, "auxiliary": 2, "preference": 2,
+                "actions": 8, "observers": 8, "worker": 9, "time_steps": 10},
 }  # fmt: skip
 SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "probing.steps", "probing.processor_arithmetic",
                   "probing.survey", "run_folder", "hosts.", "commands.", "clusters.", "api", "cli")  # fmt: skip

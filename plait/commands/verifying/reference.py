@@ -32,7 +32,7 @@ from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.experts.replay import RoutingRecord
 from plait.trainer.optimizer.fused import FusedSGD, ParameterGroup
-from plait.trainer.preference.reference import compute_reference
+from plait.trainer.pair_reference import compute_reference
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
 from plait.workers import ROUTING

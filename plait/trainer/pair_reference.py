@@ -7,22 +7,22 @@ number of workers, reads the same bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from plait.data.loader import Loader, Micro, micros_of_pairs
+from plait.data.loader import micros_of_pairs
 from plait.data.samples.opening import all_pairs
 from plait.data.samples.sizes import Overlong
-from plait.data.shards import Corpus, open_corpus
+from plait.data.shards import open_corpus
 from plait.errors import RunFailed
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.model.names import ADAPTER_B
@@ -31,32 +31,13 @@ from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
-from plait.trainer.preference.pair_losses import PairLosses
+from plait.trainer.assemble import Assembly
 
 _FORMAT = 1
 _MICROS_AT_ONCE = 16
 """Micro-batches that one evaluation takes, so that the tokens of a whole corpus are never on a device at once."""
 _MOST_BYTES = 1 << 34
 _TABLE, _SHA256 = "log_probabilities", "sha256"
-
-
-class LearnsPairs(Protocol):
-    """What computing the reference needs of a rank's assembly."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def model(self) -> ShardedModel: ...
-    @property
-    def corpus(self) -> Corpus: ...
-    @property
-    def loader(self) -> Loader: ...
-    @property
-    def sums(self) -> Sums: ...
-    @property
-    def pairs(self) -> PairLosses | None: ...
-    @property
-    def evaluate_micros(self) -> Callable[[Iterable[Micro]], Tensor]: ...
 
 
 class KeptReference:
@@ -76,7 +57,7 @@ class KeptReference:
             self._pairs = all_pairs(open_corpus(Path(plan.job.corpus)))
             self._find()
 
-    def give(self, assembly: LearnsPairs, progress: ProgressReport = NO_REPORT, *, writes: bool = False) -> str:
+    def give(self, assembly: Assembly, progress: ProgressReport = NO_REPORT, *, writes: bool = False) -> str:
         """Hand the reference to an assembly; where it is missing it is computed first, which blocks. The ranks that are
         asked to write keep it on their host. Returns a sentence about what was done, or "". Raises RunFailed where the
         numbers are not finite or cannot be kept."""
@@ -119,7 +100,7 @@ def reference_key(plan: Plan, overlong: Overlong) -> str:
 
 @torch.no_grad()
 def compute_reference(
-    assembly: LearnsPairs, overlong: Overlong = "refuse", progress: ProgressReport = NO_REPORT
+    assembly: Assembly, overlong: Overlong = "refuse", progress: ProgressReport = NO_REPORT
 ) -> Tensor:
     """Log-probabilities of the answers of all pairs by the weights of an assembly without its adapters, [pairs, 2] in
     float64, the same on every rank; pairs that are left out are zeros. Every rank must call it; blocks."""
