@@ -11,9 +11,10 @@ from plait.parallel.mesh import make_mesh, world_sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import assemble
-from plait.trainer.checkpointing.persist import save
+from plait.trainer.checkpointing.carrier import PartsCarrier
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
+from tests.trainer.saved import save
 
 
 def save_apart(context: RankContext, argument: str) -> None:
@@ -26,14 +27,13 @@ def save_apart(context: RankContext, argument: str) -> None:
     )
     folder.mkdir(parents=True, exist_ok=True)
 
-    def send(staging: Path) -> None:
-        context.send("wrote", staging=staging.name)
-
-    apart = asked["folders"][context.rank] != asked["folders"][0]
+    carrier = None
+    if asked["folders"][context.rank] != asked["folders"][0]:
+        carrier = PartsCarrier(context.send, None, rank=context.rank, local_rank=0, sharers=1, lineage=0)
     with process_group_for(context, plan):
         world = world_sums()
         assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.placement.layout, plan.machines.device))
         state, _ = assembly.step(TrainState())
         context.send("heard", rank=context.rank)
-        save(assembly, state, folder, world, send=send if apart else None)
+        save(assembly, state, folder, carrier)
         assembly.loader.close()
