@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.errors import PlaitError
+from plait.parallel.exchange import gather_json
 
 _TOGETHER_BYTES = 32 * 2**20
 
@@ -67,10 +68,9 @@ def _check_alike(program: Program, workers: Workers) -> None:
         )
         for name, tensor in named
     ]
-    digest = sha256(repr(described).encode()).digest()[:7]
-    own = torch.tensor([int.from_bytes(digest, "big")])
-    for rank, other in enumerate(workers.sums.gather(own)):
-        if int(other) != int(own):
+    own = sha256(repr(described).encode()).hexdigest()
+    for rank, other in enumerate(gather_json(own, workers.sums)):
+        if other != own:
             raise PlaitError(
                 f"workers {workers.rank} and {rank} have built unlike models; build the same one on all of them, "
                 "whatever their rank"
