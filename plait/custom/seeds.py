@@ -18,7 +18,12 @@ def seed_from(*numbers: int | str) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seed torch (all devices), and Python's and numpy's own generators where a program may use them."""
-    torch.manual_seed(seed)
+    if torch.accelerator.current_accelerator() is None:
+        # torch was built for no other device. For each of those it would note the caller's stack, a quarter of a
+        # millisecond.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
     random.seed(seed)
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed(seed % 2**32)

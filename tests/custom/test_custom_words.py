@@ -15,6 +15,7 @@ from plait.custom.data.share_words import measuring_text, shares_stay_text, work
 from plait.custom.group import check_backends, check_same_devices
 from plait.custom.process.started_worker import StartedWorker, first_host, gpu_or_processor, started_worker
 from plait.custom.program import Program
+from plait.custom.seeds import seed_everything
 from plait.custom.stepping.fused import fused_text
 from plait.custom.stepping.rate import goyal_rule
 from plait.custom.strands.bucket_size import LEAST, MOST, chosen_bucket_bytes
@@ -128,6 +129,13 @@ def test_a_group_without_connections_between_processors_is_refused() -> None:
         check_backends(config)
     with pytest.raises(PlaitError, match="leave init_process_group out"):
         check_backends("cuda:nccl")
+
+
+def test_seeds_are_those_of_torch() -> None:
+    seed_everything(7)
+    found = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(found, torch.rand(3))
 
 
 def test_goyals_rule_grows_in_a_line() -> None:
