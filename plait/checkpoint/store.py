@@ -134,9 +134,16 @@ def prune(folder: Path, keep: int, whole: Collection[int], *, keep_s: float = 0.
 
     `whole` are the steps of those that the caller wrote or verified itself: nothing is hashed here, because ranks wait.
     Any other counts for nothing, and stays until there are enough newer ones; so does one whose files are not in place.
+    What a process of an earlier start wrote since, which nobody will publish, goes too: a host that was frozen can
+    come back and write into a folder that hosts share.
     """
     assert keep >= 1
     checkpoints = _published(folder)
+    newest = max(checkpoints, default=0)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _LEFTOVER.fullmatch(path.name)
+        if match and match[2] == "staging" and int(match[1].removeprefix("step-")) < newest and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
     good = 0
     for step in sorted(checkpoints, reverse=True):
         if good == keep:

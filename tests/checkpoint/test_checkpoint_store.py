@@ -181,6 +181,17 @@ def test_prune_keeps_as_many_as_asked(folder, save, keep):
     assert sorted(path.name for path in folder.iterdir()) == [f"step-{step}" for step in range(1, 5)][-keep:]
 
 
+def test_prune_clears_what_an_earlier_start_wrote_late(folder, save):
+    for step in (1, 2):
+        save(folder, step)
+    late, under_way = (staging_for(folder, step, generation=1) for step in (1, 3))
+    for one in (late, under_way):
+        one.mkdir()
+        (one / "rank-0.json").write_text("[]")
+    prune(folder, 2, whole={1, 2})
+    assert not late.exists() and under_way.exists()
+
+
 def test_prune_keeps_the_young_ones_besides(folder, save):
     for step, age_s in ((1, 7200), (2, 3500), (3, 3700), (4, 0), (5, 0)):
         made = time.time() - age_s

@@ -179,7 +179,12 @@ def test_a_run_whose_folder_is_moved_ends_and_goes_on_when_it_is_back(
     whole, name = reference(2), "moved"
     process = place.start_training(name)
     wait_while_running(lambda: newest(place, name) >= 10, process)
+    working = place.processes()  # they would be done with so few steps before a folder is moved
+    for pid in working:
+        os.kill(pid, signal.SIGSTOP)
     place.path(name).rename(place.path("elsewhere"))
+    for pid in working:
+        os.kill(pid, signal.SIGCONT)
     run = ended(process)
     assert run.code == 1 and run.sentence().startswith(f'"runs/{name}" was moved or deleted while its run worked')
     assert not place.path(name).exists()
