@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import re
-import types
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from hashlib import sha256
 from math import isfinite
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import GenericAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+
+from plait.units import plain_number
+
+if TYPE_CHECKING:
+    from pydantic_core import SchemaValidator
 
 _T = TypeVar("_T")
 SEAL = "sha256"
@@ -23,7 +27,7 @@ Python's float has room for seven times as many."""
 DEEPEST = 40
 """Most lists and objects inside each other: above all that plait writes and sends, and far below where Python's own
 limit is."""
-_COUNTS_BELOW, _WHOLE_BELOW = 1 << 63, 10**LONGEST_NUMBER
+_LARGEST_COUNT = (1 << 63) - 1
 _LINE_CHARACTERS, _KEY_CHARACTERS = 2_000, 80
 _HARMFUL, _KEPT = {"Cc", "Cs"}, frozenset("\n\t")
 # What makes a terminal show text in another order than it is written in.
@@ -48,7 +52,16 @@ def one_line(text: str) -> str:
     return " ".join(text.split())[:_LINE_CHARACTERS]
 
 
-SingleLine = Annotated[str, one_line]
+class _OneLine:
+    """Has pydantic make a line of a text."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        from pydantic_core.core_schema import no_info_after_validator_function
+
+        return no_info_after_validator_function(one_line, handler(source))
+
+
+SingleLine = Annotated[str, _OneLine()]
 """Text to be printed as a line: `typed_value` takes line breaks out and cuts it to 2,000 characters."""
 
 
@@ -106,100 +119,113 @@ def typed_value(kind: type[_T], values: object) -> _T:
     Raises ValueError that names the first field that is missing, does not fit or is not known. A number must be finite,
     a count below 2^63. What the dataclass itself refuses is raised as it is.
     """
-    return _read_fields(kind, values, "")
+    from pydantic_core import ValidationError
 
-
-def _read_fields(kind: Any, values: object, where: str) -> Any:
-    """`where` is the dotted path of the object that is read, with a dot at its end unless it is empty."""
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where.removesuffix('.') or 'it'} should be a table of keys and values")
-    given: dict[str, Any] = {}
-    for name, (wanted, is_needed) in _fields_of(kind).items():
-        if name in values:
-            given[name] = _read(wanted, values[name], f"{where}{name}")
-        elif is_needed:
-            raise ValueError(f"{where}{name} should be given")
-    for key in values:
-        if key not in given:
-            raise ValueError(f"{where}{_shown(key)} is not known")
-    return kind(**given)
+    try:
+        [value] = _validator(kind).validate_json(json.dumps([values]))
+        return value
+    except ValidationError as error:
+        raise ValueError(_refusal(values, error.errors(include_url=False))) from None
 
 
 @cache
-def _fields_of(kind: Any) -> Mapping[str, tuple[Any, bool]]:
-    """For each field of a dataclass its type, and whether it must be given."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {
-        one.name: (hints[one.name], one.default is MISSING and one.default_factory is MISSING) for one in fields(kind)
-    }
+def _validator(kind: type) -> SchemaValidator:
+    # pydantic takes a moment to import, which a process that reads no file need not wait for.
+    from pydantic import ConfigDict, TypeAdapter
+    from pydantic_core import SchemaValidator
+
+    # A dataclass of ours has no configuration, and takes that of the tuple around it.
+    around: Any = GenericAlias(tuple, (kind,))
+    adapter = TypeAdapter[Any](around, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
+    return SchemaValidator(_with_bounded_counts(adapter.core_schema))
 
 
-def _read(wanted: Any, value: Any, where: str) -> Any:
-    """The value, which `where` names in errors, as the wanted type has it."""
-    if wanted is float and type(value) is float and isfinite(value):  # most values are
-        return value
-    origin, arguments = get_origin(wanted), get_args(wanted)
-    if origin in (Union, types.UnionType):
-        return _read_one_of(arguments, value, where)
-    if is_dataclass(wanted):
-        return _read_fields(wanted, value, f"{where}.")
-    if origin is Annotated:
-        return arguments[1](_read(arguments[0], value, where))
-    if origin in (tuple, Sequence) and isinstance(value, list):
-        is_open = origin is Sequence or arguments[-1] is ...
-        kinds = [arguments[0]] * len(value) if is_open else arguments
-        if len(value) != len(kinds):
-            raise ValueError(f"{where} should be {len(kinds)} values")
-        items = [_read(kinds[place], item, f"{where}.{place}") for place, item in enumerate(value)]
-        return tuple(items) if origin is tuple else items
-    if origin is Mapping and isinstance(value, dict):
-        keys = [_read(arguments[0], key, f"{where}.{_shown(key)}") for key in value]
-        return {key: _read(arguments[1], value[key], f"{where}.{_shown(key)}") for key in keys}
-    if not _fits(wanted, value):
-        raise ValueError(f"{where} should be {_words(wanted, value)}")
-    return float(value) if wanted is float else value
+def _with_bounded_counts(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_bounded_counts(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "int":
+        return {"ge": -_LARGEST_COUNT, "le": _LARGEST_COUNT, **schema}
+    return {key: _with_bounded_counts(one) for key, one in schema.items()}
 
 
-def _read_one_of(kinds: Sequence[Any], value: Any, where: str) -> Any:
-    """The value as the first of these types that it fits; None is one of them where it is allowed."""
-    if value is None and types.NoneType in kinds:
-        return None
-    kinds = [kind for kind in kinds if kind is not types.NoneType]
-    if len(kinds) == 1:  # its own error says more
-        return _read(kinds[0], value, where)
-    for kind in kinds:
-        try:
-            return _read(kind, value, where)
-        except ValueError:
-            continue
-    raise ValueError(f"{where} should be {' or '.join(_words(kind, value) for kind in kinds)}")
+def _refusal(values: object, errors: Sequence[Found]) -> str:
+    """The first thing that does not fit, with its place; where one of several types would do, what each of them is."""
+    placed = [(_place(values, error), error) for error in errors]
+    first = placed[0][0]
+    place = max((place for place, _ in placed if place[: len(first)] == first), key=len)
+    about = [error for own, error in placed if own == place]
+    if sentence := own_sentence(about[0]):
+        return sentence
+    where = ".".join(_shown(str(part)) for part in place) or "it"
+    if about[0]["type"] == "unexpected_keyword_argument":
+        return f"{where} is not known"
+    return f"{where} should be {' or '.join(dict.fromkeys(map(wanted_value, about)))}"
 
 
-def _fits(wanted: Any, value: Any) -> bool:
-    if wanted is Any:
-        return True
-    if get_origin(wanted) is Literal:
-        return any(type(value) is type(one) and value == one for one in get_args(wanted))
-    if type(value) is int:
-        return (wanted is float and abs(value) < _WHOLE_BELOW) or (wanted is int and abs(value) < _COUNTS_BELOW)
-    if wanted is float:
-        return type(value) is float and isfinite(value)
-    return wanted in (str, bool) and type(value) is wanted
+def _place(values: Any, error: Found) -> tuple[str | int, ...]:
+    """Where in the values an error is: its location without the names of types that pydantic puts between."""
+    place: list[str | int] = []
+    for part in error["loc"][1:]:
+        inner = dict(enumerate(values)) if isinstance(values, list) else values
+        is_there = isinstance(inner, dict) and part in inner
+        if is_there or (error["type"] == "missing" and part == error["loc"][-1]):
+            place.append(part)
+        values = inner[part] if is_there else values
+    return tuple(place)
 
 
-def _words(wanted: Any, value: Any) -> str:
-    """What a value should be, in plain words."""
-    if get_origin(wanted) is Literal:
-        *others, last = map(repr, get_args(wanted))
-        return f"{', '.join(others)} or {last}" if others else last
-    if get_origin(wanted) in (tuple, Sequence):
-        return "a list"
-    if wanted is int and type(value) is int:
-        return "a smaller whole number"
-    if wanted is float and type(value) in (int, float):
-        return "a finite number"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", bytes: "left out"}
-    return names.get(wanted, "a table of keys and values")
+Found = Mapping[str, Any]
+"""One entry of pydantic's `ValidationError.errors()`."""
+
+
+def own_sentence(found: Found) -> str | None:
+    """The sentence of a validator of ours; None where pydantic itself refused the value."""
+    return found["msg"].removeprefix("Value error, ") if found["type"] == "value_error" else None
+
+
+def wanted_value(found: Found) -> str:
+    """What a value should be: a whole number, at most 10,000, "cosine" or "wsd"."""
+    wanted = _WANTED.get(found["type"], found["msg"].removeprefix("Input should be "))
+    return wanted if isinstance(wanted, str) else wanted(found.get("ctx", {}))
+
+
+def _bound(value: float) -> str:
+    """A bound to its last digit."""
+    return f"{value:,}" if isinstance(value, int) else plain_number(value, digits=12)
+
+
+_WANTED: Mapping[str, str | Callable[[Mapping[str, Any]], str]] = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a smaller whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "string_unicode": "text",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a table of keys and values",
+    "mapping_type": "a table of keys and values",
+    "model_type": "a table of keys and values",
+    "dataclass_type": "a table of keys and values",
+    "string_too_short": "text that is not empty",
+    "missing": "given",
+    "too_short": lambda context: f"{context['min_length']} values or more",
+    "too_long": lambda context: f"{context['max_length']} values or fewer",
+    "literal_error": lambda context: context["expected"].replace("'", '"'),
+    "greater_than_equal": lambda context: f"at least {_bound(context['ge'])}",
+    "greater_than": lambda context: f"more than {_bound(context['gt'])}",
+    "less_than_equal": lambda context: (
+        "a smaller whole number" if context["le"] == _LARGEST_COUNT else f"at most {_bound(context['le'])}"
+    ),
+    "less_than": lambda context: f"less than {_bound(context['lt'])}",
+}
 
 
 def _shown(key: str) -> str:

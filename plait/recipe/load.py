@@ -142,7 +142,7 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _check_pairs(config: RunConfig) -> None:
-    """Raise PlaitError unless [finetune] and [data] agree on whether pairs of answers are learnt from."""
+    """Raise PlaitError unless [finetune] and [data] agree on whether pairs of answers are learned from."""
     data, pairs = config.data, config.finetune.objective == "dpo"
     if pairs and data.format not in ("auto", "preference"):
         raise PlaitError(
@@ -151,7 +151,7 @@ def _check_pairs(config: RunConfig) -> None:
         )
     if not pairs and data.format == "preference":
         raise PlaitError(
-            'data.format = "preference" is learnt from by finetune.objective = "dpo"; write it in [finetune]'
+            'data.format = "preference" is learned from by finetune.objective = "dpo"; write it in [finetune]'
         )
     if pairs and data.overlong == "cut":
         raise PlaitError(

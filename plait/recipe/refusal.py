@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel, ValidationError
 
-from plait.recipe.complaints import Found, own_sentence, wanted_value
+from plait.checked_json import Found, own_sentence, wanted_value
 from plait.recipe.schema import RunConfig, SourceSection
 from plait.recipe.values import LONGEST_NAME
 

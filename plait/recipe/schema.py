@@ -74,7 +74,7 @@ class DataSection(RecipeSection):
     chat_template: str = "auto"
     """Of chats: a built-in template such as "chatml" or "qwen3", or a Jinja file; "auto": the model's, else plait's."""
     bad_records: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """The fraction of chats, prompts and pairs that may be skipped because nothing can be learnt from them."""
+    """The fraction of chats, prompts and pairs that may be skipped because nothing can be learned from them."""
 
 
 class TrainSection(RecipeSection):

@@ -17,7 +17,7 @@ import plait
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plait"
 FLOORS = {
-    "errors": 0, "units": 0, "layout": 0, "private_folder": 0, "checked_json": 0, "regular_file": 0,
+    "errors": 0, "units": 0, "layout": 0, "private_folder": 0, "checked_json": 1, "regular_file": 0,
     "version": 0,
     "arguments": 1, "working_folder": 2,
     "model": 1,
@@ -57,7 +57,7 @@ INNER_FLOORS = {
                  "compile": 1, "frozen": 1, "materialize": 1, "recompute": 1, "reduction": 1, "gradient_buckets": 1,
                  "expert": 2, "context": 2, "gradient_reducer": 2, "tensor": 2, "tied_embedding": 2, "pipeline": 3,
                  "fully_sharded": 3, "sharding": 4, "replicate": 4, "apply": 5},
-    "planner": {"calibration": 0, "plan": 1, "plan_check": 2, "plan_file": 3, "problem": 1, "step_time": 2,
+    "planner": {"calibration": 0, "plan": 1, "plan_file": 2, "problem": 1, "step_time": 2,
                 "derive": 3, "memory": 3, "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6,
                 "resolve": 7, "report": 8},
     "trainer": {"choices": 6, "first_weights": 1, "state": 0, "optimizer": 0, "score_passes": 0,
