@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from plait.planner.problem.other_programs import PLAIT_ITSELF, OtherProgram
 from plait.planner.problem.software_profile import SoftwareProfile
 
 # Fitted on the even half of vTrain's single-node and multi-node sweeps and BLOOM's prequel at once (the three
@@ -24,13 +25,11 @@ MEGATRON_DEEPSPEED = SoftwareProfile(
     step_s=6e-3,
     hides_tensor=0.35,
     hides_pipeline=0.85,
-    all_reduces_shards=True,
-    straggler_share=0.025,
     update_bytes=0.0,
     gradient_bytes=2,
     stream_held_bytes=10.0,
-    bucket_bytes=6.5e9,
     logit_copies_bytes=14.0,
+    other=OtherProgram(all_reduces_shards=True, straggler_share=0.025, bucket_bytes=6.5e9),
 )
 # BLOOM's runs on 20 nodes and more hung unless each launch waited for its kernel: "all CUDA operations become
 # synchronous" (its chronicle, "dealing with JZ hanging"), which every table of topologies after that was measured with.
@@ -39,7 +38,11 @@ MEGATRON_DEEPSPEED_BLOCKING = replace(
 )
 # Its bf16 optimizer keeps gradients in both precisions and flat copies; level by hand from BLOOM's rows of
 # 2022-02-28.
-MEGATRON_DEEPSPEED_BF16 = replace(MEGATRON_DEEPSPEED_BLOCKING, name="megatron-deepspeed bf16", gradients_held_bytes=8)
+MEGATRON_DEEPSPEED_BF16 = replace(
+    MEGATRON_DEEPSPEED_BLOCKING,
+    name="megatron-deepspeed bf16",
+    other=replace(MEGATRON_DEEPSPEED_BLOCKING.other, gradients_held_bytes=8),
+)
 # The same kernels without DeepSpeed; shares from a fit on all rows of Megatron-LM's tables of 2020 and 2021,
 # Korthikanti 2022, MT-NLG and NeMo-Megatron (too few rows to halve).
 MEGATRON_2021 = replace(
@@ -49,9 +52,7 @@ MEGATRON_2021 = replace(
     launch_s=10e-6,
     hides_tensor=0.25,
     hides_pipeline=0.8,
-    bucket_bytes=0.0,
-    all_reduces_shards=False,
-    straggler_share=0.0,
+    other=PLAIT_ITSELF,
 )
 # Fitted on the even half of dgxc and NVIDIA's performance summary (dense rows with SimuMax's first, then those with
 # experts), then rounded; stream_bytes and inner_bytes were last set by hand to level the dense rows of both halves.
@@ -106,8 +107,8 @@ TORCHTITAN = SoftwareProfile(
     flash_lag=0.45,
     stream_bytes=15.0,
     hides_tensor=0.32,
-    selective_products=0.65,
     selective_kept=0.4,
+    other=OtherProgram(selective_products=0.65),
 )
 # Fitted on the even half of InternEvo's three tables; it broadcasts updated parameters tensor by tensor.
 INTERNEVO = SoftwareProfile(
@@ -116,8 +117,8 @@ INTERNEVO = SoftwareProfile(
     flash_share=0.54,
     stream_bytes=27.0,
     hides_gradients=0.4,
-    layer_pieces=10.0,
     gradient_bytes=2,
+    other=OtherProgram(layer_pieces=10.0),
 )
 # Compiled as a whole, so the host does not count. Fitted on all rows of v6e, v7x and v5p recipes and dgxc's
 # MaxText: sources of five to fifteen rows are too few to halve. What waits in the host's memory is not published;
@@ -133,9 +134,8 @@ MAXTEXT = SoftwareProfile(
     logit_bytes=25.0,
     routed_bytes=68.0,
     expert_share=0.7,
-    selective_products=0.34,
     selective_kept=0.15,
-    offloaded=0.9,
+    other=OtherProgram(selective_products=0.34, offloaded=0.9),
     gradient_bytes=2,
     layers_ahead=0.7,
     logit_copies_bytes=2.0,

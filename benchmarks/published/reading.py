@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -85,7 +85,7 @@ def case_of(row: Row) -> Case:
     profile = published_stack(row)
     if "gpt oss" in row["model"].lower() and profile.name == "nemo":
         # Its sinks kept NVIDIA's fused attention from using the window until the containers of mid-2026.
-        shape |= {"window": 0, "local_layers": 0}
+        shape["other_layers"] = replace(shape["other_layers"], window=0, local_layers=0)
     cluster = published_cluster(row)
     sequence = count(row, "seq") or USUAL_SEQUENCE
     devices = count(row, "n_devices") or USUAL_DEVICES

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.published.cells import Row, count, number
+from plait.planner.problem.other_programs import OtherLayers
 
 Shape = Mapping[str, Any]
 
@@ -40,8 +42,9 @@ def published_shape(row: Row) -> tuple[dict[str, Any], bool]:
     shape["kv_heads"] = min(shape["kv_heads"], shape["heads"])
     shape.setdefault("gated", _gated(shape, number(row, "params_b"), name))
     shape.setdefault("tied", bool(re.match(r"(gpt|bloom|mpt|mt-nlg)", name)) and "oss" not in name)
-    shape["local_layers"] = min(shape.get("local_layers", 0), shape["layers"])
-    return shape, guessed
+    others = {field.name: shape.pop(field.name) for field in fields(OtherLayers) if field.name in shape}
+    others["local_layers"] = min(others.get("local_layers", 0), shape["layers"])
+    return shape | {"other_layers": OtherLayers(**others)}, guessed
 
 
 @cache

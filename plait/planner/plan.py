@@ -90,7 +90,7 @@ class TrainingJob:
     shape: ModelShape
     sequence: int
     batch_sequences: int
-    """Of one optimizer step, over all ranks."""
+    """Sequences of one optimizer step, over all ranks."""
     budget: Amount
     steps: int
     """Follow from the budget; 0 until they do."""
@@ -98,7 +98,7 @@ class TrainingJob:
     base: str = ""
     """The folder of the model whose weights the run begins with; empty: they are drawn from the seed."""
     base_fingerprint: str = ""
-    """Of that model, where an adapter is trained beside it; empty: there is none, or it was not taken."""
+    """Fingerprint of that model if an adapter is trained beside it; empty: there is none, or it was not taken."""
     corpus: str
     """The folder with the prepared tokens."""
     corpus_hash: str
@@ -115,7 +115,7 @@ class TrainingJob:
 
     @property
     def ends_with_its_text(self) -> bool:
-        """Whether a run of a time budget ends before that, as its text is learnt."""
+        """Whether a run of a time budget ends before that, as its text is learned."""
         return self.most_tokens is not None and self.steps * self.batch_tokens >= self.most_tokens
 
 
@@ -125,7 +125,7 @@ class Placement:
 
     layout: Layout
     threads: int
-    """Of each worker; `Machines.hosts` may say otherwise for each host."""
+    """Threads of each worker; `Machines.hosts` may say otherwise for each host."""
     micro_sequences: int
     """Sequences of a micro-batch, at most."""
     micro_limits: tuple[int, ...] = ()
@@ -151,7 +151,7 @@ class Machines:
     peak_flops: float | None
     """Arithmetic peak of all devices together, in FLOP/s; MFU is a share of it."""
     fingerprint: Mapping[str, Any]
-    """Of the machine that the plan was made on."""
+    """Identifies the machine that the plan was made on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Those of the reasons that a person must see before a run, whatever else is shown."""
+        """The reasons that a person must see before a run, whatever else is shown."""
         return tuple(reason for reason in self.reasons if reason.startswith(WARNING))
 
     @property

@@ -58,9 +58,9 @@ class StepReport:
     """The mean loss of each head in the middle ("layer_4") and depth of prediction ahead ("ahead_1"), without its
     weight; `loss` is that of the next token alone. None as a value is what was not finite."""
     reward_margin: float | None = None
-    """Where pairs are learnt from, the mean of beta × the log-ratio of the chosen answer less that of the rejected."""
+    """Where pairs are learned from, the mean of beta × the log-ratio of the chosen answer less that of the rejected."""
     pair_accuracy: float | None = None
-    """Of those pairs the share whose margin is above 0."""
+    """Share of the pairs whose margin is above 0."""
 
     @property
     def is_finite(self) -> bool:

@@ -62,7 +62,7 @@ class Receipt:
     """Predicted seconds of a step by item, as a clock can tell them apart, on the rank with most to compute: its
     waiting within a pipeline or tensor group counts as computing."""
     measured_items: Mapping[str, float] | None = None
-    """The same items as measured: medians of the last start's steps after the first ones; None where ranks sent no
+    """The items as measured: medians of the last start's steps after the first ones; None where ranks sent no
     times."""
     predicted_rss_bytes: float | None = None
     """Predicted size of a worker's process with its tensors; None on GPUs, where tensors are in another memory."""
@@ -81,7 +81,7 @@ class Receipt:
     choices_accuracy: float | None = None
     """Share of the recipe's multiple-choice questions (report.choices) that the last evaluation answered right."""
     choices_accuracy_per_byte: float | None = None
-    """The same, where log-probabilities are divided by the bytes of a choice."""
+    """Accuracy if log-probabilities are divided by the bytes of a choice."""
     pair_accuracy: float | None = None
     """Share of pairs of answers that the last evaluation ranked right, or the last step where nothing is held out."""
     incidents: tuple[str, ...] = ()

@@ -24,7 +24,6 @@ from itertools import chain
 from math import exp, log
 from statistics import median
 
-from plait.report.slow_link import slow_link_ends
 from plait.report.steadiness import Learning, Series
 from plait.report.straggler_words import FindingKind, Shares, StragglerFinding, begin_words, end_words
 
@@ -34,6 +33,8 @@ LEAST_ADDED_WAIT_SHARE = 0.15
 CONFIRMING_STEPS = 4
 CONFIRMING_STEPS_LINK = 6
 """Steps in a row before a slow link is named: slow ranks must have had the time to show."""
+LINK_FACTOR = 1.5
+"""A slow link takes this many times as long as the faster half of the links."""
 CLEARED_BELOW = 0.7  # evidence below this, in thresholds, speaks for the end of a finding
 WARM_UP_STEPS_IGNORED = 2
 LEAST_COMPUTE_S = 1e-6
@@ -175,7 +176,7 @@ class Watch:
         if self._link_case.is_reported or self._link_case.above < CONFIRMING_STEPS_LINK:
             return None
         messages = self._messages
-        ranks = slow_link_ends([one.link_s for one in self._ranks], self._hosts)
+        ranks = _slow_link_ends([one.link_s for one in self._ranks], self._hosts)
         return self._report("link", ranks, messages.since(), 1 + messages.rise / self._length.level)
 
     def _confirmed(self, case_of: Callable[[_Rank], _Case]) -> list[int]:
@@ -237,3 +238,25 @@ def _learning(cases: Iterable[_Case]) -> Learning:
 
 def _excess(series: Series, least: float) -> float:
     return series.rise / max(series.bar(least), 1e-12) if series.ready else 0.0
+
+
+def _slow_link_ends(took_s: Sequence[float], hosts: Sequence[str]) -> list[int]:
+    """The two ranks at the ends of the slow link, the one rank whose host has two slow links, or none if it is unclear.
+
+    `took_s` holds the seconds of a message to each rank from the previous one. Links inside a host are not
+    compared with those between hosts.
+    """
+    count = len(took_s)
+    links = [rank for rank in range(count) if hosts[rank] != hosts[rank - 1]] or list(range(count))
+    if len(links) == 2:
+        return sorted([(links[0] - 1) % count, links[0]])
+    if min(took_s[rank] for rank in links) <= 0:
+        return []
+    usual_s = median(sorted(took_s[rank] for rank in links)[: len(links) // 2 + 1])
+    slow = [at for at, rank in enumerate(links) if took_s[rank] > LINK_FACTOR * usual_s]
+    if len(slow) == 1:
+        rank = links[slow[0]]
+        return sorted([(rank - 1) % count, rank])
+    # A message reaches a host and leaves it over both ends of one cable.
+    both = [links[at] for at in slow if (at + 1) % len(links) in slow]
+    return both if len(both) == 1 and len(slow) == 2 else []

@@ -56,9 +56,9 @@ def test_runs_on_a_slower_machine_teach_both_kinds_apart_whatever_was_known_when
     for _ in range(4):
         known = calibration_from("here", lessons)
         foretold = with_calibration(SAID, known)
-        learnt = observation_of_items(without_calibration(foretold, known), with_calibration(SAID, true), "2026-11-21")
-        assert learnt is not None
-        lessons.append(learnt)
+        learned = observation_of_items(without_calibration(foretold, known), with_calibration(SAID, true), "2026-11-21")
+        assert learned is not None
+        lessons.append(learned)
     agreed = calibration_from("here", lessons)
     assert (agreed.compute, agreed.messages, agreed.runs) == pytest.approx((1.3, 0.7, 4))
     assert with_calibration(SAID, agreed).step_s == pytest.approx(with_calibration(SAID, true).step_s)
@@ -91,9 +91,9 @@ def test_noisy_runs_bring_the_forecast_closer_and_keep_it_there() -> None:
 def test_waits_within_a_group_are_part_of_its_computing_as_a_clock_sees_it() -> None:
     measured = StepItems(compute_s=1.8, messages_s=0.5, optimizer_s=0.12)
     piped = StepItems(compute_s=1.0, messages_s=0.25, optimizer_s=0.1, within_s=0.1, bubble_s=0.4)
-    learnt = observation_of_items(piped, measured, "")
-    assert learnt is not None
-    assert learnt.compute == pytest.approx((1.8 + 0.12 - 0.1) / 1.5) and learnt.messages == pytest.approx(2.0)
+    learned = observation_of_items(piped, measured, "")
+    assert learned is not None
+    assert learned.compute == pytest.approx((1.8 + 0.12 - 0.1) / 1.5) and learned.messages == pytest.approx(2.0)
     assert piped.measurable_items()["compute_s"] == pytest.approx(1.5)
     blurred = StepItems(compute_s=1.0, messages_s=0.1, optimizer_s=0.1, within_s=0.6)
     assert observation_of_items(blurred, measured, "") is None

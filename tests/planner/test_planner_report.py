@@ -234,13 +234,13 @@ def test_device_hours_are_those_of_the_receipt(cluster: str, hour_devices: int, 
 def test_what_runs_here_taught_is_in_the_plan_and_said(tmp_path: Path) -> None:
     config = recipe(tmp_path, "350M", 1024, 256, "1B tokens", "layout.replicate=8")
     cluster, taught = read_cluster("8x4090"), Calibration(ground="here", compute=1.5, messages=1.5, runs=3)
-    plain, learnt = (
+    plain, learned = (
         make_plan_report(config, on_paper(cluster, lambda *_, one=one: one), top=0) for one in (UNCALIBRATED, taught)
     )
-    spent = [float(one.search.step_s[one.search.chosen]) for one in (plain, learnt)]
+    spent = [float(one.search.step_s[one.search.chosen]) for one in (plain, learned)]
     assert 1.2 < spent[1] / spent[0] <= 1.5
     said = "longer than the formulas say: the last 3 runs here taught it"
-    assert said in plan_report_text(learnt) and said not in plan_report_text(plain)
+    assert said in plan_report_text(learned) and said not in plan_report_text(plain)
 
 
 def test_a_schedule_without_a_pipeline_is_not_said_to_have_decided_the_layout(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def refuse_pairs(config: RunConfig, shape: ModelShape) -> None:
     """Raise PlaitError where a model cannot learn from pairs of answers."""
     if config.finetune.objective == "dpo" and shape.mixture is not None:
         raise PlaitError(
-            "pairs of answers are not learnt from by a mixture of experts: the losses that balance its experts are "
+            "pairs of answers are not learned from by a mixture of experts: the losses that balance its experts are "
             "means over tokens, and DPO's is one over pairs; choose a model without experts, or take "
             "finetune.objective out"
         )

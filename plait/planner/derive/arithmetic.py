@@ -56,7 +56,7 @@ class ProcessorArithmetic:
         return min(one.gain("bf16", over=self._backend_of(one)) for one in self.machines)
 
     def with_precision(self, precision: Precision, reason: str) -> ProcessorArithmetic:
-        """The same processors in another precision, with the reason for it."""
+        """These processors in another precision, with the reason for it."""
         return replace(self, precision=precision, reasons=(*self.reasons, reason))
 
     def _backend_of(self, machine: ProductRates) -> MatmulBackend:

@@ -16,7 +16,7 @@ from plait.units import Amount, Every, counted, parse_every, part_of
 
 DEFAULT_BALANCE_EVERY_STEPS = 50
 EVALUATIONS_AT_MOST = 10
-"""Of a run whose recipe names no interval, however often it is continued; further ones at the ends alone."""
+"""Most evaluations of a run whose recipe names no interval, however often it is continued, but for those at the end."""
 CHECKPOINT_COST_SHARE = 0.02
 """Largest share of the time that goes to saving, and to copies in memory, where nobody asked for an interval."""
 
@@ -42,7 +42,7 @@ def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:
             f"train.budget = {asked} is less than the {present} that this run has; "
             "a begun run's budget may only grow (or take another run.name)"
         )
-    # Who asks for more of a text that is learnt gets it.
+    # Who asks for more of a text that is learned gets it.
     most_tokens = plan.job.most_tokens if steps == plan.job.steps else None
     return replace(plan, job=replace(plan.job, budget=budget, steps=steps, most_tokens=most_tokens))
 

@@ -229,8 +229,8 @@ def _size_of_base(
         )
     shape = replace(shape, sequence=sequence)
     if config.finetune.method == "lora":
-        learnt = corpus.documents if config.finetune.objective == "dpo" else corpus.train_tokens
-        adapter = adapter_for(config.finetune, shape, learnt)
+        learned = corpus.documents if config.finetune.objective == "dpo" else corpus.train_tokens
+        adapter = adapter_for(config.finetune, shape, learned)
         shape, why = replace(shape, adapter=adapter.value), [*why, *adapter.reasons]
     return Derived(value=_run_size(config, corpus, shape, budget, rate), reasons=tuple(why))
 
@@ -337,7 +337,7 @@ _MULTIPLE = 64
 """Windows that are as long as the longest example are rounded up to it."""
 WINDOWS_PER_STEP = 8
 """Where a step of the usual size fills fewer windows, they are made shorter: up to eight workers can share it then, and
-it comes nearer to that size. What is learnt is the same, as the examples in a window do not see each other."""
+it comes nearer to that size. What is learned is the same, as the examples in a window do not see each other."""
 FULL_SHARE = 0.95
 """Windows are not made so short that packing fills less of them, if there is a choice."""
 
@@ -420,7 +420,7 @@ def _rounded_up(tokens: float) -> int:
 
 
 def fitting_vocabulary(requested: int | Literal["auto"], entries: int) -> int:
-    """Of a new model, for a tokenizer of this many entries; raises PlaitError where fewer are requested."""
+    """Vocabulary of a new model for a tokenizer of this many entries; raises PlaitError if fewer are requested."""
     if requested == "auto":
         return ceil(entries / 64) * 64
     if requested < entries:
@@ -447,7 +447,7 @@ def grown_shape(
         )
     if method == "lora":
         raise PlaitError(
-            f"{has}: adapters leave the embedding as it is, so that new tokens would never be learnt; write "
+            f"{has}: adapters leave the embedding as it is, so that new tokens would never be learned; write "
             'finetune.method = "full", or take the added tokens out of the tokenizer'
         )
     reason = (

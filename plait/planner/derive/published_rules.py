@@ -146,7 +146,7 @@ BITS_PER_WEIGHT, BITS_PER_TOKEN = 2, 1
 WARMUP_SHARE: dict[FinetuneObjective, float] = {"sft": 0.03, "dpo": 0.1}
 PAIRS_LONGEST_WARMUP = 150
 USUAL_ALPHA: dict[AdapterVariant, float] = {"lora": 32.0, "rslora": 8.0}
-"""Of "rslora": the same factor 2 as "lora" at rank 16."""
+"""Alpha by variant; that of "rslora" gives the factor 2 of "lora" at rank 16."""
 
 
 def finetuning_lr(method: FinetuneMethod, objective: FinetuneObjective = "sft") -> float:

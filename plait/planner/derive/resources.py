@@ -76,11 +76,11 @@ class Resources:
     """How the processors multiply, where it was measured for this run; None elsewhere, and on GPUs."""
     load_calibration: LoadCalibration = field(default=lambda precision, basis: UNCALIBRATED)
     load_expert_load: LoadExpertLoad = field(default=lambda mixture: None)
-    """Of any machines: loads depend on the model and its text alone."""
+    """Independent of the machines: loads depend on the model and its text alone."""
 
     @property
     def machines(self) -> tuple[Machine, ...]:
-        """Those of all hosts, the leader's first; of a cluster on paper, the stand-in for all."""
+        """The machines of all hosts, the leader's first; for a cluster on paper, the stand-in for all."""
         return (self.machine, *self.others)
 
     @property

@@ -28,7 +28,7 @@ from plait.recipe.schema import RunConfig
 from plait.units import counted
 
 READINGS_PER_STEP_AT_MOST = 100
-"""How often a step may read the text: small examples are learnt from in the batches of large ones."""
+"""How often a step may read the text: small examples are learned from in the batches of large ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,7 +140,7 @@ def is_quick(found: Search) -> bool:
 
 
 def searched_with(found: Search, what: TippingQuantity, factor: float) -> Search:
-    """The same search with this many times the present bandwidth, memory or batch; raises PlaitError where nothing
+    """The search repeated with this many times the present bandwidth, memory or batch; raises PlaitError where nothing
     fits."""
     workload, cluster = found.workload, found.cluster
     if what == "between" or what == "inside":
@@ -273,7 +273,7 @@ def _faster(link: Link, factor: float) -> Link:
 
 
 def with_memory(cluster: Cluster, factor: float) -> Cluster:
-    """The same cluster with devices of more or less memory."""
+    """The cluster with devices of more or less memory."""
     return replace(
         cluster,
         islands=tuple(

@@ -192,7 +192,7 @@ def load_lines(found: Search) -> list[str]:
         free = found.capacity_bytes(found.chosen) - found.bytes_per_device(found.chosen)
         fits = "which it has" if more <= free else f"of which it has {format_bytes(max(free, 0.0))}"
         lines.append(
-            f"in the first steps, before routers have learnt, the busiest expert may get {EARLY_LOAD:g} times the "
+            f"in the first steps, before routers have learned, the busiest expert may get {EARLY_LOAD:g} times the "
             f"mean: the device that holds it then needs up to {format_bytes(more)} more, {fits}"
         )
     return lines
@@ -214,7 +214,7 @@ class AxisChoice:
     slower: float | None
     """Times the present bandwidth, below 1, at which the answer turns; None where no slower link turns it."""
     faster: float | None
-    """The same above 1."""
+    """Times the present bandwidth, above 1, at which the answer turns; None if no faster link turns it."""
 
 
 def axis_choice(found: Search, axis: CutAxis) -> AxisChoice:

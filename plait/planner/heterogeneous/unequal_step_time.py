@@ -62,7 +62,7 @@ class _MicroBatchTimes:
     sent: Reals
     """One message to the next stage that travels while ranks compute, on average over the pipeline's hops."""
     slowest_sent: Reals
-    """The same over the slowest hop."""
+    """One message over the slowest hop."""
     hop_shares: Reals
     """Shape [pipeline, candidates]: what each rank waits for messages, as a share of the rank at the slowest hop."""
 

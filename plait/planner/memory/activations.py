@@ -16,11 +16,12 @@ def kept_and_repeated(w: Workload, c: Candidates, profile: SoftwareProfile) -> t
     tokens = local_tokens(w, c)
     stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
     whole = layer_activations(w, c, profile)
-    edge = w.element_bytes * tokens * w.width / stream * (1 - profile.offloaded)
+    edge = w.element_bytes * tokens * w.width / stream * (1 - profile.other.offloaded)
     cores = scores_held(w, c)
     full = c.recompute == RECOMPUTE_MODES.index("full")
     selective = c.recompute == RECOMPUTE_MODES.index("selective")
-    thinned = (whole - cores) * (profile.selective_kept * (1 - profile.offloaded) if w.attention == "flash" else 1.0)
+    kept = profile.selective_kept * (1 - profile.other.offloaded) if w.attention == "flash" else 1.0
+    thinned = (whole - cores) * kept
     each = np.where(full, edge, np.where(selective, thinned, whole))
     return each, np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
 

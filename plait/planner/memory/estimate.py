@@ -149,8 +149,8 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     weight = held_bytes / split["parameters"]
     frozen = number / split["parameters"]  # matrices alone; an embedding, and a tied head, stay in float32
     of_layers = number if w.is_frozen else held_bytes
-    gradient = profile.gradients_held_bytes or profile.gradient_bytes
-    state = (profile.state_bytes_with(w.moments) - (0 if twice else each)) * (1 - profile.offloaded)
+    gradient = profile.other.gradients_held_bytes or profile.gradient_bytes
+    state = (profile.state_bytes_with(w.moments) - (0 if twice else each)) * (1 - profile.other.offloaded)
     ahead = profile.layers_ahead * (number * held + profile.gradient_bytes / 2 * (trained + trained_experts))
     kept, again = kept_and_repeated(w, c, profile)
     return {
@@ -170,7 +170,7 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         ("logits", "head"): np.minimum(tokens * w.vocabulary / c.tensor, profile.logits_at_once)
         * profile.logit_copies_bytes
         + _head_copies(w, profile) * table,
-        ("fixed", "once"): profile.fixed_bytes + np.where(rule > 0, profile.bucket_bytes, 0.0),
+        ("fixed", "once"): profile.fixed_bytes + np.where(rule > 0, profile.other.bucket_bytes, 0.0),
     }
 
 

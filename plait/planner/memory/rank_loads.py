@@ -117,7 +117,7 @@ def _kept_and_split(schedule: Schedule, micros: int, layers: Reals) -> list[Real
 
 
 def _fullest_moments(moments: Reals) -> Reals:
-    """Those of one rank's moments, pairs of counts, that no other exceeds in both."""
+    """The moments of a rank, as pairs of counts, that no other moment exceeds in both."""
     ordered = moments[np.lexsort((moments[:, 1], moments[:, 0]))[::-1]]
     most_so_far = np.maximum.accumulate(ordered[:, 1])
     return ordered[np.r_[True, ordered[1:, 1] > most_so_far[:-1]]]

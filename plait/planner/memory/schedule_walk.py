@@ -46,7 +46,7 @@ class PipelineStages:
     flat_tables: bool
     """Whether gradients of vocabulary tables are summed over ranks, and so add up in flat buckets."""
     middle_heads: tuple[tuple[int, ...], ...] = ()
-    """Of each stage the heads in the middle, each by the layers of the stage behind it; empty: there are none."""
+    """For each stage its heads in the middle, each by the layers of the stage behind it; empty: there are none."""
     ahead: int = 0
     """Depths of prediction ahead, on the last stage."""
 

@@ -20,7 +20,7 @@ from plait.planner.problem.workload import Workload
 BalancedBy = Literal["bias", "loss", "nothing"]
 ASSUMED_LOADS = constant_fields("assumed_expert_loads")
 EARLY_LOAD = constant("early_expert_load")
-"""Tokens of the busiest expert over the mean in the first steps of a run, when routers have learnt nothing."""
+"""Tokens of the busiest expert over the mean in the first steps of a run, when routers have learned nothing."""
 
 
 def balanced_by(mixture: MixtureShape) -> BalancedBy:

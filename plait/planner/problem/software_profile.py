@@ -10,6 +10,7 @@ from typing import Literal
 from plait.machines.cluster import Cluster
 from plait.planner.calibration.constants import constant, constant_fields
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration
+from plait.planner.problem.other_programs import PLAIT_ITSELF, OtherProgram
 
 _DEFAULTS = constant_fields("software_profile")
 PROCESS_BYTES = constant("process_bytes")
@@ -76,8 +77,6 @@ class SoftwareProfile:
     """Host time that each micro-batch costs beside its kernels."""
     step_s: float = _DEFAULTS["step_s"]
     """Time that each step costs whatever its size: the optimizer's launches, the norm, the data, the log."""
-    straggler_share: float = _DEFAULTS["straggler_share"]
-    """Share of a step lost to stragglers, for each doubling of the number of nodes."""
     hides_tensor: float = _DEFAULTS["hides_tensor"]
     """Share of the tensor axis' communication that runs under arithmetic."""
     hides_context: float = _DEFAULTS["hides_context"]
@@ -94,8 +93,6 @@ class SoftwareProfile:
     keeps_tied_table_once: bool = False
     """Whether, in a pipeline with a tied head, only the last rank keeps the table and sends the first rank the rows of
     a step's tokens. It applies only where no other rank holds the table."""
-    all_reduces_shards: bool = False
-    """Whether gradients are summed to everyone although each rank keeps a shard of them: twice the traffic."""
     hides_parameters: float = _DEFAULTS["hides_parameters"]
     """Share of the arithmetic that gathers of sharded parameters may run under."""
     hides_scatters: bool = True
@@ -104,24 +101,14 @@ class SoftwareProfile:
     """Share of the tokens' way to experts on other nodes that runs under arithmetic."""
     expert_sends: Literal["once a node", "once an expert"] = "once a node"
     """How often a token travels to experts that lie on one other node (expert_traffic.py, Note [once a node])."""
-    selective_products: float = _DEFAULTS["selective_products"]
-    """Share of the forward products that selective recomputation repeats beside what attention keeps."""
-    layer_pieces: float = _DEFAULTS["layer_pieces"]
-    """Messages that one layer's parameters, or gradients, are sent in over the data axes."""
     selective_kept: float = _DEFAULTS["selective_kept"]
     """Share of a layer's activations that selective recomputation keeps, attention's scores aside."""
-    offloaded: float = _DEFAULTS["offloaded"]
-    """Share of the optimizer's state and of what recomputed layers keep that waits in the host's memory."""
     layers_ahead: float = _DEFAULTS["layers_ahead"]
     """Layers whose sharded parameters lie gathered at once."""
     stream_held_bytes: float = _DEFAULTS["stream_held_bytes"]
     """Kept for the backward pass per token and unit of width by norms and products' inputs (10 with dropout)."""
-    bucket_bytes: float = _DEFAULTS["bucket_bytes"]
-    """Flat copies of gradients and parameters on their way, where the optimizer is sharded."""
     gradient_bytes: int = _DEFAULTS["gradient_bytes"]
     """Bytes of one gradient as it is kept, and as it is summed over ranks unless `gradient_transfer` halves that."""
-    gradients_held_bytes: int = _DEFAULTS["gradients_held_bytes"]
-    """Bytes that a parameter's gradients take where they are held more than once; 0: as `gradient_bytes`."""
     frees_gradients: bool = False
     """Whether gradients are freed by each update; those summed over copies lie in flat buckets all the time."""
     gradient_transfer: Literal["float32", "bf16"] = "float32"
@@ -135,7 +122,7 @@ class SoftwareProfile:
     """Bytes of a gathered weight of a vocabulary table where parameters are sharded; 0: half of one that is multiplied,
     as where tables are gathered one at a time and for a part of the step."""
     rounded_weights: Literal["of no layer", "of all layers"] = "of no layer"
-    """Of which layers rounded copies of the weights are kept from the forward to the backward pass."""
+    """The layers whose rounded weights are kept from the forward to the backward pass."""
     head_gradient: Literal["among the others", "in the loss"] = "among the others"
     """Where the head's gradient is made: with the other gradients, or in the loss, beside those."""
     update_bytes: float = _DEFAULTS["update_bytes"]
@@ -152,6 +139,8 @@ class SoftwareProfile:
     """Memory outside the program's allocator: the device's context, kernels, communication buffers."""
     shards_over: Literal["shard", "shard and context"] = "shard and context"
     """The ranks among which sharded states are split."""
+    other: OtherProgram = PLAIT_ITSELF
+    """What the program does that plait does not."""
     memory_model: Literal["by share", "followed"] = "by share"
     """How bytes are found: from shares and formulas that many programs obey, or by following plait's own step on
     processors from tensor to tensor."""
@@ -179,7 +168,7 @@ class SoftwareProfile:
 
     @property
     def uncompiled(self) -> SoftwareProfile:
-        """The same program where nothing compiles its layers: each operation is a kernel and passes over memory."""
+        """This program with layers that are not compiled: each operation is a kernel and passes over memory."""
         return replace(self, launch_mode="ahead", **constant_fields("software_profile_uncompiled"))
 
     def for_cluster(self, cluster: Cluster) -> SoftwareProfile:

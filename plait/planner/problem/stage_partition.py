@@ -10,6 +10,7 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 
 from plait.planner.problem.candidates import Candidates, Counts, LayerSplit, Reals
+from plait.planner.problem.other_programs import published_stages
 from plait.planner.problem.workload import Workload
 
 
@@ -124,20 +125,6 @@ def balanced_stages_by_speed(
         else:
             heapreplace(queue, ((costs[stage] + each[stage]) / speeds[stage], stage))
     return tuple(each)
-
-
-def published_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage as published programs divide them.
-
-    Where the layers do not divide, but would with the embedding and the head counted as one layer each, they are
-    divided so (Llama 3's 126 layers over 8 × 8 stages, BLOOM's 70 over 12); else some stages hold one layer more than
-    others, the first and the last not among them if that can be helped.
-    """
-    each, more = divmod(layers, stages)
-    if stages > 1 and more and (layers + 2) % stages == 0:
-        each, more = (layers + 2) // stages - 1, stages - 2
-    favoured = sorted(range(stages), key=lambda stage: (stage in (0, stages - 1), -stage))[:more]
-    return tuple(each + (stage in favoured) for stage in range(stages))
 
 
 def head_cost_in_layers(workload: Workload) -> float:

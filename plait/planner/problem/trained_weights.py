@@ -50,7 +50,7 @@ def adapter_parameters(w: Workload, c: Candidates) -> Reals:
 
 
 def repeated_adapter_parameters(w: Workload) -> int:
-    """Those of one layer's adapters that every rank of a tensor group holds, so that their gradients are summed over
+    """Weights of one layer's adapters that every rank of a tensor group holds, so that their gradients are summed over
     it."""
     sizes = target_sizes(w).items()
     return w.adapter_rank * sum(outputs if target in _ROW_CUT else inputs for target, (inputs, outputs) in sizes)
@@ -85,7 +85,7 @@ def fullest_rank_parameters(
 
 
 def fullest_trained_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
-    """Those of them that learn."""
+    """Weights that learn on the rank of a pipeline that holds most of them, (common, experts')."""
     return fullest_rank_parameters(w, c, trained_layer_parameters(w, c), trained_table_parameters(w))
 
 

@@ -12,6 +12,7 @@ from plait.model.adapter_shape import AdapterTarget
 from plait.model.shape import ModelShape
 from plait.model.weights import kernel_width, scored_width
 from plait.planner.problem.candidates import Counts, Reals
+from plait.planner.problem.other_programs import PLAIN_LAYERS, OtherLayers
 
 PricedPrecision = Literal["float32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """tf32: float32 throughout, but for products in TF32."""
@@ -45,8 +46,6 @@ class Workload:
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
-    expert_width: int = 0
-    """Width in which experts take and return tokens where it is not the model's (latent experts); 0: the same."""
     shared_ffn: int = 0
     dense_layers: int = 0
     expert_ranks: Literal["any", "copies"] = "any"
@@ -67,14 +66,8 @@ class Workload:
     """Latent attention as plait computes it; `head_width` is then that of keys and values on average."""
     projection_weights: int = 0
     """Weights of one layer's attention where heads do not tell (latent attention, state-space layers); 0: they do."""
-    attending_layers: int = -1
-    """Layers that compute attention scores, where some do not (state-space hybrids); -1: all of them."""
-    scanning_layers: int = 0
-    """Layers that pass a state along the sequence (Mamba 2) in place of attention."""
-    window: int = 0
-    """Keys that a local layer looks back on, 0: all of them."""
-    local_layers: int = 0
-    """Layers whose attention sees only the window."""
+    other_layers: OtherLayers = PLAIN_LAYERS
+    """What some layers are that plait does not train."""
     adapter_rank: int = 0
     """Rank of low-rank adapters (LoRA), which alone learn; 0: there are none, and all weights learn."""
     adapter_targets: tuple[AdapterTarget, ...] = ()
@@ -93,7 +86,7 @@ class Workload:
 
     @property
     def element_bytes(self) -> int:
-        """Of a number as it is multiplied, kept for the backward pass and sent: 2 but for float32."""
+        """Bytes of a number as it is multiplied, kept for the backward pass and sent: 2 but for float32."""
         return 4 if self.precision in ("float32", "tf32") else 2
 
     @property
@@ -126,7 +119,7 @@ class Workload:
     @property
     def routed_width(self) -> int:
         """Width of a token on its way to experts and back."""
-        return self.expert_width or self.width
+        return self.other_layers.expert_width or self.width
 
     @property
     def expert_parameters(self) -> int:
@@ -192,9 +185,7 @@ class Workload:
     @property
     def mean_keys_per_query(self) -> float:
         """Number of keys per query without the causal mask, averaged over the layers."""
-        attending = self.layers if self.attending_layers < 0 else self.attending_layers
-        seen = min(self.window or self.sequence, self.sequence)
-        return (self.sequence * (attending - self.local_layers) + 2 * seen * self.local_layers) / self.layers
+        return self.other_layers.keys_per_query(self.layers, self.sequence)
 
     def flops_per_token(self, counting: Literal["full", "causal"]) -> float:
         """Arithmetic of training one token, nothing recomputed: "full" counts every score, "causal" half of them. A
@@ -271,11 +262,11 @@ class LatentWork:
     query_rank: int
     """0: queries are made from the stream."""
     latent: int
-    """Of keys and values, their part with positions included."""
+    """Width of the latent of keys and values, the part with positions included."""
     key_value_rank: int
     queries: int
     keys_and_values: int
-    """As one product makes them, without positions."""
+    """Width of keys and values as one product makes them, without positions."""
     values: int
     kernel: int
     """Queries, keys, or values as attention's kernel takes them, zeros included."""

@@ -108,7 +108,7 @@ class PlanReport:
     mfu: float
     """Model FLOPs utilisation with all of attention's scores counted."""
     mfu_causal: float
-    """The same with the half that a causal model uses."""
+    """MFU with the half of the scores that a causal model uses."""
     runners_up: tuple[LayoutFigures, ...]
     sections: tuple[PlanSection, ...] = ()
     measured: Diagnosis | None = None
@@ -229,7 +229,7 @@ def _time(report: PlanReport) -> str:
     """How long the run takes, and by what arithmetic."""
     run, step, job = report.run, format_duration(report.chosen.step_s), report.plan.job
     is_learnt = job.most_tokens is not None and run.tokens >= job.most_tokens
-    end = f"as the text is learnt by then, before {job.budget} are over" if is_learnt else f"budget {job.budget}"
+    end = f"as the text is learned by then, before {job.budget} are over" if is_learnt else f"budget {job.budget}"
     return (
         f"{run_time_text(run)}: {counted(run.steps, 'step', ',')} of {step}, probably {range_text(report.search)}; "
         f"{format_count(run.tokens)} tokens, {format_count(run.device_hours)} device-hours, {end}"

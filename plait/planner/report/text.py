@@ -26,7 +26,7 @@ def report_lines(report: PlanReport) -> list[str]:
 
 
 def _points_shown(section: PlanSection) -> tuple[str, ...]:
-    """What of a section's list stands in the summary: all of it where it answers the question that was asked."""
+    """The points of a section that the summary shows: all of them if it answers the question that was asked."""
     return section.points if section.title == "measured" else ()
 
 

@@ -90,7 +90,7 @@ def found_layout(request: Request, found: Search, index: int) -> FoundLayout:
 
 
 def _with_suitable_micro_batches(request: Request, one: FoundLayout) -> FoundLayout:
-    """The same layout with as many sequences at a time as suit a processor; unchanged where these do not fit."""
+    """The layout with micro-batches of a size that suits a processor; unchanged if these do not fit."""
     layout, batch = one.layout, request.workload.batch_sequences
     unequal = unequal_shares_of(one.search, one.index)
     shares = unequal or equal_shares(batch, layout.data_parallel_degree)

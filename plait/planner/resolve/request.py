@@ -64,7 +64,7 @@ class Request:
     options: tuple[WorkerOption, ...]
     """The ways to use the machines, fewest workers first; several only on processors."""
     open_options: tuple[WorkerOption, ...]
-    """The same if the recipe named no degrees."""
+    """`options` if the recipe named no degrees."""
     profile: SoftwareProfile
     """plait's own software profile, with the factors that earlier runs on these machines taught."""
     basis: ForecastBasis
@@ -76,7 +76,7 @@ class Request:
     notes: tuple[str, ...]
     """What was derived, each with its reason."""
     training_notes: tuple[str, ...]
-    """Those on the optimizer and the documents."""
+    """Notes on the optimizer and the documents."""
 
 
 def request_of(

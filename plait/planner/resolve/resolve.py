@@ -210,7 +210,7 @@ class _Sizing:
 
 
 def with_layout(plan: Plan, split: WorkerLayout) -> Plan:
-    """The same plan with another layout."""
+    """The plan with another layout."""
     return replace(
         plan,
         placement=split.placement,
@@ -262,7 +262,7 @@ def _micro_batch_reasons(config: RunConfig, plan: Plan) -> list[str]:
 
 
 def lines_without_effect(config: RunConfig, layouts: Sequence[WorkerLayout]) -> list[str]:
-    """What of [layout] was named although no layout has the axis that it is about."""
+    """Keys of [layout] that were named although no layout has the axis that they are about."""
     about = (("schedule", "pipeline"), ("virtual_stages", "pipeline"), ("shard_what", "shard"))
     return [
         f"layout.{key} changes nothing: layout.{axis} is 1"

@@ -221,7 +221,7 @@ def _degrees(found: Search, index: int) -> Constraints:
 
 
 def _on(found: Search, cluster: Cluster, constraints: Constraints) -> Search | None:
-    """The same search on other hosts; None where nothing fits."""
+    """The search repeated on other hosts; None if nothing fits."""
     try:
         return search(
             found.workload, cluster, profile=found.profile, constraints=constraints, tolerance=found.tolerance

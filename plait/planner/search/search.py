@@ -90,7 +90,7 @@ def search(
 
 
 def with_other_links(found: Search, cluster: Cluster) -> Search:
-    """The same search on the same devices with other links: only step times change, so the layouts and their memory
+    """The search on the same devices with other links: only step times change, so the layouts and their memory
     needs are not computed again."""
     step_s = step_seconds(replace(found.cost_inputs, cluster=cluster), found.assigner, found.n_microbatches)
     chosen = simplest(step_s, found.complexity, found.tolerance)

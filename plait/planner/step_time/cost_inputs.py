@@ -25,7 +25,7 @@ class CostInputs:
     profile: SoftwareProfile
 
     def with_candidates(self, candidates: Candidates) -> CostInputs:
-        """The same workload, cluster and software with other candidates."""
+        """These inputs with other candidates."""
         return replace(self, candidates=candidates)
 
     @cached_property

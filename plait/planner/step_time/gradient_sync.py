@@ -39,7 +39,7 @@ def data_parallel_sync_s(
     stride, sharded = c.tensor, shard_group_size(c, profile)
     group = np.where(c.shard_what > 0, sharded, 1)
     one = common + experts
-    pieces = layers * profile.layer_pieces
+    pieces = layers * profile.other.layer_pieces
     apart = stride * c.context // (sharded // c.shard)  # distance between two ranks of a shard group
     fully = c.shard_what == SHARDED_STATES.index("parameters")
 
@@ -60,7 +60,7 @@ def data_parallel_sync_s(
     gather = moved("gather", inputs.workload.element_bytes, gathered)
     scatter = moved("scatter", profile.gradient_message_bytes, one)
     scatter = scatter * np.where(
-        profile.all_reduces_shards & (c.shard_what < SHARDED_STATES.index("gradients")), 2.0, 1.0
+        profile.other.all_reduces_shards & (c.shard_what < SHARDED_STATES.index("gradients")), 2.0, 1.0
     )
     summed = _all_reduce_s(inputs, common / group, experts / expert_group, pieces)
     window = profile.hides_parameters

@@ -6,17 +6,11 @@ import numpy as np
 
 from plait.planner.calibration.constants import constant
 from plait.planner.problem.candidates import RECOMPUTE_MODES, Candidates, Reals
-from plait.planner.problem.workload import Workload
+from plait.planner.problem.other_programs import unfused_softmax_kernels
 from plait.planner.step_time.device_time import DeviceTime
 
 OVERLAP_SHARPNESS = constant("overlap_sharpness")
 """Device and host time combine as (device ** p + host ** p) ** (1 / p) with this p."""
-
-FUSED_SOFTMAX_MATRICES = 4
-"""Matrices of scores that Megatron-LM's fused masked softmax takes at a time."""
-UNFUSED_SOFTMAX_KERNELS = constant("softmax_kernels")
-"""What a masked softmax in single steps launches more than one in one kernel, as means of a forward pass and half a
-backward one: casts, scale, mask, copies. Fitted on the even half of vTrain's and BLOOM's rows."""
 
 ADAPTER_KERNELS = 3
 """An adapter's two products, and the addition to the layer's result."""
@@ -27,7 +21,9 @@ def launch_overhead_s(device_time: DeviceTime, candidates: Candidates, layers: R
     profile, workload, c = device_time.profile, device_time.workload, candidates
     passes = 3 + (c.recompute == RECOMPUTE_MODES.index("full"))
     sparse = workload.moe_layers / workload.layers
-    kernels = profile.layer_kernels + 4 * (c.tensor > 1) + _unfused_softmax_kernels(workload, c)
+    unfused = workload.attention == "unfused"
+    softmax = unfused_softmax_kernels(c.micro_sequences * workload.heads // c.tensor) if unfused else 0.0
+    kernels = profile.layer_kernels + 4 * (c.tensor > 1) + softmax
     kernels = kernels + ADAPTER_KERNELS * len(workload.adapter_targets)
     if device_time.measured is not None:  # in what was timed already
         return np.zeros(len(c))
@@ -39,14 +35,3 @@ def launch_overhead_s(device_time: DeviceTime, candidates: Candidates, layers: R
     if profile.launch_mode == "blocking":
         return device + host - device_s
     return (device**OVERLAP_SHARPNESS + host**OVERLAP_SHARPNESS) ** (1 / OVERLAP_SHARPNESS) - device_s
-
-
-def _unfused_softmax_kernels(workload: Workload, candidates: Candidates) -> Reals:
-    """Additional kernels per layer where attention is not fused and the fused masked softmax does not apply.
-
-    It takes four matrices of scores at a time (Megatron-LM, `FusedScaleMaskSoftmax.is_kernel_available`).
-    """
-    matrices = candidates.micro_sequences * workload.heads // candidates.tensor
-    return np.where(
-        (workload.attention == "unfused") & (matrices % FUSED_SOFTMAX_MATRICES > 0), UNFUSED_SOFTMAX_KERNELS, 0.0
-    )

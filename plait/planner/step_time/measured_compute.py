@@ -36,11 +36,11 @@ WorkAmount = Callable[[Any], Any]
 
 
 def measured_product_s(
-    device: MeasuredDevice, rows: Any, inner: Any, columns: Any, batch: Any = 1.0, *, form: ProductForm = "forward"
+    device: MeasuredDevice, rows: Any, inner: Any, columns: Any, *, form: ProductForm = "forward"
 ) -> Reals:
-    """Seconds of `batch` products of rows × inner by inner × columns: of a forward pass, or of one of its gradients."""
+    """Seconds of a product of rows × inner by inner × columns: of a forward pass, or of one of its gradients."""
     once = _interpolated_work_s(device, _PRODUCT_WORK[form], (rows, inner, columns), lambda s: s[0] * s[1] * s[2])
-    return np.asarray(batch, dtype=np.float64) * np.maximum(once, measured_launch_s(device))
+    return np.maximum(once, measured_launch_s(device))
 
 
 def attention_s(
@@ -78,17 +78,17 @@ def head_s(device: MeasuredDevice, tokens: Any, width: Any, vocabulary: Any) -> 
 
 
 def frozen_head_share(width: int) -> float:
-    """What of head_s is left where the head is frozen: its gradient is not computed, a third of the products."""
+    """Share of head_s if the head is frozen: its gradient, a third of the products, is not computed."""
     return (4.0 * width + 200.0) / (6.0 * width + 200.0)
 
 
 def logits_share(width: int) -> float:
-    """What of head_s logits and loss take, without any gradient: a third of the products, half of the rest."""
+    """Share of head_s that logits and loss take, without any gradient: a third of the products, half of the rest."""
     return (2.0 * width + 100.0) / (6.0 * width + 200.0)
 
 
 def frozen_embedding_share(tokens: Any, vocabulary: Any) -> Any:
-    """What of embedding_s is left where the embedding is frozen: looking tokens up."""
+    """Share of embedding_s if the embedding is frozen: looking tokens up."""
     return tokens / (3.0 * tokens + vocabulary)
 
 

@@ -92,7 +92,7 @@ class _MicroBatchTimes:
     stage_message_s: Reals
     """One message to a neighbour, where it travels while the next micro-batch is computed, on average over hops."""
     slowest_message_s: Reals
-    """The same over the slowest hop."""
+    """One message over the slowest hop."""
     forward_share: Reals
     """The forward pass' share of a layer's time."""
     weight_gradient_share: Reals

@@ -10,6 +10,7 @@ import numpy as np
 from plait.planner.calibration.constants import constant, constant_rows
 from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.expert_loads import busiest_rank_load
+from plait.planner.problem.other_programs import STATE_SPACE_SCAN_BYTES
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import ranks_of_an_expert
 from plait.planner.problem.trained_weights import local_target_sizes, trained_layer_parameters
@@ -227,10 +228,7 @@ def _memory_pass_time(
     ffn = w.ffn * (1 - sparse) + (experts * w.expert_ffn + w.shared_ffn) * sparse
     inner = tokens * ffn * profile.inner_bytes * (w.feedforward_matrices - 1) / candidates.tensor
     routed = sparse * tokens * experts * w.width * profile.routed_bytes / candidates.tensor
-    scanned = tokens * 2 * w.width * STATE_SPACE_SCAN_BYTES * w.scanning_layers / w.layers / candidates.tensor
+    scanned = (
+        tokens * 2 * w.width * STATE_SPACE_SCAN_BYTES * w.other_layers.scanning_layers / w.layers / candidates.tensor
+    )
     return (whole + inner + routed + scanned) * (w.element_bytes / 2) / rates.stream_bytes_per_s
-
-
-STATE_SPACE_SCAN_BYTES = constant("scanned_bytes")
-"""A state-space layer's scan, as the traffic that would take as long, per token and unit of its inner width (twice the
-model's): kernels that are far from both limits. Set by hand between 70 and 190 on all Nemotron 3 rows, both halves."""

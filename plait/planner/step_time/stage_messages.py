@@ -27,7 +27,7 @@ class StageSends:
     slowest_message: Reals
     """One message over the slowest hop, where it travels while the next micro-batch is computed; else 0."""
     mean_message: Reals
-    """The same, averaged over hops."""
+    """One message, on average over hops."""
 
 
 def stage_sends(inputs: CostInputs, busy_s: Reals, layer_s: Reals, head_s: Reals) -> StageSends:
@@ -111,7 +111,7 @@ def _has_unequal_hops(inputs: CostInputs) -> NDArray[np.bool_]:
 
 
 def _message_bytes(inputs: CostInputs) -> Reals:
-    """Of the stream of one micro-batch, as stages send it."""
+    """Bytes of one micro-batch's stream, as stages send it."""
     w, c = inputs.workload, inputs.candidates
     split = np.where(c.sequence_parallel > 0, c.tensor, 1)
     return inputs.profile.stage_message_bytes(w.element_bytes) * local_tokens(w, c) * w.width / split

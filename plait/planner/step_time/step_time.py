@@ -45,7 +45,7 @@ class StepTime:
     """One message to the next stage of a pipeline, where it travels while the next micro-batch is computed; the mean
     over the pipeline's hops."""
     slowest_stage_message: Reals
-    """The same over the slowest hop, which no micro-batch may take faster."""
+    """One message over the slowest hop, which no micro-batch can pass faster."""
     hidden: Reals
     busiest_layers: Reals
     """Layers on the busiest device, those for prediction ahead included."""
@@ -110,7 +110,7 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
     items |= {name: value / profile.speed for name, value in once.items()}
     items = {name: value * profile.calibration.message_factor(name) for name, value in items.items()}
     nodes = np.maximum(candidates.devices / inputs.network.devices_per_node, 1)
-    items["waiting"] = sum(items.values()) * profile.straggler_share * np.log2(nodes)
+    items["waiting"] = sum(items.values()) * profile.other.straggler_share * np.log2(nodes)
     return StepTime(
         **items,
         stage_message=sends.mean_message,
@@ -122,7 +122,7 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
 
 
 def _busiest_rank(held: RankLayers, per_layer: Reals, head: Reals, alone: Counts) -> tuple[Reals, Reals, Reals]:
-    """Of the rank that takes longest for a micro-batch: its seconds, its layers and the seconds of its heads."""
+    """Seconds, layers and seconds of heads of the rank that takes longest for a micro-batch."""
     full, end = held.fullest * per_layer, held.last * per_layer + held.last_heads * head
     middle = held.middle * per_layer + held.middle_heads * head
     busiest = np.where(alone, end, np.maximum(full, end))
@@ -136,7 +136,7 @@ def _recompute_s(inputs: CostInputs, layer: LayerTime) -> Reals:
     """Seconds of recomputation for one layer and micro-batch."""
     recompute = inputs.candidates.recompute
     # Without fused attention only its core is repeated; with it, norms and activations, and of the products a share.
-    share = inputs.profile.selective_products
+    share = inputs.profile.other.selective_products
     flash = share * layer.products + max(share, 0.3) * layer.stream
     selective = layer.scores if inputs.workload.attention == "unfused" else flash
     chosen = np.where(recompute == RECOMPUTE_MODES.index("selective"), selective, 0.0)
