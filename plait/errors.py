@@ -20,14 +20,14 @@ class PlaitError(Exception):
     """Bad input, or a machine that does not allow the request; the text is one sentence that says what to do.
 
     Raised where the wrong value is known. The command line prints the sentence alone and exits with `exit_code`. Where
-    a caller may say something else to do, `cause` and `advice` are given apart.
+    a caller may say something else to do, `cause` and `advice` are given apart; else `cause` is the whole sentence.
     """
 
     exit_code = 2
 
     def __init__(self, cause: str = "", advice: str = "") -> None:
         super().__init__(f"{cause}; {advice}" if advice else cause)
-        self.cause = cause
+        self.cause, self.advice = cause, advice
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""

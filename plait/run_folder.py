@@ -260,7 +260,7 @@ def check_changes(old: RunConfig, new: RunConfig) -> list[str]:
             for key in fixed
         ]
         raise PlaitError(
-            f"{', '.join(told)}; change {'it' if len(fixed) == 1 else 'them'} back, or choose another run.name"
+            ", ".join(told), f"change {'it' if len(fixed) == 1 else 'them'} back, or choose another run.name"
         )
     return changed
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import codecs
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from plait.errors import PlaitError, installing
 from plait.regular_file import open_regular_file
@@ -17,7 +17,6 @@ BLOCK_BYTES = 1 << 18
 LONGEST_LINE_BYTES = 1 << 28
 """A longer line of JSONL is refused: it is read as a whole."""
 _ONE_OBJECT = "write one JSON object on each line"
-_NO_OBJECT = ", or correct the line: it is no JSON object"
 _SHOWN_NAMES = 12
 _SHOWN_CHARACTERS = 40
 
@@ -62,32 +61,8 @@ def file_document(path: Path, removal: str) -> Iterator[Document]:
         yield Document(name=str(path), text_bytes=text_bytes, content=path, removal=removal, begin=begin)
 
 
-def json_lines(path: Path, field: str) -> Iterator[Document]:
-    """The text in one field of each line; raises PlaitError naming the line that has none."""
-    for place, values in _json_values(path):
-        if not isinstance(values, dict) or field not in values:
-            hint = _field_hint(field, values) if isinstance(values, dict) else _NO_OBJECT
-            raise PlaitError(f'{place} has no field "{field}"; name the field that holds the text{hint}')
-        yield from text_document(place, values[field])
-
-
 def json_records(path: Path) -> Iterator[Record]:
-    """Every line of a file of JSON objects; one that is none is a record with a fault."""
-    for place, values in _json_values(path, lambda error: error):
-        if isinstance(values, dict):
-            yield Record(place, values)
-        else:
-            fault = PlaitError(f"{place} is no JSON object; {_ONE_OBJECT}")
-            yield Record(place, {}, values if isinstance(values, PlaitError) else fault)
-
-
-def _raise(error: PlaitError) -> NoReturn:
-    raise error
-
-
-def _json_values(path: Path, on_error: Callable[[PlaitError], object] = _raise) -> Iterator[tuple[str, object]]:
-    """Each line that is not blank, with its place; of a line that is not JSON what `on_error` gives for the error that
-    names it."""
+    """Every line of a file of JSON objects that is not blank; one that is none is a record with a fault."""
     offset = 0
     with open_regular_file(path) as file:
         lines = iter(lambda: file.readline(LONGEST_LINE_BYTES + 1), b"")
@@ -95,31 +70,34 @@ def _json_values(path: Path, on_error: Callable[[PlaitError], object] = _raise) 
             if number == 1 and line.startswith(codecs.BOM_UTF8):
                 offset, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
             if len(line) > LONGEST_LINE_BYTES:
-                raise PlaitError(f"{path}:{number} is longer than {LONGEST_LINE_BYTES} bytes; {_ONE_OBJECT}")
+                raise PlaitError(f"{path}:{number} is longer than {LONGEST_LINE_BYTES} bytes", _ONE_OBJECT)
             if line.strip():
                 place = f"{path}:{number}"
                 try:
-                    value = _json_value(place, offset, line)
+                    record = Record(place, _json_object(place, offset, line))
                 except PlaitError as error:
-                    value = on_error(error)
-                yield place, value
+                    record = Record(place, {}, error)
+                yield record
             offset += len(line)
 
 
-def _json_value(place: str, offset: int, line: bytes) -> object:
+def _json_object(place: str, offset: int, line: bytes) -> dict[str, object]:
     try:
-        return json.loads(line.decode("utf-8"))
+        values = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise PlaitError(
-            f"{place} is not UTF-8 text at byte {offset + error.start} of the file; convert the file to UTF-8"
+            f"{place} is not UTF-8 text at byte {offset + error.start} of the file", "convert the file to UTF-8"
         ) from None
     except ValueError as error:
-        raise PlaitError(f"{place} is not JSON ({first_line(error)}); {_ONE_OBJECT}") from None
+        raise PlaitError(f"{place} is not JSON ({first_line(error)})", _ONE_OBJECT) from None
     except RecursionError:
-        raise PlaitError(f"{place} nests its values too deeply; {_ONE_OBJECT}, with the text as one field") from None
+        raise PlaitError(f"{place} nests its values too deeply", f"{_ONE_OBJECT}, with the text as one field") from None
+    if not isinstance(values, dict):
+        raise PlaitError(f"{place} is no JSON object", _ONE_OBJECT)
+    return values
 
 
-def _field_hint(field: str, record: dict[str, object]) -> str:
+def _field_hint(field: str, record: Mapping[str, object]) -> str:
     """The fields that are there, and the one that is likely meant: of a similar name, else the one with most text."""
     texts = {name: value for name, value in record.items() if isinstance(value, str)}
     longest = sorted(texts, key=lambda name: -len(texts[name]))
@@ -130,9 +108,12 @@ def _field_hint(field: str, record: dict[str, object]) -> str:
     )
 
 
-def column_hint(field: str, columns: Sequence[str]) -> str:
-    """The end of a sentence about a column that is not there: those that are, and the one that is likely meant."""
-    return f"name one of {column_names(columns)}{_meant(field, columns)}"
+def check_column(name: str, field: str, columns: Sequence[str]) -> None:
+    """Raise PlaitError unless a table has this column, naming those that it has and the one that is likely meant."""
+    if field not in columns:
+        raise PlaitError(
+            f'{name} has no column "{field}"', f"name one of {column_names(columns)}{_meant(field, columns)}"
+        )
 
 
 def _meant(field: str, names: Sequence[str]) -> str:
@@ -149,15 +130,26 @@ def column_names(names: Sequence[str]) -> str:
     return ", ".join(shown) + (f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else "")
 
 
+def text_documents(records: Iterable[Record], field: str) -> Iterator[Document]:
+    """The text in one field of each record; raises PlaitError naming the first that has none."""
+    for record in records:
+        if record.fault:
+            raise record.fault
+        if field not in record.values:
+            hint = _field_hint(field, record.values)
+            raise PlaitError(f'{record.place} has no field "{field}"', f"name the field that holds the text{hint}")
+        yield from text_document(record.place, record.values[field])
+
+
 def text_document(place: str, text: object) -> Iterator[Document]:
     """One document, or none where the text is empty: an empty document would only train on two ends of text in a
     row."""
     if not isinstance(text, str):
-        raise PlaitError(f"{place}: the text is {type(text).__name__}, not a string; choose a field of strings")
+        raise PlaitError(f"{place}: the text is {type(text).__name__}, not a string", "choose a field of strings")
     try:
         content = text.encode("utf-8")
     except UnicodeEncodeError:
-        raise PlaitError(f"{place}: the text holds half of a surrogate pair; correct or remove that record") from None
+        raise PlaitError(f"{place}: the text holds half of a surrogate pair", "correct or remove that record") from None
     if content:
         yield Document(name=place, text_bytes=len(content), content=content)
 
@@ -167,24 +159,17 @@ def import_parquet() -> Any:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise PlaitError(f"reading Parquet needs pyarrow; {installing('pyarrow')}") from None
+        raise PlaitError("reading Parquet needs pyarrow", f"{installing('pyarrow')}") from None
     return parquet
 
 
-def parquet_rows(path: Path, field: str) -> Iterator[Document]:
-    """The text in one column of each row; raises PlaitError naming the row that has none."""
+def parquet_records(path: Path, field: str = "") -> Iterator[Record]:
+    """Every row of a Parquet file, all of it or one column; raises PlaitError where that column is not there."""
     file = _open_parquet(path)
     columns = file.schema_arrow.names
-    if field not in columns:
-        raise PlaitError(f'{path} has no column "{field}"; {column_hint(field, columns)}')
-    for row in _parquet_values(path, file, [field]):
-        yield from text_document(row.place, row.values[field])
-
-
-def parquet_records(path: Path) -> Iterator[Record]:
-    """Every row of a Parquet file."""
-    file = _open_parquet(path)
-    yield from _parquet_values(path, file, file.schema_arrow.names)
+    if field:
+        check_column(str(path), field, columns)
+    yield from _parquet_values(path, file, [field] if field else columns)
 
 
 def _open_parquet(path: Path) -> Any:
@@ -194,7 +179,7 @@ def _open_parquet(path: Path) -> Any:
         assert file.schema_arrow.names is not None
         return file
     except Exception as error:  # a damaged file makes pyarrow raise many kinds
-        raise PlaitError(f"{path} is not a readable Parquet file ({first_line(error)}); write it again") from None
+        raise PlaitError(f"{path} is not a readable Parquet file ({first_line(error)})", "write it again") from None
 
 
 def _parquet_values(path: Path, file: Any, columns: list[str]) -> Iterator[Record]:
@@ -205,8 +190,8 @@ def _parquet_values(path: Path, file: Any, columns: list[str]) -> Iterator[Recor
             batch = next(batches, None)
             rows = batch.to_pylist() if batch else None
         except Exception as error:
-            sentence = f"{path} cannot be read after row {row} ({first_line(error)}); write it again, text as UTF-8"
-            raise PlaitError(sentence) from None
+            cause = f"{path} cannot be read after row {row} ({first_line(error)})"
+            raise PlaitError(cause, "write it again, text as UTF-8") from None
         if rows is None:
             return
         for values in rows:
@@ -220,7 +205,7 @@ def _read_range(path: Path, start: int, stop: int) -> Iterator[bytes]:
         while start < stop:
             block = file.read(min(BLOCK_BYTES, stop - start))
             if not block:
-                raise PlaitError(f"{path} became shorter while it was read; run the same command again")
+                raise PlaitError(f"{path} became shorter while it was read", "run the same command again")
             start += len(block)
             yield block
 

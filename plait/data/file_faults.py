@@ -1,4 +1,4 @@
-"""Why a file cannot be learnt from: found by its name and beginning, or by reading all of it."""
+"""Why a file cannot be learned from: found by its name and beginning, or by reading all of it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _NAMES: dict[str, str] = {"latin1": "Latin-1", "windows-1252": "Windows-1252", "
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """What reading all of a file found: its SHA-256, and its fault where it holds text that cannot be learnt from."""
+    """What reading all of a file found: its SHA-256, and its fault where it holds text that cannot be learned from."""
 
     sha256: str
     fault: str = ""
@@ -76,8 +76,7 @@ class FileContent:
 
 def error_fault(file: Path, error: PlaitError) -> FileFault:
     """The fault of a file of which reading raised this error."""
-    what, _, advice = str(error).removeprefix(f"{file} ").partition("; ")
-    return FileFault(file=file, what=what, advice=advice)
+    return FileFault(file=file, what=error.cause.removeprefix(f"{file} "), advice=error.advice)
 
 
 def kind_fault(file: Path) -> FileFault | None:

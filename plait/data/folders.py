@@ -46,7 +46,7 @@ def find_text_files(folder: Path) -> FolderFiles:
     found = FolderFiles(folder=folder, files=tuple(sorted(files, key=str)), left_out=tuple(sorted(left_out.items())))
     if not files:
         known = ", ".join((*TEXT_SUFFIXES, *RECORD_SUFFIXES))
-        raise PlaitError(f"no text is in the folder {found.summary()}; put files in it that end in {known}")
+        raise PlaitError(f"no text is in the folder {found.summary()}", f"put files in it that end in {known}")
     return found
 
 
@@ -58,7 +58,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         try:
             entries = sorted(inner.iterdir())
         except OSError as error:
-            raise PlaitError(f"the folder {inner} cannot be read ({error.strerror}); check its permissions") from None
+            raise PlaitError(f"the folder {inner} cannot be read ({error.strerror})", "check its permissions") from None
         for path in entries:
             if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
                 waiting.append(path)

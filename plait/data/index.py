@@ -84,11 +84,11 @@ class RecordCounts:
     records: _Count = 0
     skipped: _Count = 0
     first_skipped: tuple[str, ...] = ()
-    """Why the first of them cannot be learnt from, with their lines."""
+    """Why the first of them cannot be learned from, with their lines."""
     chats: _Count = 0
     """Conversations that were kept, of a pair both."""
     remarks: Mapping[str, _Count] = field(default_factory=dict[str, int])
-    """In how many chats "last answers" alone are learnt, a template's "other prompt" differs from the text before an
+    """In how many chats "last answers" alone are learned, a template's "other prompt" differs from the text before an
     answer, or the text of a message is missing: "lost" and its role, or "reasoning"."""
 
 
@@ -115,7 +115,7 @@ class CorpusIndex:
     bos: tuple[_Count, ...] = ()
     """Ids that each document and prompt begins with, as its tokenizer begins a text; empty: with `eot`."""
     boundary_tokens: _Count = 0
-    """Of a stream: cuts of long text that may have divided a token. Of examples: completions of which the first
+    """Of a stream, the cuts of long text that may have divided a token; of examples, the completions whose first
     characters are in a token of their prompt's end."""
 
     @property

@@ -91,7 +91,7 @@ class Loader:
 
 
 def heldout_micros(corpus: Corpus, samples: SampleSelection, overlong: Overlong = "refuse") -> Iterator[Micro]:
-    """This rank's micro-batches of held-out windows: over all data-parallel ranks, each held-out token that is learnt
+    """This rank's micro-batches of held-out windows: over all data-parallel ranks, each held-out token that is learned
     is a target exactly once.
 
     The data-parallel ranks take turns, each with the same share of the windows as of a training step. Raises

@@ -86,7 +86,7 @@ class Corpus:
     bos: tuple[int, ...] = ()
     """Ids that each document and prompt begins with, as its tokenizer begins a text; empty: with `eot`."""
     boundary_tokens: int = 0
-    """Of a stream: cuts of long text that may have divided a token. Of examples: completions of which the first
+    """Of a stream, the cuts of long text that may have divided a token; of examples, the completions whose first
     characters are in a token of their prompt's end."""
     left_out: tuple[str, ...] = ()
     """Files of the recipe that were not read and why, as they were found when this run looked for its text."""

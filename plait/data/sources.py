@@ -14,19 +14,18 @@ from typing import Any
 from plait.data.documents import (
     Document,
     Record,
-    column_hint,
+    check_column,
     file_document,
     first_line,
     import_parquet,
-    json_lines,
     json_records,
     parquet_records,
-    parquet_rows,
     text_document,
+    text_documents,
 )
 from plait.data.file_faults import FileFault, kind_fault
 from plait.data.folders import RECORD_SUFFIXES, find_text_files
-from plait.data.tables import TABLE_SUFFIXES, table_records, table_rows
+from plait.data.tables import TABLE_SUFFIXES, table_records
 from plait.errors import PlaitError, check_utf8, installing
 
 _HUGGING_FACE = "hf:"
@@ -90,7 +89,7 @@ class OpenSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSources:
-    """The sources of a request whose files were found, and the files among them that cannot be learnt from."""
+    """The sources of a request whose files were found, and the files among them that cannot be learned from."""
 
     sources: tuple[OpenSource, ...]
     left_out: tuple[FileFault, ...] = ()
@@ -126,7 +125,7 @@ class OpenedSources:
         unread = {fault.file: fault for fault in chain.from_iterable(faults_of) if fault.file not in read}
         left_out = (*self.left_out, *unread.values())
         if not kept:
-            raise PlaitError(f"none of the {len(left_out)} files can be learnt from: {_first_faults(left_out)}")
+            raise PlaitError(f"none of the {len(left_out)} files can be learned from: {_first_faults(left_out)}")
         return replace(self, sources=tuple(kept), left_out=left_out)
 
 
@@ -153,7 +152,7 @@ def open_source(source: Source) -> OpenSource:
 
 def _find_source(source: Source) -> OpenSource:
     if not source.path.strip():  # as a path it would mean the current folder
-        raise PlaitError(f"{source.given_as} has an empty name; name a file, a folder or a data set")
+        raise PlaitError(f"{source.given_as} has an empty name", "name a file, a folder or a data set")
     if source.path.startswith(_HUGGING_FACE):
         return _open_hugging_face(source)
     files = _matching_files(source)
@@ -188,7 +187,9 @@ def _matching_files(source: Source) -> tuple[Path, ...]:
     found = sorted({name for name in names if Path(name).is_file()})
     if not found:
         if Path(pattern).exists():
-            raise PlaitError(f"{pattern} is a pipe, a socket or a device; name a file or folder in {source.given_as}")
+            raise PlaitError(
+                f"{pattern} is a pipe, a socket or a device", f"name a file or folder in {source.given_as}"
+            )
         raise NotHereError(
             f'no file matches "{pattern}" (looked in {Path.cwd()}); correct the path in {source.given_as}'
         )
@@ -197,26 +198,22 @@ def _matching_files(source: Source) -> tuple[Path, ...]:
 
 def _file_documents(files: tuple[Path, ...], source: Source) -> Iterator[Document]:
     for file in files:
-        kind = file.suffix.lower()
-        if kind == ".jsonl":
-            yield from json_lines(file, source.field)
-        elif kind == ".parquet":
-            yield from parquet_rows(file, source.field)
-        elif kind in TABLE_SUFFIXES:
-            yield from table_rows(file, source.field)
+        if file.suffix.lower() in RECORD_SUFFIXES:
+            yield from text_documents(_file_records((file,), source.field), source.field)
         else:
             yield from file_document(file, source.removal(file))
 
 
-def _file_records(files: tuple[Path, ...]) -> Iterator[Record]:
+def _file_records(files: tuple[Path, ...], field: str = "") -> Iterator[Record]:
+    """The records of all files; of a table with `field` only that column need be read."""
     for file in files:
         kind = file.suffix.lower()
         if kind == ".jsonl":
             yield from json_records(file)
         elif kind == ".parquet":
-            yield from parquet_records(file)
+            yield from parquet_records(file, field)
         elif kind in TABLE_SUFFIXES:
-            yield from table_records(file)
+            yield from table_records(file, field)
 
 
 def _open_hugging_face(source: Source) -> OpenSource:
@@ -224,10 +221,7 @@ def _open_hugging_face(source: Source) -> OpenSource:
     rows = _load_hugging_face(name, config, split, source.given_as)
 
     def documents() -> Iterator[Document]:
-        if source.field not in rows.column_names:
-            raise PlaitError(
-                f'{source.path} has no column "{source.field}"; {column_hint(source.field, rows.column_names)}'
-            )
+        check_column(source.path, source.field, rows.column_names)
         texts = rows.select_columns([source.field])  # other columns may hold images that are dear to decode
         for start in range(0, len(texts), 1024):
             for row, text in enumerate(texts[start : start + 1024][source.field], start=start):
@@ -250,7 +244,7 @@ def _hugging_face_parts(path: str) -> tuple[str, str | None, str]:
     """ "hf:a" -> ("a", None, "train"); "hf:a:test" -> ("a", None, "test"); "hf:a:en:test" -> ("a", "en", "test")."""
     name, *rest = path.removeprefix(_HUGGING_FACE).split(":")
     if not name or len(rest) > 2 or not all(re.fullmatch(r"[^/\s]+", part) for part in rest):
-        raise PlaitError(f'"{path}" is not a data set; write "hf:NAME", "hf:NAME:SPLIT" or "hf:NAME:CONFIG:SPLIT"')
+        raise PlaitError(f'"{path}" is not a data set', 'write "hf:NAME", "hf:NAME:SPLIT" or "hf:NAME:CONFIG:SPLIT"')
     config = rest[0] if len(rest) == 2 else None
     return name, config, rest[-1] if rest else "train"
 
@@ -262,7 +256,7 @@ def _load_hugging_face(name: str, config: str | None, split: str, given_as: str)
         raise NotHereError(f"reading Hugging Face data sets needs datasets; {installing('datasets')}") from None
     if script := _script(Path(name)):
         raise PlaitError(
-            f'the data set "{name}" is a program ({script}), which plait does not run; save its rows as JSONL'
+            f'the data set "{name}" is a program ({script}), which plait does not run', "save its rows as JSONL"
         )
     # Until version 4 the library asks whether to run a data set's program unless it is told not to.
     known = inspect.signature(datasets.load_dataset).parameters
@@ -277,10 +271,10 @@ def _load_hugging_face(name: str, config: str | None, split: str, given_as: str)
         ) from None
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
-            raise PlaitError(f'"{name}" has no split "{split}"; choose one of {", ".join(map(str, saved))}')
+            raise PlaitError(f'"{name}" has no split "{split}"', f"choose one of {', '.join(map(str, saved))}")
         return saved[split]
     if split != "train":
-        raise PlaitError(f'"{name}" is one data set without splits; write it without ":{split}"')
+        raise PlaitError(f'"{name}" is one data set without splits', f'write it without ":{split}"')
     return saved
 
 

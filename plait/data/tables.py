@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from plait.data.documents import Document, Record, column_hint, first_line, text_document
+from plait.data.documents import Record, check_column, first_line
 from plait.errors import PlaitError
 from plait.regular_file import open_regular_file
 from plait.units import counted
@@ -22,43 +22,34 @@ _DELIMITERS = ",;\t"
 _EXCEL_FIRST_LINE = re.compile(r'"?sep=([^\w\s"]|\t)"?', re.IGNORECASE)
 """What Excel may write above the header: the separator of the columns."""
 _LONGEST_CHARACTERS = 1 << 26
-"""Of a line, and of one text in quotes: each is held in memory as a whole."""
+"""Limit of a line and of a quoted text: each is held in memory as a whole."""
 _TABS_LOOKED_AT_BYTES = 1 << 26
-"""Of a table, to find out whether its quotes are signs like others."""
+"""How much of a table is read to find out whether its quotes are ordinary characters."""
 _BLANK = " \t\r\n\x1a"
-"""Of a line without content; old DOS programs end files with the last of these."""
+"""Characters of a blank line; old DOS programs end files with the last of these."""
 _QUOTED = re.compile(rb'"(?:[^"]|"")*"')
 
 
-def table_rows(path: Path, field: str) -> Iterator[Document]:
-    """The text in one column of each row; raises PlaitError for a table without that column, and naming the line where
-    a row does not fit the header."""
+def table_records(path: Path, field: str = "") -> Iterator[Record]:
+    """Every row of a table; one that does not fit the header is a record with a fault. Raises PlaitError where a column
+    is named that is not there."""
     with _opened(path) as (columns, rows):
-        if field not in columns:
-            raise PlaitError(f'{path} has no column "{field}"; {column_hint(field, columns)}')
-        for record in rows:
-            if record.fault:
-                raise record.fault
-            yield from text_document(record.place, record.values[field])
-
-
-def table_records(path: Path) -> Iterator[Record]:
-    """Every row of a table; one that does not fit the header is a record with a fault."""
-    with _opened(path) as (_, rows):
+        if field:
+            check_column(str(path), field, columns)
         yield from rows
 
 
 def table_fault(path: Path) -> str:
-    """Why a table cannot be learnt from as it stands, as the end of a sentence about it; empty where it can. Reads all
+    """Why a table cannot be learned from as it stands, as the end of a sentence about it; empty where it can. Reads all
     of it."""
     count = 0
     try:
         for record in table_records(path):
             count += 1
             if record.fault:
-                return str(record.fault).removeprefix(f"{path} ").partition("; ")[0]
+                return record.fault.cause.removeprefix(f"{path} ")
     except PlaitError as error:
-        return str(error).removeprefix(f"{path} ").partition("; ")[0]
+        return error.cause.removeprefix(f"{path} ")
     return "" if count else "has no row below its header"
 
 
@@ -82,7 +73,7 @@ def _opened(path: Path) -> Iterator[tuple[list[str], Iterator[Record]]]:
         _, header = next(rows, (1, []))
         columns = [name.strip() for name in header]
         if twice := next((name for name in columns if name and columns.count(name) > 1), ""):
-            raise PlaitError(f'{path} has two columns with the name "{twice}"; give one of them another name')
+            raise PlaitError(f'{path} has two columns with the name "{twice}"', "give one of them another name")
         yield columns, _records(path, columns, rows, delimiter)
 
 
@@ -92,7 +83,8 @@ def _bounded_lines(path: Path, lines: io.TextIOWrapper) -> Iterator[str]:
         number += 1
         if len(line) > _LONGEST_CHARACTERS:
             raise PlaitError(
-                f"{path} has more than {_LONGEST_CHARACTERS:,} characters in line {number}; divide that text into rows"
+                f"{path} has more than {_LONGEST_CHARACTERS:,} characters in line {number}",
+                "divide that text into rows",
             )
         yield line
 
@@ -118,7 +110,7 @@ def _refusing_other_encodings(path: Path, line: int) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError:
-        raise PlaitError(f"{path} is not UTF-8 text after line {line}; convert it to UTF-8 text") from None
+        raise PlaitError(f"{path} is not UTF-8 text after line {line}", "convert it to UTF-8 text") from None
 
 
 def _delimiter(header: str) -> str:
@@ -136,12 +128,12 @@ def _rows(path: Path, reader: Iterator[list[str]], before: int) -> Iterator[tupl
         except csv.Error as error:
             if "field limit" in str(error):
                 raise PlaitError(
-                    f"{path} has a text of more than {_LONGEST_CHARACTERS:,} characters from line {line} on; close the "
-                    "quote that it begins with, or divide it into rows"
+                    f"{path} has a text of more than {_LONGEST_CHARACTERS:,} characters from line {line} on",
+                    "close the quote that it begins with, or divide it into rows",
                 ) from None
             raise PlaitError(
-                f"{path} is no table from line {line} on ({first_line(error)}); put texts with quotes or line ends in "
-                "quotes, and write each quote in them twice"
+                f"{path} is no table from line {line} on ({first_line(error)})",
+                "put texts with quotes or line ends in quotes, and write each quote in them twice",
             ) from None
         if row is None:
             return
@@ -158,4 +150,4 @@ def _records(path: Path, columns: list[str], rows: Iterator[tuple[int, list[str]
             counts = f"{counted(len(row), 'column')} in line {line} and {len(columns)} in its header"
             if len(columns) == 1:
                 counts += f' (a text that holds "{delimiter}" must stand in quotes)'
-            yield Record(f"{path}:{line}", {}, PlaitError(f"{path} has {counts}; correct that line"))
+            yield Record(f"{path}:{line}", {}, PlaitError(f"{path} has {counts}", "correct that line"))

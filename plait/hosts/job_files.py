@@ -753,9 +753,8 @@ def _check_same_run(folder: RunFolder, recipe: str) -> None:
     try:
         check_changes(read_saved_recipe(folder.recipe), parse_recipe(recipe, "the recipe that host 0 sent"))
     except PlaitError as error:
-        why = str(error).partition(";")[0]
         raise PlaitError(
-            f"{folder.path} on this host is of another recipe ({why}); move it away, then join again"
+            f"{folder.path} on this host is of another recipe ({error.cause}); move it away, then join again"
         ) from None
 
 

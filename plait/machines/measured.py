@@ -66,7 +66,7 @@ class WorkTiming:
     def __post_init__(self) -> None:
         if len(self.sizes) != len(WORK_SIZES[self.work]):
             raise PlaitError(
-                f"{self.work} has sizes {list(WORK_SIZES[self.work])}, not {list(self.sizes)}; probe again"
+                f"{self.work} has sizes {list(WORK_SIZES[self.work])}, not {list(self.sizes)}", "probe again"
             )
         _must_be_seconds(f"seconds of {self.work}", self.seconds)
         _must_be(f"spread of {self.work}", self.spread)
@@ -97,7 +97,7 @@ class MeasuredDevice:
 
     def __post_init__(self) -> None:
         if not self.timed:
-            raise PlaitError(f"nothing was measured on {self.host}; probe again")
+            raise PlaitError(f"nothing was measured on {self.host}", "probe again")
         _must_be("granted", self.granted, above=0)
         for work, factor in self.beside.items():
             _must_be(f"the factor of {work} side by side", factor, above=0)
@@ -181,7 +181,7 @@ class Measurements:
 
     def __post_init__(self) -> None:
         if not self.devices:
-            raise PlaitError("a measurement needs at least one device; probe again")
+            raise PlaitError("a measurement needs at least one device", "probe again")
 
     @property
     def upper_quartile_spread(self) -> float:
@@ -215,36 +215,38 @@ def measurements_from_json(text: str | bytes, where: str) -> Measurements:
     try:
         values = parse_json(text, constants="kept")  # the sentence below names the key
     except ValueError as error:
-        raise PlaitError(f"{where} is not a measurement: {error}; probe again with plait probe --again") from error
+        raise PlaitError(f"{where} is not a measurement: {error}", "probe again with plait probe --again") from error
     return measurements_from_values(values, where)
 
 
 def measurements_from_values(values: Any, where: str) -> Measurements:
     """Measurements from plain values; raises PlaitError for anything unexpected, unknown keys included."""
     if not isinstance(values, dict) or values.get("format") != MEASUREMENTS_FORMAT:
-        raise PlaitError(f"{where} is not a measurement of this version of plait; probe again with plait probe --again")
+        raise PlaitError(
+            f"{where} is not a measurement of this version of plait", "probe again with plait probe --again"
+        )
     try:
         return typed_value(Measurements, {key: value for key, value in values.items() if key != "format"})
     except ValueError as error:
-        raise PlaitError(f"{where}: {error}; probe again with plait probe --again") from None
+        raise PlaitError(f"{where}: {error}", "probe again with plait probe --again") from None
 
 
 def check_growing(what: str, points: Sequence[MessageTiming]) -> None:
     """Raise PlaitError unless messages of growing sizes were timed."""
     sizes = [point.bytes for point in points]
     if not sizes or sizes != sorted(set(sizes)):
-        raise PlaitError(f"{what} needs message sizes that grow; probe again")
+        raise PlaitError(f"{what} needs message sizes that grow", "probe again")
 
 
 def _must_be_seconds(what: str, seconds: float) -> None:
     if not SHORTEST_S <= seconds < LONGEST_S:
-        raise PlaitError(f"{what} = {seconds:g} was never measured; probe again with plait probe --again")
+        raise PlaitError(f"{what} = {seconds:g} was never measured", "probe again with plait probe --again")
 
 
 def _must_be(what: str, value: float, *, above: float | None = None) -> None:
     """Raise PlaitError unless a measured amount is finite and not negative or, with `above`, greater than that."""
     if not (math.isfinite(value) and (value >= 0 if above is None else value > above)):
-        raise PlaitError(f"{what} = {value:g} was never measured; probe again with plait probe --again")
+        raise PlaitError(f"{what} = {value:g} was never measured", "probe again with plait probe --again")
 
 
 # What a worker's processor was measured to reach with a model's matrix products, by library and precision.

@@ -61,7 +61,7 @@ class RankReport:
     timed: tuple[WorkTiming, ...]
     alone: tuple[WorkTiming, ...]
     links: tuple[MeasuredLink, ...]
-    """Of the groups in which this rank is the first of its host; the first host reports those between hosts."""
+    """Links of the groups in which this rank is the first of its host; the first host reports those between hosts."""
     overlaps: tuple[MeasuredOverlap, ...]
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ def require_all_work(result: ProbeResult) -> None:
 
 
 def _refused(where: str, error: Exception) -> RunFailed:
-    why = printable(one_line(str(error).partition(";")[0]))
+    why = printable(one_line(error.cause if isinstance(error, PlaitError) else str(error)))
     return RunFailed(
         f"{where} reported what no probe measures ({why}); install the same commit of plait on all hosts, then probe "
         "again"

@@ -1,4 +1,4 @@
-"""Records that nothing can be learnt from are skipped, counted and named, up to a limit."""
+"""Records that nothing can be learned from are skipped, counted and named, up to a limit."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_more_than_the_limit_is_refused_with_the_counts(
     with pytest.raises(PlaitError) as raised:
         prepared(tmp_path, asked)
     sentence = str(raised.value)
-    assert f" cannot be learnt from, and data.bad_records = {limit:g} allows none; the first is " in sentence
+    assert f" cannot be learned from, and data.bad_records = {limit:g} allows none; the first is " in sentence
     assert f"rows.jsonl:{len(good) + 1}" in sentence and "\n" not in sentence
     assert sentence.startswith("1 of " if limit == 0 else f"{4 if kind == 'chats' else len(bad)} of {len(good + bad)} ")
 

@@ -1,5 +1,5 @@
 """Built-in chat templates against transformers: what they let a model read before its last answer is what the template
-of the family gives it, and what is learnt is transformers' mask.
+of the family gives it, and what is learned is transformers' mask.
 
 The templates of families below are in our own words; each writes the same text as the published one.
 """
@@ -235,20 +235,20 @@ def test_the_familys_own_templates_teach_what_they_can(folder: Path) -> None:
     """Of unmarked ones too: the whole chat, or the last answer where earlier ones change, which is remarked."""
     tokenizer = load_tokenizer(folder)
 
-    def learnt(family: str, chat: str) -> tuple[str, tuple[str, ...]]:
+    def learned(family: str, chat: str) -> tuple[str, tuple[str, ...]]:
         special = {"bos_token": "<s>", "eos_token": "</s>"}
         template = ChatTemplate(TemplateText(text=FAMILIES[family], where="its own", special=special))
         (found,) = ExampleEncoder(tokenizer, template).encode([example_of(chat)])
         return tokenizer.decode(found.ids[found.mask == 0].tolist()), found.remarks
 
-    assert learnt("llama3", "two turns") == ("Hello.<|eot_id|>I am.<|eot_id|>", ())
-    assert learnt("mistral", "two turns") == (" Hello.</s> I am.</s>", ())
-    assert learnt("deepseek-r1", "two turns") == ("I am.<｜end▁of▁sentence｜>", ("last answers", "other prompt"))
-    assert learnt("qwen3", "two turns") == ("<think>\n\n</think>\n\nI am.<|im_end|>", ("last answers",))
-    text, remarks = learnt("qwen3", "reasoning")
+    assert learned("llama3", "two turns") == ("Hello.<|eot_id|>I am.<|eot_id|>", ())
+    assert learned("mistral", "two turns") == (" Hello.</s> I am.</s>", ())
+    assert learned("deepseek-r1", "two turns") == ("I am.<｜end▁of▁sentence｜>", ("last answers", "other prompt"))
+    assert learned("qwen3", "two turns") == ("<think>\n\n</think>\n\nI am.<|im_end|>", ("last answers",))
+    text, remarks = learned("qwen3", "reasoning")
     assert text == "<think>\nSo.\n</think>\n\nI am.<|im_end|>" and remarks == ("last answers", "lost reasoning")
     with pytest.raises(PlaitError, match=r"here:1: the chat template changes earlier text .* in data\.chat_template"):
-        learnt("mistral", "system")
+        learned("mistral", "system")
 
 
 def test_a_template_that_writes_no_tools_refuses_chats_with_them(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Chats and prompts as tokens: what is learnt of them, and what is refused in one sentence."""
+"""Chats and prompts as tokens: what is learned of them, and what is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def prepare(tmp_path: Path, chat_tokenizer: Path) -> Prepare:
 
 
 def learned_texts(corpus: Corpus) -> list[str]:
-    """Each example's text, what is learnt of it in brackets."""
+    """Each example's text, what is learned of it in brackets."""
     tokenizer, found = corpus_tokenizer(corpus), []
     for shard in corpus.train:
         bounds = [*shard.starts.tolist(), len(shard.tokens) - 1]
@@ -250,7 +250,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "user twice": ([chat("a")[0], chat("a")[0]], r"message 2: the role user follows user; a conversation is"),
     "system late": ([*chat("a", "b"), {"role": "system", "content": "c"}], r"the role system follows assistant"),
     "empty answer": (chat("a", ""), r"message 2: the assistant says nothing; correct or remove"),
-    "no answer": (chat("a"), r"has no answer of the assistant, so nothing is learnt"),
+    "no answer": (chat("a"), r"has no answer of the assistant, so nothing is learned"),
     "unknown role": ([{"role": "robot", "content": "a"}], r'message 1 has the role "robot"; known are system, user'),
     "no role": ([{"content": "a"}], r"message 1 has no role; known are"),
     "no text": ([{"role": "user", "content": None}], r"message 1: its content is nothing, not a text"),
@@ -281,7 +281,7 @@ def test_missing_columns_and_broken_lines_are_named(prepare: Prepare, tmp_path: 
         prepare({"prompt": "x", "answer": "y"}, format="prompt-completion")
     with pytest.raises(PlaitError, match=r'"prompt" is of the type list, not a text'):
         prepare({"prompt": chat("x"), "completion": chat("y")}, format="prompt-completion")
-    with pytest.raises(PlaitError, match=r"the completion is empty, so nothing is learnt"):
+    with pytest.raises(PlaitError, match=r"the completion is empty, so nothing is learned"):
         prepare({"prompt": "x", "completion": ""}, format="prompt-completion")
     with pytest.raises(PlaitError, match=r"chats\.jsonl:2 is not JSON .*; write one JSON object on each line"):
         prepare({"messages": chat("x", "y")}, '{"messages": [')
@@ -333,8 +333,8 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
         r'message 2 has "function_call", which templates do not read; write',
     ),
     "half a weight": (answered(weight=0.5), r'message 2 has "weight": 0\.5, .* write 1 to learn it, 0 only to read it'),
-    "a word": (answered(train="some"), r"message 2 has \"train\": 'some', and an answer is learnt as a whole or not"),
-    "none learnt": (answered(weight=0), r"says that no answer is learnt \(by weight or train\); leave such records"),
+    "a word": (answered(train="some"), r"message 2 has \"train\": 'some', and an answer is learned as a whole or not"),
+    "none learned": (answered(weight=0), r"says that no answer is learned \(by weight or train\); leave such records"),
     "tools": ({**answered(), "tools": [{"name": "f"}]}, r'leaves out "tools" \(f\); name one'),
     "functions": ({**answered(), "functions": '[{"name": 1}]'}, r'has "functions", which templates do not read'),
     "system": ({**answered(), "system": ["a"]}, r'"system" is of the type list, not a text; write a string'),

@@ -62,7 +62,7 @@ def examples_of(corpus: Corpus) -> Pairs:
 
 
 def segments_of(micros: list[Micro]) -> Pairs:
-    """Inputs and targets of each segment in micro-batches that something is learnt from."""
+    """Inputs and targets of each segment in micro-batches that something is learned from."""
     found: Pairs = Counter()
     for micro in micros:
         assert micro.lengths is not None and micro.positions is not None

@@ -1,4 +1,4 @@
-"""Files that cannot be learnt from are left out beside others, said and recorded; alone they are refused."""
+"""Files that cannot be learned from are left out beside others, said and recorded; alone they are refused."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_was_found_out_by_reading_is_remembered(folder: Path) -> None:
         (["table.csv"], r'table\.csv has no column "text"; name one of a, b$'),
         (
             ["old.txt", "report.pdf"],
-            r"none of the 2 files can be learnt from: \(1\) texts/report.pdf, which is a PDF; .*; \(2\) texts/old",
+            r"none of the 2 files can be learned from: \(1\) texts/report.pdf, which is a PDF; .*; \(2\) texts/old",
         ),
         (["novel.txt", "gone.txt"], r'no file matches ".*gone\.txt"'),
     ],

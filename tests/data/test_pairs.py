@@ -127,8 +127,8 @@ def test_chats_learn_from_their_last_answers_alone(prepare: Prepare) -> None:
     for number, wanted in enumerate(("Yes.", "No.")):
         bounds = [*shard.starts.tolist(), len(shard.tokens) - 1]
         part = slice(bounds[number], bounds[number + 1])
-        learnt = shard.tokens[part][np.asarray(shard.mask[part]) == 0].tolist()
-        text = corpus_tokenizer(corpus).decode(learnt)
+        learned = shard.tokens[part][np.asarray(shard.mask[part]) == 0].tolist()
+        text = corpus_tokenizer(corpus).decode(learned)
         assert text.startswith(wanted) and "I." not in text
 
 
@@ -269,7 +269,7 @@ def test_a_pair_of_chats_keeps_its_system_column_and_loses_nothing() -> None:
         ({"functions": [{"name": "f"}]}, r'here:1 has "functions", which templates do not read'),
         (
             {"rejected": [ASKED, {**answer("Me."), "weight": 0}]},
-            r"here:1: the rejected answer is said not to be learnt",
+            r"here:1: the rejected answer is said not to be learned",
         ),
         (
             {"chosen": [ASKED, {**answer("I."), "function_call": {"name": "f"}}]},

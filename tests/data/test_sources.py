@@ -99,7 +99,7 @@ BAD_FILES = [
     ("a.txt", b"x" * 262_143 + "é".encode() + b"\xff", r"not UTF-8 text at byte 262145; convert"),
     ("a.txt", b"cut short \xe4\xb8", r"not UTF-8 text at byte 10; convert"),
     ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r'a.jsonl:2 has no field "text"; name the field'),
-    ("a.jsonl", b'{"text": "a"}\n["b"]\n', r'a.jsonl:2 has no field "text"; name the field'),
+    ("a.jsonl", b'{"text": "a"}\n["b"]\n', r"a.jsonl:2 is no JSON object; write one JSON object on each line"),
     ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"a.jsonl:3 is not JSON \(.*\); write one JSON object on each line"),
     ("a.jsonl", b'{"text": "a"}\n{"text": 7}\n', r"a.jsonl:2: the text is int, not a string; choose a field"),
     ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', r"a.jsonl:2: the text is NoneType, not a string; choose a field"),
@@ -161,7 +161,7 @@ def test_a_mend_names_what_the_user_typed(tmp_path: Path) -> None:
         (Source(str(binary.parent / "only")), f"or move it out of the folder {tmp_path}/only"),
         (
             Source(str(tmp_path)),
-            r"none of the 3 files can be learnt from: .*; \(2\) .*b.txt, which is empty; \(3\) .*c.txt, .*",
+            r"none of the 3 files can be learned from: .*; \(2\) .*b.txt, which is empty; \(3\) .*c.txt, .*",
         ),
         (Source(str(empty), given_as="--text"), "b.txt is empty; fill it or take it out of --text"),
         (Source(" ", given_as="--text"), "--text has an empty name; name a file, a folder or a data set"),

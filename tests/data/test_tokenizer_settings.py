@@ -1,5 +1,5 @@
 """A tokenizer's settings that are there and damaged are refused: without them another chat template and another end of
-text would be learnt. What is refused here is what transformers cannot read either."""
+text would be learned. What is refused here is what transformers cannot read either."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Each gives the model the same text to read before its last answer as the template that its family is published with
 (tests/data/test_built_in_templates.py compares them by transformers). Where such a template changes earlier turns, only
-the last answer is marked, as the earlier ones would be learnt after other text than the model gave them after.
+the last answer is marked, as the earlier ones would be learned after other text than the model gave them after.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class TemplateText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedText:
-    """A conversation's text, and the ranges of its characters that are learnt, in order and apart from each other."""
+    """A conversation's text, and the ranges of its characters that are learned, in order and apart from each other."""
 
     text: str
     learned: tuple[tuple[int, int], ...]
@@ -92,7 +92,7 @@ class ChatTemplate:
         return answer["text"], _spans(answer)
 
     def learned(self, chats: Sequence[ChatExample], ends: Sequence[str]) -> list[MarkedText | PlaitError]:
-        """What is learnt of each conversation, or why nothing can be; `ends` are the texts of the tokenizer's special
+        """What is learned of each conversation, or why nothing can be; `ends` are the texts of the tokenizer's special
         tokens."""
         found = list[MarkedText | PlaitError]()
         answers = self._process.answers([{"kind": "ends", "ends": ends}, *map(_learn_task, chats)])
@@ -117,11 +117,11 @@ class ChatTemplate:
 
 
 def _learn_task(example: ChatExample) -> dict[str, object]:
-    learnt = range(example.learned_from, len(example.messages))
+    learned = range(example.learned_from, len(example.messages))
     return {
         "kind": "learn",
         "messages": [message.values for message in example.messages],
-        "answers": [number for number in learnt if example.messages[number].is_learnt],
+        "answers": [number for number in learned if example.messages[number].is_learnt],
         "tools": example.tools,
         "learned_from": example.learned_from,
     }

@@ -1,4 +1,4 @@
-"""Examples as token ids, each with a mark at the tokens that are not learnt."""
+"""Examples as token ids, each with a mark at the tokens that are not learned."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class DefinesTokens(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedExample:
-    """An example's tokens up to the last that is learnt: what follows it can teach nothing. `mask` is 1 at tokens that
+    """An example's tokens up to the last that is learned: what follows it can teach nothing. `mask` is 1 at tokens that
     are never a target, the first one always."""
 
     ids: np.ndarray[Any, Any]
     mask: np.ndarray[Any, Any]
     learned_bytes: int
-    """Bytes of the text that is learnt."""
+    """Bytes of the text that is learned."""
     is_chat: bool = False
     remarks: tuple[str, ...] = ()
     """What a person should know of how a chat was made: as in MarkedText."""
     straddles: bool = False
-    """Whether a token holds the end of the prompt and the beginning of what is learnt."""
+    """Whether a token holds the end of the prompt and the beginning of what is learned."""
 
 
 class ExampleEncoder:
@@ -64,7 +64,7 @@ class ExampleEncoder:
         self._special = [token.content for token in added if token.special]
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
-        """The examples' tokens; raises PlaitError naming the first one that cannot be learnt."""
+        """The examples' tokens; raises PlaitError naming the first one that cannot be learned."""
         found = self.encode_each(examples)
         for one in found:
             if isinstance(one, PlaitError):
@@ -72,7 +72,7 @@ class ExampleEncoder:
         return [one for one in found if not isinstance(one, PlaitError)]
 
     def encode_each(self, examples: Sequence[Example]) -> list[EncodedExample | PlaitError]:
-        """The tokens of each example, or why it cannot be learnt."""
+        """The tokens of each example, or why it cannot be learned."""
         chats = [example for example in examples if isinstance(example, ChatExample)]
         encoded = iter(self._encode_chats(chats))
         others = iter(self._tokenizer.encode_pieces([text for one in examples for text in self._plain_texts(one)]))
@@ -103,7 +103,7 @@ class ExampleEncoder:
             if list(chain.from_iterable(pieces)) != whole:
                 pieces = self._cut_at_prefixes(own, whole) or pieces
             nbytes = sum(len(one.text[start:stop].encode("utf-8")) for start, stop in one.learned)
-            encoded = _example(pieces, [kind == "learnt" for _, kind in own], nbytes)
+            encoded = _example(pieces, [kind == "learned" for _, kind in own], nbytes)
             if encoded.mask.all():
                 yield PlaitError(f"{example.place} leaves no token to learn; correct or remove that conversation")
             else:
@@ -134,7 +134,7 @@ class ExampleEncoder:
         return None
 
     def _with_ends(self, texts: Encoded, example: Example) -> EncodedExample:
-        """Tokens between the beginning and the end of a text; of a prompt with its completion only that is learnt.
+        """Tokens between the beginning and the end of a text; of a prompt with its completion only that is learned.
 
         Where the tokenizer adds a prefix, the last of `texts` is the whole text, divided after as many tokens as the
         prompt alone has, as TRL does it. If these are others than the whole begins with, a token straddles the
@@ -159,10 +159,10 @@ class ExampleEncoder:
 
 
 def _parts(marked: MarkedText) -> list[tuple[str, str]]:
-    """A text divided at the edges of what is learnt; none of the parts is empty."""
+    """A text divided at the edges of what is learned; none of the parts is empty."""
     parts, done = list[tuple[str, str]](), 0
     for start, stop in marked.learned:
-        parts += [(marked.text[done:start], "read"), (marked.text[start:stop], "learnt")]
+        parts += [(marked.text[done:start], "read"), (marked.text[start:stop], "learned")]
         done = stop
     parts.append((marked.text[done:], "read"))
     return [part for part in parts if part[0]]

@@ -44,8 +44,8 @@ class ChatMessage:
 
     role: MessageRole
     content: str
-    use: Use = "learnt"
-    """Of the assistant's: what is only read says nothing of how the model is to answer."""
+    use: Use = "learned"
+    """Whether an assistant's message is learned, or only read, which does not teach the model to answer so."""
     further: Mapping[str, object] = field(default_factory=dict[str, object])
     """What else a template may read: tool calls, reasoning, a tool's name."""
 
@@ -64,8 +64,8 @@ class ChatMessage:
 
     @property
     def is_learnt(self) -> bool:
-        """Whether it is an answer that is learnt."""
-        return self.role == "assistant" and self.use == "learnt"
+        """Whether it is an answer that is learned."""
+        return self.role == "assistant" and self.use == "learned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class ChatExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptExample:
-    """A prompt, and the text that is learnt after it."""
+    """A prompt, and the text that is learned after it."""
 
     place: str
     prompt: str
@@ -111,7 +111,7 @@ class PromptExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextExample:
-    """A document that is learnt from its first token to its last."""
+    """A document that is learned from its first token to its last."""
 
     place: str
     text: str
@@ -132,18 +132,18 @@ Example = ChatExample | PromptExample | TextExample
 
 def chat_example(record: Record, column: str) -> ChatExample:
     """The conversation in one column, a "system" column before it; raises PlaitError naming the record where it is
-    none, or nothing in it can be learnt."""
+    none, or nothing in it can be learned."""
     place = record.place
     turns = column_value(record, column, "a chat", 'the list of messages ("messages")')
     if column in QUESTION_COLUMNS and isinstance(turns, str):
         turns = _turns_of_columns(record, column)
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise PlaitError(f'{place}: "{column}" is no list of messages; write [{{"role": …, "content": …}}, …]')
+        raise PlaitError(f'{place}: "{column}" is no list of messages', 'write [{"role": …, "content": …}, …]')
     refuse_columns(record)
     messages = tuple(chat_message(f"{place}, message {number}", turn) for number, turn in enumerate(turns, start=1))
     check_turns(place, messages)
     if all(message.use == "read" for message in messages if message.role == "assistant"):
-        raise PlaitError(f"{place} says that no answer is learnt (by weight or train); leave such records out")
+        raise PlaitError(f"{place} says that no answer is learned (by weight or train)", "leave such records out")
     return ChatExample(place=place, messages=(*system_column(record, messages), *messages), tools=tools_of(record))
 
 
@@ -177,13 +177,13 @@ def system_column(record: Record, messages: Sequence[ChatMessage]) -> tuple[Chat
     if text is None or text == "":
         return ()
     if not isinstance(text, str):
-        raise PlaitError(f'{record.place}: "system" is {kind_of_value(text)}, not a text; write a string')
+        raise PlaitError(f'{record.place}: "system" is {kind_of_value(text)}, not a text', "write a string")
     first = messages[0]
     if first.role != "system":
         return (ChatMessage(role="system", content=encodable_text(record.place, text)),)
     if first.content != text:
         raise PlaitError(
-            f'{record.place} has a column "system" and another system message; write both as one, in the message'
+            f'{record.place} has a column "system" and another system message', "write both as one, in the message"
         )
     return ()
 
@@ -195,13 +195,13 @@ def prompt_example(record: Record) -> PromptExample:
         text = column_value(record, column, "a prompt with its completion", '"prompt" and "completion"')
         if not isinstance(text, str):
             raise PlaitError(
-                f'{record.place}: "{column}" is {kind_of_value(text)}, not a text; write a string (lists of messages '
-                'are read as a chat: one list under "messages")'
+                f'{record.place}: "{column}" is {kind_of_value(text)}, not a text',
+                'write a string (lists of messages are read as a chat: one list under "messages")',
             )
         texts.append(encodable_text(record.place, text))
     if not texts[1]:
         raise PlaitError(
-            f"{record.place}: the completion is empty, so nothing is learnt; correct or remove that record"
+            f"{record.place}: the completion is empty, so nothing is learned", "correct or remove that record"
         )
     return PromptExample(place=record.place, prompt=texts[0], completion=texts[1])
 
@@ -210,7 +210,7 @@ def column_value(record: Record, column: str, what: str, wanted: str) -> object:
     """What stands in a column; raises PlaitError, naming the columns that there are, where it is not there."""
     if column in record.values:
         return record.values[column]
-    raise PlaitError(f'{record.place} has no column "{column}": {what} needs {wanted}; there are {_names(record)}')
+    raise PlaitError(f'{record.place} has no column "{column}": {what} needs {wanted}', f"there are {_names(record)}")
 
 
 def _names(record: Record) -> str:
@@ -222,17 +222,17 @@ def _names(record: Record) -> str:
 def chat_message(place: str, turn: object) -> ChatMessage:
     """A message as {"role", "content"}, or in the older form {"from", "value"}; raises PlaitError for what is none."""
     if not isinstance(turn, Mapping):
-        raise PlaitError(f'{place} is {kind_of_value(turn)}; write {{"role": "user", "content": "…"}}')
+        raise PlaitError(f"{place} is {kind_of_value(turn)}", 'write {"role": "user", "content": "…"}')
     role, content = (turn.get(key, turn.get(older)) for key, older in (("role", "from"), ("content", "value")))
     known = _OLDER_ROLES.get(role) if isinstance(role, str) else None
     if known is None:
         named = f'has the role "{role}"' if isinstance(role, str) else "has no role"
-        raise PlaitError(f"{place} {named}; known are {', '.join(_ROLES)}")
+        raise PlaitError(f"{place} {named}", f"known are {', '.join(_ROLES)}")
     further = further_keys(place, turn)
     content = "" if content is None and "tool_calls" in further else content
     if not isinstance(content, str):
-        raise PlaitError(f"{place}: its content is {kind_of_value(content)}, not a text; write a string")
-    use = use_of_answer(place, turn) if known == "assistant" else "learnt"
+        raise PlaitError(f"{place}: its content is {kind_of_value(content)}, not a text", "write a string")
+    use = use_of_answer(place, turn) if known == "assistant" else "learned"
     return ChatMessage(role=known, content=encodable_text(place, content), use=use, further=further)
 
 
@@ -244,13 +244,13 @@ def check_turns(place: str, messages: Sequence[ChatMessage]) -> None:
         if message.role not in _MAY_FOLLOW[before]:
             after = f"follows {before}" if before else "comes first"
             raise PlaitError(
-                f"{place}, message {number}: the role {message.role} {after}; "
-                "a conversation is an optional system, then user and assistant in turn"
+                f"{place}, message {number}: the role {message.role} {after}",
+                "a conversation is an optional system, then user and assistant in turn",
             )
         if message.role == "assistant" and not message.content and "tool_calls" not in message.further:
-            raise PlaitError(f"{place}, message {number}: the assistant says nothing; correct or remove that chat")
+            raise PlaitError(f"{place}, message {number}: the assistant says nothing", "correct or remove that chat")
     if _first_answer(messages) == len(messages):
-        raise PlaitError(f"{place} has no answer of the assistant, so nothing is learnt; correct or remove it")
+        raise PlaitError(f"{place} has no answer of the assistant, so nothing is learned", "correct or remove it")
 
 
 def _first_answer(messages: Sequence[ChatMessage]) -> int:
@@ -262,7 +262,7 @@ def encodable_text(place: str, text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise PlaitError(f"{place}: the text holds half of a surrogate pair; correct or remove that record") from None
+        raise PlaitError(f"{place}: the text holds half of a surrogate pair", "correct or remove that record") from None
     return text
 
 

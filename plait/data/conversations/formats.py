@@ -30,7 +30,7 @@ _CHAT_COLUMNS = ("messages", "conversations")
 _PROMPT_COLUMNS = ("prompt", "completion")
 _LARGEST_WHOLE_BYTES = 1 << 28
 _FIRST_RECORDS = 20
-"""Of a file: where none of them has the columns of its source's format, the file holds something else."""
+"""Records of a file to look at: if none has the columns of its source's format, the file holds something else."""
 _ROWS_LOOKED_AT = 200
 _FEWEST_SPACES = 4
 """In most rows of a column that is taken for text: names and places have fewer."""
@@ -73,15 +73,15 @@ def source_format(opened: OpenSource, requested: RequestedFormat) -> SourceForma
         if requested == "auto":
             return SourceFormat(kind="text")
         raise PlaitError(
-            f"{opened.source.path} is plain text, which has no columns; give JSONL, CSV or Parquet, or write "
-            'data.format = "auto"'
+            f"{opened.source.path} is plain text, which has no columns",
+            'give JSONL, CSV or Parquet, or write data.format = "auto"',
         )
     field = opened.source.field
     if requested == "auto" and isinstance(first.values.get(field), str):
         if field == _USUAL_FIELD and (chat := next((one for one in _CHAT_COLUMNS if _is_list(first, one)), None)):
             raise PlaitError(
-                f'{first.place} has "{field}" and "{chat}", and it is not said which is learnt; write data.format = '
-                '"chat" to learn the answers, or "text" to learn all of the text'
+                f'{first.place} has "{field}" and "{chat}", and it is not said which is learned',
+                'write data.format = "chat" to learn the answers, or "text" to learn all of the text',
             )
         return SourceFormat(kind="text")
     if requested == "prompt-completion":
@@ -200,8 +200,8 @@ def holds_pairs(forms: Sequence[SourceFormat]) -> bool:
     kinds = [form.kind == "preference" for form in forms]
     if any(kinds) and not all(kinds):
         raise PlaitError(
-            "some of data.files hold pairs (prompt, chosen, rejected) and some do not; a run learns from one or the "
-            "other, so take one of them out"
+            "some of data.files hold pairs (prompt, chosen, rejected) and some do not",
+            "a run learns from one or the other, so take one of them out",
         )
     return any(kinds)
 
@@ -260,13 +260,13 @@ def _whole_texts(documents: Iterator[Document]) -> Iterator[Example]:
     for document in documents:
         if document.text_bytes > _LARGEST_WHOLE_BYTES:
             raise PlaitError(
-                f"{document.name} is too long to be one example beside chats; divide it into lines of JSONL"
+                f"{document.name} is too long to be one example beside chats", "divide it into lines of JSONL"
             )
         try:
             text = b"".join(document.read()).decode("utf-8")
         except UnicodeDecodeError as error:
             raise PlaitError(
-                f"{document.name} is not UTF-8 text at byte {document.begin + error.start}; convert it to UTF-8"
+                f"{document.name} is not UTF-8 text at byte {document.begin + error.start}", "convert it to UTF-8"
             ) from None
         yield TextExample(place=document.name, text=text)
 

@@ -1,4 +1,4 @@
-"""Finds which part of a conversation's text is learnt, also where its template has no marks for it. Runs in the child
+"""Finds which part of a conversation's text is learned, also where its template has no marks for it. Runs in the child
 of render_process.py."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait.errors import PlaitError
 # if the model were to give it now, and again with it. What the second text adds to the first is the answer, with the
 # end of turn that the model must learn to write. This holds only where a template leaves earlier text as it was. Some
 # strip earlier reasoning, or move the system message: there, an earlier answer stands behind other text than the model
-# read when it gave it, and only the last answer is learnt.
+# read when it gave it, and only the last answer is learned.
 #
 # Note [headers are found by two answers]: a template may ignore add_generation_prompt. What it adds then begins with
 # the header of the assistant's turn ("<|im_start|>assistant\n"), which is not the model's to write. Rendered with two
@@ -39,7 +39,7 @@ _CHOOSE = 'name another template in data.chat_template, such as "chatml", or the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatToLearn:
-    """A conversation as the template gets it; `answers` are the numbers of the messages that are learnt."""
+    """A conversation as the template gets it; `answers` are the numbers of the messages that are learned."""
 
     messages: Messages
     answers: Sequence[int]
@@ -50,7 +50,7 @@ class ChatToLearn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedChat:
-    """A text, and the ranges of its characters that are learnt, in order and apart from each other."""
+    """A text, and the ranges of its characters that are learned, in order and apart from each other."""
 
     text: str
     learned: Spans
@@ -60,7 +60,7 @@ class LearnedChat:
 
 @dataclass(slots=True)
 class LearnedFinder:
-    """Finds what is learnt of many conversations with one template; `ends` are the texts of special tokens."""
+    """Finds what is learned of many conversations with one template; `ends` are the texts of special tokens."""
 
     template: JinjaTemplate
     ends: Sequence[str] = ()
@@ -74,14 +74,14 @@ class LearnedFinder:
     def find(self, chat: ChatToLearn) -> LearnedChat:
         """A conversation's text up to its last answer, and its answers.
 
-        Raises PlaitError where its text would not be what the model reads, or nothing is learnt.
+        Raises PlaitError where its text would not be what the model reads, or nothing is learned.
         """
         messages = self.checked(chat.messages[: chat.answers[-1] + 1], chat.tools)
         find = self._by_marks if self.template.marks_answers else self._by_prefixes
         text, spans, remarks = find(chat, messages)
         spans = [span for span in (self._until_end_of_turn(text, span) for span in spans) if span[1] > span[0]]
         if not spans:
-            raise PlaitError("the chat template marks no answer, so nothing is learnt; correct the template")
+            raise PlaitError("the chat template marks no answer, so nothing is learned; correct the template")
         _refuse_lost_tools(text, messages, chat.tools)
         lost = dict.fromkeys(f"lost {kind}" for kind in _lost_texts(text, messages))
         return LearnedChat(text=text, learned=tuple(spans), remarks=(*remarks, *lost))

@@ -1,4 +1,4 @@
-"""What a conversation holds beside roles and texts: what a template may read, and whether an answer is learnt."""
+"""What a conversation holds beside roles and texts: what a template may read, and whether an answer is learned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from plait.data.documents import Record
 from plait.errors import PlaitError
 
-Use = Literal["learnt", "read"]
+Use = Literal["learned", "read"]
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _OURS = ("role", "content", "from", "value")
@@ -38,7 +38,7 @@ def tools_of(record: Record) -> object:
         except (ValueError, RecursionError):
             tools = None
     if not isinstance(tools, list):
-        raise PlaitError(f'{record.place}: "tools" is no list; write a list of functions, as transformers takes them')
+        raise PlaitError(f'{record.place}: "tools" is no list', "write a list of functions, as transformers takes them")
     return tools
 
 
@@ -69,27 +69,27 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def _older_form(place: str, key: str) -> PlaitError:
-    return PlaitError(f'{place} has "{key}", which templates do not read; write it as "{_OLDER[key]}"')
+    return PlaitError(f'{place} has "{key}", which templates do not read', f'write it as "{_OLDER[key]}"')
 
 
 def use_of_answer(place: str, turn: Mapping[Any, Any]) -> Use:
-    """Whether an answer is learnt, or only read as those of the user are: "weight" is 0 then, or "train" is false.
+    """Whether an answer is learned, or only read as those of the user are: "weight" is 0 then, or "train" is false.
     Raises PlaitError for anything between."""
     uses = [_use(place, key, turn.get(key), (1, 0)) for key in _LEARNT]
     uses += [_use(place, key, turn.get(key), (0, 1)) for key in _HIDDEN]
-    return "read" if "read" in uses else "learnt"
+    return "read" if "read" in uses else "learned"
 
 
 def _use(place: str, key: str, value: object, numbers: tuple[int, int]) -> Use:
-    """What a value means, of which `numbers` are those for "learnt" and "read"; true is 1 and false is 0."""
+    """What a value means, of which `numbers` are those for "learned" and "read"; true is 1 and false is 0."""
     if not isinstance(value, bool | int | float):
         if not _says_something(value):
-            return "learnt"
+            return "learned"
     elif value in numbers:
-        return "learnt" if value == numbers[0] else "read"
+        return "learned" if value == numbers[0] else "read"
     raise PlaitError(
-        f'{place} has "{key}": {ascii(value)[:40]}, and an answer is learnt as a whole or not at all; write '
-        f"{numbers[0]} to learn it, {numbers[1]} only to read it, or leave such records out"
+        f'{place} has "{key}": {ascii(value)[:40]}, and an answer is learned as a whole or not at all',
+        f"write {numbers[0]} to learn it, {numbers[1]} only to read it, or leave such records out",
     )
 
 

@@ -64,8 +64,8 @@ def preference_example(record: Record) -> PairExample:
     for column, answer in zip(ANSWERS, (chosen, rejected), strict=True):
         if not _is_list(answer):
             raise PlaitError(
-                f'{record.place}: "{column}" is {kind_of_value(answer)}; write both answers as texts, or both as lists '
-                "of messages"
+                f'{record.place}: "{column}" is {kind_of_value(answer)}',
+                "write both answers as texts, or both as lists of messages",
             )
     return _pair_of_chats(record, chosen, rejected)
 
@@ -74,12 +74,12 @@ def _pair_of_texts(record: Record, chosen: str, rejected: str) -> PairExample:
     place, prompt = record.place, column_value(record, "prompt", "a pair", _WANTED)
     if not isinstance(prompt, str):
         raise PlaitError(
-            f'{place}: "prompt" is {kind_of_value(prompt)} and the answers are texts; write a text, or all three as '
-            "lists of messages"
+            f'{place}: "prompt" is {kind_of_value(prompt)} and the answers are texts',
+            "write a text, or all three as lists of messages",
         )
     for column, answer in zip(ANSWERS, (chosen, rejected), strict=True):
         if not answer:
-            raise PlaitError(f"{place}: the {column} answer is empty; {_MEND}")
+            raise PlaitError(f"{place}: the {column} answer is empty", _MEND)
     prompt, chosen, rejected = (encodable_text(place, text) for text in (prompt, chosen, rejected))
     if chosen == rejected:
         raise _equal_answers(place)
@@ -99,17 +99,18 @@ def _pair_of_chats(record: Record, chosen: object, rejected: object) -> PairExam
     if common is None:
         if len(first) == len(second):
             raise _equal_answers(record.place)
-        raise PlaitError(f"{record.place}: one answer is how the other begins; {_MEND}")
+        raise PlaitError(f"{record.place}: one answer is how the other begins", _MEND)
     for column, messages in zip(ANSWERS, (first, second), strict=True):
         check_turns(f"{record.place}, {column}", messages)
     if first[common].role != "assistant":
         raise PlaitError(
             f"{record.place}: the two conversations differ in message {common + 1}, which is the "
-            f"{first[common].role}'s; both need one prompt, so that only the assistant's answers differ"
+            f"{first[common].role}'s",
+            "both need one prompt, so that only the assistant's answers differ",
         )
     for column, messages in zip(ANSWERS, (first, second), strict=True):
         if any(message.use == "read" for message in messages[common:]):
-            raise PlaitError(f"{record.place}: the {column} answer is said not to be learnt (weight, train); {_MEND}")
+            raise PlaitError(f"{record.place}: the {column} answer is said not to be learned (weight, train)", _MEND)
     head, tools = system_column(record, first), tools_of(record)
     parts = (
         ChatExample(
@@ -127,7 +128,7 @@ def _conversation(record: Record, column: str, turns: object) -> tuple[ChatMessa
     """The whole conversation that ends with one answer: what the prompt holds, and then these messages."""
     assert isinstance(turns, Sequence)
     if not turns:
-        raise PlaitError(f"{record.place}: the {column} answer is empty; {_MEND}")
+        raise PlaitError(f"{record.place}: the {column} answer is empty", _MEND)
     answer = _messages(f"{record.place}, {column}", turns)
     prompt = record.values.get("prompt")
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
@@ -146,4 +147,4 @@ def _is_list(value: object) -> bool:
 
 
 def _equal_answers(place: str) -> PlaitError:
-    return PlaitError(f"{place}: the chosen and the rejected answer are equal, so there is no preference; {_MEND}")
+    return PlaitError(f"{place}: the chosen and the rejected answer are equal, so there is no preference", _MEND)

@@ -27,7 +27,7 @@ from plait.errors import PlaitError
 # read before it answers, so that neither waits for the other to read.
 
 SECONDS = 10.0
-"""Of processor time that one task may take, and one more for each of its MB."""
+"""Processor time that a task may take, and one second more for each of its MB."""
 _MEMORY_BYTES = 1 << 29
 _OUTPUT_CHARACTERS = 1 << 24
 _PER_BYTE = 32

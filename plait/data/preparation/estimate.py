@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from plait.data.conversations.examples import ChatExample
-from plait.data.conversations.formats import SourceFormat, format_faults, holds_pairs, read_examples, source_format
+from plait.data.conversations.formats import SourceFormat, holds_pairs, read_examples
 from plait.data.conversations.pairs import parts_of
 from plait.data.documents import import_parquet
 from plait.data.file_faults import FileFault
 from plait.data.folders import TEXT_SUFFIXES
 from plait.data.index import SampleLayout
-from plait.data.preparation.prepare import DataRequest, ready_tokenizer
+from plait.data.preparation.prepare import DataRequest, readable_formats, ready_tokenizer
 from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary, train_bpe
 from plait.data.sources import OpenSource, open_sources
 from plait.data.tables import TABLE_SUFFIXES
@@ -27,12 +27,12 @@ from plait.regular_file import open_regular_file
 from plait.units import counted, format_bytes
 
 SAMPLE_BYTES = 1 << 19
-"""Of text that is read; a tokenizer learns from it within a second."""
+"""Bytes of text that are read; a tokenizer learns from them within a second."""
 _BLOCK_BYTES = 1 << 14
 _SMALLEST_BLOCK_BYTES = 1 << 10
 """Smallest block; it bounds how many small files are sampled."""
 _ALL = 0.99
-"""Of the bytes that are text: blocks may lose a character where one ends inside it."""
+"""Share of the text that counts as all of it: a block that ends inside a character loses that character."""
 _MOST_FILES = 16
 """Files of records of a source that are looked into."""
 _MARKS = ("User:\n", "\n\nAssistant:\n")
@@ -55,7 +55,7 @@ class TextEstimate:
     layout: SampleLayout
     sampled_bytes: int
     left_out: tuple[FileFault, ...]
-    """Files that cannot be learnt from, as far as a sample shows it."""
+    """Files that cannot be learned from, as far as a sample shows it."""
 
     def __str__(self) -> str:
         """What was looked at, as the end of a sentence."""
@@ -78,14 +78,10 @@ class _Counted:
 
 def estimate_text(request: DataRequest) -> TextEstimate:
     """The estimate for the files as they are now; reads `SAMPLE_BYTES` of them, and some more of tables. Raises
-    PlaitError where nothing can be learnt from."""
+    PlaitError where nothing can be learned from."""
     opened = open_sources(request.sources)
     opened = opened.without([fault for source in opened.sources for fault in _encoding_faults(source)])
-    formats = [source_format(source, request.format) for source in opened.sources]
-    opened = opened.without_in(
-        [format_faults(source, form) for source, form in zip(opened.sources, formats, strict=True)]
-    )
-    formats = [source_format(source, request.format) for source in opened.sources]
+    opened, formats = readable_formats(opened, request.format)
     total = max(1, sum(_size(file) for file in opened.files))
     parts = [
         _counted(source, form, SAMPLE_BYTES * max(1, sum(map(_size, source.files))) / total)
@@ -125,7 +121,7 @@ def _refuse(error: PlaitError) -> NoReturn:
 
 
 def _trained(sample: list[str], vocabulary: int, read: Literal["all", "part"]) -> tuple[Tokenizer, list[str]]:
-    """A tokenizer, and the texts to measure it on: not those that it learnt from, where these are part of the text."""
+    """A tokenizer, and the texts to measure it on: not those that it learned from, where these are part of the text."""
     if read == "all" or len(sample) < _TESTED_EVERY:
         return train_bpe(sample, vocabulary), sample
     return (

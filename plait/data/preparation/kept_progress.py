@@ -3,7 +3,6 @@ the same shards."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,9 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
-
-from plait.checked_json import parse_object, sealed_text
+from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.data.holdout import HoldoutSplit
 from plait.data.index import NOTHING_COUNTED, RecordCounts
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
@@ -22,7 +19,7 @@ from plait.errors import PlaitError
 from plait.regular_file import read_regular_file
 
 KEEP_EVERY_BYTES = 1 << 26
-"""Of text: some seconds of tokenizing, and milliseconds of keeping."""
+"""Bytes of text between two saves: some seconds of tokenizing, milliseconds of saving."""
 _FILE = "kept.json"
 Writers = Mapping[HoldoutSplit, ShardWriter]
 
@@ -38,10 +35,7 @@ class KeptProgress:
     done_bytes: int
     writers: Mapping[HoldoutSplit, WriterState]
     counts: RecordCounts = NOTHING_COUNTED
-    """Of records: what was counted while they were written."""
-
-
-_KEPT = TypeAdapter(KeptProgress)
+    """What was counted while records were written."""
 
 
 class ProgressKeeper:
@@ -121,6 +115,6 @@ def has_kept_progress(folder: Path) -> bool:
 
 def _read(folder: Path) -> KeptProgress | None:
     try:
-        return _KEPT.validate_json(json.dumps(parse_object(read_regular_file(folder / _FILE))), strict=True)
-    except (OSError, ValueError, ValidationError):
+        return typed_value(KeptProgress, parse_object(read_regular_file(folder / _FILE)))
+    except (OSError, ValueError):
         return None

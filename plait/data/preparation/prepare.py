@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from plait.data.file_faults import FileContent, FileFault
 from plait.data.folders import TEXT_SUFFIXES
 from plait.data.holdout import FEWEST_DOCUMENTS
 from plait.data.index import SHARD_FORMAT
-from plait.data.preparation.build import BuildRequest, Progress, build_corpus
+from plait.data.preparation.build import BuildRequest, Progress
 from plait.data.preparation.fingerprint import FileStamp, cached_contents, exclusive_lock, file_stamp, read_files
 from plait.data.preparation.kept_progress import KEEP_EVERY_BYTES, has_kept_progress
+from plait.data.preparation.stream import build_stream
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
 from plait.data.preparation.whole import build_examples
 from plait.data.shards import SHARD_TOKENS, open_corpus
@@ -51,7 +52,7 @@ class DataRequest:
     chat_template: str = "auto"
     """A built-in template's name, or a file; "auto" takes the one in these folders."""
     bad_records: float = 0.0
-    """The fraction of records that may be skipped as none that can be learnt from."""
+    """The fraction of records that may be skipped as none that can be learned from."""
 
 
 def refuse_left_out(faults: Sequence[FileFault]) -> None:
@@ -89,19 +90,11 @@ def prepare_corpus(
         opened, formats = readable_sources(opened, contents, request.format)
         if opened.left_out:
             on_left_out(opened.left_out)
-        work = BuildRequest(
-            sources=opened.sources,
-            file_hashes={file: contents[file].sha256 for file in opened.files},
-            left_out=opened.left_out,
-            tokenizer=tokenizer,
-            vocabulary=request.vocabulary,
-            holdout=request.holdout,
+        work = replace(
+            _build_request(request, opened, contents, formats, tokenizer),
             shard_tokens=shard_tokens,
             on_progress=on_progress,
-            formats=formats,
-            template=_own_template(request, formats),
             keep_every_bytes=keep_every_bytes,
-            bad_records=request.bad_records,
         )
         folder = home / _key(work)
         with exclusive_lock(
@@ -130,10 +123,22 @@ def find_prepared(request: DataRequest, cache: Path) -> Path | None:
         opened, formats = readable_sources(opened, contents, request.format)
     except OSError:
         return None
-    work = BuildRequest(
+    folder = home / _key(_build_request(request, opened, contents, formats, ready_tokenizer(request)))
+    return folder if folder.is_dir() else None
+
+
+def _build_request(
+    request: DataRequest,
+    opened: OpenedSources,
+    contents: Mapping[Path, FileContent],
+    formats: tuple[SourceFormat, ...],
+    tokenizer: Tokenizer | None,
+) -> BuildRequest:
+    return BuildRequest(
         sources=opened.sources,
         file_hashes={file: contents[file].sha256 for file in opened.files},
-        tokenizer=ready_tokenizer(request),
+        left_out=opened.left_out,
+        tokenizer=tokenizer,
         vocabulary=request.vocabulary,
         holdout=request.holdout,
         shard_tokens=SHARD_TOKENS,
@@ -142,8 +147,6 @@ def find_prepared(request: DataRequest, cache: Path) -> Path | None:
         template=_own_template(request, formats),
         bad_records=request.bad_records,
     )
-    folder = home / _key(work)
-    return folder if folder.is_dir() else None
 
 
 def readable_sources(
@@ -151,7 +154,15 @@ def readable_sources(
 ) -> tuple[OpenedSources, tuple[SourceFormat, ...]]:
     """The sources without files whose content or whose columns show a fault, and the format of each; raises PlaitError
     where nothing is left."""
-    opened = opened.without([fault for file in opened.files if (fault := contents[file].fault_of(file))])
+    return readable_formats(
+        opened.without([fault for file in opened.files if (fault := contents[file].fault_of(file))]), requested
+    )
+
+
+def readable_formats(
+    opened: OpenedSources, requested: RequestedFormat
+) -> tuple[OpenedSources, tuple[SourceFormat, ...]]:
+    """The sources without files whose columns show a fault, and the format of each; raises as `readable_sources`."""
     formats = [source_format(source, requested) for source in opened.sources]
     faults = [format_faults(source, form) for source, form in zip(opened.sources, formats, strict=True)]
     if not any(faults):
@@ -256,7 +267,7 @@ def _make(work: BuildRequest, folder: Path, stamps: dict[Path, FileStamp]) -> No
         if not goes_on:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(mode=0o700)
-        build = build_examples if holds_examples(work.formats) else build_corpus
+        build = build_examples if holds_examples(work.formats) else build_stream
         build(work, aside)
         changed = next((path for path, before in stamps.items() if file_stamp(path) != before), None)
         if changed:

@@ -1,13 +1,13 @@
 """Builds a corpus of whole examples (conversations, prompts with completions, documents, pairs of answers), with a mark
-at every token that is not learnt."""
+at every token that is not learned."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
 from math import floor
 from pathlib import Path
 
@@ -26,36 +26,23 @@ from plait.data.conversations.examples import Example
 from plait.data.conversations.formats import holds_pairs, read_examples
 from plait.data.conversations.pairs import PairExample, parts_of
 from plait.data.holdout import Holdout, HoldoutSplit, text_hash
-from plait.data.index import (
-    NOTHING_COUNTED,
-    SHARD_FORMAT,
-    RecordCounts,
-    index_row,
-    token_dtype,
-    write_index,
-    write_synced,
-)
-from plait.data.preparation.bpe_process import train_bpe_apart
+from plait.data.index import NOTHING_COUNTED, RecordCounts, write_synced
 from plait.data.preparation.build import (
-    NO_ROOM,
     BuildRequest,
     SourceCounts,
     begun_survey,
-    disk_full_error,
-    left_out_entries,
-    sample_of_text,
+    finish_corpus,
     source_counts,
-    source_entries,
+    trained_tokenizer,
+    write_shards,
 )
-from plait.data.preparation.kept_progress import ProgressKeeper
-from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary
+from plait.data.preparation.kept_progress import ProgressKeeper, Writers
+from plait.data.preparation.tokens import Tokenizer
 from plait.data.preparation.writer import ShardWriter
 from plait.errors import PlaitError
 from plait.units import counted
 
 TEMPLATE_FILE = "chat_template.jinja"
-_BATCH_CHARACTERS = 1 << 19
-"""Encoded in one call, during which no signal is heeded: half a second on one core."""
 FIRST_NAMED = 3
 """Bad records that are named with the reason."""
 
@@ -73,13 +60,17 @@ class _Placed:
     split: HoldoutSplit
 
     @property
+    def texts(self) -> Sequence[str]:
+        return self.example.texts
+
+    @property
     def text_bytes(self) -> int:
         return _text_bytes(self.example)
 
 
 def build_examples(work: BuildRequest, folder: Path) -> None:
     """Fill `folder` with the shards, the tokenizer, the chat template and, last of all, the index; every file is on the
-    disk when it returns. Raises PlaitError naming the record that cannot be learnt. Goes on with what a killed one has
+    disk when it returns. Raises PlaitError naming the record that cannot be learned. Goes on with what a killed one has
     left in the folder."""
     keeper = ProgressKeeper(folder, work.keep_every_bytes)
     if work.template:
@@ -87,10 +78,22 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
     bad = BadRecords(work.bad_records)
     found, holdout = _survey(work, bad)
     total = sum(counts.text_bytes for counts in found)
-    tokenizer = work.tokenizer or keeper.tokenizer() or _trained(work, holdout, total)
+    tokenizer = work.tokenizer or keeper.tokenizer() or trained_tokenizer(work, _placed(work, holdout), total)
     template = template_for(tokenizer, work.template)
     check_tokens(template, tokenizer.backend.get_vocab(with_added_tokens=True))
-    writers, held = _write_all(work, holdout, tokenizer, template, folder, keeper, bad, total)
+    with closing(ChatTemplate(template)) as chats:
+        encoder = ExampleEncoder(tokenizer, chats)
+
+        def write(batch: Sequence[_Placed], writers: Writers) -> None:
+            encoded = iter(encoder.encode_each([part for one in batch for part in parts_of(one.example)]))
+            for one in batch:
+                parts = [next(encoded) for _ in parts_of(one.example)]
+                refused = _write(writers[one.split], one, parts, work.shard_tokens)
+                keeper.counts = _counted(keeper.counts, refused, parts)
+            bad.check(keeper.counts)
+
+        placed = _placed(work, holdout)
+        writers, held = write_shards(work, folder, keeper, tokenizer, placed, write, total, layout="whole")
     for split, writer in writers.items():
         if not writer.entries and (split == "train" or work.holdout):
             what = "holds nothing out" if split == "heldout" else "holds everything out"
@@ -99,29 +102,16 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
                 f"data.holdout = {work.holdout} of {examples} examples {what} (those with the same "
                 "prompt stay together); give more of them, another data.holdout, or 0"
             )
-    tokenizer.save(folder)
     write_synced(folder / "tokenizer_config.json", json.dumps(special_settings(template.special), ensure_ascii=False))
     write_synced(folder / TEMPLATE_FILE, template.text)
-    boundary_tokens = sum(writer.boundary_tokens for writer in writers.values())
-    index = {
-        "format": SHARD_FORMAT,
+    kind = {
         "layout": "pairs" if holds_pairs(work.formats) else "whole",
         "template": template.where if any(form.column for form in work.formats) else "",
-        "dtype": token_dtype(tokenizer.vocabulary).str,
-        "vocabulary": tokenizer.vocabulary,
-        "eot": tokenizer.eot,
-        **({"bos": tokenizer.bos} if tokenizer.bos else {}),
-        **({"boundary_tokens": boundary_tokens} if boundary_tokens else {}),
-        "tokenizer_hash": tokenizer.hash,
-        "held_out_by": "prompts",
-        "train_bytes": writers["train"].text_bytes,
-        "heldout_bytes": writers["heldout"].text_bytes,
-        "shards": [index_row(entry) for entry in chain.from_iterable(each.entries for each in writers.values())],
     }
-    counts = asdict(bad.with_written(keeper.counts))
-    sources = source_entries(work, found, held)
-    write_index(folder, {**index, "counts": counts, "sources": sources, **left_out_entries(work)})
-    keeper.finish()
+    counts = {"counts": asdict(bad.with_written(keeper.counts))}
+    finish_corpus(
+        work, folder, keeper, tokenizer, writers, found, held, held_out_by="prompts", examples=kind, counts=counts
+    )
 
 
 def template_for(tokenizer: Tokenizer, own: TemplateText | None) -> TemplateText:
@@ -135,7 +125,7 @@ def template_for(tokenizer: Tokenizer, own: TemplateText | None) -> TemplateText
 
 
 class BadRecords:
-    """Counts the records that cannot be learnt from; raises PlaitError once they are more than the recipe allows."""
+    """Counts the records that cannot be learned from; raises PlaitError once they are more than the recipe allows."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -167,7 +157,7 @@ class BadRecords:
     def _too_many(self, skipped: int, first: Sequence[str]) -> PlaitError:
         allowed = floor(self._limit * self._records)
         return PlaitError(
-            f"{skipped} of {counted(self._records, 'record', ',')} cannot be learnt from, and data.bad_records = "
+            f"{skipped} of {counted(self._records, 'record', ',')} cannot be learned from, and data.bad_records = "
             f"{self._limit:g} allows {allowed or 'none'}; the first is {first[0]}"
         )
 
@@ -218,74 +208,10 @@ def _text_bytes(example: Example | PairExample) -> int:
     return sum(len(text.encode("utf-8")) for text in example.texts)
 
 
-def _trained(work: BuildRequest, holdout: Holdout, total: int) -> Tokenizer:
-    def training_texts() -> Iterator[str]:
-        done = 0
-        for one in _placed(work, holdout):
-            done += one.text_bytes
-            work.on_progress(done, total, "training the tokenizer")
-            if one.split == "train":
-                yield from one.example.texts
-
-    def wait() -> None:
-        work.on_progress(0, 0, "building the tokenizer's vocabulary")
-
-    return train_bpe_apart(sample_of_text(training_texts(), total), work.vocabulary or bpe_vocabulary(total), wait)
-
-
-def _write_all(
-    work: BuildRequest,
-    holdout: Holdout,
-    tokenizer: Tokenizer,
-    template: TemplateText,
-    folder: Path,
-    keeper: ProgressKeeper,
-    bad: BadRecords,
-    total: int,
-) -> tuple[dict[HoldoutSplit, ShardWriter], list[int]]:
-    """Write all shards; returns their writers, and the bytes of text that each source holds out."""
-    held = [0] * len(work.sources)
-
-    def examples() -> Iterator[_Placed]:
-        for one in _placed(work, holdout):  # from the start, also where an earlier process is continued
-            held[one.source] += one.text_bytes if one.split == "heldout" else 0
-            yield one
-
-    def writer(split: HoldoutSplit) -> ShardWriter:
-        dtype = token_dtype(tokenizer.vocabulary)
-        return ShardWriter(folder, split, eot=tokenizer.eot, dtype=dtype, shard_tokens=work.shard_tokens, marks="kept")
-
-    writers: dict[HoldoutSplit, ShardWriter] = {"train": writer("train"), "heldout": writer("heldout")}
-    chats, done = ChatTemplate(template), 0
-    encoder = ExampleEncoder(tokenizer, chats)
-    try:
-        count, done = keeper.begin(tokenizer, writers)
-        for batch in _batches(islice(examples(), count, None)):
-            work.on_progress(done, total, "tokenizing")
-            encoded = iter(encoder.encode_each([part for one in batch for part in parts_of(one.example)]))
-            for one in batch:
-                parts = [next(encoded) for _ in parts_of(one.example)]
-                refused = _write(writers[one.split], one, parts, work.shard_tokens)
-                keeper.counts = _counted(keeper.counts, refused, parts)
-            bad.check(keeper.counts)
-            count, done = count + len(batch), done + sum(one.text_bytes for one in batch)
-            keeper.written(count, done, writers)
-        for each in writers.values():
-            each.close_shard()
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise disk_full_error(folder, sum(each.bytes_written for each in writers.values()), done, total) from error
-        raise
-    finally:
-        chats.close()
-    work.on_progress(total, total, "tokenizing")
-    return writers, held
-
-
 def _write(
     writer: ShardWriter, one: _Placed, encoded: Sequence[EncodedExample | PlaitError], shard_tokens: int
 ) -> PlaitError | None:
-    """Write an example, or return the reason that it cannot be learnt."""
+    """Write an example, or return the reason that it cannot be learned."""
     parts = [part for part in encoded if not isinstance(part, PlaitError)]
     if refused := next((part for part in encoded if isinstance(part, PlaitError)), None):
         return refused
@@ -317,15 +243,3 @@ def _counted(
     remarks = Counter(counts.remarks)
     remarks.update(remark for part in chats for remark in part.remarks)
     return replace(counts, chats=counts.chats + len(chats), remarks=dict(remarks))
-
-
-def _batches(examples: Iterable[_Placed]) -> Iterator[list[_Placed]]:
-    batch, characters = list[_Placed](), 0
-    for one in examples:
-        batch.append(one)
-        characters += sum(map(len, one.example.texts))
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

@@ -33,7 +33,7 @@ def training_samples(
 
 
 def heldout_samples(corpus: Corpus, sequence: int, overlong: Overlong = "refuse") -> RowReader:
-    """The held-out samples: over all of them each held-out token that is learnt is a target exactly once.
+    """The held-out samples: over all of them each held-out token that is learned is a target exactly once.
 
     Raises PlaitError where an example is too long and that is refused.
     """

@@ -34,7 +34,7 @@ class PackedExamples:
     streams: tuple[int, ...]
     """Windows of each stream that is shuffled as one; the streams' windows follow each other."""
     pair: IntArray | None = None
-    """Of pairs the number of each example's: chosen and rejected follow each other, in one window."""
+    """For pairs, the pair's number of each example: chosen and rejected follow each other in one window."""
 
     @property
     def windows(self) -> int:
@@ -84,7 +84,7 @@ def pack_examples(
 def _fitting(
     shards: Sequence[Shard], number: int, sequence: int, overlong: Overlong, together: int
 ) -> tuple[IntArray, ...]:
-    """Shard, start, length, learnt targets and number of the examples of one shard that take part; this many of them
+    """Shard, start, length, learned targets and number of the examples of one shard that take part; this many of them
     are one thing, of which nothing is cut if they are several."""
     shard = shards[number]
     length, start = example_lengths(shard), np.asarray(shard.starts)

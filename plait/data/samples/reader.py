@@ -12,7 +12,7 @@ from plait.data.balance import IntArray
 from plait.data.rows import IGNORED_TARGET
 
 NO_SEQUENCE = -1
-"""Of a token that belongs to no pair."""
+"""`sequence` of a token that belongs to no pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,7 +25,7 @@ class PairRows:
 
     @staticmethod
     def none(shape: tuple[int, int]) -> PairRows:
-        """Of rows without any."""
+        """The value for rows without pairs."""
         return PairRows(numbers=np.empty(0, dtype=np.int64), sequence=np.full(shape, NO_SEQUENCE, dtype=np.int64))
 
 

@@ -17,8 +17,8 @@ from plait.units import counted
 
 Overlong = Literal["refuse", "drop", "cut"]
 LengthCounts = tuple[tuple[int, int, int], ...]
-"""Length in input tokens, how many of them come before the first that predicts a learnt one, and how many examples have
-both."""
+"""Length in input tokens, how many of them come before the first that predicts a learned one, and the number of
+examples with both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class PackedShare:
 
     windows: int
     share: float
-    """Of the windows' tokens, those that examples fill."""
+    """Share of the windows' tokens that examples fill."""
     overlong: int
     """Examples that are longer than a window."""
     examples: int
-    """Examples, or pairs, that are learnt from."""
+    """Examples, or pairs, that are learned from."""
     tokens: int
     """Tokens of these, as far as windows hold them."""
     unit: str
@@ -39,14 +39,14 @@ class PackedShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusSizes:
-    """Of a stream: the tokens of each shard. Of whole examples: the lengths in each stream that is shuffled as one."""
+    """The tokens of each shard of a stream, or the lengths of whole examples by stream that is shuffled as one."""
 
     stream_tokens: tuple[int, ...] = ()
     examples: tuple[LengthCounts, ...] = ()
     heldout: LengthCounts = ()
-    """Of the held-out examples."""
+    """Lengths of the held-out examples."""
     layout: SampleLayout = "whole"
-    """Of "pairs" each length is that of both examples together, which are packed as one and never cut."""
+    """If "pairs", each length is that of both examples together, which are packed as one and never cut."""
 
     @property
     def unit(self) -> str:
@@ -134,8 +134,8 @@ def _length_counts(shards: Sequence[Shard], layout: SampleLayout) -> LengthCount
 
 
 def _lengths_and_prompts(shard: Shard, layout: SampleLayout) -> IntArray:
-    """Of each example its length, and its inputs before the first that predicts a learnt token: [N, 2]. Of a pair the
-    length of both, and 0, as nothing of it is cut."""
+    """Length of each example, and its inputs before the first that predicts a learned token: [N, 2]; for a pair the
+    length of both and 0, as pairs are never cut."""
     assert shard.mask is not None
     if layout == "pairs":
         both = example_lengths(shard).reshape(-1, 2).sum(axis=1)

@@ -64,7 +64,7 @@ class EndToEndReader:
         return self._places[positions]
 
     def read(self, places: IntArray) -> TokenRows:
-        """The windows' tokens; past a shard's end they are <eot> and nothing is learnt."""
+        """The windows' tokens; past a shard's end they are <eot> and nothing is learned."""
         shard, start = places[:, 0], places[:, 1]
         inputs, wanted = padded_rows(self._shards, self._eot, shard, start, self.sequence)
         for tokens in (inputs, wanted):
