@@ -4,9 +4,9 @@
 
 Each seed trains three models on the same text, one after the other: the recipe as it is, the recipe without anything
 that balances, and a dense model in which a token meets as much. All have one worker and every core, as the layout does
-not change what is learnt. The loads are the metrics' expert_load_max: the busiest expert's tokens over the mean, of the
-layer where that is most; the median of the last steps counts, for a step's own swings. Written to benchmarks/results,
-with a picture.
+not change what is learned. The loads are the metrics' expert_load_max: the busiest expert's tokens over the mean, of
+the layer where that is most; the median of the last steps counts, for a step's own swings. Written to
+benchmarks/results, with a picture.
 """
 
 from __future__ import annotations

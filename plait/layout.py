@@ -24,7 +24,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Degrees of the mesh axes, whose product is the number of ranks, and the options of each strand."""
+    """Degrees of the mesh axes, whose product is the number of ranks, and the options of each parallelism."""
 
     pipeline: int = 1
     replicate: int = 1

@@ -37,7 +37,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def open_to_everybody(folders: Iterable[Path]) -> list[Path]:
-    """Those of these folders in which every user of the machine can rename and delete."""
+    """The folders in which every user of the machine can rename and delete."""
     found = []
     for folder in folders:
         with suppress(OSError):

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import BinaryIO, Literal, TextIO, cast
 
 MOST_BYTES = 1 << 28
-"""Of a file that is read as a whole: far above the largest that plait writes, and the largest tokenizers."""
+"""Size limit of a file that is read as a whole: far above the largest that plait writes, and the largest tokenizers."""
 SMALL_FILE_BYTES = 1 << 24
-"""Of a recipe, a configuration, a template: what people write, and libraries about a model."""
+"""Size limit of a recipe, a configuration, a template: what people write, and libraries about a model."""
 LOG_AHEAD_BYTES = 4 << 20
 """Some fifteen thousand lines of steps."""
 _TRY_AGAIN_BYTES = 64 << 10

@@ -39,7 +39,7 @@ class Amount:
     value: float
     unit: AmountUnit
     epoch_tokens: int = field(default=0, compare=False)
-    """Of epochs: the tokens of the windows of one, once the data are known."""
+    """Tokens of the windows of one epoch, once the data are known."""
 
     def __str__(self) -> str:
         if self.unit == "seconds":

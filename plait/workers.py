@@ -144,7 +144,7 @@ class ElasticWorkers(Protocol):
 
     @property
     def workers(self) -> WorkerPool:
-        """Those of the present machines."""
+        """The workers of the present machines."""
         ...
 
     @property

@@ -66,7 +66,7 @@ def await_parts(
 
 
 def _without(names: Collection[str], ranks: Sequence[int]) -> list[int]:
-    """Those of these ranks whose list is not among the names."""
+    """The ranks whose list is not among the names."""
     return [rank for rank in ranks if part_files(rank)[1] not in names]
 
 

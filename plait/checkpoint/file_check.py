@@ -23,7 +23,7 @@ class HashShare:
     count: int = 1
 
     def of(self, parts: Sequence[StoredPart]) -> list[StoredPart]:
-        """Those of a file's parts, in file order, whose middle lies in this share: each is in one."""
+        """The parts of a file, in file order, whose middle lies in this share: each part is in one share."""
         total, first = sum(part.nbytes for part in parts), parts[0].begin if parts else 0
         middles = ((part, 2 * (part.begin - first) + part.nbytes) for part in parts)
         last = self.count - 1

@@ -34,9 +34,9 @@ LONGEST_JOB_NAME = 40
 SAVE_GRACE_S = 300
 """Time that a run gets to save before its node is taken away."""
 SECRET_SUFFIX = ".secret"
-"""Of the file that node 0 makes for the others."""
+"""Suffix of the file with the secret, which node 0 makes for the others."""
 AGAIN_SUFFIX = ".again"
-"""Of the file beside it by which node 0 says at its end that all is saved and more is to do."""
+"""Suffix of the file by which node 0 says at its end that all is saved and more is to do."""
 HASH_DIGITS = 6
 
 
@@ -55,7 +55,7 @@ class ClusterJob:
     """What runs on how many nodes; the first group has node 0."""
 
     name: str
-    """As schedulers take it; see cluster_job_name."""
+    """The job's name, in characters that schedulers accept; see cluster_job_name."""
     run: str
     """The run's name, or the program's without ".py"."""
     target: tuple[str, ...]
@@ -109,7 +109,7 @@ class Submitted:
     name: str
     """The run's, or the program's without ".py"."""
     label: str
-    """As the scheduler knows it."""
+    """The name that the scheduler shows."""
     scheduler: Scheduler
     job: str = ""
     """Slurm's number of the job, or the kind of the object in Kubernetes."""

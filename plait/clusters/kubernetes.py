@@ -105,7 +105,7 @@ def _node_kind(item: Mapping[str, Any]) -> NodeKind:
 # The manifests.
 
 USER_ID = 10001
-"""Of the image that install/Containerfile makes, and of every pod."""
+"""User of the image that install/Containerfile makes, and of every pod."""
 WORK_FOLDER = "/work"
 """Where the volume with text, runs and prepared data lies, and where the command works."""
 INPUT_FOLDER = "/etc/plait"

@@ -35,9 +35,9 @@ class NodesForecast:
     devices: int
     """GPUs or TPU chips, or machines that compute on their processors."""
     peak_flops: float
-    """Of all devices together."""
+    """Peak FLOP/s of all devices together."""
     layout: Layout
-    """Of all that the planner chose, what it takes to place its ranks."""
+    """The part of the plan that decides where ranks are placed."""
     step_s: float
     run_s: float
     price: float | None

@@ -87,7 +87,7 @@ class SshPlace:
 
     @property
     def environment_folder(self) -> str:
-        """As the shell over there reads it."""
+        """The folder of the environment, quoted for the remote shell."""
         return f'"$HOME"/{HOME_ENVIRONMENTS}/{self.environment}'
 
 

@@ -56,7 +56,7 @@ class SubmittedJob:
             return "".join(f"{line}\n" for line in job_log_lines(self.name))
 
     def stop(self) -> None:
-        """End it; what it learnt is saved, and the same call of `plait.submit` goes on with it."""
+        """End it; what it learned is saved, and the same call of `plait.submit` goes on with it."""
         with as_command():
             end_job(self.name)
 

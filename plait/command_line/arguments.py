@@ -126,7 +126,7 @@ LayoutsToProve = Annotated[
 ShownSamples = Annotated[
     int | None,
     typer.Option(
-        "--show", metavar="NUMBER", help="Also show this many samples, and what of them is learnt.", min=1, max=1000
+        "--show", metavar="NUMBER", help="Also show this many samples, and what of them is learned.", min=1, max=1000
     ),
 ]
 TopP = Annotated[

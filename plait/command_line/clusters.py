@@ -95,7 +95,7 @@ def logs_command(name: JobName) -> None:
 
 
 def stop_command(name: JobName) -> None:
-    """End a submitted job. What it learnt is saved, and plait submit goes on with it."""
+    """End a submitted job. What it learned is saved, and plait submit goes on with it."""
     from plait.clusters.submitted import end_job
 
     OptionalOutput(sys.stdout).write(f"{end_job(name)}\n")

@@ -155,8 +155,8 @@ def _exported_shape(shape: ModelShape, base: Mapping[str, Any]) -> ModelShape:
 
 
 def _token_ids(source: ExportedRun, corpus: Corpus, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of config.json: special tokens as the base has them. Text ends with the token that ends a learnt turn, with
-    those that the base ends text with, and with the end of a learnt document."""
+    """Keys of config.json: special tokens as the base has them. Text ends with the token that ends a learned turn, with
+    those that the base ends text with, and with the end of a learned document."""
     tokenizer = corpus_tokenizer(corpus)
     *turn, end_of_text = learnt_ends(corpus, tokenizer)
     kept = {key: base[key] for key in _KEPT_KEYS if key in base} or {"bos_token_id": tokenizer.beginning[0]}

@@ -119,7 +119,7 @@ class RecipeText:
 
     @property
     def value(self) -> str:
-        """As it stands in the recipe."""
+        """The value as the recipe has it."""
         path = json.dumps(self.path, ensure_ascii=False)  # a JSON text is a TOML text, too
         return f"{{ path = {path}, field = {json.dumps(self.field, ensure_ascii=False)} }}" if self.field else path
 
@@ -153,14 +153,14 @@ class FoundTexts:
 _SHOWN = 6
 """How many files are listed by name: of those that are read, and again of those that are left out."""
 _READ_WHOLE_BYTES = 1 << 25
-"""Of more in all, only the beginnings of files are read; `plait data` reads all of them."""
+"""Above this total only the beginnings of files are read; `plait data` reads all of them."""
 _MOST_NAMES = 1000
-"""Of more files the recipe has a pattern for each kind."""
+"""Above this number of files the recipe has a pattern for each kind."""
 
 
 def texts_here() -> FoundTexts:
     """The texts in the current folder, each by its name: what is put there later is not read. Raises PlaitError where
-    there are only files that cannot be learnt from."""
+    there are only files that cannot be learned from."""
     known = (*TEXT_SUFFIXES, *RECORD_SUFFIXES, ".pdf")
     entries = [path for path in sorted(Path().iterdir()) if not path.name.startswith(".")]
     there = [path for path in entries if path.is_file()]
@@ -212,7 +212,7 @@ def texts_here() -> FoundTexts:
 
 def _name_fault(path: Path) -> FileFault | None:
     """Why a file or folder is not looked into, whatever is in it: a name that no recipe can hold, or a link that may
-    lead to what is not meant to be learnt."""
+    lead to what is not meant to be learned."""
     try:
         path.name.encode()
     except UnicodeEncodeError:
@@ -262,7 +262,7 @@ def texts_named(texts: Sequence[str]) -> FoundTexts:
 
 def _looked_at(file: Path, path: str, read: Reading) -> RecipeText | FileFault:
     """The file as a recipe names it, with the column of its text where that is not called so; or why it cannot be
-    learnt from."""
+    learned from."""
     if fault := kind_fault(file) or (read_content(file).fault_of(file) if read == "all" else beginning_fault(file)):
         return fault
     size = file.stat().st_size

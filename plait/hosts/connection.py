@@ -89,7 +89,7 @@ class HostConnection:
         self._mail: dict[int | str, bytes] = {}
         """The JSON of unread frames in order, by a number or, where only the newest is kept, by kind."""
         self._unread_bytes = 0
-        """Of unread frames and unanswered questions."""
+        """Bytes of unread frames and unanswered questions."""
         self._awake, self._wake = bell()
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[RequestKind[Any, Any], queue.SimpleQueue[tuple[Answer, bytes] | None]]] = {}

@@ -16,7 +16,7 @@ from plait.launch.values.job import RANKS_AT_MOST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiesQuestion:
-    """Of which steps do you hold whole copies of the state of all your ranks, of this lineage?"""
+    """For which steps of this lineage do you hold whole copies of the state of all your ranks?"""
 
     ranks: int
     lineage: int

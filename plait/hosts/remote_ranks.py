@@ -145,7 +145,7 @@ class RemoteWorkerHost:
         self.link.send(KillServerOrder(number=self._number))
 
     def observe(self) -> Sequence[RankProgress]:
-        """As the host last said; it looks every half a second."""
+        """The progress that the host last reported; it looks every half second."""
         return self._progress
 
     def stack_of(self, rank: int) -> str:

@@ -90,7 +90,7 @@ class RunHosts:
         return ConnectivityListener(own_host_info().name, self._hosts.addresses[0])
 
     def _usable(self, came: Sequence[Member]) -> list[Member]:
-        """Those who reach all others, and whose folder takes this run; the others are sent home."""
+        """The hosts that reach all others and whose folder takes this run; the others are sent home."""
         usable: list[Member] = []
         for one in came:
             links = _links([*came[came.index(one) + 1 :]])

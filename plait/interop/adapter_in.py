@@ -93,7 +93,7 @@ def _tensors(file: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
 def _modules_present(
     folder: Path, known: list[PeftModule], tensors: Mapping[str, Tensor], shape: ModelShape
 ) -> list[PeftModule]:
-    """Those of a model's modules that have an adapter; raises PlaitError for tensors of any other."""
+    """The modules of a model that have an adapter; raises PlaitError for tensors of any other."""
     by_key = {module.key(letter): module for module in known for letter in "AB"}
     for name in tensors:
         if name not in by_key:

@@ -135,7 +135,7 @@ def _llama_shape(family: str, values: ConfigValues) -> ModelShape:
 
 
 def _head_width(family: str, values: ConfigValues, width: int, heads: int) -> int:
-    """Of latent attention the part without positions."""
+    """Width of a head; for latent attention, of its part without positions."""
     if family == LATENT_FAMILY:
         return count_of(values, "qk_nope_head_dim")
     return _divided(width, heads) if values.get("head_dim") is None else count_of(values, "head_dim")

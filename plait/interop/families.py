@@ -16,7 +16,7 @@ class StoredName:
 
     name: str
     order: Literal["out in", "in out"] = "out in"
-    """Of the tensor's dims; ours is [out, in]."""
+    """Order of the tensor's dims; ours is [out, in]."""
     part: int = 0
     parts: int = 1
     dtype: Literal["", "F32"] = ""
@@ -34,7 +34,7 @@ class Family:
     names: Mapping[str, StoredName]
     """Our pattern of a weight's name (plait.model.names) to where it lies; a second `*` is the expert's number."""
     fused: Mapping[str, StoredName] = field(default_factory=dict[str, StoredName])
-    """The same of files that hold all experts' matrices of a layer as one tensor [experts, outputs, inputs], for the
+    """Names in files that hold all experts' matrices of a layer as one tensor [experts, outputs, inputs], for the
     weights that lie elsewhere there; parts are those of one expert."""
     ignored: tuple[str, ...] = ()
     """Ends of names that are no weights: tables and masks that older files hold."""
@@ -108,7 +108,7 @@ FUSED_EXPERTS = {
     f"{_EXPERT_ROW}.up.weight": StoredName(name=f"{_LAYER}.mlp.experts.gate_up_proj", part=1, parts=2),
     f"{_EXPERT_ROW}.down.weight": StoredName(name=f"{_LAYER}.mlp.experts.down_proj"),
 }
-"""As transformers 5 holds them in memory."""
+"""Names of experts' weights as transformers 5 holds them in memory."""
 QWEN_MOE_NAMES = {
     **LLAMA_NAMES,
     **_expert_names("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
@@ -277,7 +277,7 @@ def stored_name(family: Family, name: str) -> StoredName:
 
 
 def fused_name(family: Family, name: str, experts: int) -> StoredName:
-    """The same in files that hold all of this many experts' matrices as one tensor."""
+    """The stored name of a weight in files that hold all experts' matrices as one tensor."""
     pattern, expert = pattern_of(name), expert_of(name)
     row = _numbered({**family.names, **family.fused}[pattern], name)
     if expert is None:

@@ -22,7 +22,7 @@ class PeftModule:
     """One module of a model with an adapter of PEFT's, and what of it are adapters of ours."""
 
     name: str
-    """As PEFT names it: "model.layers.0.self_attn.q_proj"."""
+    """PEFT's name of the module: "model.layers.0.self_attn.q_proj"."""
     short: str
     """The end of the name that no other kind of module shares: an entry of `target_modules`."""
     parts: int

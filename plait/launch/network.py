@@ -93,11 +93,11 @@ class RdmaPort:
     """A port of a network card that is up and can move memory without the processor (RDMA)."""
 
     name: str
-    """As NCCL names it: device:port."""
+    """NCCL's name, device:port."""
     link: str
     """InfiniBand or Ethernet (RoCE)."""
     rate: str
-    """As the driver says it, such as "200 Gb/sec (4X HDR)"."""
+    """The driver's text, such as "200 Gb/sec (4X HDR)"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ _NVIDIA_MACHINE = re.compile(r"(?:nvidia\s+)?[dh]gx[\s_-]+(.+)")
 _TPU_SLICE = re.compile(r"(?:google\s+)?(?:cloud\s+)?(?:tpu[\s_-]*)?(v\d+\s?[a-z]*|(?<=tpu)7x)-(\d+)")
 
 SMALLEST_AMOUNT, LARGEST_AMOUNT = 1e-9, 1e24
-"""Of a device's or a link's figures: beyond any machine, and within what step times can be computed from."""
+"""Bounds of a device's or a link's figures: beyond any machine, and within what step times can be computed from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ class SurveyRequest:
     """Seconds of measuring it at most."""
 
     def to_json(self) -> str:
-        """As that worker reads it."""
+        """The request as JSON, as that worker reads it."""
         return json.dumps(asdict(self))
 
 

@@ -59,7 +59,7 @@ def cumulative_lengths(lengths: tuple[int, ...]) -> Tensor:
 
 
 def of_any_length(ends: Tensor) -> Tensor:
-    """The same tensor, for which a compiled layer does not recompile at each number of documents."""
+    """The tensor, marked so that a compiled layer does not recompile at each number of documents."""
     import torch._dynamo  # more than a second of imports; only GPUs need it, where layers are compiled
 
     torch._dynamo.mark_dynamic(ends, 0)

@@ -150,8 +150,8 @@ class GPT(nn.Module):
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    """As nn.Embedding draws it; on the meta device there is nothing to draw, but torch would import more than a second
-    of its compiler for it."""
+    """An embedding as nn.Embedding draws it; on the meta device there is nothing to draw, but torch would import more
+    than a second of its compiler for it."""
     numbers = torch.empty(rows, width)
     return nn.Embedding.from_pretrained(numbers if numbers.is_meta else numbers.normal_(), freeze=False)
 

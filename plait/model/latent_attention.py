@@ -111,7 +111,7 @@ class LatentAttention(nn.Module):
         return mixed_bthd[..., : self._value_width]
 
     def _mixed_latents(self, queries: tuple[Tensor, Tensor], kept_bt1r: Tensor) -> Tensor:
-        """The same for one new token a row, over kept latents: Note [latents are what is kept]."""
+        """Attention of one new token a row over kept latents: Note [latents are what is kept]."""
         up_hdr = self.key_value_up.weight.unflatten(0, (-1, self.plain_width + self._value_width))
         to_keys_hdr, to_values_hdr = up_hdr.split((self.plain_width, self._value_width), dim=1)
         q_bthd, q_rope_bthd = queries

@@ -23,8 +23,8 @@ class Linear(nn.Module):
     """A product with a weight [width_out, width_in], plus a bias if requested, plus an adapter's two products.
 
     `product` may be replaced by a function with the same result: a zero-bubble pipeline delays the weight's gradient.
-    `around` is what a strand does around the whole of it: tensor parallelism sums over ranks, once for the layer and
-    its adapter together.
+    `around` is what a parallelism does around the whole of it: tensor parallelism sums over ranks, once for the layer
+    and its adapter together.
     """
 
     def __init__(self, width_in: int, width_out: int, *, bias: bool, adapter: AdapterShape | None = None) -> None:

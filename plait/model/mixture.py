@@ -24,7 +24,7 @@ from plait.model.shape import ModelShape
 
 
 class Experts(nn.ModuleDict):
-    """The routed experts of a layer that this rank holds, by their numbers; called as one, so that a strand may gather
+    """The routed experts of a layer that this rank holds, by their numbers; called as one, so that sharding may gather
     what they share out."""
 
     def forward(self, rows_rd: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -51,7 +51,7 @@ def _multiply_plainly(experts: Sequence[FeedForward], rows_rd: Tensor) -> bool:
 class Mixture(nn.Module):
     """Routed experts, and shared ones that every token passes.
 
-    Widths are read off the weights, so that a module that holds a part of each expert works as it stands. Strands
+    Widths are read off the weights, so that a module that holds a part of each expert works as it stands. Parallelisms
     replace `run_all`, which reaches the experts of other ranks; `finish`, what is done with the sum of all results
     (tensor parallelism adds up the ranks' parts); and `over_sequence`, which adds up counts over the ranks that have
     parts of the same rows, those at `spans`. `reports` is true on one of the ranks that see the same tokens: it answers
@@ -122,7 +122,7 @@ class Mixture(nn.Module):
 RunHeld = Callable[[Tensor, tuple[int, ...]], Tensor]
 """(rows in the order of experts, rows of each) to their results."""
 RunAll = Callable[[Tensor, tuple[int, ...], RunHeld, Callable[[], None]], Tensor]
-"""The same for all experts of a layer, given how those of this rank run, and what is to be done while rows travel: it
+"""Runs all experts of a layer, given how those of this rank run, and what is to be done while rows travel: it
 is called once."""
 
 

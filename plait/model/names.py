@@ -1,6 +1,6 @@
 """The model's weights by name: what each dim means, which dim may be cut, which weights decay.
 
-weights.py makes of it the description of each weight of a model, which the strands, the optimizer and checkpoints read;
+weights.py makes of it the description of each weight of a model, which parallelism, the optimizer and checkpoints read;
 nobody parses weight names elsewhere.
 """
 

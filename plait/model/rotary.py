@@ -61,7 +61,7 @@ def rotate(x_bthd: Tensor, rotation: Rotation) -> Tensor:
 
 
 def rotate_pairs(x_bthd: Tensor, rotation: Rotation) -> Tensor:
-    """The same where a pair is two numbers side by side, as in DeepSeek's weights. The first numbers of all pairs come
+    """Rotate pairs of two numbers side by side, as in DeepSeek's weights. The first numbers of all pairs come
     out in front, in queries and keys alike: a score does not ask for the order."""
     return rotate(x_bthd.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), rotation)
 

@@ -189,7 +189,7 @@ def _summed_shares(routing: Routing, rows: int, counted_n: Tensor | None) -> Ten
 
 
 def _busy(rule: str, counts_be: Tensor, step_counts_e: Tensor | None, over_sequence: SumOverSequence) -> Tensor:
-    """Of each row the share of all choices that were each expert: f / E, [b or 1, e]."""
+    """Share of each row's choices that went to each expert: f / E, [b or 1, e]."""
     if rule == "sequence":
         whole_be = over_sequence(counts_be)
         return whole_be / whole_be.sum(dim=1, keepdim=True).clamp(min=1)

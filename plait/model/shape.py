@@ -88,7 +88,7 @@ class ModelShape:
     mixture: MixtureShape | None = None
     """Experts in place of some layers' feed-forward parts; None: there are none."""
     objectives: ObjectivesShape = NO_OBJECTIVES
-    """What is learnt beside the next token from the last layer."""
+    """What is learned beside the next token from the last layer."""
     latent: LatentAttentionShape | None = None
     """Latent attention, with which `head_width` has no position in it; None: plain attention."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log
@@ -85,14 +84,14 @@ def explicit_shape(*, layers: int, width: int, vocabulary: int, sequence: int, *
     return _complete(_size(layers, width, heads, heads, ffn, vocabulary, tied), vocabulary, sequence, explicit)
 
 
-def nearest_size(parameters: float, vocabulary: int, *, among: Sequence[str] = tuple(MODEL_SIZES)) -> str:
-    """Of some sizes the one whose count of parameters at this vocabulary is nearest, as a ratio, to the given one."""
+def nearest_size(parameters: float, vocabulary: int) -> str:
+    """The named size whose count of parameters at this vocabulary is nearest, as a ratio, to the given one."""
 
     def distance(size: str) -> float:
         count = _parameters_of(size, vocabulary)
         return max(count / parameters, parameters / count)
 
-    return min(among, key=distance)
+    return min(MODEL_SIZES, key=distance)
 
 
 @lru_cache(maxsize=256)

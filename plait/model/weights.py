@@ -1,6 +1,6 @@
 """What each weight of a model is: its dims by meaning, whether it learns, whether it decays, how it may be cut.
 
-The strands, the optimizer, checkpoints and proofs read these descriptions, so that none of them knows a model's names.
+Parallelism, the optimizer, checkpoints and proofs read these descriptions, so that none of them knows a model's names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from plait.model.names import (
     expert_of,
     is_adapter,
     layer_of,
-    pattern_of,
     within_layer,
 )
 from plait.model.parts.objectives import NO_OBJECTIVES
@@ -199,7 +198,7 @@ def active_layer_products(shape: ModelShape) -> int:
 
 
 def active_ahead_products(shape: ModelShape) -> int:
-    """The same of all depths of prediction ahead: their layers and projections, without the output matrix."""
+    """Products of all depths of prediction ahead: their layers and projections, without the output matrix."""
     return sum(_active(one, shape) * layers for one, layers in _layer_matrices(shape) if _is_ahead(one.name, shape))
 
 
@@ -212,21 +211,3 @@ def _layer_matrices(shape: ModelShape) -> list[tuple[WeightDescription, int]]:
 def _is_ahead(name: str, shape: ModelShape) -> bool:
     """Whether a weight is of a layer, or of the projection before it, for prediction ahead."""
     return (layer_of(name) or 0) >= shape.layers or depth_of(name) is not None
-
-
-def parameter_parts(shape: ModelShape) -> dict[str, int]:
-    """Parameters by part: embedding, attention, feedforward, norms, head (0 when tied)."""
-    parts = {"embedding": 0, "attention": 0, "feedforward": 0, "norms": 0, "head": 0}
-    for name, sizes in weight_sizes(shape).items():
-        parts[_part_of(name)] += prod(sizes)
-    return parts
-
-
-def _part_of(name: str) -> str:
-    pattern = pattern_of(name)
-    if "norm" in pattern:
-        return "norms"
-    for mark, part in (("embed.", "embedding"), ("head.", "head"), ("layers.*.attention.", "attention")):
-        if pattern.startswith(mark):
-            return part
-    return "feedforward"

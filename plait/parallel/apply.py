@@ -1,4 +1,4 @@
-"""Parallelizes a model: the strands (tensor, pipeline, …) in the order in which they are applied."""
+"""Parallelizes a model: tensor, pipeline and the other parallelisms, in the order in which they are applied."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STAGES: tuple[ParallelStage, ...] = (
     ParallelStage(
         axis="replicate",
         apply=replicate,
-        reason="last: its buckets hold what all other strands leave",
+        reason="last: its buckets hold what all other parallelisms leave",
     ),
 )
 

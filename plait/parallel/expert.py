@@ -99,12 +99,12 @@ class ExpertExchange:
         return _awaited(_begun(results_sd, splits.back(), under_way), splits.back(), under_way)
 
     def _sums(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Of each rank of the group the rows for its experts."""
+        """Number of rows for each rank's experts."""
         firsts = [sum(self.held[:rank]) for rank in range(len(self.held))]
         return tuple(sum(counts[first : first + number]) for first, number in zip(firsts, self.held, strict=True))
 
     def _counts_of_others(self, counts: tuple[int, ...], device: torch.device) -> list[list[int]]:
-        """Of each rank of the group the rows that it sends to each of this rank's experts."""
+        """For each rank of the group, the rows that it sends to each of this rank's experts."""
         own = self.held[dist.get_rank(self.group)]
         sent = torch.tensor(counts, dtype=torch.int64, device=device)
         received = sent.new_empty(own * len(self.held))

@@ -1,4 +1,4 @@
-"""Gives the model real memory on the plan's device once every strand has cut its part away."""
+"""Gives the model real memory on the plan's device once every parallelism has cut its part away."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def materialize(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
-    """As `module.to_empty`, which for plain tensors on the meta device imports sympy, a third of a second in every
-    rank. So does torch.distributed.tensor, so DTensors are told by not being plain."""
+    """Like `module.to_empty`, which for plain tensors on the meta device imports sympy, a third of a second in every
+    rank. So does torch.distributed.tensor: a DTensor is recognised by not being plain."""
     if any(type(one) is not nn.Parameter for one in module.parameters()):
         module.to_empty(device=device)
         return

@@ -183,7 +183,7 @@ class ShardedModel:
     reports: bool = True
     """Whether this rank's loss enters the global sum: true on one of the ranks that compute the same loss."""
     reports_objectives: bool = True
-    """The same of the losses of heads that stand on this rank, on whichever stage of a pipeline."""
+    """Whether this rank reports the losses of the heads that it holds, on whichever stage of a pipeline."""
     over_sequence: Callable[[Tensor], Tensor] = lambda values: values
     """The sum of values over the ranks that hold parts of the same sequences; each of them must call it."""
 

@@ -108,7 +108,7 @@ def split_attention(attention: Attention, shape: ModelShape, stream: SequenceSpl
 
 
 def split_latent_attention(attention: LatentAttention, stream: SequenceSplit) -> None:
-    """The same through latents: each rank makes those of its own rows, all ranks gather them, and each computes its own
+    """Split latent attention: each rank makes those of its own rows, all ranks gather them, and each computes its own
     heads of all tokens. So what stands before heads is computed once, and its gradients are sums of rows' parts."""
     attention.gather = stream.gather
     attention.o.around = with_all_reduce(stream)
@@ -198,7 +198,7 @@ class SharedEmbedding(nn.Module):
         return own_md + self.positions(self._own(positions_bt.expand(tokens_bt.shape).flatten()))
 
     def look_up(self, tokens_bt: Tensor) -> Tensor:
-        """The same without positions."""
+        """The rows of these tokens, without positions."""
         weight_vd = self.tokens.weight
         entries_n = tokens_bt.flatten() - self.first
         missing_n = (entries_n < 0) | (entries_n >= len(weight_vd))

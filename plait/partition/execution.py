@@ -1,4 +1,4 @@
-"""What a worker executes of a plan: all that the parallel strands need to know, and nothing of why it was chosen."""
+"""What a worker executes of a plan: all that parallelism needs to know, and nothing of why it was chosen."""
 
 from __future__ import annotations
 

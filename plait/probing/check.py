@@ -24,7 +24,7 @@ class HostState:
     device: SingleLine
     """Name of its processor or of its GPUs."""
     memory_bytes: int
-    """Of the host, not of its GPUs."""
+    """Memory of the host, not of its GPUs."""
     free_memory_bytes: int
     free_disk_bytes: int
     """Where runs/ lies."""

@@ -218,7 +218,7 @@ def _common_product_seconds(
 
 
 def pool_measurements(measured: Measurements) -> Measurements:
-    """The same measurements with consistent times for equal hosts: the common time of each piece of work, times one
+    """The measurements with consistent times for equal hosts: the common time of each piece of work, times one
     factor per host. A single unlucky reading then slows down neither a host nor the forecast.
 
     Hosts are equal if their processors or GPUs have the same name, they have as many workers and threads, and their

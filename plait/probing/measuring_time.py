@@ -22,7 +22,7 @@ Timing = Literal["bounded", "none"]
 
 
 def with_skip_hint(show: ShowProgress) -> ShowProgress:
-    """The same, with the words behind each stage by which a person skips it."""
+    """The progress display, with words behind each stage that say how to skip it."""
     return lambda done, total, stage: show(done, total, f"{stage} (--no-timing skips it)")
 
 
@@ -31,7 +31,7 @@ class MeasuringTime:
     """A deadline that all measurements before a run share."""
 
     limit_s: float
-    """Of all measurements together; 0 where none is wanted."""
+    """Time limit of all measurements together; 0 if none is wanted."""
     ends_at_s: float
     clock: Callable[[], float] = time.monotonic
 

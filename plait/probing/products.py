@@ -115,7 +115,7 @@ class MatrixProduct:
         return multiply
 
     def errors(self, units: Mapping[Arithmetic, ArithmeticUnit]) -> dict[Arithmetic, float]:
-        """Those of the product's first rows, or of a batch's first products."""
+        """Errors of the product's first rows, or of a batch's first products."""
         batched = self.left.dim() == 3
         few = COMPARED_MATRICES if batched else COMPARED_ROWS
         exact = self._multiply(self.left[:few].double(), (self.right[:few] if batched else self.right).double())
@@ -185,9 +185,9 @@ def _rates(
 
 
 def _products_of(model: ProbedModel) -> Iterator[MatrixProduct]:
-    """Those of a training micro-batch forward and backward, and the head's. Of the widest layer also the product of a
-    single sequence forward, as in an evaluation, and both ways that of an odd number of tokens, as the ends of
-    documents and of shares leave it."""
+    """The products of a training micro-batch forward and backward, and of the head. For the widest layer also the
+    product of a single sequence forward, as in an evaluation, and both ways that of an odd number of tokens, as the
+    ends of documents and of shares leave it."""
     layer = layer_products(model)
     for sizes in dict.fromkeys(layer):
         yield from _linear(sizes, layer.count(sizes) * model.shape.layers)

@@ -157,7 +157,7 @@ def recipe_probe_request(
 
 
 def brief_request(request: ProbeRequest) -> ProbeRequest:
-    """The same probe in a fraction of the time: fewer sizes of micro-batches and messages, the model's own products."""
+    """A probe in a fraction of the time: fewer sizes of micro-batches and messages, the model's own products."""
     models = tuple(dict.fromkeys((request.models[0], request.models[-1])))
     return replace(
         request,

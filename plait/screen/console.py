@@ -22,9 +22,9 @@ from plait.screen.ticker import TICK_S, ticking
 from plait.units import format_count, format_duration
 
 LINE_EVERY_S = 9.0
-"""Of a log, which is looked at each second: so it is silent for ten seconds at most."""
+"""Seconds between lines of a log, which is looked at each second: so it is silent for ten seconds at most."""
 LATER_LINE_EVERY_S, LATER_S = 30.0, 1800.0
-"""Of a log after its first half hour, which somebody may be watching."""
+"""Seconds between lines of a log after its first half hour, which somebody may be watching."""
 LINE_EVERY_SHARE = 0.05
 SPINNER, MOVES_PER_S = "line", 1.0
 """What moves on a terminal, in ASCII, while nothing else does."""

@@ -1,4 +1,4 @@
-"""What `plait data --show` prints: what is learnt stands out, with and without colours."""
+"""What `plait data --show` prints: what is learned stands out, with and without colours."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_examples_that_are_counted_are_those_that_are_learnt_from(recipe: Pa
     assert "; 8 examples, " in shown(recipe, "train.sequence=256", "data.overlong=drop")
     text = shown(recipe, "data.overlong=drop")
     assert "; 3 examples, " in text
-    assert "overlong 5 examples of more than 64 tokens: left out (data.overlong); 3 examples learnt from" in text
+    assert "overlong 5 examples of more than 64 tokens: left out (data.overlong); 3 examples learned from" in text
     assert "overlong 5 examples of more than 64 tokens: cut at a window's end (data.overlong); 8 examples" in shown(
         recipe, "data.overlong=cut"
     )

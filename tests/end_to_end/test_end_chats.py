@@ -98,7 +98,7 @@ def test_three_epochs_of_real_chats_on_two_workers_go_on_after_a_kill(tmp_path: 
     assert place.manifest("killed", steps) == place.manifest("whole", steps)
     losses = [line["eval_loss"] for line in place.lines("whole") if "eval_loss" in line]
     assert losses[-1] < losses[0]
-    # Every learnt token of the training part was learnt three times, on two workers.
+    # Every learned token of the training part was learned three times, on two workers.
     learned = 0
     folder = place.folder / place.plan("whole")["corpus"]
     for mask in folder.glob("train-*.mask.bin"):

@@ -82,7 +82,7 @@ def test_new_tokens_are_learnt_kept_and_exported(home: Place, run_warm: RunWarm)
     base = AutoModelForCausalLM.from_pretrained(home.folder / "base")
     rows, before = (one.get_input_embeddings().weight.detach() for one in (theirs, base))
     assert rows.shape[0] == theirs.config.vocab_size == 263 and before.shape[0] == VOCABULARY
-    assert all(float((row - before.mean(0)).abs().max()) > 1e-4 for row in rows[260:]), "each has learnt"
+    assert all(float((row - before.mean(0)).abs().max()) > 1e-4 for row in rows[260:]), "each has learned"
     assert float((rows[260:262] - before.mean(0)).abs().max()) < 0.2, "from the mean on"
     assert len(AutoTokenizer.from_pretrained(home.folder / "out")) == 263
     assert torch.isfinite(theirs(torch.tensor([[1, 257, 258, 262]])).logits).all()

@@ -35,4 +35,4 @@ def test_a_folder_of_ones_own_becomes_a_run_that_says_what_it_read(tmp_path: Pat
     reasons = json.loads((tmp_path / "runs" / "story" / "plan.json").read_text())["reasons"]
     assert any(reason.startswith("text left out: old.txt, which is not UTF-8 text at byte 1") for reason in reasons)
     nothing = run_warm(place, "train", "story.toml", 'data.files=["old.txt", "report.pdf"]', "run.name=other")
-    assert nothing.code == 2 and "none of the 2 files can be learnt from" in nothing.err, nothing
+    assert nothing.code == 2 and "none of the 2 files can be learned from" in nothing.err, nothing

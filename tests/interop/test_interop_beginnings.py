@@ -65,7 +65,7 @@ def selection(sequence: int) -> SampleSelection:
 
 
 def loss_here(model: GPT, corpus: Corpus) -> tuple[float, int]:
-    """Summed loss of all that is learnt in the training part, and its number of tokens."""
+    """Summed loss of all that is learned in the training part, and its number of tokens."""
     total, count = 0.0, 0
     for micro in heldout_micros(replace(corpus, train=(), heldout=corpus.train), selection(model.shape.sequence)):
         assert micro.lengths is not None

@@ -152,7 +152,7 @@ def test_show_shows_what_the_tokens_hold(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_token_on_both_sides_of_a_prompts_end_is_divided_as_trl_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many tokens are read as the prompt has by itself; at least the last one is learnt."""
+    """As many tokens are read as the prompt has by itself; at least the last one is learned."""
     write_tokenizer(tmp_path / "base", "metaspace")
     theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "base")
     records = [

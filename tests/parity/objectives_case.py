@@ -36,11 +36,11 @@ ROWS: tuple[tuple[int, ...], ...] = ((9, 15), (24,), (1, 2, 3, 18), (7, 7, 7, 3)
 """Lengths of the documents in each row: some too short to predict anything ahead."""
 
 Document = tuple[Tensor, Tensor]
-"""Its tokens, one more than inputs, and which of them are learnt."""
+"""Its tokens, one more than inputs, and which of them are learned."""
 
 
 def documents() -> list[list[Document]]:
-    """Of each row its documents; about a fourth of the tokens is not learnt."""
+    """Of each row its documents; about a fourth of the tokens is not learned."""
     drawn = torch.Generator().manual_seed(3)
     return [
         [
@@ -84,7 +84,7 @@ def packed(micro_sequences: int) -> list[Micro]:
     """The rows as micro-batches, of one row or several."""
     inputs = [torch.cat([ids[:-1] for ids, _ in row]).numpy() for row in documents()]
     targets = [
-        torch.cat([torch.where(learnt, ids, IGNORED_TARGET)[1:] for ids, learnt in row]).numpy() for row in documents()
+        torch.cat([torch.where(kept, ids, IGNORED_TARGET)[1:] for ids, kept in row]).numpy() for row in documents()
     ]
     selection = SampleSelection(
         sequence=SEQUENCE, sequences_per_replica=(len(ROWS),), data_parallel_rank=0, lockstep_replicas=range(1),
@@ -107,8 +107,8 @@ def by_hand(shape: ModelShape) -> dict[str, Tensor]:
     model = model_of(shape)
     sums, counts = [torch.zeros((), dtype=torch.float64) for _ in range(5)], [0] * 5
     for row in documents():
-        for ids, learnt in row:
-            for place, (loss, count) in enumerate(_losses_of(model, ids, learnt)):
+        for ids, learned in row:
+            for place, (loss, count) in enumerate(_losses_of(model, ids, learned)):
                 sums[place], counts[place] = sums[place] + loss, counts[place] + count
     weights = (1.0, *OBJECTIVES.head_weights, *[OBJECTIVES.ahead_weight / OBJECTIVES.ahead] * OBJECTIVES.ahead)
     means = [loss / count for loss, count in zip(sums, counts, strict=True)]
@@ -119,7 +119,7 @@ def by_hand(shape: ModelShape) -> dict[str, Tensor]:
     return {"losses": table} | {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-def _losses_of(model: GPT, ids: Tensor, learnt: Tensor) -> list[tuple[Tensor, int]]:
+def _losses_of(model: GPT, ids: Tensor, learned: Tensor) -> list[tuple[Tensor, int]]:
     """(sum, tokens) of the main loss, of each head and of each depth, for one document."""
     assert model.embed is not None and model.norm is not None
     embedded = model.embed.tokens.weight[ids]
@@ -129,8 +129,8 @@ def _losses_of(model: GPT, ids: Tensor, learnt: Tensor) -> list[tuple[Tensor, in
         if layer + 1 in OBJECTIVES.heads:
             head = model.auxiliary[str(layer + 1)]
             assert isinstance(head, AuxiliaryHead)
-            found.append(_cross_entropy(model, head.norm, stream, ids[1:], learnt[1:]))
-    found.insert(0, _cross_entropy(model, model.norm, stream, ids[1:], learnt[1:]))
+            found.append(_cross_entropy(model, head.norm, stream, ids[1:], learned[1:]))
+    found.insert(0, _cross_entropy(model, model.norm, stream, ids[1:], learned[1:]))
     for depth in range(1, OBJECTIVES.ahead + 1):
         own, left = model.ahead[str(depth)], len(ids) - 1 - depth
         assert isinstance(own, AheadInput)
@@ -139,7 +139,7 @@ def _losses_of(model: GPT, ids: Tensor, learnt: Tensor) -> list[tuple[Tensor, in
             continue
         halves = own.hidden_norm(stream[:left]), own.embedding_norm(embedded[depth : depth + left])
         stream = _through_layer(model, SHAPE.layers + depth - 1, torch.cat(halves, dim=1) @ own.projection.weight.T)
-        found.append(_cross_entropy(model, own.norm, stream, ids[depth + 1 :], learnt[depth + 1 :]))
+        found.append(_cross_entropy(model, own.norm, stream, ids[depth + 1 :], learned[depth + 1 :]))
     return found
 
 
@@ -152,9 +152,9 @@ def _through_layer(model: GPT, layer: int, stream: Tensor) -> Tensor:
     return result
 
 
-def _cross_entropy(model: GPT, norm: nn.Module, stream: Tensor, wanted: Tensor, learnt: Tensor) -> tuple[Tensor, int]:
-    scores = (norm(stream) @ model.head_weight().T)[learnt]
-    return F.cross_entropy(scores, wanted[learnt], reduction="sum"), int(learnt.sum())
+def _cross_entropy(model: GPT, norm: nn.Module, stream: Tensor, wanted: Tensor, learned: Tensor) -> tuple[Tensor, int]:
+    scores = (norm(stream) @ model.head_weight().T)[learned]
+    return F.cross_entropy(scores, wanted[learned], reduction="sum"), int(learned.sum())
 
 
 def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

@@ -169,7 +169,7 @@ def test_fifty_steps_are_those_of_a_plain_loop(tmp_path: Path, method: str, docu
         state, scalars = ours.step(state)
         losses.append(float(scalars.totals[0] / scalars.totals[1]))
         assert losses[-1] == pytest.approx(wanted, rel=1e-4), step
-    assert losses[-1] < losses[0] - 0.1, "it learnt"
+    assert losses[-1] < losses[0] - 0.1, "it learned"
     for assembly in (ours, source):
         assembly.loader.close()
 

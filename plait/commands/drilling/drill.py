@@ -41,7 +41,7 @@ DISTURBED_ENTRIES = replace(
 _POSSIBLE_IN_REAL_RUNS: Sequence[FaultKind] = ("kill", "hang", "slow", "corrupt")
 _DRAWN_IN_REAL_RUNS: Sequence[FaultKind] = ("kill", "hang", "slow")
 _SAVE_EVERY = "5 s"
-"""Of a drill by time whose recipe leaves checkpoint.every open: between two faults there must be saves."""
+"""Checkpoint interval of a drill by time whose recipe names none: there must be saves between two faults."""
 _LOOK_S = 0.05
 
 

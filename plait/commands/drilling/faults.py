@@ -93,8 +93,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrilledPlan:
-    """What of a run's plan a drill must know: `save_every` is the number of steps between its saves, 0 where it saves
-    at its end alone; `hosts` is 1 where it trains on this machine alone. `kinds` may be drawn."""
+    """The part of a run's plan that a drill needs: `save_every` is the number of steps between its saves, 0 if it saves
+    at its end alone; `hosts` is 1 if it trains on this machine alone. `kinds` may be drawn."""
 
     ranks: int
     steps: int

@@ -57,7 +57,7 @@ class MeasuredLosses:
     """In nats, over all tokens of the text."""
     tokens: int
     row_losses: tuple[float, ...]
-    """Of each choice, in nats."""
+    """Loss of each choice, in nats."""
 
 
 def run_evaluation(

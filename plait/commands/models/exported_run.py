@@ -1,5 +1,5 @@
 """What a run that is exported holds: a checkpoint's weights, or a base's with the run's adapter added to them, and the
-chat template that it learnt by."""
+chat template that it learned by."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def merged_reader(source: ExportedRun) -> ReadPart:
 
 
 def name_end_of_turn(folder: Path, token: str | None) -> None:
-    """Let the tokenizer in an export's folder have the end of a learnt turn as its eos_token, unless its chat template
+    """Let the tokenizer in an export's folder have the end of a learned turn as its eos_token, unless its chat template
     writes another eos_token in other places; nothing for None."""
     template = find_template([folder])
     if token is None or (template and "eos_token" in template.text and template.special.get("eos_token") != token):
@@ -88,17 +88,17 @@ def name_end_of_turn(folder: Path, token: str | None) -> None:
 
 
 def write_learnt_template(folder: Path, corpus: Corpus, requested: str = "auto") -> None:
-    """Write the chat template that a run learnt by into an export's folder, where none came with the tokenizer or the
+    """Write the chat template that a run learned by into an export's folder, where none came with the tokenizer or the
     recipe requested another (`data.chat_template`). Special tokens that the tokenizer's settings name otherwise are set
-    in it, so that it writes the text that was learnt."""
-    learnt = find_template([corpus.folder]) if corpus.template else None
-    if learnt is None or (requested == "auto" and find_template([folder])):
+    in it, so that it writes the text that was learned."""
+    learned = find_template([corpus.folder]) if corpus.template else None
+    if learned is None or (requested == "auto" and find_template([folder])):
         return
     known = special_tokens(tokenizer_settings(folder))
-    missing = {key: text for key, text in learnt.special.items() if key in learnt.text and known.get(key) != text}
+    missing = {key: text for key, text in learned.special.items() if key in learned.text and known.get(key) != text}
     lines = [
         f"{{% set {key} = {json.dumps(text, ensure_ascii=False)} %}}\n"
         for key, text in missing.items()
         if key.isidentifier()
     ]
-    (folder / TEMPLATE_FILE).write_text("".join(lines) + learnt.text, encoding="utf-8")
+    (folder / TEMPLATE_FILE).write_text("".join(lines) + learned.text, encoding="utf-8")

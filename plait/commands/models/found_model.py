@@ -55,7 +55,7 @@ class StoredModel:
     """What stands beside the weights of a folder; None: nothing."""
 
     def resolved(self) -> StoredModel:
-        """The same by absolute paths."""
+        """This model with absolute paths."""
         adapter = self.adapter and replace(self.adapter, path=str(Path(self.adapter.path).resolve()))
         return replace(self, path=str(Path(self.path).resolve()), adapter=adapter)
 
@@ -108,13 +108,13 @@ def with_stored_adapter(found: FoundModel, name: str, working: WorkingFolder) ->
 
 
 def template_folders(run: TrainedBy | None, tokenizer_folder: Path, working: WorkingFolder) -> list[Path]:
-    """Where a model's chat template may be: a run's folder, the data that it learnt by if these were chats, the model
+    """Where a model's chat template may be: a run's folder, the data that it learned by if these were chats, the model
     that it began from, its tokenizer's folder."""
     if run is None:
         return [tokenizer_folder]
     base = base_folder(run.folder.saved_config(), working)
-    learnt = [run.corpus.folder] if run.corpus.template else []
-    return [run.folder.path, *learnt, *([base] if base else []), tokenizer_folder]
+    learned = [run.corpus.folder] if run.corpus.template else []
+    return [run.folder.path, *learned, *([base] if base else []), tokenizer_folder]
 
 
 def _model_of_folder(folder: Path, sequence: int | None) -> FoundModel:
@@ -157,7 +157,7 @@ def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | Non
 
 
 def _for_sequence(shape: ModelShape, sequence: int) -> ModelShape:
-    """The same model for other sequences; raises PlaitError where its table of positions is too short."""
+    """The model with another sequence length; raises PlaitError where its table of positions is too short."""
     table = shape.size_of("positions") if shape.positions == "learned" else 0
     return replace(shape, sequence=sequence, learned_positions=table)
 

@@ -55,7 +55,7 @@ def run_start(plan: Plan, folder: Path, details: Details = (), start: StartOf = 
 
 
 def _adapter_text(shape: ModelShape) -> str:
-    """What of a model learns, where that is an adapter alone."""
+    """How many weights learn, if only an adapter does; else empty."""
     if shape.adapter is None:
         return ""
     return (

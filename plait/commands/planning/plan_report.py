@@ -53,9 +53,9 @@ def make_plan_report(
     plan = settle(config, drafted, [chosen])
     notes = list(dict.fromkeys((*read_as, *assumed, *plan.warnings, *lines_without_effect(config, [chosen]))))
     reasons = [reason for reason in drafted.request.notes if reason not in notes]
-    learnt = calibration_text(forecast.calibration, forecast.items, forecast.basis)
+    learned = calibration_text(forecast.calibration, forecast.items, forecast.basis)
     copies = with_copies(config.recover, plan, found.cluster.n_nodes)[1]
-    reasons += [line for line in (learnt, copies) if line]
+    reasons += [line for line in (learned, copies) if line]
     return plan_report_of(plan, found, layouts=drafted.layouts, notes=notes, reasons=reasons, top=top)
 
 

@@ -29,7 +29,7 @@ class RunningRun:
     workers: int
     """On this machine."""
     threads: int
-    """Of each worker."""
+    """Threads of each worker."""
     gpus: tuple[int, ...]
     """torch's numbers of the GPUs in use; none on the processor."""
 

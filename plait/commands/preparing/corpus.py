@@ -116,10 +116,10 @@ def example_lines(corpus: Corpus, bad_records: float) -> list[str]:
         )
     many = f"of {counted(counts.chats, 'chat', ',')}"
     if number := counts.remarks.get("last answers"):
-        lines.append(f"learnt   in {number:,} {many} only the last answers: the template changes earlier ones")
+        lines.append(f"learned  in {number:,} {many} only the last answers: the template changes earlier ones")
     if number := counts.remarks.get("other prompt"):
         lines.append(
-            f"learnt   in {number:,} {many} an answer after other text than the template has a model go on from; "
+            f"learned  in {number:,} {many} an answer after other text than the template has a model go on from; "
             "another data.chat_template may not"
         )
     lost = {key.removeprefix("lost "): number for key, number in counts.remarks.items() if key.startswith("lost ")}
@@ -151,7 +151,7 @@ def _token_lines(corpus: Corpus) -> list[str]:
         number = counted(corpus.boundary_tokens, "completion", ",")
         lines.append(
             f"tokens   the first characters of {number} share a token with the end of the prompt, so they are read and "
-            "not learnt; end prompts without a space and begin completions with it"
+            "not learned; end prompts without a space and begin completions with it"
         )
     return lines
 
@@ -173,7 +173,7 @@ def overlong_lines(facts: CorpusFacts, sequence: int, overlong: Overlong) -> lis
     unit = packed.unit
     longer = f"{counted(packed.overlong, unit, ',')} of more than {sequence} tokens"
     fate = {"refuse": "refused", "drop": "left out", "cut": "cut at a window's end"}[overlong]
-    return [f"overlong {longer}: {fate} (data.overlong); {counted(packed.examples, unit, ',')} learnt from"]
+    return [f"overlong {longer}: {fate} (data.overlong); {counted(packed.examples, unit, ',')} learned from"]
 
 
 def _template_text(corpus: Corpus) -> str:

@@ -1,4 +1,4 @@
-"""`plait data --show`: samples as a person reads them, and what of them is learnt."""
+"""`plait data --show`: samples as a person reads them, and what of them is learned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def packing_lines(config: RunConfig, corpus: Corpus) -> list[str]:
     learned = sum(int((shard.mask == 0).sum()) for shard in corpus.train if shard.mask is not None)
     asked = "" if named != "auto" else " (the plan chooses their length: plait plan)"
     lines = [
-        f"learnt   {learned / corpus.train_tokens:.1%} of the tokens; the others are only read",
+        f"learned  {learned / corpus.train_tokens:.1%} of the tokens; the others are only read",
         f"packing  {packed.windows:,} windows of {sequence} tokens, {packed.share:.1%} full{asked}; "
         f"the longest {sizes.unit} has {counted(sizes.longest_example, 'token', ',')}",
     ]
@@ -40,7 +40,7 @@ def packing_lines(config: RunConfig, corpus: Corpus) -> list[str]:
 
 def shown_samples(corpus: Corpus, count: int) -> Iterator[Sequence[TextPiece]]:
     """This many training examples, or pairs of them, evenly chosen from all, each as pieces of text of which the
-    learnt ones stand out."""
+    learned ones stand out."""
     if not count:
         return
     tokenizer = corpus_tokenizer(corpus)
@@ -48,7 +48,7 @@ def shown_samples(corpus: Corpus, count: int) -> Iterator[Sequence[TextPiece]]:
     ends = list(accumulate(len(shard.starts) // len(names) for shard in corpus.train))
     total = ends[-1]
     count = min(count, total)
-    yield [("what stands out so is learnt from: ", "plain"), ("like this", "emphasized")]
+    yield [("what stands out so is learned from: ", "plain"), ("like this", "emphasized")]
     for turn in range(count):
         place = turn * total // count
         number = int(np.searchsorted(ends, place, side="right"))
@@ -65,13 +65,13 @@ def _shown(
     bounds = np.append(shard.starts, len(shard.tokens) - 1)
     first, last = int(bounds[number]), int(bounds[number + 1])
     if corpus.layout == "stream" and (not corpus.bos or number == len(shard.starts) - 1):
-        last += 1  # the end of text after a document is learnt as well
+        last += 1  # the end of text after a document is learned as well
     stop = min(last, first + MOST_TOKENS_SHOWN)
     ids = shard.tokens[first:stop].tolist()
     marks = shard.mask_rows(np.array([first]), stop - first)[0].astype(bool)
     marks[0] = True  # nothing stands before it
     learned = int((~marks).sum()) if stop == last else None
-    about = f", {learned} of them learnt" if learned is not None else f", the first {stop - first} of them"
+    about = f", {learned} of them learned" if learned is not None else f", the first {stop - first} of them"
     yield [(f"{title}: {counted(last - first, 'token', ',')}{about}", "plain")]
     pieces, done, shown = list[TextPiece](), 0, 0
     for mark, run in groupby(marks.tolist()):

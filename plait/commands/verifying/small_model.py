@@ -30,7 +30,7 @@ STEPS_PER_OPTIMIZER = 5
 SHRUNK_WINDOW = 3
 """Tokens that a query of a windowed layer sees in a small model."""
 SHRUNK_RANK = 3
-"""Of a small model's adapters: fewer rows than many layouts have ranks."""
+"""Rank of a small model's adapters: fewer rows than many layouts have ranks."""
 CHECK_LR = 0.01
 CHECK_CLIP = 0.25
 """Below the norms of a small model's first gradients, so that clipping acts."""
@@ -92,7 +92,7 @@ def _fitting_size(degrees: Layout) -> str:
 
 
 def shrunk_layout(layout: Layout) -> Layout:
-    """The same layout with one or two layers in each stage: unequal stages stay unequal."""
+    """The layout with one or two layers in each stage: unequal stages stay unequal."""
     least = min((number for number in layout.stage_layers if number), default=0)
     return replace(layout, stage_layers=tuple(min(number, 1 + (number > least)) for number in layout.stage_layers))
 

@@ -14,9 +14,9 @@ from plait.model.parts.objectives import ObjectivesShape
 
 SHRUNK_EXPERTS, SHRUNK_EXPERT_GROUPS, SHRUNK_BIAS_RATE, SHRUNK_Z_WEIGHT = 5, 3, 0.05, 0.1
 SHRUNK_DEPTHS = 2
-"""Of prediction ahead: the second reads the first one's stream."""
+"""Depths of prediction ahead: the second reads the first one's stream."""
 SHRUNK_CAPACITY = 0.8
-"""Of a small model's experts where the large one's have a capacity: some choices are dropped at each step."""
+"""Capacity of a small model's experts if the large model's have one: some choices are dropped at each step."""
 
 
 def shrunk_mixture(mixture: MixtureShape, layers: int, ffn: int, parts: int) -> MixtureShape:

@@ -24,7 +24,7 @@ _ANSWER_BYTES, _ANSWER_S = 1 << 18, 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Of one process: bytes that arrived here, or that the other end has confirmed, on its open connections.
+    """Bytes that arrived at one process, or that the other end has confirmed, on its open connections.
 
     `sends_to` is the address of the connection with most bytes waiting to be sent, "" where none waits.
     """

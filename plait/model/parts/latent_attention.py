@@ -13,9 +13,9 @@ from typing import Any
 from plait.errors import PlaitError
 
 MOST_WIDE = 10_000_000
-"""Of a rank or a width: far above every published model."""
+"""Largest rank or width: far above every published model."""
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of latents, whatever that of the other norms is: as transformers and DeepSeek's own code have it."""
+"""Epsilon of the norms of latents, whatever that of the other norms is: as in transformers and DeepSeek's own code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from plait.errors import PlaitError
 RouterScore = Literal["sigmoid", "softmax"]
 BalanceRule = Literal["bias", "sequence", "global", "switch"]
 MOST_EXPERTS = 100_000
-"""Of one layer; the largest that anybody has published have some thousands."""
+"""Most experts of a layer; the largest published models have some thousands."""
 USUAL_EXPERTS_PER_TOKEN = 2
 USUAL_BIAS_RATE = 0.001
 """DeepSeek-V3's (2412.19437, section 4.2), over millions of steps."""
@@ -56,7 +56,7 @@ class MixtureShape:
     balance_weights: tuple[float, ...] = ()
     """One for each loss in `balance`, in its order."""
     z_weight: float = 0.0
-    """Of the router's z-loss (Zoph et al. 2022); 0: none."""
+    """Weight of the router's z-loss (Zoph et al. 2022); 0: none."""
     capacity: float | None = None
     """How much more than its even share of a sequence's choices an expert takes, the rest of which are dropped; None:
     all of them (model/mixture.py)."""

@@ -9,7 +9,7 @@ from typing import Any
 from plait.errors import PlaitError
 
 USUAL_HEAD_WEIGHT = 0.3
-"""Of each head's loss, as in GoogLeNet (Szegedy et al. 2014, 1409.4842), the first deep network that had such heads."""
+"""Weight of each head's loss, as in GoogLeNet (Szegedy et al. 2014, 1409.4842), the first network with such heads."""
 USUAL_AHEAD_WEIGHT = 0.3
 """DeepSeek-V3's (2412.19437, section 4.2) for its first 10 T tokens; 0.1 after them."""
 MOST_AHEAD = 1000
@@ -33,7 +33,7 @@ class ObjectivesShape:
     ahead: int = 0
     """Depths of prediction beyond the next token."""
     ahead_weight: float = USUAL_AHEAD_WEIGHT
-    """Of the mean of all depths' losses."""
+    """Weight of the mean of all depths' losses."""
 
     def __post_init__(self) -> None:
         if any(type(after) is not int for after in self.heads):
