@@ -149,10 +149,10 @@ def write_shards(
         dtype, limit = token_dtype(tokenizer.vocabulary), work.shard_tokens
         return ShardWriter(folder, split, eot=tokenizer.eot, bos=bos, dtype=dtype, shard_tokens=limit, marks=marks)
 
-    writers: Writers = {"train": writer("train"), "heldout": writer("heldout")}
+    writers: Writers = {}
     done = 0
     try:
-        count, done = keeper.begin(tokenizer, writers)
+        writers, count, done = keeper.begin(tokenizer, lambda: {"train": writer("train"), "heldout": writer("heldout")})
         for batch in _batches(islice(noted(), count, None)):
             work.on_progress(done, total, "tokenizing")
             write(batch, writers)

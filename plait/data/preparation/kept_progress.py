@@ -4,7 +4,7 @@ the same shards."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,26 +59,25 @@ class ProgressKeeper:
         self._forget()
         return None
 
-    def begin(self, tokenizer: Tokenizer, writers: Writers) -> tuple[int, int]:
-        """Set fresh writers to where they were before, and return the pieces and bytes that are written; zeros where
-        nothing usable was kept. What is damaged is made again."""
+    def begin(self, tokenizer: Tokenizer, new_writers: Callable[[], Writers]) -> tuple[Writers, int, int]:
+        """Writers that continue where they were before, with the pieces and bytes that are written; new ones and zeros
+        where nothing usable was kept. What is damaged is made again."""
         kept = self._kept if self._kept is not None and self._kept.tokenizer == tokenizer.hash else None
+        writers = new_writers()
         try:
             for split, writer in writers.items():
                 if kept is not None:
                     writer.restore(kept.writers[split])
         except (OSError, ValueError, KeyError):
-            kept = None
+            kept, writers = None, new_writers()
         if kept is None:
             self._forget()
-            for writer in writers.values():
-                writer.begin_anew()
             tokenizer.save(self._folder)
         self._tokenizer_hash = tokenizer.hash
         pieces, done_bytes = (kept.pieces, kept.done_bytes) if kept else (0, 0)
         self.counts = kept.counts if kept else NOTHING_COUNTED
         self._keep(pieces, done_bytes, writers)
-        return pieces, done_bytes
+        return writers, pieces, done_bytes
 
     def written(self, pieces: int, done_bytes: int, writers: Writers) -> None:
         """Take note that this many are written; keeps that from time to time."""

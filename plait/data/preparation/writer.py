@@ -170,7 +170,7 @@ class ShardWriter:
         self._end = _NEVER if state.whole else _COUNTED
         if (shard := state.open) is None:
             return
-        self._open(shard.source, "go on")
+        self._open(shard.source, "continued")
         assert self._file is not None
         self._starts, self._tokens = list(shard.starts), shard.tokens
         _read_back(self._file, shard.tokens * self._dtype.itemsize, self._hash)
@@ -179,19 +179,9 @@ class ShardWriter:
         if (self._hash.hexdigest(), self._mask_hash.hexdigest()) != (shard.sha256, shard.mask_sha256):
             raise ValueError(f"{self._name} is not what was written")
 
-    def begin_anew(self) -> None:
-        """Be as new, after a `restore` that failed; what is in the folder is the caller's to take away."""
-        for file in (self._file, self._mask_file):
-            if file is not None:
-                file.close()
-        self._file = self._mask_file = None
-        self._end = _COUNTED
-        self.entries, self.text_bytes, self.bytes_written, self._tokens, self._source = [], 0, 0, 0, 0
-        self.boundary_tokens = 0
-
-    def _open(self, source: int, how: Literal["anew", "go on"] = "anew") -> None:
+    def _open(self, source: int, how: Literal["new", "continued"] = "new") -> None:
         self._name = f"{self._split}-{len(self.entries):05d}"
-        mode = "wb" if how == "anew" else "r+b"
+        mode = "wb" if how == "new" else "r+b"
         self._file = cast("BinaryIO", (self._folder / f"{self._name}.bin").open(mode, buffering=1 << 20))
         if self._marks == "kept":
             self._mask_file = cast("BinaryIO", (self._folder / f"{self._name}.mask.bin").open(mode, buffering=1 << 20))
