@@ -17,7 +17,7 @@ _INSTALL = {
     "kubectl": f"install it, or {DESCRIBE} and add --dry-run",
     "ssh": "install openssh-client",
 }
-_MENDS = (
+_FIXES = (
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is another than before: make sure that the machine was "
      "installed again, then type ssh-keygen -R NAME"),
     ("Host key verification failed", "its host key is not known here: log in once by ssh, and compare the key"),
@@ -79,8 +79,8 @@ def tool_answer(command: Sequence[str], *, about: str, stdin: str = "", within_s
 def complaint_text(said: str, program: str, code: int) -> str:
     """A program's error message in one sentence, with what helps where that is known."""
     lines = [line.strip() for line in said.splitlines() if line.strip(" @\t")]
-    fix = next((fix for mark, fix in _MENDS if mark in said), None)
-    marked = next((line for line in lines if any(mark in line for mark, _ in _MENDS)), None)
+    fix = next((fix for mark, fix in _FIXES if mark in said), None)
+    marked = next((line for line in lines if any(mark in line for mark, _ in _FIXES)), None)
     shown = (marked or (lines[-1] if lines else f"exit code {code}"))[:_COMPLAINT_LENGTH].strip("@ ")
     return f"{program} says: {shown.rstrip('.')}; {fix or 'correct that, and submit again'}"
 

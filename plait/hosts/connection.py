@@ -23,7 +23,7 @@ from plait.hosts.protocol import (
     MESSAGE_NAMES,
     MESSAGES,
     Answer,
-    Farewell,
+    Disconnect,
     Handlers,
     HostMessage,
     Question,
@@ -295,7 +295,7 @@ class HostConnection:
             return self._take_answer(frame)
         _check_blob(frame.kind, len(frame.blob), 0)
         if frame.kind == "bye":
-            self._end(parse_message(Farewell, frame.values).why)
+            self._end(parse_message(Disconnect, frame.values).why)
         elif frame.kind != "beat":
             key = frame.kind if frame.kind in NEWEST_ONLY else next(self._numbers)
             with self._unread:

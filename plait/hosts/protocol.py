@@ -196,8 +196,8 @@ MESSAGE_NAMES = {kind: name for name, kind in MESSAGES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Farewell:
-    """Either end: I am about to hang up, and why, as the end of a sentence."""
+class Disconnect:
+    """Either end: I am about to disconnect, and why, as the end of a sentence."""
 
     why: SingleLine
 

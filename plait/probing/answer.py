@@ -146,7 +146,7 @@ def _is_name(text: str) -> bool:
 
 def _require(fact: bool, what: str) -> None:
     if not fact:
-        raise ValueError(f"{what} is not what it should be")
+        raise ValueError(f"{what} is invalid")
 
 
 # Combines the results of a probe's ranks into the values of `Measurements`, and writes sentences about devices and

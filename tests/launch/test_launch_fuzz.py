@@ -19,8 +19,8 @@ from plait.checked_json import DEEPEST
 from plait.hosts.joining import listener_at
 from plait.hosts.protocol import (
     Answer,
+    Disconnect,
     EventReport,
-    Farewell,
     KillServerOrder,
     Question,
     Refusal,
@@ -53,7 +53,7 @@ MESSAGES: tuple[tuple[type, dict[str, Any]], ...] = (
     (Refusal, {"sentence": "the run has all its hosts"}),
     (RunEnd, {"stopped_by": "SIGINT"}),
     (RunEnd, {"failed": "the disk is full"}),
-    (Farewell, {"why": "it was stopped there"}),
+    (Disconnect, {"why": "it was stopped there"}),
     (Question, {"number": 1, "kind": "read", "values": {"name": "a", "offset": 0}}),
     (Answer, {"number": 1, "values": {"size": 5}}),
     (Answer, {"number": 1, "raised": asdict(RAISED)}),

@@ -24,7 +24,7 @@ from plait.errors import PlaitError
 ANSWERS = ("chosen", "rejected")
 """The columns of the two answers, in the order in which they are kept."""
 _WANTED = '"prompt", "chosen" and "rejected"'
-_MEND = "correct or remove that pair"
+_ADVICE = "correct or remove that pair"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def _pair_of_texts(record: Record, chosen: str, rejected: str) -> PairExample:
         )
     for column, answer in zip(ANSWERS, (chosen, rejected), strict=True):
         if not answer:
-            raise PlaitError(f"{place}: the {column} answer is empty", _MEND)
+            raise PlaitError(f"{place}: the {column} answer is empty", _ADVICE)
     prompt, chosen, rejected = (encodable_text(place, text) for text in (prompt, chosen, rejected))
     if chosen == rejected:
         raise _equal_answers(place)
@@ -99,7 +99,7 @@ def _pair_of_chats(record: Record, chosen: object, rejected: object) -> PairExam
     if common is None:
         if len(first) == len(second):
             raise _equal_answers(record.place)
-        raise PlaitError(f"{record.place}: one answer is how the other begins", _MEND)
+        raise PlaitError(f"{record.place}: one answer is how the other begins", _ADVICE)
     for column, messages in zip(ANSWERS, (first, second), strict=True):
         check_turns(f"{record.place}, {column}", messages)
     if first[common].role != "assistant":
@@ -110,7 +110,7 @@ def _pair_of_chats(record: Record, chosen: object, rejected: object) -> PairExam
         )
     for column, messages in zip(ANSWERS, (first, second), strict=True):
         if any(message.use == "read" for message in messages[common:]):
-            raise PlaitError(f"{record.place}: the {column} answer is said not to be learned (weight, train)", _MEND)
+            raise PlaitError(f"{record.place}: the {column} answer is said not to be learned (weight, train)", _ADVICE)
     head, tools = system_column(record, first), tools_of(record)
     parts = (
         ChatExample(
@@ -128,7 +128,7 @@ def _conversation(record: Record, column: str, turns: object) -> tuple[ChatMessa
     """The whole conversation that ends with one answer: what the prompt holds, and then these messages."""
     assert isinstance(turns, Sequence)
     if not turns:
-        raise PlaitError(f"{record.place}: the {column} answer is empty", _MEND)
+        raise PlaitError(f"{record.place}: the {column} answer is empty", _ADVICE)
     answer = _messages(f"{record.place}, {column}", turns)
     prompt = record.values.get("prompt")
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
@@ -147,4 +147,4 @@ def _is_list(value: object) -> bool:
 
 
 def _equal_answers(place: str) -> PlaitError:
-    return PlaitError(f"{place}: the chosen and the rejected answer are equal, so there is no preference", _MEND)
+    return PlaitError(f"{place}: the chosen and the rejected answer are equal, so there is no preference", _ADVICE)

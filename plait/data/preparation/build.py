@@ -30,7 +30,7 @@ Progress = Callable[[int, int, str], None]
 
 TOKENIZER_SAMPLE_BYTES = 20_000_000
 _BATCH_CHARACTERS = 1 << 19
-"""Encoded in one call, during which no signal is heeded: half a second on one core."""
+"""Encoded in one call, during which no signal is handled: half a second on one core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,10 +116,10 @@ def _posted(descriptor: int) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    caught = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     # At no moment does a signal find the handler that does nothing without the descriptor that tells of it.
     outer = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, _nothing_more) for number in heeded}
+    before = {number: signal.signal(number, _nothing_more) for number in caught}
     try:
         yield
     finally:
