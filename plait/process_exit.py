@@ -24,7 +24,7 @@ _PLAINER_WORDS = (
     ("Input should be less than or equal to", "it should be at most"),
     ("Input should be", "it should be"),
 )
-"""How the checks of options are told by the libraries under typer, and how plait says it."""
+"""What the libraries under typer say of an invalid option, and how plait says it."""
 
 
 def exit_code_of(stopped_by: Literal["finished", StopSignal]) -> int:
@@ -69,10 +69,10 @@ def _report_bug(errors: OptionalOutput) -> NoReturn:
 
 def _usage_sentence(error: Any) -> str:
     """What is wrong with the options and arguments, and which help to read."""
-    told = error.format_message().rstrip(".").partition(", unable to parse")[0]
+    text = error.format_message().rstrip(".").partition(", unable to parse")[0]
     for theirs, ours in _PLAINER_WORDS:
-        told = told.replace(theirs, ours)
-    return f"{told} (see {error.ctx.command_path if error.ctx else 'plait'} --help)"
+        text = text.replace(theirs, ours)
+    return f"{text} (see {error.ctx.command_path if error.ctx else 'plait'} --help)"
 
 
 def _printable(text: str) -> str:

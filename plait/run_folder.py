@@ -255,12 +255,12 @@ def check_changes(old: RunConfig, new: RunConfig) -> list[str]:
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
     fixed = [key for key in changed if key != "data.files" and not key.startswith(CHANGEABLE_KEYS)]
     if fixed:
-        told = [
+        changes = [
             f"{key} was {_value_text(before.get(key))} when this run began and is {_value_text(after.get(key))} now"
             for key in fixed
         ]
         raise PlaitError(
-            ", ".join(told), f"change {'it' if len(fixed) == 1 else 'them'} back, or choose another run.name"
+            ", ".join(changes), f"change {'it' if len(fixed) == 1 else 'them'} back, or choose another run.name"
         )
     return changed
 

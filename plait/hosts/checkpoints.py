@@ -20,7 +20,7 @@ from plait.hosts.copies import READ_OUTBOX, OutboxQuestion
 from plait.hosts.files import READ_FILE, STAGING_NAME, ReadRequest, fetch_file
 from plait.hosts.protocol import Peer, parse_message
 from plait.launch.in_memory.memory import OutboxFile
-from plait.launch.values.failure import RESUME_ADVICE, FailureFacts, WorkersFailed
+from plait.launch.values.failure import FailureFacts, WorkersFailed
 from plait.launch.values.job import NOTE, Message
 from plait.workers import OnMessage
 
@@ -119,7 +119,7 @@ class CheckpointCollector:
         if self._on_full_host == "leave out" and len(full) >= FULL_CHECKPOINTS:
             why = f"no room for its part of {len(full)} checkpoints in a row ({message.values.get('why')})"
             facts = FailureFacts(cause="no room", host=str(peer), what=why)
-            raise WorkersFailed(f"{peer} has {why}; {RESUME_ADVICE}", facts)
+            raise WorkersFailed(f"{peer} has {why}", facts)
 
     def _fetch(self, rank: int, staging: Path, memory: object) -> None:
         """Copy a rank's files into the staging folder, its list last; on failure leave a note there for rank 0.
@@ -164,7 +164,7 @@ def _check_part(rank: int, tensors: Path, their_list: Path) -> None:
 
 def _refusal_text(peer: Peer, error: OSError | PlaitError, folder: Path) -> str:
     if isinstance(error, PlaitError):
-        why, advice = str(error).partition(";")[0], "free some space" if is_full_disk(error) else "fix that"
+        why, advice = error.cause, "free some space" if is_full_disk(error) else "fix that"
     else:
         why, advice = f"{error.strerror}: {error.filename or folder} on this host", disk_advice(error)
     return (

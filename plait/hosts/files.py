@@ -126,7 +126,7 @@ def safe_path(folder: Path, name: str) -> Path:
     """A path in a folder, by the name that another host gave; raises PlaitError unless it is one plain name, and not
     that of a link."""
     if not check_file_name(name):
-        raise PlaitError(f"another host named the file {name[:80]!r}, which plait never does; is it one of yours?")
+        raise PlaitError(f"another host named the file {name[:80]!r}, which plait never does", "is it one of yours?")
     refuse_links(folder, folder / name)
     return folder / name
 
@@ -143,8 +143,8 @@ def refuse_links(folder: Path, path: Path) -> None:
     """
     if path.resolve() != folder.resolve() / path.relative_to(folder):
         raise PlaitError(
-            f"{path} is a link or lies behind one, and plait follows none for another host; put a folder of this "
-            "host's own there, then join again"
+            f"{path} is a link or lies behind one, and plait follows none for another host",
+            "put a folder of this host's own there, then join again",
         )
 
 
@@ -156,7 +156,7 @@ def read_block(folder: Path, name: str, offset: int, nbytes: int) -> tuple[int, 
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise PlaitError(
-                f"{name!r} is no file, and only files are fetched; install the same commit of plait on both"
+                f"{name!r} is no file, and only files are fetched", "install the same commit of plait on both"
             )
         file = os.fdopen(descriptor, "rb")
     except BaseException:
@@ -199,7 +199,7 @@ def send_folder(peer: Peer, folder: Path, offer: Offer) -> tuple[str, int]:
     sizes = {fact.name: fact.nbytes for fact in offer.files}
     if unknown := set(found.lacking) - sizes.keys():
         raise PlaitError(
-            f"{peer.name} asked for {min(unknown)[:80]!r}, which nobody offered; install the same commit on both"
+            f"{peer.name} asked for {min(unknown)[:80]!r}, which nobody offered", "install the same commit on both"
         )
     for name in found.lacking:
         for offset, block in _blocks(folder / name, sizes[name]):
@@ -240,7 +240,7 @@ def fetch_file(
         size, wanted = None, _FIRST_BLOCK_BYTES
         while size is None or file.tell() < size:
             if is_cancelled():
-                raise PlaitError(f"nobody waits for {target.name} any more; give the same command again")
+                raise PlaitError(f"nobody waits for {target.name} any more", "give the same command again")
             asked_at_s = time.monotonic()
             answer = peer.ask(request, replace(cast(Any, question), offset=file.tell(), bytes=wanted))
             took_s = time.monotonic() - asked_at_s
@@ -250,9 +250,9 @@ def fetch_file(
                 size = answer.values.size
                 _refuse_without_space(peer, target, size)
             if size != answer.values.size or file.tell() + len(answer.blob) > size:
-                raise PlaitError(f"{peer.name} changed {target.name} while it was sent; give the same command again")
+                raise PlaitError(f"{peer.name} changed {target.name} while it was sent", "give the same command again")
             if not answer.blob and file.tell() < size:
-                raise PlaitError(f"{peer.name} sent less of {target.name} than it has; give the same command again")
+                raise PlaitError(f"{peer.name} sent less of {target.name} than it has", "give the same command again")
             file.write(answer.blob)
         file.flush()
         os.fsync(file.fileno())
@@ -303,10 +303,10 @@ class IncomingFolder:
     def write_block(self, name: str, offset: int, data: bytes) -> None:
         """Append the next bytes of a file; after the last ones its hash is checked and it gets its name."""
         if name not in self.missing:
-            raise PlaitError(f"another host sent {name[:80]!r}, which nobody asked for; give the same command again")
+            raise PlaitError(f"another host sent {name[:80]!r}, which nobody asked for", "give the same command again")
         path, fact = safe_path(self.folder, name), self._expected[name]
         if offset + len(data) > fact.nbytes:
-            raise PlaitError(f"another host sent more of {name[:80]!r} than it offered; give the same command again")
+            raise PlaitError(f"another host sent more of {name[:80]!r} than it offered", "give the same command again")
         self._partial_path = part = path.with_name(partial_name(path.name))
         with convert_disk_errors(part):
             _write_at(part, offset, data)
@@ -321,7 +321,7 @@ def append_block(path: Path, offset: int, data: bytes, *, nbytes: int) -> None:
     """Write the next bytes of a file that has `nbytes` in all; with the last of them it appears as `path`."""
     part = path.with_name(partial_name(path.name))
     if offset + len(data) > nbytes:
-        raise PlaitError(f"another host sent more of {path.name} than it has; give the same command again")
+        raise PlaitError(f"another host sent more of {path.name} than it has", "give the same command again")
     try:
         _write_at(part, offset, data)
         if offset + len(data) == nbytes:
@@ -345,7 +345,7 @@ def convert_disk_errors(path: Path) -> Iterator[None]:
         if isinstance(error, PlaitError):
             raise
         raise PlaitError(
-            f"this host cannot write {path.parent} ({error.strerror}); {disk_advice(error)}, then join again"
+            f"this host cannot write {path.parent} ({error.strerror})", f"{disk_advice(error)}, then join again"
         ) from error
 
 
@@ -376,7 +376,8 @@ def _check_free_space(folder: Path, nbytes: int) -> None:
     if free < nbytes:
         raise PlaitError(
             f"the run's files need {format_bytes(nbytes)} in {folder} on this host, where {format_bytes(free)} are "
-            "free; free some space, then join again"
+            "free",
+            "free some space, then join again",
         )
 
 
@@ -388,14 +389,14 @@ def _free_bytes(folder: Path) -> int:
 def _write_at(part: Path, offset: int, data: bytes) -> None:
     with part.open("r+b" if offset else "wb") as file:
         if file.seek(0, os.SEEK_END) != offset:
-            raise PlaitError(f"a piece of {part.name} is missing; give the same command again")
+            raise PlaitError(f"a piece of {part.name} is missing", "give the same command again")
         file.write(data)
 
 
 def _verify_and_rename(part: Path, path: Path, *, whole: bool) -> None:
     if not whole:
         raise PlaitError(
-            f"{path.name} did not arrive as it was sent; did it change meanwhile? give the same command again"
+            f"{path.name} did not arrive as it was sent", "did it change meanwhile? give the same command again"
         )
     with part.open("rb") as file:
         os.fsync(file.fileno())

@@ -252,8 +252,8 @@ class FileStager:
         base, top = (self._working.path / plan.job.base).resolve(), self._working.path.resolve()
         if not base.is_relative_to(top):
             raise PlaitError(
-                f"the hosts share {top}, and the model in {plan.job.base} lies outside of it; copy that folder into "
-                "the shared one, and name it so in model.from"
+                f"the hosts share {top}, and the model in {plan.job.base} lies outside of it",
+                "copy that folder into the shared one, and name it so in model.from",
             )
         if plan.job.base:
             write_plan(replace(plan, job=replace(plan.job, base=str(base.relative_to(top)))), folder / "plan.json")
@@ -286,7 +286,7 @@ class FileStager:
         if base not in self._entries_by_folder:
             names = needed_files(read_base_model(base))
             if odd := next((name for name in names if not check_file_name(name)), None):
-                raise PlaitError(f"{base / odd} has a name that does not travel to other hosts; rename it")
+                raise PlaitError(f"{base / odd} has a name that does not travel to other hosts", "rename it")
             self._entries_by_folder[base] = named_entries(base, names, {})
         return _Sent(path=base, entries=self._entries_by_folder[base])
 
@@ -299,7 +299,7 @@ class FileStager:
         except RunFailed:
             raise
         except PlaitError as error:
-            raise HostNotServed(str(error), str(member)) from error
+            raise HostNotServed(error, str(member)) from error
 
     def _send_staged_files(self, member: JoinedHost, folder: Path, staged: _StagedFiles) -> JobFolder:
         recipe = read_regular_text(RunFolder(folder).recipe, SMALL_FILE_BYTES)
@@ -468,8 +468,8 @@ class JoinedHostFiles:
                 raise
             except OSError as error:
                 self.local_error = PlaitError(
-                    f"this host cannot use {error.filename or self._working_folder} ({error.strerror}); fix that, "
-                    "then join again"
+                    f"this host cannot use {error.filename or self._working_folder} ({error.strerror})",
+                    "fix that, then join again",
                 )
                 raise self.local_error from error
 
@@ -507,7 +507,7 @@ class JoinedHostFiles:
             self._run = JoinedRun(path, request.recipe)
             self._log(f"run      {path}, recipe {self._run.recipe_digest[:12]}")
         elif path != self._run.path:
-            raise PlaitError(f"the host that leads named a second run, {request.name!r}; join again")
+            raise PlaitError(f"the host that leads named a second run, {request.name!r}", "join again")
         return path
 
     def _accept_offer(self, offer: Offer, blob: bytes) -> Reply[OfferReply]:
@@ -531,7 +531,7 @@ class JoinedHostFiles:
     def _write_block(self, header: BlockHeader, blob: bytes) -> Reply[Nothing]:
         """The next bytes of a file that was offered."""
         if self._incoming is None:
-            raise PlaitError("the host that leads sent a piece of no file; give the same command again")
+            raise PlaitError("the host that leads sent a piece of no file", "give the same command again")
         self._incoming.write_block(header.name, header.offset, blob)
         self._folders.admit(self._incoming)
         if self._incoming.is_complete and self._logs_arrival:
@@ -582,7 +582,7 @@ class JoinedHostFiles:
     @property
     def _current_folder(self) -> Path:
         if self._folder is None:
-            raise PlaitError("the host that leads named no folder first; give the same command again")
+            raise PlaitError("the host that leads named no folder first", "give the same command again")
         return self._folder
 
 
@@ -602,7 +602,7 @@ def read_job_argument(argument: str) -> JobArgument:
     except (ValueError, KeyError, RecursionError):
         found = None
     if found is None or not isinstance(found.folder, str) or not isinstance(found.resume, str | None):
-        raise PlaitError("a job names no folder; install the same commit of plait on all hosts")
+        raise PlaitError("a job names no folder", "install the same commit of plait on all hosts")
     return found
 
 
@@ -726,8 +726,8 @@ def refuse_joined_folder(folder: RunFolder) -> None:
     """Raise PlaitError where a run's folder only holds what another host sent: its checkpoints are there, not here."""
     if (folder.path / _MARKER_FILE).exists():
         raise PlaitError(
-            f"{folder.path} was sent here by a host that leads this run (plait join); go on with it there, "
-            "or choose another run.name"
+            f"{folder.path} was sent here by a host that leads this run (plait join)",
+            "go on with it there, or choose another run.name",
         )
 
 
@@ -745,7 +745,7 @@ def _check_same_run(folder: RunFolder, recipe: str) -> None:
     if not (folder.path / _MARKER_FILE).exists():
         if _holds_own_files(folder.path):
             raise PlaitError(
-                f"{folder.path} on this host holds a run of its own; move it away, or join from another folder"
+                f"{folder.path} on this host holds a run of its own", "move it away, or join from another folder"
             )
         return
     if not folder.has_begun:
@@ -754,7 +754,7 @@ def _check_same_run(folder: RunFolder, recipe: str) -> None:
         check_changes(read_saved_recipe(folder.recipe), parse_recipe(recipe, "the recipe that host 0 sent"))
     except PlaitError as error:
         raise PlaitError(
-            f"{folder.path} on this host is of another recipe ({error.cause}); move it away, then join again"
+            f"{folder.path} on this host is of another recipe ({error.cause})", "move it away, then join again"
         ) from None
 
 

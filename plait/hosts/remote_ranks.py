@@ -20,7 +20,7 @@ from plait.hosts.protocol import (
     parse_message,
 )
 from plait.launch.local.site import KillOrder, RankEvent
-from plait.launch.values.failure import RESUME_ADVICE, RankRaised
+from plait.launch.values.failure import RankRaised
 from plait.launch.values.job import Job
 from plait.launch.values.progress import RankProgress
 
@@ -134,7 +134,7 @@ class RemoteWorkerHost:
                 self.link.leave(str(error))
         if self.link.lost is not None and not self._over:
             self._over = True
-            reason = f"{self.host} was lost: {self.link.lost}; {RESUME_ADVICE}"
+            reason = f"{self.host} was lost: {self.link.lost}"
             events.append({"over": True, "lost": True, "reason": reason})
         return events
 

@@ -79,4 +79,6 @@ def _end_of_last_line(descriptor: int) -> int:
 
 def cannot_write(path: Path, error: OSError, failure: type[PlaitError] = RunFailed) -> PlaitError:
     """The sentence for a file that the disk does not take; where nothing has begun the failure is a PlaitError."""
-    return failure(f"could not write {path} ({error.strerror}); {disk_advice(error)}, then give the same command again")
+    return failure(
+        f"could not write {path} ({error.strerror})", f"{disk_advice(error)}, then give the same command again"
+    )

@@ -37,7 +37,7 @@ class Host:
     def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
         assert request is READ_FILE
         if self.fails and question.offset:
-            raise RunFailed("host-1 was lost: its cable was pulled; run the same command again")
+            raise RunFailed("host-1 was lost: its cable was pulled", "run the same command again")
         size, data = read_block(self.folder / BELOW / question.staging, question.name, question.offset, 1000)
         return Reply(values=ReadReply(size=size), blob=data)
 

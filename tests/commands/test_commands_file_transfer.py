@@ -52,7 +52,7 @@ class Other:
         assert isinstance(question, BlockHeader) and self._intake is not None
         self.blocks.append((question.name, question.offset, len(blob)))
         if len(self.blocks) > self.cut_after:
-            raise PlaitError("the cable was pulled; plug it in")
+            raise PlaitError("the cable was pulled", "plug it in")
         self._intake.write_block(question.name, question.offset, blob)
         return DONE
 

@@ -22,7 +22,7 @@ from tests.checkpoint.conftest import save_state
 from tests.end_to_end.command import flip_bit
 from tests.planner.machines import LAPTOP, PLAYS, planned, recipe
 
-KILLED = WorkersFailed("rank 1 was killed by SIGKILL; run the same command again", FailureFacts(cause="killed", rank=1))
+KILLED = WorkersFailed("rank 1 was killed by SIGKILL", FailureFacts(cause="killed", rank=1))
 
 
 @pytest.fixture

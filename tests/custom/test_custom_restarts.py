@@ -101,8 +101,9 @@ def test_a_program_without_a_save_or_a_resume_is_not_begun_anew(tmp_path: Path) 
 
 
 KILLED = WorkersFailed(
-    "rank 1 was killed by SIGKILL, often the kernel's out-of-memory killer; if so, take smaller micro-batches",
+    "rank 1 was killed by SIGKILL, often the kernel's out-of-memory killer",
     FailureFacts(cause="killed", rank=1, what="SIGKILL"),
+    "if so, take smaller micro-batches",
 )
 
 
@@ -147,7 +148,7 @@ def test_a_lost_host_is_gone_on_without_and_a_program_that_ends_itself_stays_end
     restarts: ProgramRestarts, cause: str, what: str, follows: str
 ) -> None:
     tell(restarts, SAVED, 5)
-    error = WorkersFailed("it went so; advice", FailureFacts(cause=cause, rank=1, what=what))  # type: ignore[arg-type]
+    error = WorkersFailed("it went so", FailureFacts(cause=cause, rank=1, what=what))  # type: ignore[arg-type]
     if follows == "starts again":
         assert follows in restarts.after(error)
     else:

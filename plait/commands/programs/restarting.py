@@ -11,7 +11,7 @@ from plait.checked_json import one_line
 from plait.commands.monitoring.restarts import decision_after, kernel_memory_kills, may_pass, pause_s, true_facts
 from plait.custom.process.launcher import LESS_MEMORY, RESUMED, SAVED
 from plait.errors import GaveUp
-from plait.launch.values.failure import SIGNAL_CAUSES, FailureFacts, WorkersFailed
+from plait.launch.values.failure import FailureFacts, WorkersFailed, likely_reason
 from plait.launch.values.job import Message
 from plait.units import counted
 
@@ -62,11 +62,11 @@ class ProgramRestarts:
         if decision == "gave up":
             raise GaveUp(
                 f"gave up after {counted(self._without_progress, 'failure')} without a new run.save: the last was that "
-                f"{self._what(error, facts)}{self._often(facts)}; {self._advice(facts)}"
+                f"{self._what(error, facts)}{likely_reason(facts)}; {self._advice(facts)}"
             ) from error
         if facts.cause == "raised":  # by plait itself, as what a program raises is no WorkersFailed
             raise error
-        raise WorkersFailed(f"{self._what(error, facts)}{self._often(facts)}; {self._advice(facts)}", facts) from error
+        raise WorkersFailed(f"{self._what(error, facts)}{likely_reason(facts)}", facts, self._advice(facts)) from error
 
     def _outlook(self, error: WorkersFailed, facts: FailureFacts) -> Literal["may pass", "stays"]:
         """A program that ended itself did so on purpose; one that lost a host goes on without it."""
@@ -79,9 +79,6 @@ class ProgramRestarts:
         if facts == error.facts:
             return error.summary
         return f"rank {facts.rank} was killed by the kernel, which had no memory left"
-
-    def _often(self, facts: FailureFacts) -> str:
-        return f", {SIGNAL_CAUSES[facts.what]}" if facts.what in SIGNAL_CAUSES else ""
 
     def _advice(self, facts: FailureFacts) -> str:
         """What to do about it, and how the program goes on, or would have gone on by itself."""

@@ -79,8 +79,8 @@ def run_program(
 def workers_text(counts: Sequence[int], logs: Path | None) -> str:
     """How many workers a program gets, and where the others print."""
     where = "" if len(counts) == 1 else f" on {len(counts)} hosts: {' + '.join(map(str, counts))}"
-    told = f"; rank 0 prints here, the other ranks print to files in {logs}" if logs else ""
-    return f"workers  {sum(counts)}{where}{told}"
+    output = f"; rank 0 prints here, the other ranks print to files in {logs}" if logs else ""
+    return f"workers  {sum(counts)}{where}{output}"
 
 
 _OnMessage = Callable[[Message], None]

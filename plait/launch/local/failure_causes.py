@@ -46,9 +46,9 @@ class FailureCauses:
 
     @property
     def lost_host(self) -> str:
-        """The sentence of the host that was lost, where that is the cause; empty where it is another."""
+        """What is said of the host that was lost, where that is the cause; empty where it is another."""
         cause = root_cause([failure for failure, _ in self._failures]) if self._failures else None
-        return cause.sentence if isinstance(cause, HostLost) else ""
+        return f"{cause.what}; {RESUME_ADVICE}" if isinstance(cause, HostLost) else ""
 
     def error(self) -> PlaitError:
         """The root cause as an exception; prints its traceback where no log has it."""
@@ -69,7 +69,7 @@ def not_started_in_time(unforked: Sequence[WorkerHost], not_started: Collection[
     who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not start"
     if unforked:
         who = f"the process that starts the workers{on_host(unforked[0])} was not ready"
-    return WorkersFailed(f"{who} within {within_s:g} s; {RESUME_ADVICE}", FailureFacts(cause="no answer"))
+    return WorkersFailed(f"{who} within {within_s:g} s", FailureFacts(cause="no answer"))
 
 
 def unsaved_text(grace_s: float, after: str) -> str:
@@ -81,7 +81,7 @@ def unsaved_text(grace_s: float, after: str) -> str:
 def stuck_server(site: WorkerHost) -> WorkersFailed:
     """The process that starts a site's ranks said nothing of one that has ended."""
     who = f"the process that starts the workers{on_host(site)}"
-    return WorkersFailed(f"{who} does not answer; {RESUME_ADVICE}", FailureFacts(cause="no answer"))
+    return WorkersFailed(f"{who} does not answer", FailureFacts(cause="no answer"))
 
 
 def on_host(site: WorkerHost) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from plait.launch.local.failure_causes import on_host
 from plait.launch.local.site import WorkerHost
-from plait.launch.values.failure import RESUME_ADVICE, HostLost, RankHung
+from plait.launch.values.failure import HostLost, RankHung
 from plait.launch.values.phase import HangTimeouts
 from plait.launch.watching.board import innermost_place
 from plait.launch.watching.hang_watch import LOOK_EVERY_S, Hang, HangWatch, SlowWait
@@ -138,7 +138,7 @@ def _hung_rank(hang: Hang, stack: str) -> RankHung:
 def _stopped_server(site: WorkerHost, stopped_s: float) -> HostLost:
     return HostLost(
         at_s=time.monotonic(),
-        sentence=f"the process that starts the workers{on_host(site)} was stopped by a signal for {stopped_s:.0f} s, "
-        f"and was ended; {RESUME_ADVICE}",
+        what=f"the process that starts the workers{on_host(site)} was stopped by a signal for {stopped_s:.0f} s, "
+        "and was ended",
         cause="no answer",
     )

@@ -19,7 +19,7 @@ from plait.launch.local.guard import require_linux
 from plait.launch.local.rank import thread_environment
 from plait.launch.local.signals import STOP_SIGNALS
 from plait.launch.values.entries import EntryTable
-from plait.launch.values.failure import RESUME_ADVICE, FailureFacts, WorkersFailed, signal_name
+from plait.launch.values.failure import FailureFacts, WorkersFailed, signal_name
 
 _SEND_S = 60
 _CLOSE_S = 5
@@ -55,9 +55,9 @@ class ServerProcess:
         try:
             code = self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
-            return f"the process that starts the workers does not answer; {RESUME_ADVICE}"
+            return "the process that starts the workers does not answer"
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return f"the process that starts the workers {how}; {RESUME_ADVICE}"
+        return f"the process that starts the workers {how}"
 
     @property
     def is_usable(self) -> bool:

@@ -178,7 +178,7 @@ class Supervision:
         self._selector.unregister(site)
         left = {rank for rank in self._alive if self._site_of[rank] is site}
         if reason is not None and left:
-            self._fail(HostLost(at_s=time.monotonic(), sentence=reason, cause=cause), site)
+            self._fail(HostLost(at_s=time.monotonic(), what=reason, cause=cause), site)
         self._alive -= left
         self._end_if_nobody_is_left()
 

@@ -37,11 +37,13 @@ class RankRaised:
     at_s: float
     type_name: SingleLine
     text: SingleLine
+    """What went wrong; of a PlaitError without its advice, where that is given apart."""
     place: SingleLine
     plait_classes: tuple[str, ...]
     lost_peer: bool
     out_of_memory: bool
     traceback: str
+    advice: SingleLine = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +57,13 @@ class RankDied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLost:
-    """The process that starts a host's ranks, or the whole host, and with it the ranks; the sentence says how.
+    """The process that starts a host's ranks, or the whole host, and with it the ranks; `what` says how.
 
     `cause` is "no answer" where the host itself lives.
     """
 
     at_s: float
-    sentence: str
+    what: str
     cause: Literal["host lost", "no answer"] = "host lost"
 
 
@@ -88,12 +90,13 @@ Failure = RankRaised | RankDied | HostLost | RankHung
 def describe_exception(error: BaseException, rank: int | None) -> RankRaised:
     """Describe an exception where it was caught; `at_s` is the machine's monotonic clock, the same in all processes."""
     is_plait = isinstance(error, PlaitError)
-    text = str(error) if is_plait else _first_line(error)
+    text, advice = (error.cause, error.advice) if isinstance(error, PlaitError) else (_first_line(error), "")
     return RankRaised(
         rank=rank,
         at_s=time.monotonic(),
         type_name=type(error).__name__,
         text=text[:_TEXT_CHARACTERS],
+        advice=advice[:_TEXT_CHARACTERS],
         place=_place(error),
         plait_classes=_plait_classes(type(error)) if is_plait else (),
         lost_peer=any(_is_lost_peer(link) for link in _chain(error)),
@@ -209,8 +212,8 @@ class FailureFacts:
 class WorkersFailed(RunFailed):
     """Workers were lost by what may not happen again: not by what the user asked for, and told of by no PlaitError."""
 
-    def __init__(self, sentence: str, facts: FailureFacts) -> None:
-        super().__init__(sentence)
+    def __init__(self, cause: str, facts: FailureFacts, advice: str = RESUME_ADVICE) -> None:
+        super().__init__(cause, advice)
         self.facts = facts
         self.stopped_by: StoppedBy = "finished"
         """The stop signal that had come before, if any."""
@@ -218,20 +221,20 @@ class WorkersFailed(RunFailed):
     @property
     def summary(self) -> str:
         """What happened, without advice: for one who need not do anything."""
-        return str(self).partition(";")[0].partition(", often ")[0]
+        return self.cause.removesuffix(likely_reason(self.facts))
 
 
 class HostNotServed(PlaitError):
     """A joined host could not take what a start of the workers needs there, for a reason of its own."""
 
-    def __init__(self, sentence: str, host: str) -> None:
-        super().__init__(sentence)
-        self.facts = FailureFacts(cause="no room", host=host, what=sentence.partition(";")[0])
+    def __init__(self, error: PlaitError, host: str) -> None:
+        super().__init__(error.cause, error.advice)
+        self.facts = FailureFacts(cause="no room", host=host, what=error.cause)
 
 
 def lost_host(host: str, how: str | None) -> WorkersFailed:
     """Another host was lost while no ranks ran; `how` is the end of a sentence."""
-    return WorkersFailed(f"{host} was lost: {how}; {RESUME_ADVICE}", FailureFacts(cause="host lost", host=host))
+    return WorkersFailed(f"{host} was lost: {how}", FailureFacts(cause="host lost", host=host))
 
 
 def error_for_caller(failure: Failure, log: str, *, host: str | None = None) -> PlaitError:
@@ -242,18 +245,18 @@ def error_for_caller(failure: Failure, log: str, *, host: str | None = None) -> 
     where = f" on {host}" if host else ""
     if isinstance(failure, RankRaised) and failure.plait_classes:
         prefix = f"on {host}: " if host else ""
-        return _known_class(failure.plait_classes)(prefix + failure.text)
+        return _known_class(failure.plait_classes)(prefix + failure.text, failure.advice)
     if isinstance(failure, HostLost):
-        return WorkersFailed(failure.sentence, FailureFacts(cause=failure.cause, host=host))
+        return WorkersFailed(failure.what, FailureFacts(cause=failure.cause, host=host))
     if isinstance(failure, RankDied):
         name = signal_name(-failure.code) if failure.code < 0 else f"exit code {failure.code}"
         facts = FailureFacts(cause="killed" if failure.code < 0 else "ended", rank=failure.rank, host=host, what=name)
-        return WorkersFailed(_death_sentence(failure, where, log), facts)
+        return _death_error(failure, where, log, facts)
     if isinstance(failure, RankHung):
-        return WorkersFailed(_hang_sentence(failure, where), _hang_facts(failure, host))
+        return WorkersFailed(_hang_text(failure, where), _hang_facts(failure, host))
     cause = "out of memory" if failure.out_of_memory else "lost connection" if failure.lost_peer else "raised"
     facts = FailureFacts(cause=cause, rank=failure.rank, host=host, what=f"{failure.type_name}: {failure.text}")
-    return WorkersFailed(_exception_sentence(failure, where, log), facts)
+    return _exception_error(failure, where, log, facts)
 
 
 def _hang_facts(hang: RankHung, host: str | None) -> FailureFacts:
@@ -268,26 +271,29 @@ def _hang_facts(hang: RankHung, host: str | None) -> FailureFacts:
     )
 
 
-def _hang_sentence(hang: RankHung, where: str) -> str:
+def _hang_text(hang: RankHung, where: str) -> str:
     who = f"rank {hang.rank}{where}"
     line = f" ({hang.line})" if hang.line else ""
     others = f", while the others waited in {hang.others_in}" if hang.others_in else ""
     how = {"stopped": "was stopped by a signal", "working": "got no further while it computed"}.get(
         hang.state, "got no further"
     )
-    return f"{who} {how} in {hang.place}{line} for {hang.silent_s:.0f} s{others}, and was ended; {RESUME_ADVICE}"
+    return f"{who} {how} in {hang.place}{line} for {hang.silent_s:.0f} s{others}, and was ended"
 
 
-def _death_sentence(death: RankDied, where: str, log: str) -> str:
-    who = f"rank {death.rank}{where}"
+def _death_error(death: RankDied, where: str, log: str, facts: FailureFacts) -> WorkersFailed:
+    who, printed = f"rank {death.rank}{where}", f"see what it printed {log}"
     if death.code == 0:
-        return f"{who} left before its work was done; see what it printed {log}, and please report it"
+        return WorkersFailed(f"{who} left before its work was done", facts, f"{printed}, and please report it")
     if death.code > 0:
-        return f"{who} ended with exit code {death.code}; see what it printed {log}, then {RESUME_ADVICE}"
-    name = signal_name(-death.code)
-    often = f", {SIGNAL_CAUSES[name]}" if name in SIGNAL_CAUSES else ""
-    advice = _SIGNAL_ADVICE.get(name, f"see what it printed {log}, then")
-    return f"{who} was killed by {name}{often}; {advice} {RESUME_ADVICE}"
+        return WorkersFailed(f"{who} ended with {facts.what}", facts, f"{printed}, then {RESUME_ADVICE}")
+    advice = _SIGNAL_ADVICE.get(facts.what, f"{printed}, then")
+    return WorkersFailed(f"{who} was killed by {facts.what}{likely_reason(facts)}", facts, f"{advice} {RESUME_ADVICE}")
+
+
+def likely_reason(facts: FailureFacts) -> str:
+    """What most often sends the signal that killed a rank, as the end of a sentence; empty where that is not known."""
+    return f", {SIGNAL_CAUSES[facts.what]}" if facts.what in SIGNAL_CAUSES else ""
 
 
 SIGNAL_CAUSES = {
@@ -300,16 +306,17 @@ _LESS_MEMORY = "take smaller micro-batches (layout.micro_sequences)"
 _SIGNAL_ADVICE = {"SIGKILL": f"if so, {_LESS_MEMORY}, else", "SIGBUS": "fix that, then"}
 
 
-def _exception_sentence(failure: RankRaised, where: str, log: str) -> str:
+def _exception_error(failure: RankRaised, where: str, log: str, facts: FailureFacts) -> WorkersFailed:
     who = ("starting the workers" if failure.rank is None else f"rank {failure.rank}") + where
     what = f"{failure.type_name}: {failure.text}" if failure.text else failure.type_name
     if failure.out_of_memory:
-        return f"{who} ran out of memory ({what}); {_LESS_MEMORY}"
+        return WorkersFailed(f"{who} ran out of memory ({what})", facts, _LESS_MEMORY)
     if failure.lost_peer:
-        return f"{who} lost its connection to another rank ({what}; at {failure.place}); {RESUME_ADVICE}"
-    return (
-        f"{who} failed with {what} (at {failure.place}); this is a bug in plait, "
-        f"please report it with the full traceback {log}"
+        return WorkersFailed(f"{who} lost its connection to another rank ({what}; at {failure.place})", facts)
+    return WorkersFailed(
+        f"{who} failed with {what} (at {failure.place})",
+        facts,
+        f"this is a bug in plait, please report it with the full traceback {log}",
     )
 
 
