@@ -24,7 +24,8 @@ from typing import Literal
 import torch
 
 from plait.data.loader import Loader, SampleSelection
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.samples.opening import training_samples
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source

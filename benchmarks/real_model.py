@@ -24,7 +24,8 @@ from benchmarks.machine import describe
 from benchmarks.pairing import save
 from plait.commands.preparing.base import model_folder
 from plait.data.loader import SampleSelection, heldout_micros
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.rows import IGNORED_TARGET
 from plait.data.shards import open_corpus
 from plait.data.sources import Source

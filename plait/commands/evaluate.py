@@ -14,7 +14,8 @@ from plait.commands.evaluating.measure import MeasuredText, run_evaluation
 from plait.commands.models.found_model import FoundModel, TrainedBy, find_model, template_folders
 from plait.commands.preparing.base import is_model_source
 from plait.commands.preparing.corpus import data_request
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.preparation.tokens import corpus_tokenizer
 from plait.data.shards import open_corpus
 from plait.data.sources import Source

@@ -11,7 +11,8 @@ from typing import cast
 import pytest
 
 from plait.commands.planning.begun_plan import refuse_other_text, resumed_plan
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError

@@ -19,7 +19,8 @@ from plait.commands.evaluating.request import EvaluationAnswer, EvaluationReques
 from plait.commands.models.found_model import FoundModel, find_model
 from plait.commands.models.opened_model import devices_to_evaluate_on
 from plait.data.choices import choice_rows, parse_questions
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.shards import open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError

@@ -22,7 +22,8 @@ from plait.commands.export import write_export
 from plait.commands.models.opened_model import open_model
 from plait.commands.preparing.base import keep_base_files
 from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate, find_template
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
 from plait.interop.base_model import read_base_model

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.preparation.tokens import train_bpe
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source

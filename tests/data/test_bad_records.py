@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from plait.commands.preparing.corpus import example_lines
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError

@@ -19,7 +19,8 @@ from plait.data.conversations.chat_template import ChatTemplate, TemplateText
 from plait.data.conversations.encode import ExampleEncoder
 from plait.data.conversations.examples import ChatExample, chat_example
 from plait.data.documents import Record
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.preparation.tokens import load_tokenizer
 from plait.data.sources import Source
 from plait.errors import PlaitError

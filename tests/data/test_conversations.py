@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate, MarkedText, TemplateText
 from plait.data.conversations.encode import ExampleEncoder
 from plait.data.conversations.examples import ChatExample, ChatMessage
-from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import find_prepared, prepare_corpus
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
 from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from plait.data.loader import IGNORED_TARGET, Loader, Micro, SampleSelection, heldout_micros
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.samples.best_fit import best_fit
 from plait.data.samples.opening import training_samples

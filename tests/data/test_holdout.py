@@ -18,7 +18,8 @@ from plait.data import holdout as holdout_module
 from plait.data.documents import Document
 from plait.data.holdout import Holdout, HoldoutSurvey, text_blocks
 from plait.data.index import INDEX_FILE
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.preparation.tokens import corpus_tokenizer
 from plait.data.shards import Corpus, Shard, open_corpus
 from plait.data.sources import Source

@@ -11,7 +11,8 @@ import pytest
 
 from plait.commands.preparing.corpus import unread_file_lines
 from plait.data.file_faults import FileFault
-from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import find_prepared, prepare_corpus
 from plait.data.shards import open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError

@@ -16,7 +16,8 @@ from plait.data.conversations.pairs import PairExample, preference_example
 from plait.data.documents import Record
 from plait.data.loader import Loader, Micro, SampleSelection, heldout_micros, micros_of_pairs
 from plait.data.packing import zigzag_columns
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.preparation.tokens import corpus_tokenizer
 from plait.data.rows import IGNORED_TARGET

@@ -9,7 +9,8 @@ import pytest
 
 from plait.data.index import file_sha256
 from plait.data.preparation import build
-from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import find_prepared, prepare_corpus
 from plait.data.preparation.tokens import load_tokenizer
 from plait.data.shards import open_corpus
 from plait.data.sources import Source

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.sources import Source
 from tests.matrix import few_fast
 
 CHILD = """
 import json, os, signal, sys
 from pathlib import Path
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
 def run(on_progress, **more):

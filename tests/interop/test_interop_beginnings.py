@@ -18,7 +18,8 @@ from plait.commands.evaluate import evaluate
 from plait.commands.sample import sample
 from plait.data.choices import ChoiceQuestion, choice_rows
 from plait.data.loader import IGNORED_TARGET, Loader, SampleSelection, heldout_micros
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.preparation.tokens import corpus_tokenizer, load_tokenizer
 from plait.data.samples.opening import training_samples
 from plait.data.shards import Corpus, open_corpus

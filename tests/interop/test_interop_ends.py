@@ -18,7 +18,8 @@ from plait.commands.answering.chat import AnswerSettings, open_chat
 from plait.commands.export import write_export
 from plait.commands.preparing.base import keep_base_files
 from plait.commands.sample import sample
-from plait.data.preparation.prepare import DataRequest, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import prepare_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
 from plait.planner.plan_file import write_plan

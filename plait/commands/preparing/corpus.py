@@ -15,7 +15,8 @@ from plait.data.folders import find_text_files
 from plait.data.index import INDEX_FILE
 from plait.data.integrity import verify_at_start
 from plait.data.order import longest_window
-from plait.data.preparation.prepare import DataRequest, find_prepared, prepare_corpus
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import find_prepared, prepare_corpus
 from plait.data.preparation.tokens import corpus_tokenizer
 from plait.data.samples.sizes import Overlong, corpus_sizes
 from plait.data.shards import Corpus, open_corpus

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 from plait.data.conversations.chat_template import TemplateText
-from plait.data.conversations.formats import SourceFormat
+from plait.data.conversations.formats import RequestedFormat, SourceFormat
 from plait.data.file_faults import FileFault
 from plait.data.holdout import HoldoutSplit, HoldoutSurvey
 from plait.data.index import SHARD_FORMAT, index_row, token_dtype, write_index
@@ -21,7 +21,7 @@ from plait.data.preparation.bpe_process import train_bpe_apart
 from plait.data.preparation.kept_progress import KEEP_EVERY_BYTES, ProgressKeeper, Writers
 from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary
 from plait.data.preparation.writer import ShardWriter
-from plait.data.sources import OpenSource
+from plait.data.sources import OpenSource, Source
 from plait.errors import PlaitError
 from plait.units import format_bytes
 
@@ -34,14 +34,31 @@ _BATCH_CHARACTERS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuildRequest:
-    """Everything that determines a corpus; with `tokenizer` None, byte-level BPE of `vocabulary` entries is trained."""
+class DataRequest:
+    """The corpus that a recipe needs: `tokenizer` is "gpt2", "bpe" or a path, `holdout` a fraction of the text."""
 
+    sources: tuple[Source, ...]
+    tokenizer: str
+    vocabulary: int | None
+    holdout: float
+    format: RequestedFormat = "auto"
+    template_folders: tuple[Path, ...] = ()
+    """Where the chat template may be, in this order, before the tokenizer's own folder."""
+    chat_template: str = "auto"
+    """A built-in template's name, or a file; "auto" takes the one in these folders."""
+    bad_records: float = 0.0
+    """The fraction of records that may be skipped as none that can be learned from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildRequest:
+    """Everything that determines a corpus; with `tokenizer` None, byte-level BPE of the requested `vocabulary` is
+    trained."""
+
+    request: DataRequest
     sources: tuple[OpenSource, ...]
     file_hashes: dict[Path, str]
     tokenizer: Tokenizer | None
-    vocabulary: int | None
-    holdout: float
     shard_tokens: int
     on_progress: Progress
     formats: tuple[SourceFormat, ...]
@@ -50,8 +67,6 @@ class BuildRequest:
     """The tokenizer's own chat template; None where it has none."""
     keep_every_bytes: int = KEEP_EVERY_BYTES
     """Bytes of text between two saves of the progress, from which a killed preparation continues."""
-    bad_records: float = 0.0
-    """The fraction of records of chats, prompts and pairs that may be skipped."""
     left_out: tuple[FileFault, ...] = ()
     """Files of the sources that cannot be learned from, for the index."""
 
@@ -83,7 +98,7 @@ class SourceCounts:
 def begun_survey(work: BuildRequest) -> HoldoutSurvey:
     """A survey to which nothing was added yet."""
     files = sum(len({file for file, _ in source.by_file()}) for source in work.sources)
-    return HoldoutSurvey(work.holdout, files)
+    return HoldoutSurvey(work.request.holdout, files)
 
 
 def source_counts(source: OpenSource, documents: int, text_bytes: int) -> SourceCounts:
@@ -107,7 +122,9 @@ def trained_tokenizer(work: BuildRequest, units: Iterable[TextUnit], total: int)
     def wait() -> None:
         work.on_progress(0, 0, "building the tokenizer's vocabulary")
 
-    return train_bpe_apart(sample_of_text(training_texts(), total), work.vocabulary or bpe_vocabulary(total), wait)
+    return train_bpe_apart(
+        sample_of_text(training_texts(), total), work.request.vocabulary or bpe_vocabulary(total), wait
+    )
 
 
 def sample_of_text(texts: Iterable[str], total: int) -> Iterator[str]:

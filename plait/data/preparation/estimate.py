@@ -18,7 +18,8 @@ from plait.data.documents import import_parquet
 from plait.data.file_faults import FileFault
 from plait.data.folders import TEXT_SUFFIXES
 from plait.data.index import SampleLayout
-from plait.data.preparation.prepare import DataRequest, readable_formats, ready_tokenizer
+from plait.data.preparation.build import DataRequest
+from plait.data.preparation.prepare import readable_formats, ready_tokenizer
 from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary, train_bpe
 from plait.data.sources import OpenSource, open_sources
 from plait.data.tables import TABLE_SUFFIXES

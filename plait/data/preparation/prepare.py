@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -19,14 +19,14 @@ from plait.data.file_faults import FileContent, FileFault
 from plait.data.folders import TEXT_SUFFIXES
 from plait.data.holdout import FEWEST_DOCUMENTS
 from plait.data.index import SHARD_FORMAT
-from plait.data.preparation.build import BuildRequest, Progress
+from plait.data.preparation.build import BuildRequest, DataRequest, Progress
 from plait.data.preparation.fingerprint import FileStamp, cached_contents, exclusive_lock, file_stamp, read_files
 from plait.data.preparation.kept_progress import KEEP_EVERY_BYTES, has_kept_progress
 from plait.data.preparation.stream import build_stream
 from plait.data.preparation.tokens import Tokenizer, load_tokenizer
 from plait.data.preparation.whole import build_examples
 from plait.data.shards import SHARD_TOKENS, open_corpus
-from plait.data.sources import OpenedSources, OpenSource, Source, open_sources
+from plait.data.sources import OpenedSources, OpenSource, open_sources
 from plait.errors import PlaitError
 from plait.private_folder import make_private_folder
 
@@ -36,23 +36,6 @@ _EXAMPLES_READ = 4
 """Raised when examples come to be read or rendered in another way, so that those prepared before are made again."""
 _HELD_OUT = 2
 """Raised when other documents or examples come to be held out, so that corpora prepared before are made again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataRequest:
-    """The corpus that a recipe needs: `tokenizer` is "gpt2", "bpe" or a path, `holdout` a fraction of the text."""
-
-    sources: tuple[Source, ...]
-    tokenizer: str
-    vocabulary: int | None
-    holdout: float
-    format: RequestedFormat = "auto"
-    template_folders: tuple[Path, ...] = ()
-    """Where the chat template may be, in this order, before the tokenizer's own folder."""
-    chat_template: str = "auto"
-    """A built-in template's name, or a file; "auto" takes the one in these folders."""
-    bad_records: float = 0.0
-    """The fraction of records that may be skipped as none that can be learned from."""
 
 
 def refuse_left_out(faults: Sequence[FileFault]) -> None:
@@ -135,17 +118,15 @@ def _build_request(
     tokenizer: Tokenizer | None,
 ) -> BuildRequest:
     return BuildRequest(
+        request=request,
         sources=opened.sources,
         file_hashes={file: contents[file].sha256 for file in opened.files},
         left_out=opened.left_out,
         tokenizer=tokenizer,
-        vocabulary=request.vocabulary,
-        holdout=request.holdout,
         shard_tokens=SHARD_TOKENS,
         on_progress=lambda *_: None,
         formats=formats,
         template=_own_template(request, formats),
-        bad_records=request.bad_records,
     )
 
 
@@ -224,16 +205,21 @@ def _throttled(on_progress: Progress) -> Progress:
 def _key(work: BuildRequest) -> str:
     """A folder name that identifies the result: a hash of file contents and request, without paths and times."""
     sources = [_source_key(source, work.file_hashes) for source in work.sources]
-    tokenizer = work.tokenizer.hash if work.tokenizer else f"bpe {work.vocabulary}"
-    parts = [SHARD_FORMAT, sources, tokenizer, work.holdout, work.shard_tokens]
-    if work.holdout and (holds_examples(work.formats) or not _has_few_documents(work.sources)):
+    tokenizer = work.tokenizer.hash if work.tokenizer else f"bpe {work.request.vocabulary}"
+    parts = [SHARD_FORMAT, sources, tokenizer, work.request.holdout, work.shard_tokens]
+    if work.request.holdout and (holds_examples(work.formats) or not _has_few_documents(work.sources)):
         parts.append({"held out": _HELD_OUT})
     if work.tokenizer and (work.tokenizer.bos or work.tokenizer.adds_prefix):
         parts.append([work.tokenizer.bos, work.tokenizer.adds_prefix])
     if holds_examples(work.formats):
         found = work.template
         template = [found.text, sorted(found.special.items())] if found else PLAIN_TEMPLATE
-        parts += [[(form.kind, form.column) for form in work.formats], template, _EXAMPLES_READ, work.bad_records]
+        parts += [
+            [(form.kind, form.column) for form in work.formats],
+            template,
+            _EXAMPLES_READ,
+            work.request.bad_records,
+        ]
     return sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

@@ -70,9 +70,9 @@ def build_stream(work: BuildRequest, folder: Path) -> None:
 
     pieces = _pieces(work, holdout, tokenizer.cut)
     writers, held = write_shards(work, folder, keeper, tokenizer, pieces, write, total, bos=tokenizer.bos)
-    if work.holdout and not writers["heldout"].text_bytes:
+    if work.request.holdout and not writers["heldout"].text_bytes:
         raise PlaitError(
-            f"data.holdout = {work.holdout} of {total} bytes holds nothing out; "
+            f"data.holdout = {work.request.holdout} of {total} bytes holds nothing out; "
             "give more text, a larger data.holdout, or 0"
         )
     finish_corpus(work, folder, keeper, tokenizer, writers, found, held, held_out_by=holdout.rule)

@@ -75,7 +75,7 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
     keeper = ProgressKeeper(folder, work.keep_every_bytes)
     if work.template:
         ChatTemplate(work.template).close()  # one that cannot be used is refused before any work
-    bad = BadRecords(work.bad_records)
+    bad = BadRecords(work.request.bad_records)
     found, holdout = _survey(work, bad)
     total = sum(counts.text_bytes for counts in found)
     tokenizer = work.tokenizer or keeper.tokenizer() or trained_tokenizer(work, _placed(work, holdout), total)
@@ -95,11 +95,11 @@ def build_examples(work: BuildRequest, folder: Path) -> None:
         placed = _placed(work, holdout)
         writers, held = write_shards(work, folder, keeper, tokenizer, placed, write, total, layout="whole")
     for split, writer in writers.items():
-        if not writer.entries and (split == "train" or work.holdout):
+        if not writer.entries and (split == "train" or work.request.holdout):
             what = "holds nothing out" if split == "heldout" else "holds everything out"
             examples = sum(counts.documents for counts in found)
             raise PlaitError(
-                f"data.holdout = {work.holdout} of {examples} examples {what} (those with the same "
+                f"data.holdout = {work.request.holdout} of {examples} examples {what} (those with the same "
                 "prompt stay together); give more of them, another data.holdout, or 0"
             )
     write_synced(folder / "tokenizer_config.json", json.dumps(special_settings(template.special), ensure_ascii=False))
