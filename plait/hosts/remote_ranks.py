@@ -32,9 +32,9 @@ class _Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _Sent:
     rank: int
-    told: str
+    message: str
     values: Mapping[str, Any]
 
 
@@ -79,10 +79,10 @@ class _Stop:
     stop: StopSignal
 
 
-_Event = _Started | _Told | _Returned | _Raised | _Ended | _Died | _Over | _Forked | _Stop
+_Event = _Started | _Sent | _Returned | _Raised | _Ended | _Died | _Over | _Forked | _Stop
 _EVENTS: Mapping[str, type[_Event]] = {
     "started": _Started,
-    "told": _Told,
+    "message": _Sent,
     "returned": _Returned,
     "raised": _Raised,
     "ended": _Ended,

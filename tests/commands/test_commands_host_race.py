@@ -134,7 +134,7 @@ def test_a_plan_cannot_be_changed_once_its_job_was_checked(attacker: Attacker, t
     with joined(tmp_path / "victim") as peer:
         send_all(attacker, peer)
         peer.start(1, attacker.order("tell_data_later"))
-        peer.events_until("told", "waits")
+        peer.events_until("message", "waits")
         for kind, values in [
             ("put", {"name": "plan.json"}),
             ("take", attacker.offer("index.json")),
@@ -147,7 +147,7 @@ def test_a_plan_cannot_be_changed_once_its_job_was_checked(attacker: Attacker, t
                 peer.attack(kind, values, attacker.evil if kind in ("put", "block") else b"")
         assert "plan.json" in peer.attack("list", {}).values.names  # what changes nothing is still answered
         (attacker.run / "logs" / "go").touch()
-        told = [event for event in peer.events_until("over") if event.get("told") == "data"]
+        told = [event for event in peer.events_until("over") if event.get("message") == "data"]
         assert told[0]["values"]["path"] == str(attacker.received)
         peer.attack("put", {"name": "plan.json"}, attacker.evil)  # between jobs it may come, and is checked
         peer.start(2, attacker.order("tell_data"))
@@ -165,7 +165,7 @@ def test_no_race_lets_a_rank_read_another_plan(attacker: Attacker, tmp_path: Pat
                 peer.attack("put", {"name": "plan.json"}, attacker.evil)
             except PlaitError as error:
                 assert "while it runs" in str(error)
-            read = [event["values"]["path"] for event in peer.events_until("over") if event.get("told") == "data"]
+            read = [event["values"]["path"] for event in peer.events_until("over") if event.get("message") == "data"]
             assert read in ([], [str(attacker.received)])
 
 

@@ -21,6 +21,7 @@ from plait.hosts.member import connect
 from plait.hosts.protocol import EventReport, StartOrder
 from plait.hosts.wire import Wire
 from plait.launch.local.run import ForkServer
+from plait.launch.values.failure import RESUME_ADVICE
 from plait.launch.values.job import HostRanks
 from tests.launch.host import HEARTBEAT
 from tests.launch.joined import HostProcess
@@ -152,7 +153,7 @@ def failure_of(hosts: Hosts) -> str:
     ("events", "why"),
     [
         ([DIED], "it sent word of a rank that it does not run"),
-        ([{"rank": 0, "told": "step", "values": {}}], "it sent word of a rank that it does not run"),
+        ([{"rank": 0, "message": "step", "values": {}}], "it sent word of a rank that it does not run"),
         ([{"rank": 0, "returned": True}], "it sent word of a rank that it does not run"),
         ([{"rank": 1, "raised": {**RAISED, "rank": 0}}], "it sent word of a rank that it does not run"),
         ([{"forked": True}, {"forked": True}], "it started its workers twice"),
@@ -162,8 +163,8 @@ def failure_of(hosts: Hosts) -> str:
         ([[]], "it sent what plait does not send"),
         ([{"died": "1", "code": 0, "at_s": 1.0}], "died should be a whole number"),
         ([{"died": 1, "code": 0}], "at_s should be given"),
-        ([{"rank": 1, "told": 5, "values": {}}], "told should be text"),
-        ([{"rank": 1, "told": "a", "values": []}], "values should be a table of keys and values"),
+        ([{"rank": 1, "message": 5, "values": {}}], "message should be text"),
+        ([{"rank": 1, "message": "a", "values": []}], "values should be a table of keys and values"),
         ([{"rank": 1, "raised": {}}], "raised.rank should be given"),
         ([{"rank": 1, "raised": {**RAISED, "plait_classes": [5]}}], "raised.plait_classes.0 should be text"),
         ([{"stop": "SIGSEGV"}], "stop should be"),
@@ -190,7 +191,7 @@ def test_what_another_host_says_cannot_speak_to_the_terminal() -> None:
     evil = "\x1b]0;title\x07\x1b[2Jgone\x9b31m\u202e\ud800\nplait: all is well"
     with attacked([{"over": True, "reason": evil}]) as hosts:
         told = failure_of(hosts)
-    assert told == "on evil (127.0.0.2): ]0;title[2Jgone31m plait: all is well"
+    assert told == f"on evil (127.0.0.2): ]0;title[2Jgone31m plait: all is well; {RESUME_ADVICE}"
     with attacked(
         [{"rank": 1, "raised": {**RAISED, "text": evil, "plait_classes": ["plait.errors:RunFailed"]}}]
     ) as hosts:

@@ -86,7 +86,7 @@ def flood(wire: Wire, send: Callable[[int], object], count: int) -> None:
 
 
 def event(size: int) -> dict[str, object]:
-    return {"number": 1, "event": {"rank": 1, "told": "x", "values": {"text": "a" * size}}, "sent_at_s": 1.0}
+    return {"number": 1, "event": {"rank": 1, "message": "x", "values": {"text": "a" * size}}, "sent_at_s": 1.0}
 
 
 def test_mail_that_nobody_reads_is_bounded_and_ends_the_connection(gate: JoinListener) -> None:

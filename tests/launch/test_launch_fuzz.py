@@ -61,7 +61,7 @@ MESSAGES: tuple[tuple[type, dict[str, Any]], ...] = (
 EVENTS: tuple[dict[str, Any], ...] = (
     {"forked": True},
     {"rank": 1, "started": 77},
-    {"rank": 1, "told": "step", "values": {"loss": 2.5, "text": "é"}},
+    {"rank": 1, "message": "step", "values": {"loss": 2.5, "text": "é"}},
     {"rank": 2, "returned": True},
     {"rank": 1, "raised": asdict(RAISED)},
     {"rank": 1, "ended": True},

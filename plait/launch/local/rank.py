@@ -133,7 +133,7 @@ def _context(job: Job, place: RankPlacement, stop: StopFlag, progress: ProgressR
 
     def channel(kind: str, values: Mapping[str, Any]) -> None:
         with lock:
-            send_line(place.wire, {"told": kind, "values": values})
+            send_line(place.wire, {"message": kind, "values": values})
 
     return RankContext(
         rank=job.first_rank + place.local_rank,

@@ -117,8 +117,8 @@ class Supervision:
             self._handle_event(site, event)
 
     def _handle_event(self, site: WorkerHost, event: RankEvent) -> None:
-        if "told" in event:
-            self._on_message(Message(rank=event["rank"], kind=event["told"], values=event["values"]))
+        if "message" in event:
+            self._on_message(Message(rank=event["rank"], kind=event["message"], values=event["values"]))
         elif "forked" in event:
             self._unforked.remove(site)
             self._note_start()
