@@ -18,7 +18,7 @@ from plait.launch.values.job import RankContext
 from plait.parallel import pipeline_links
 from plait.parallel.apply import STAGES
 from plait.parallel.gradient_buckets import BUCKET_BYTES
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.parallel.replicate import replicate
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
@@ -46,7 +46,7 @@ def time_steps(context: RankContext, argument: str) -> None:
     stages = (*others, replace(last, apply=partial(replicate, bucket_bytes=bucket_bytes)))
     with process_group_for(context, plan):  # pyright: ignore[reportArgumentType]
         mesh, config = make_mesh(plan.placement.layout, plan.machines.device), load_recipe(folder / "recipe.toml")
-        assembly = assemble(config, plan, sums=world_sums(), mesh=mesh, stages=stages)
+        assembly = assemble(config, plan, sums=world_communicator(), mesh=mesh, stages=stages)
         state, marks = TrainState(), [mark(device)]
         for _ in range(warm_up + timed):
             state, _ = assembly.step(state)

@@ -21,7 +21,7 @@ from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.model.matmul import select_matmul_library
 from plait.parallel.apply import STAGES, parallelize
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.partition.execution import MatmulBackend, Precision, RunArithmetic
 from plait.planner.plan import Cadence, Machines, OptimizerPlan, Placement, Plan, TrainingJob
 from plait.trainer.assemble import make_autocast, make_runners, select_samples, weight_casts
@@ -59,7 +59,7 @@ def main() -> None:
     sharded = parallelize(model, mesh, plan.execution, STAGES)
     optimizer = make_optimizer(sharded.units, plan.job.optimizer)
     decay_all_matrices(optimizer, workload.weight_decay)
-    world = world_sums()
+    world = world_communicator()
     loader = make_loader(orders, workload, plan)
     run_micros, _ = make_runners(
         sharded, make_autocast(plan.arithmetic.precision, torch.device("cpu")), casts=weight_casts(plan)

@@ -35,7 +35,7 @@ from plait.machines.detect import detect_machine
 from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import ModelShape, linear_layers, parameter_count
 from plait.model.weights import training_flops_per_token
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.partition.execution import RunArithmetic
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Cadence, Forecast, Machines, OptimizerPlan, Placement, Plan, TrainingJob
@@ -120,7 +120,7 @@ def train(
     plan = plan_for(model_shape(flags.size, work), work, flags, corpus)
     told = forecast_of(plan, folder)  # before this process takes memory, which would be another program's to it
     mesh = make_mesh(plan.placement.layout, plan.machines.device)
-    assembly = assemble(load_recipe(folder / "recipe.toml"), plan, sums=world_sums(), mesh=mesh)
+    assembly = assemble(load_recipe(folder / "recipe.toml"), plan, sums=world_communicator(), mesh=mesh)
     forget_peak(device)
     state, totals, marks = TrainState(), [], [mark(device)]
     with allowed_attention(flags), around(assembly):

@@ -20,7 +20,7 @@ from plait.data.order import SampleOrder, make_order
 from plait.data.samples.windows import WindowReader
 from plait.launch.values.job import RankContext
 from plait.parallel.collectives import message_from_before_s
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
@@ -58,7 +58,7 @@ def read_delay(file: Path) -> float:
 def main(folder: Path, rank: int) -> None:
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with process_group_for(_rank_on_its_own(rank, plan, folder), plan):
-        world = world_sums()
+        world = world_communicator()
         assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.placement.layout, plan.machines.device))
         assembly = _with_slow_data(assembly, config.run.seed, folder / f"delay-{rank}")
         assembly, meter = attach_meter(assembly, clock_of(assembly.device))

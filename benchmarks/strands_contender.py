@@ -19,8 +19,8 @@ from plait.data.shards import Corpus, Shard
 from plait.layout import Layout
 from plait.model.gpt import GPT
 from plait.parallel.apply import STAGES, parallelize
-from plait.parallel.mesh import make_mesh, world_sums
-from plait.parallel.sums import ONE_PROCESS
+from plait.parallel.communicator import ONE_PROCESS
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.partition.execution import RunArithmetic
 from plait.planner.plan import Cadence, Machines, OptimizerPlan, Placement, Plan, TrainingJob
 from plait.planner.search.validity import balanced_stages
@@ -109,7 +109,7 @@ def assembled(work: Work, plan: Plan) -> Assembly:
     mesh = make_mesh(plan.placement.layout, "cpu") if together else None
     sharded = parallelize(model, mesh, plan.execution, STAGES if together else ())
     initialize_weights(sharded.weights, plan.job.shape, work.seed)
-    sums = world_sums() if together else ONE_PROCESS
+    sums = world_communicator() if together else ONE_PROCESS
     samples = select_samples(plan, plan.placement.layout, sums.index, device)
     corpus = corpus_of(work)
     order: Any = InOrder(work=work, sequence=work.sequence)

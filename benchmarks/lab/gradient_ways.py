@@ -31,11 +31,11 @@ from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, parameter_count
 from plait.parallel import gradient_buckets
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.communicator import ONE_PROCESS
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.parallel.reduction import Transfer
 from plait.parallel.replicate import replicate
 from plait.parallel.sharded_model import LossOf, ShardedModel
-from plait.parallel.sums import ONE_PROCESS
 from plait.partition.execution import RunArithmetic
 from plait.planner.plan import Cadence, Machines, OptimizerPlan, Placement, Plan, TrainingJob
 from plait.trainer.optimizer.optim import make_optimizer
@@ -136,7 +136,7 @@ def _step_of(way: Way) -> tuple[Step, Callable[[], object]]:
     optimizer = make_optimizer(sharded.units, plan.job.optimizer)
     forward, loss_of = make_forward(_no_cast), make_loss(_no_cast, sharded.vocabulary)
     run = partial(run_micros_in_turn, sharded=sharded, forward=forward, loss_of=loss_of)
-    sums, micros = (world_sums() if stages else ONE_PROCESS), _micros(way.micros)
+    sums, micros = (world_communicator() if stages else ONE_PROCESS), _micros(way.micros)
     step = partial(take_step, micros, sharded=sharded, run_micros=run, sums=sums, optimizer=optimizer, clip=1.0)
     return step, sharded.gradients.settle
 

@@ -20,7 +20,7 @@ from plait.errors import PlaitError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from plait.parallel.sums import Sums
+    from plait.parallel.communicator import Communicator
 
 PEER_WAIT = timedelta(minutes=30)
 """How long a worker waits for another one: a person's own evaluation or saving may take its time."""
@@ -40,7 +40,7 @@ class Workers:
     size: int
     local_rank: int
     device: torch.device
-    sums: Sums
+    sums: Communicator
     """Sums over all workers, for tensors of processors and of the workers' devices."""
     connections: dist.ProcessGroup | None = None
     """Those of `sums`, where no gradients stand in line; None: those of all."""
@@ -138,21 +138,21 @@ def check_same_devices(store: Store, started: StartedWorker, device: torch.devic
 
 def alone() -> Workers:
     """One process, without any group."""
-    from plait.parallel.sums import ONE_PROCESS
+    from plait.parallel.communicator import ONE_PROCESS
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return Workers(rank=0, size=1, local_rank=0, device=device, sums=ONE_PROCESS)
 
 
 def _workers_of_group(local_rank: int) -> Workers:
-    from plait.parallel.mesh import GroupSums, world_sums
+    from plait.parallel.mesh import GroupCommunicator, world_communicator
 
     check_backends(str(dist.get_backend_config()))
     rank, size = dist.get_rank(), dist.get_world_size()
     cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    sums = world_sums(PEER_WAIT)
-    connections = sums.group if isinstance(sums, GroupSums) else None
+    sums = world_communicator(PEER_WAIT)
+    connections = sums.group if isinstance(sums, GroupCommunicator) else None
     return Workers(rank=rank, size=size, local_rank=local_rank, device=device, sums=sums, connections=connections)
 
 

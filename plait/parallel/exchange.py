@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from plait.errors import PlaitError, RunFailed
-from plait.parallel.sums import Sums
+from plait.parallel.communicator import Communicator
 
 TENSOR_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 """torch's element types by their names."""
 
 
-def gather_json(value: Any, world: Sums) -> list[Any]:
+def gather_json(value: Any, world: Communicator) -> list[Any]:
     """Every rank's value, in rank order. Every rank must call it; blocks. Values are JSON."""
     if world.size == 1:
         return [value]
@@ -31,7 +31,7 @@ def gather_json(value: Any, world: Sums) -> list[Any]:
     return [json.loads(bytes(one[:size].numpy())) for one, size in zip(found, sizes, strict=True)]
 
 
-def gather_tensors(own: Tensor, world: Sums) -> list[Tensor]:
+def gather_tensors(own: Tensor, world: Communicator) -> list[Tensor]:
     """Every rank's tensor, in rank order, whatever shape and element type each has. Every rank must call it; blocks."""
     if world.size == 1:
         return [own]
@@ -44,7 +44,7 @@ def gather_tensors(own: Tensor, world: Sums) -> list[Tensor]:
     return [part[:size].view(kind[0]).view(kind[1]) for part, size, kind in zip(parts, sizes, kinds, strict=True)]
 
 
-def sum_of_bits(own: Tensor, world: Sums) -> Tensor:
+def sum_of_bits(own: Tensor, world: Communicator) -> Tensor:
     """The sum over ranks of which at most one has other bits than zero, bit for bit. In place; blocks."""
     if own.is_complex():
         sum_of_bits(torch.view_as_real(own), world)
@@ -59,7 +59,7 @@ def sum_of_bits(own: Tensor, world: Sums) -> Tensor:
     return own
 
 
-def first_ones(make: Callable[[], Any], world: Sums) -> Any:
+def first_ones(make: Callable[[], Any], world: Communicator) -> Any:
     """What rank 0 makes, JSON, on all; a PlaitError that it raises is raised by all. Blocks."""
     told: dict[str, Any] = {}
     if world.index == 0:
@@ -73,13 +73,13 @@ def first_ones(make: Callable[[], Any], world: Sums) -> Any:
     return told["value"]
 
 
-def agree_on_any(world: Sums, own: bool) -> bool:
+def agree_on_any(world: Communicator, own: bool) -> bool:
     """Whether `own` is true of any rank, the same answer on all. Every rank must call it."""
     return bool(world.largest(torch.tensor([int(own)]))[0])
 
 
 def run_on_all_ranks(
-    world: Sums, act: Callable[[], None], clear: Path | None, number: Callable[[], int] = lambda: 0
+    world: Communicator, act: Callable[[], None], clear: Path | None, number: Callable[[], int] = lambda: 0
 ) -> int:
     """Call `act` on every rank; if it fails on any of them, all ranks raise RunFailed with the same message. Returns
     the largest `number` of all ranks, asked for after `act`.

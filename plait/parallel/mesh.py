@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.layout import AXES, Layout
 from plait.machines.gpus import TorchGpus, check_gpu_computes
+from plait.parallel.communicator import ONE_PROCESS, Communicator
 from plait.parallel.launcher_store import open_launcher_store
-from plait.parallel.sums import ONE_PROCESS, Sums
 
 PEER_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another one's part of a sum or a message."""
@@ -50,8 +50,8 @@ LOCAL_BACKEND = "lone"
 dist.Backend.register_backend(LOCAL_BACKEND, LocalGroup, devices=["cpu", "cuda"])
 
 
-class GroupSums:
-    """Sums over a process group."""
+class GroupCommunicator:
+    """The collectives over a process group of torch."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -137,8 +137,8 @@ def make_mesh(layout: Layout, device: str) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=AXES)
 
 
-def world_sums(timeout: timedelta = PEER_TIMEOUT) -> Sums:
-    """Sums over all ranks of the job, each of which waits so long for the others. Every rank must call it, once.
+def world_communicator(timeout: timedelta = PEER_TIMEOUT) -> Communicator:
+    """The communicator of all ranks of the job; each waits this long for others. Every rank must call it, once.
 
     gloo's messages between two ranks of a group stand in line: over the connections that carry gradients and weights a
     single number would wait until all of those have arrived. So they have connections of their own.
@@ -148,7 +148,7 @@ def world_sums(timeout: timedelta = PEER_TIMEOUT) -> Sums:
     group = dist.new_group(timeout=timeout) if dist.get_backend() == "gloo" else dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     connect_ranks(group)
-    return GroupSums(group)
+    return GroupCommunicator(group)
 
 
 def connect_ranks(group: dist.ProcessGroup) -> None:

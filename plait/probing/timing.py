@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from plait.errors import RunFailed
-from plait.parallel.mesh import GroupSums
+from plait.parallel.mesh import GroupCommunicator
 from plait.units import format_duration
 
 RunKey = TypeVar("RunKey", bound=Hashable)
@@ -58,7 +58,7 @@ class GroupBarrier:
     """Keeps the ranks of a process group in step."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._sums = GroupSums(group)
+        self._sums = GroupCommunicator(group)
 
     def barrier(self) -> None:
         self._sums(torch.zeros(1))

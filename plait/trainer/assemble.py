@@ -19,8 +19,8 @@ from plait.data.shards import Corpus, open_corpus
 from plait.layout import Layout
 from plait.model.gpt import GPT, reset_biases
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
+from plait.parallel.communicator import Communicator
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel
-from plait.parallel.sums import Sums
 from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
@@ -60,7 +60,7 @@ class Assembly:
     corpus: Corpus
     loader: Loader
     heldout: Callable[[], Iterator[Micro]]
-    sums: Sums
+    sums: Communicator
     run_micros: RunMicros
     evaluate_micros: EvaluateMicros
     loads: ExpertLoads
@@ -154,7 +154,7 @@ def assemble(
     config: RunConfig,
     plan: Plan,
     *,
-    sums: Sums,
+    sums: Communicator,
     mesh: DeviceMesh | None = None,
     stages: Sequence[ParallelStage] = STAGES,
     initialize: bool = True,

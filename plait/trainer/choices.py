@@ -21,8 +21,8 @@ from plait.data.choices import (
 from plait.data.loader import Micro, SampleSelection, make_micro
 from plait.data.preparation.tokens import corpus_tokenizer
 from plait.data.rows import IGNORED_TARGET
+from plait.parallel.communicator import Communicator
 from plait.parallel.exchange import first_ones
-from plait.parallel.sums import Sums
 from plait.trainer.assemble import Assembly
 
 
@@ -65,7 +65,7 @@ class ChoiceEvaluation:
         return judge_choices(self._questions, rows, assembly.sums(losses).tolist())
 
 
-def load_choices(assembly: Assembly, file: Path | None, world: Sums) -> ChoiceEvaluation | None:
+def load_choices(assembly: Assembly, file: Path | None, world: Communicator) -> ChoiceEvaluation | None:
     """The questions of a run's file, None for a run without one. Every rank must call it: rank 0 reads the file, which
     other hosts may lack, and the others get its text from there."""
     if file is None:

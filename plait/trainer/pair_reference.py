@@ -26,8 +26,8 @@ from plait.data.shards import open_corpus
 from plait.errors import RunFailed
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.model.names import ADAPTER_B
+from plait.parallel.communicator import Communicator
 from plait.parallel.sharded_model import ShardedModel
-from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
@@ -44,7 +44,9 @@ class KeptReference:
     """The reference of one run, found or missing; of a run that learns from no pairs there is nothing to find. Every
     rank must make the same calls."""
 
-    def __init__(self, plan: Plan, world: Sums, *, objective: Literal["sft", "dpo"], overlong: Overlong) -> None:
+    def __init__(
+        self, plan: Plan, world: Communicator, *, objective: Literal["sft", "dpo"], overlong: Overlong
+    ) -> None:
         self._world = world
         self._overlong: Overlong = overlong
         self._table = torch.zeros(0, 2, dtype=torch.float64)

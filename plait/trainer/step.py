@@ -13,9 +13,9 @@ from torch import Tensor
 from plait.data.loader import Micro
 from plait.model.attention import Documents
 from plait.model.gpt import GPT
+from plait.parallel.communicator import Communicator
 from plait.parallel.gradient_norm import clip_factor
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
-from plait.parallel.sums import Sums
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, largest_load
 from plait.trainer.loss import IN_PLACE, sum_of_losses
@@ -74,7 +74,7 @@ def take_step(
     *,
     sharded: ShardedModel,
     run_micros: RunMicros,
-    sums: Sums,
+    sums: Communicator,
     optimizer: FusedOptimizer,
     clip: float | None,
     loads: ExpertLoads | None = None,

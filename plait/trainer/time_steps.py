@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from plait.launch.values.job import RankContext
-from plait.parallel.mesh import make_mesh, world_sums
-from plait.parallel.sums import Sums
+from plait.parallel.communicator import Communicator
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
 from plait.trainer.assemble import Assembly, assemble
@@ -40,7 +40,7 @@ def rank(context: RankContext, argument: str) -> None:
     plan, config = read_plan(folder / "plan.json"), read_saved_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
         mesh = make_mesh(plan.placement.layout, plan.machines.device)
-        world = world_sums()
+        world = world_communicator()
         assembly = assemble(config, plan, sums=world, mesh=mesh)
         if assembly.pairs is not None:  # the reference costs a step nothing, and its numbers change no time
             assembly.pairs.set_reference(torch.zeros(assembly.pairs.pairs, 2, dtype=torch.float64).to(assembly.device))
@@ -96,7 +96,7 @@ def _are_steady(times: Sequence[float]) -> bool:
 
 
 def _time_steps(
-    assembly: Assembly, world: Sums, pace: Pace, stop_requested: Callable[[], bool]
+    assembly: Assembly, world: Communicator, pace: Pace, stop_requested: Callable[[], bool]
 ) -> Sequence[float] | None:
     """Seconds of this rank's steps after the warm-up, none where there was time for no other; None where one of the
     ranks was asked to stop, as torchrun asks them.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from plait.errors import RunFailed
 from plait.launch.values.job import NOTE, RankContext
 from plait.model.matmul import select_matmul_library, select_matmul_precision
-from plait.parallel.mesh import PEER_TIMEOUT, make_mesh, open_store, use_gpu, world_sums
+from plait.parallel.mesh import PEER_TIMEOUT, make_mesh, open_store, use_gpu, world_communicator
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
@@ -56,7 +56,7 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
     plan = read_plan(folder / "plan.json")
     config = read_saved_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
-        world = world_sums()
+        world = world_communicator()
         mesh = make_mesh(plan.placement.layout, plan.machines.device)
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)

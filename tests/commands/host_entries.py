@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.launch.values.job import RankContext
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import assemble
@@ -31,7 +31,7 @@ def save_apart(context: RankContext, argument: str) -> None:
     if asked["folders"][context.rank] != asked["folders"][0]:
         carrier = PartsCarrier(context.send, None, rank=context.rank, local_rank=0, sharers=1, lineage=0)
     with process_group_for(context, plan):
-        world = world_sums()
+        world = world_communicator()
         assembly = assemble(config, plan, sums=world, mesh=make_mesh(plan.placement.layout, plan.machines.device))
         state, _ = assembly.step(TrainState())
         context.send("heard", rank=context.rank)

@@ -19,10 +19,10 @@ from plait.data.samples.micro import Micro
 from plait.launch.values.job import RankContext
 from plait.parallel import pipeline_links
 from plait.parallel.apply import STAGES
+from plait.parallel.communicator import Communicator
 from plait.parallel.gradient_buckets import BUCKET_BYTES
-from plait.parallel.mesh import make_mesh, open_store, world_sums
+from plait.parallel.mesh import make_mesh, open_store, world_communicator
 from plait.parallel.replicate import replicate
-from plait.parallel.sums import Sums
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak
@@ -160,7 +160,7 @@ def assembled(
     library: Literal["gloo", "nccl"] = "gloo",
     *,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[tuple[Assembly, Sums]]:
+) -> Iterator[tuple[Assembly, Communicator]]:
     """This rank's part of the run in a folder: over gloo all ranks share the first GPU, as NCCL takes one rank for each
     GPU; over "nccl" each has its own."""
     plan = read_plan(folder / "plan.json")
@@ -170,7 +170,7 @@ def assembled(
     store = open_store(context.rendezvous, context.rank, context.world_size)
     backend = "cpu:gloo,cuda:nccl" if (plan.machines.device, library) == ("cuda", "nccl") else "gloo"
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size)
-    world, mesh = world_sums(), make_mesh(plan.placement.layout, plan.machines.device)
+    world, mesh = world_communicator(), make_mesh(plan.placement.layout, plan.machines.device)
     *others, last = STAGES
     stages = (*others, replace(last, apply=partial(replicate, bucket_bytes=bucket_bytes)))
     assembly = assemble(load_recipe(folder / "recipe.toml"), plan, sums=world, mesh=mesh, stages=stages)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from plait.launch.values.job import RankContext
 from plait.layout import AXES, Layout
 from plait.parallel import mesh
-from plait.parallel.mesh import make_groups, make_mesh, open_store, world_sums
+from plait.parallel.mesh import make_groups, make_mesh, open_store, world_communicator
 
 
 def tell_axes(context: RankContext, argument: str) -> None:
@@ -52,7 +52,7 @@ def connect_groups(context: RankContext, argument: str) -> None:
     dist.all_reduce = noted  # type: ignore[assignment]
     store = open_store(context.rendezvous, context.rank, context.world_size)
     dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size)
-    world_sums()
+    world_communicator()
     make_mesh(Layout(**degrees), "cpu")
     make_groups([tuple(ranks) for ranks in sets])
     context.send("connected", groups=connected)

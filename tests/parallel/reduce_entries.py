@@ -14,7 +14,7 @@ from plait.launch.values.job import RankContext
 from plait.model.names import decays
 from plait.parallel.gradient_buckets import RankSet, SharedWeight
 from plait.parallel.gradient_reducer import GradientReducer
-from plait.parallel.mesh import GroupSums, make_groups, open_store
+from plait.parallel.mesh import GroupCommunicator, make_groups, open_store
 from plait.parallel.reduction import LibraryScatter, LibrarySum, Transfer, own_slice, wait_for_all
 from plait.partition.boxes import whole_box
 
@@ -179,10 +179,10 @@ def reduce_nothing(context: RankContext, argument: str) -> None:
 
 
 def sum_and_gather(context: RankContext, argument: str) -> None:
-    """GroupSums on ranks that hold their number."""
+    """GroupCommunicator on ranks that hold their number."""
     with_group(context)
     assert dist.group.WORLD is not None
-    sums = GroupSums(dist.group.WORLD)
+    sums = GroupCommunicator(dist.group.WORLD)
     own = torch.tensor([float(context.rank), 1.0])
     parts = [part.tolist() for part in sums.gather(own.clone())]
     context.send(

@@ -21,9 +21,9 @@ from plait.checkpoint.store import verify_checkpoint
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.parallel.apply import STAGES, ParallelStage
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.communicator import ONE_PROCESS
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.parallel.replicate import replicate
-from plait.parallel.sums import ONE_PROCESS
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
@@ -119,7 +119,7 @@ def restore_and_save(context: RankContext, argument: str) -> None:
     """Go on from a checkpoint, where there is one, for so many steps, and save another one."""
     case = json.loads(argument)
     with process_group_for(context, plan_of(case)), assembled(case) as assembly:
-        world, state = world_sums(), TrainState()
+        world, state = world_communicator(), TrainState()
         if case["old"]:
             # A forward gathers weights, which must not outlive what is restored.
             assembly.evaluate()
@@ -143,7 +143,7 @@ def assembled(case: dict[str, Any]) -> Iterator[Assembly]:
     plan = plan_of(case)
     mesh = make_mesh(plan.placement.layout, plan.machines.device)
     config = load_recipe(Path(case["folder"]) / "recipe.toml")
-    assembly = assemble(config, plan, sums=world_sums(), mesh=mesh, stages=small_buckets(STAGES))
+    assembly = assemble(config, plan, sums=world_communicator(), mesh=mesh, stages=small_buckets(STAGES))
     yield assembly
     assembly.loader.close()
 

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.model.shape import ModelShape
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.communicator import ONE_PROCESS
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.parallel.sharded_model import OptimizerUnit
-from plait.parallel.sums import ONE_PROCESS
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
@@ -85,7 +85,7 @@ def both(folder: Path, plan: Plan, mesh: DeviceMesh) -> Iterator[tuple[Assembly,
     config = load_recipe(folder / "recipe.toml")
     made = [
         assemble(config, plan, stages=(), sums=ONE_PROCESS),
-        assemble(config, plan, sums=world_sums(), mesh=mesh),
+        assemble(config, plan, sums=world_communicator(), mesh=mesh),
     ]
     try:
         yield made[0], made[1]

@@ -13,9 +13,9 @@ from plait.layout import AXES
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
 from plait.parallel.apply import STAGES, parallelize
+from plait.parallel.communicator import ONE_PROCESS
 from plait.parallel.compile import COMPILED_SHAPES_LIMIT, compile_layers
 from plait.parallel.sharded_model import unsharded
-from plait.parallel.sums import ONE_PROCESS
 from tests.trainer.tiny import make_tiny
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, kv_heads=2, head_width=8, ffn=32, vocabulary=50, sequence=8)

@@ -20,8 +20,8 @@ from plait.model.gpt import GPT, row_positions
 from plait.model.parts.objectives import ObjectivesShape
 from plait.model.prediction_heads import AheadInput, AuxiliaryHead
 from plait.model.shape import ModelShape
+from plait.parallel.communicator import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded
-from plait.parallel.sums import ONE_PROCESS
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.step import make_forward, make_loss
 

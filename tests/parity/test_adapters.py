@@ -18,7 +18,7 @@ from plait.data.preparation.synthetic import write_synthetic
 from plait.layout import Layout
 from plait.model.shape import ModelShape, weight_sizes
 from plait.model.weights import trained_weights
-from plait.parallel.sums import ONE_PROCESS
+from plait.parallel.communicator import ONE_PROCESS
 from plait.planner.plan import Plan
 from plait.planner.search.validity import check_layout
 from plait.recipe.load import parse_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from plait.launch.values.job import RankContext
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak
@@ -20,7 +20,7 @@ def watched_step(context: RankContext, argument: str) -> None:
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
         assembly = assemble(
-            config, plan, sums=world_sums(), mesh=make_mesh(plan.placement.layout, plan.machines.device)
+            config, plan, sums=world_communicator(), mesh=make_mesh(plan.placement.layout, plan.machines.device)
         )
         state, _ = assembly.step(TrainState())
         with LiveTensorPeak(assembly.device, assembly.tensors()) as peak:

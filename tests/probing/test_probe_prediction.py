@@ -13,8 +13,8 @@ from plait.data.loader import Micro
 from plait.machines.measured import MeasuredDevice
 from plait.model.gpt import GPT
 from plait.model.sizes import named_shape
+from plait.parallel.communicator import ONE_PROCESS
 from plait.parallel.sharded_model import unsharded
-from plait.parallel.sums import ONE_PROCESS
 from plait.probing.arithmetic import PROBED_OPTIMIZER, arithmetic_runs, timed_pieces
 from plait.probing.request import model_probe_request
 from plait.probing.timing import ProcessorClock, SingleRank, TimingSetup, time_in_rounds

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.launch.values.job import RankContext
-from plait.parallel.mesh import make_mesh, world_sums
-from plait.parallel.sums import Sums
+from plait.parallel.communicator import Communicator
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
@@ -52,7 +52,7 @@ def follow(context: RankContext, argument: str) -> None:
     folder, runs = Path(json.loads(argument)["folder"]), json.loads(argument)["runs"]
     plan, config = read_plan(folder / "plan.json"), load_recipe(folder / "recipe.toml")
     with process_group_for(context, plan):
-        mesh, world = make_mesh(plan.placement.layout, plan.machines.device), world_sums()
+        mesh, world = make_mesh(plan.placement.layout, plan.machines.device), world_communicator()
         build = partial(assemble, config, sums=world, mesh=mesh)
         for number, run in enumerate(runs):
             here = replace(plan, cadence=replace(plan.cadence, balance_every_steps=run["every"]))
@@ -82,7 +82,9 @@ def _burden(assembly: Assembly, labour: Labour, run: Any) -> None:
         layer.register_forward_pre_hook(labour.carry)
 
 
-def _taken(phases: Any, assembly: Any, balance: Rebalancer, labour: Labour, world: Sums) -> dict[str, torch.Tensor]:
+def _taken(
+    phases: Any, assembly: Any, balance: Rebalancer, labour: Labour, world: Communicator
+) -> dict[str, torch.Tensor]:
     state, losses = TrainState(), []
     for steps, seconds in phases:
         labour.pace_s = seconds[world.index]

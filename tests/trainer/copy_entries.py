@@ -13,7 +13,7 @@ import torch
 from plait.errors import RunFailed
 from plait.launch.values.copies import CopyStore, KeptCopy
 from plait.launch.values.job import RankContext
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.trainer.assemble import Assembly, assemble
@@ -145,6 +145,6 @@ def assembled(context: RankContext, folder: Path, *, initialize: bool = True) ->
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
     with process_group_for(context, plan):
         mesh = make_mesh(plan.placement.layout, plan.machines.device)
-        assembly = assemble(config, plan, sums=world_sums(), mesh=mesh, initialize=initialize)
+        assembly = assemble(config, plan, sums=world_communicator(), mesh=mesh, initialize=initialize)
         yield assembly
         assembly.loader.close()

@@ -23,7 +23,7 @@ from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.model.matmul import selected_matmul_library
-from plait.parallel.mesh import make_mesh, world_sums
+from plait.parallel.mesh import make_mesh, world_communicator
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak
@@ -110,7 +110,7 @@ def lose(context: RankContext, argument: str) -> None:
                 ),
             )
             assembly = assemble(
-                config, here, sums=world_sums(), mesh=make_mesh(here.placement.layout, here.machines.device)
+                config, here, sums=world_communicator(), mesh=make_mesh(here.placement.layout, here.machines.device)
             )
             told.append(_lost(assembly, case["shares"], asked["steps"]))
     context.send("lost", cases=told)
@@ -135,7 +135,7 @@ def restore_and_save(context: RankContext, argument: str) -> None:
     asked = json.loads(argument)
     folder = Path(asked["folder"])
     with assembled(context, folder, [{}]) as (assembly,):
-        world, state = world_sums(), TrainState()
+        world, state = world_communicator(), TrainState()
         torch.manual_seed(context.rank)
         if asked["old"]:
             torch.manual_seed(1000)  # what a resume must not go on from
@@ -199,7 +199,7 @@ def assembled(context: RankContext, folder: Path, cases: Sequence[Asked]) -> Ite
     )
     with process_group_for(context, plan):
         mesh = make_mesh(plan.placement.layout, plan.machines.device)
-        sums = world_sums()
+        sums = world_communicator()
         made = []
         for case in cases:
             here = changed(plan, **{key: case[key] for key in ("documents", "micro_sequences") if key in case})
@@ -258,7 +258,7 @@ def meet_the_compiler(context: RankContext, argument: str) -> None:
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
     with process_group_for(context, plan):
         assembly = assemble(
-            config, plan, sums=world_sums(), mesh=make_mesh(plan.placement.layout, plan.machines.device)
+            config, plan, sums=world_communicator(), mesh=make_mesh(plan.placement.layout, plan.machines.device)
         )
         assembly, _ = attach_meter(assembly, clock_of(assembly.device))
         with LiveTensorPeak(torch.device("cpu"), assembly.tensors()):  # as in a run's first step

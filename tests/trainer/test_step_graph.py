@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.data.samples.micro import Micro
 from plait.model.attention import Attention, Documents, attend
-from plait.parallel.sums import ONE_PROCESS
+from plait.parallel.communicator import ONE_PROCESS
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.state import TrainState
 from plait.trainer.step import Scalars

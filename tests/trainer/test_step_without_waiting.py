@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.data.loader import Micro
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape
+from plait.parallel.communicator import ONE_PROCESS
 from plait.parallel.recompute import run_keeping_input
 from plait.parallel.sharded_model import ShardedModel, unsharded
-from plait.parallel.sums import ONE_PROCESS
 from plait.report.metrics import EvalReport, StepReport
 from plait.trainer.loop import Agreement, LoopActions, LoopIntervals, run_loop
 from plait.trainer.optimizer.fused import FusedOptimizer, ParameterGroup

@@ -24,7 +24,7 @@ from plait.model.gpt import GPT
 from plait.model.init import first_value
 from plait.model.linear import Linear
 from plait.model.weights import is_trained, trained_parameter_count, trained_weights
-from plait.parallel.sums import ONE_PROCESS
+from plait.parallel.communicator import ONE_PROCESS
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.layout import Layout
 from plait.model.matmul import has_onednn
-from plait.parallel.sums import ONE_PROCESS
+from plait.parallel.communicator import ONE_PROCESS
 from plait.planner.plan import HostShare, Plan
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble, make_autocast, make_runners, weight_casts

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from plait.layout import Layout
+from plait.parallel.communicator import ONE_PROCESS
 from plait.parallel.sharded_model import LocalGradients
-from plait.parallel.sums import ONE_PROCESS
 from plait.trainer.assemble import assemble
 from plait.trainer.balance.actions import watch_every_steps
 from plait.trainer.balance.meter import Meter, MeteredGradients, StepTimes, attach_meter, clock_of, measures_waits

@@ -13,7 +13,7 @@ from plait.checkpoint.manifest import tensor_names
 from plait.checkpoint.store import staging_for, verify_checkpoint
 from plait.checkpoint.transfer import read_tensor
 from plait.errors import PlaitError, RunFailed
-from plait.parallel.sums import ONE_PROCESS
+from plait.parallel.communicator import ONE_PROCESS
 from plait.trainer.assemble import assemble
 from plait.trainer.checkpointing.persist import all_finite, restore
 from tests.matrix import few_fast

@@ -22,9 +22,9 @@ from torch import Tensor
 from plait.commands.verifying.small_model import STEPS_PER_OPTIMIZER
 from plait.launch.values.job import RankContext
 from plait.model.matmul import select_matmul_precision
-from plait.parallel.mesh import make_mesh, use_gpu, world_sums
+from plait.parallel.communicator import ONE_PROCESS
+from plait.parallel.mesh import make_mesh, use_gpu, world_communicator
 from plait.parallel.sharded_model import LocalGradients
-from plait.parallel.sums import ONE_PROCESS
 from plait.planner.plan import OptimizerKind, Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
@@ -60,7 +60,7 @@ def run_check_rank(context: RankContext, argument: str) -> None:
     place: Any = replace(context, world_size=plan.world_size)  # a protocol's attributes are writable to a type checker
     with process_group_for(place, plan):
         assembly = assemble(
-            config, plan, sums=world_sums(), mesh=make_mesh(plan.placement.layout, plan.machines.device)
+            config, plan, sums=world_communicator(), mesh=make_mesh(plan.placement.layout, plan.machines.device)
         )
         save_file(collect_tensors(assembly, extent, routing), folder / f"rank-{context.rank}.safetensors")
 

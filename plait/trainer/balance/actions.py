@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from plait.parallel.collectives import message_from_before_s
+from plait.parallel.communicator import Communicator
 from plait.parallel.exchange import agree_on_any, first_ones, gather_json
-from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.planner.rebalancing.stage_repartition import stage_costs_of
 from plait.report.shares_file import SharesLine, append_shares, read_shares
@@ -48,7 +48,7 @@ class Rebalancer:
         assembly: Assembly,
         meter: Meter,
         file: Path,
-        world: Sums,
+        world: Communicator,
         report: Callable[..., None],
         move_layers: MoveLayers | None = None,
     ) -> None:
@@ -160,7 +160,7 @@ def watch_every_steps(plan: Plan) -> int:
     return MAX_STEPS_BETWEEN_GATHERS[plan.machines.device] if is_watched(plan) else 0
 
 
-def plan_at(plan: Plan, step: int, file: Path, world: Sums) -> Plan:
+def plan_at(plan: Plan, step: int, file: Path, world: Communicator) -> Plan:
     """The plan with the layers that the stages had at a step, by what rank 0 finds recorded in `file`: a state that was
     copied there lies where they were. Every rank must call it."""
     layout = plan.placement.layout
@@ -170,7 +170,7 @@ def plan_at(plan: Plan, step: int, file: Path, world: Sums) -> Plan:
     )
 
 
-def _recorded_changes(file: Path, world: Sums, plan: Plan) -> list[_Line]:
+def _recorded_changes(file: Path, world: Communicator, plan: Plan) -> list[_Line]:
     """The changes that rank 0 finds recorded in `file`, on every rank; layers are 0 where none were recorded."""
     unmoved = (0,) * len(plan.placement.layout.stage_layers)
     lines = first_ones(

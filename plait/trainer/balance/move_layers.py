@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.machines.machine import free_memory_bytes
+from plait.parallel.communicator import Communicator
 from plait.parallel.exchange import gather_json
-from plait.parallel.sums import Sums
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.report.memory import peak_rss_bytes
@@ -69,7 +69,7 @@ def max_stage_layers(assembly: Assembly, sharers: int) -> int:
 
 
 @torch.no_grad()
-def _move(old: Assembly, new: Assembly, world: Sums) -> None:
+def _move(old: Assembly, new: Assembly, world: Communicator) -> None:
     """Send weights and moments to their new owners; the ranks receive in turn, which excludes deadlocks."""
     own: dict[_Place, Tensor] = {(key, box.offset): numbers for key, box, numbers in owned_state(old)}
     wants = [
@@ -97,7 +97,7 @@ def _move(old: Assembly, new: Assembly, world: Sums) -> None:
     new.model.gradients.publish()
 
 
-def _gather_places(world: Sums, places: list[_Place]) -> list[list[_Place]]:
+def _gather_places(world: Communicator, places: list[_Place]) -> list[list[_Place]]:
     """The places that every rank passes, gathered on every rank, in rank order."""
     return [[(key, tuple(offset)) for key, offset in some] for some in gather_json(places, world)]
 

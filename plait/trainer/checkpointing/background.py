@@ -24,8 +24,8 @@ from plait.launch.values.copies import CopyStore
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.machines.machine import free_memory_bytes
 from plait.model.weights import kept_values, trained_weights
+from plait.parallel.communicator import Communicator
 from plait.parallel.exchange import agree_on_any, run_on_all_ranks
-from plait.parallel.sums import Sums
 from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.carrier import MEMORY_KEPT, PartsCarrier, Slices
@@ -113,7 +113,7 @@ class CheckpointSaver:
         self,
         assembly: Assembly,
         folder: Path,
-        world: Sums,
+        world: Communicator,
         fence: Callable[[], None],
         carrier: PartsCarrier | None,
         generation: int = 0,

@@ -17,9 +17,9 @@ from plait.checkpoint.transfer import TensorSlice, read_slice, read_tensor, whol
 from plait.errors import RunFailed
 from plait.model.gpt import GPT
 from plait.model.weights import kept_values, trained_weights
+from plait.parallel.communicator import Communicator
 from plait.parallel.exchange import run_on_all_ranks
 from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
-from plait.parallel.sums import Sums
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.fits import described_model
@@ -31,7 +31,7 @@ def prune_old(
     folder: Path,
     keep: int,
     keep_s: float,
-    world: Sums,
+    world: Communicator,
     whole: Collection[int],
     fence: Callable[[], None] = lambda: None,
 ) -> None:
@@ -47,7 +47,7 @@ def prune_old(
     run_on_all_ranks(world, prune_here, None)
 
 
-def verify_together(path: Path, world: Sums, local_rank: int) -> Manifest:
+def verify_together(path: Path, world: Communicator, local_rank: int) -> Manifest:
     """Verify a checkpoint; the ranks of each host, which may have a copy of its own, hash a share of it each.
 
     `local_rank` counts the ranks of a host, which follow each other, from 0. Every rank must call it; blocks. Raises
@@ -66,7 +66,7 @@ def verify_together(path: Path, world: Sums, local_rank: int) -> Manifest:
 
 
 @torch.no_grad()
-def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Sums) -> TrainState:
+def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Communicator) -> TrainState:
     """Load a checkpoint written under any layout into this rank, and return the state of training at it; raises
     PlaitError where it is of another model or optimizer."""
     check_model(manifest, described_model(assembly.plan))
@@ -146,7 +146,7 @@ def _trained(assembly: Assembly) -> list[HeldWeight]:
 
 
 def rank_slices(
-    assembly: Assembly, state: TrainState, world: Sums, check: Literal["finite", "nothing"] = "finite"
+    assembly: Assembly, state: TrainState, world: Communicator, check: Literal["finite", "nothing"] = "finite"
 ) -> dict[str, list[TensorSlice]]:
     """The slices that this rank writes: the units that it owns, its random state, and on rank 0 the values that are
     global. Raises RunFailed where a number is not finite, if it is to `check` for that."""

@@ -1,4 +1,5 @@
-"""Sums over the ranks of a job, and those of a single process; importing this imports no torch.distributed."""
+"""Collectives over the ranks of a job as training uses them, and their equivalents for a single process; importing this
+imports no torch.distributed."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Sums(Protocol):
-    """Sums over all ranks of a job, and this rank's place among them."""
+class Communicator(Protocol):
+    """A process group as training uses it: blocking collectives over all its ranks; calling it is an all-reduce."""
 
     index: int
     size: int
@@ -26,8 +27,8 @@ class Sums(Protocol):
         ...
 
 
-class OneProcessSums:
-    """One process: every sum is already global."""
+class OneProcessCommunicator:
+    """A group of one process: every sum is already global."""
 
     index = 0
     size = 1
@@ -42,4 +43,4 @@ class OneProcessSums:
         return [values]
 
 
-ONE_PROCESS = OneProcessSums()
+ONE_PROCESS = OneProcessCommunicator()
