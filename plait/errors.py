@@ -27,7 +27,8 @@ class PlaitError(Exception):
 
     def __init__(self, cause: str = "", advice: str = "") -> None:
         super().__init__(f"{cause}; {advice}" if advice else cause)
-        self.cause, self.advice = cause, advice
+        self.cause = cause
+        self.advice = advice
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""
