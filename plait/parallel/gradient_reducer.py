@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.errors import PlaitError
 from plait.model.gpt import GPT
 from plait.model.names import EMBEDDING, HEAD
 from plait.model.weights import describe_weight
@@ -262,6 +263,7 @@ class SummedBucket:
                 weight.parameter.data = view
             self._parameter = nn.Parameter(own_slice(self._values, carried.split))
         self._views = gradient_views(self.flat, weights)
+        self._begins = [one.data_ptr() for one in self._lasting()]
 
     @property
     def is_split(self) -> bool:
@@ -284,6 +286,8 @@ class SummedBucket:
 
     def open(self) -> None:
         """Begin a step: every gradient is missing; zero where backward is to add to it."""
+        if self._room == "moved":
+            self._check_memory()
         for way in self._ways:
             way.expect()
         if self._room == "added":  # no gradient exists a second time beside the buckets
@@ -292,6 +296,20 @@ class SummedBucket:
                 weight.parameter.grad = view
         self.missing = set(range(len(self.weights)))
         self.begun, self._course = 0, chain.from_iterable(way.course() for way in self._ways)
+
+    def _check_memory(self) -> None:
+        """Raise PlaitError where a person has moved what must stay in this bucket: nothing would travel any more."""
+        for weight, one, begin in zip(self.weights, self._lasting(), self._begins, strict=True):
+            if one.data_ptr() != begin:
+                raise PlaitError(
+                    f"{weight.name} has got other memory since plait.spread, as by model.to(…) or .data = …, "
+                    "where workers would not find it; change the model first, and call plait.spread then"
+                )
+
+    def _lasting(self) -> Sequence[Tensor]:
+        """What must lie in this bucket from step to step, one for each weight: its part where weights come back, else
+        its gradient, which `nn.Module.to` takes along."""
+        return [weight.parameter for weight in self.weights] if self._split else self._views
 
     def take(self, k: int) -> None:
         """A backward pass has added to the gradient of weight `k`, or has made it beside the bucket: then move it."""

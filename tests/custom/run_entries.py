@@ -80,6 +80,47 @@ def skip_a_step(context: RankContext, argument: str) -> None:
         run.step(batch)
 
 
+def convert_later(context: RankContext, argument: str) -> None:
+    """The model's weights change their kind between two steps."""
+    asked = json.loads(argument)
+    os.environ[RENDEZVOUS] = context.rendezvous
+    run = build(asked, context.rank)
+    for batch in run.batches(data(), batch=8):
+        run.step(batch)
+        run._program.models[0].to(getattr(torch, asked["to"]))  # pyright: ignore[reportPrivateUsage]
+
+
+class Chosen(nn.Module):
+    """Layers that examples choose by their first number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        entered = torch.tanh(self.enter(x))
+        found = entered.clone()
+        for number, layer in enumerate(self.layers):
+            chosen = (x[:, 0] == number).nonzero()[:, 0]
+            if len(chosen):
+                found = found.index_add(0, chosen, layer(entered[chosen]))
+        return self.leave(found)
+
+
+def choose_by_example(context: RankContext, argument: str) -> None:
+    """Examples of rank 0 choose one layer, those of rank 1 another."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    torch.manual_seed(1)
+    model = Chosen().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = plait.spread(model, optimizer, loss_sum=loss_sum, layout=json.loads(argument)["layout"])
+    chosen = [0, 0, 0, 0, 1, 1, 1, 1]
+    examples = [(torch.full((5,), float(chosen[number % 8])).double(), y) for number, (_, y) in enumerate(data())]
+    for batch in run.batches(examples, batch=8, order="given"):
+        run.step(batch)
+
+
 def call_alone(context: RankContext, argument: str) -> None:
     """Rank 0 calls what all must call."""
     asked = json.loads(argument)

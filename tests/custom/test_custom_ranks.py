@@ -75,6 +75,19 @@ def test_a_rank_that_skips_a_step_is_told(server: RanksOf) -> None:
         told_by(server, "skip_a_step", 2)
 
 
+def test_layers_that_examples_choose_are_told_where_weights_are_sharded(server: RanksOf) -> None:
+    with pytest.raises(PlaitError, match=r"layers\.\d\.weight got a gradient on some workers and none on others"):
+        told_by(server, "choose_by_example", 2, layout="shard parameters")
+    told_by(server, "choose_by_example", 2, layout="shard optimizer")
+
+
+@pytest.mark.parametrize("layout", ["replicate", "shard optimizer"])
+def test_a_model_that_is_converted_later_is_told(server: RanksOf, layout: str) -> None:
+    told_by(server, "convert_later", 2, layout=layout, to="float64")
+    with pytest.raises(PlaitError, match=r"has got other memory since plait\.spread"):
+        told_by(server, "convert_later", 2, layout=layout, to="float32")
+
+
 @pytest.mark.parametrize(
     ("call", "layout"),
     [

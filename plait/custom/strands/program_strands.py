@@ -14,6 +14,7 @@ from plait.custom.program import Program, parameters_of
 from plait.custom.strands.arrivals import Arrivals
 from plait.custom.strands.description import HeldPiece, Releasable, StrandForm
 from plait.custom.strands.pieces import whole_of
+from plait.errors import PlaitError
 from plait.parallel.gradient_norm import squares_of
 from plait.parallel.sharded_model import Gradients, LocalGradients
 
@@ -94,6 +95,18 @@ class Strands:
         float64. Call it after the last backward."""
         self._losses[index].arrivals.end_step()
         return torch.tensor([p.grad is not None for p in self._trained[index].values()], dtype=torch.float64)
+
+    def check_reached(self, index: int, workers_of: Sequence[float]) -> None:
+        """Raise PlaitError where layout "shard parameters" has summed other weights on one worker than on another;
+        `workers_of` says how many reached each."""
+        partly = [0 < count < self._workers.size for count in workers_of]
+        if self._rows and any(partly):
+            name = next(name for name, one in zip(self._trained[index], partly, strict=True) if one)
+            raise PlaitError(
+                f"{name} got a gradient on some workers and none on others, as where examples decide which layers run; "
+                'layout "shard parameters" sums wrong numbers then: call each layer in every step (with no rows at '
+                'all, or times 0), or take "shard optimizer"'
+            )
 
     def close(self, index: int, reached: Sequence[bool]) -> None:
         """Wait for the sums; a parameter that no worker reached has no gradient."""
