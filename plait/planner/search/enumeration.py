@@ -277,8 +277,8 @@ def _clash(pipeline: int, shard: int, context: int, tensor: int, what: str, sche
 
 
 def without_gaps(share: int) -> list[int]:
-    """The divisors of a share, and of equal divisions into more or fewer micro-batches the largest one, so that each
-    size has one of half to twice as many sequences beside it. The smallest first."""
+    """The divisors of a share, the smallest first. Where none lies between a power of two and the next one, there is
+    the size that divides the share most evenly into as few micro-batches as that next one would."""
     sizes = set(divisors(share))
     for most in (1 << bits for bits in range(1, share.bit_length())):
         if not any(most // 2 < size <= most for size in sizes):
