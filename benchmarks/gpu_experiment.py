@@ -318,7 +318,9 @@ def replays(assembly: Assembly, more: After, *, smoke: bool) -> Iterator[None]:
     from plait.trainer import step_graph
 
     recorder: Any = _tested().Repeats() if smoke else step_graph.CudaRecorder()
-    assembly.graphs = step_graph.StepGraphs(assembly.update_from, recorder, partial(more.figures.__setitem__, "told"))
+    assembly.graphs = step_graph.StepGraphs(
+        assembly.update_from, recorder, partial(more.figures.__setitem__, "decision")
+    )
     with replaced(step_graph, HOST_BOUND=0.0, WORTHWHILE=math.inf):
         yield
     assembly.graphs = None

@@ -134,8 +134,8 @@ def prune(folder: Path, keep: int, whole: Collection[int], *, keep_s: float = 0.
 
     `whole` are the steps of those that the caller wrote or verified itself: nothing is hashed here, because ranks wait.
     Any other counts for nothing, and stays until there are enough newer ones; so does one whose files are not in place.
-    What a process of an earlier start wrote since, which nobody will publish, goes too: a host that was frozen can
-    come back and write into a folder that hosts share.
+    Staging folders of steps before the newest checkpoint go too: a host that was frozen can come back and write into a
+    folder that hosts share, for a start of the run that is over.
     """
     assert keep >= 1
     checkpoints = _published(folder)

@@ -51,7 +51,7 @@ class Device:
     """Dense FLOP/s by precision (bf16, fp16, fp8, fp4, tf32, float32); a precision that the device lacks is absent."""
     achievable: float | None
     """Share of the bf16 peak that large matrix products reach, more than all of it where a device runs faster than its
-    maker states; None where nobody measured it."""
+    maker states; None where it was never measured."""
     memory_bytes: int
     """Memory that a program can use, without the driver's share."""
     memory_bytes_per_s: float

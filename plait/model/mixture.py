@@ -122,7 +122,7 @@ class Mixture(nn.Module):
 RunHeld = Callable[[Tensor, tuple[int, ...]], Tensor]
 """(rows in the order of experts, rows of each) to their results."""
 RunAll = Callable[[Tensor, tuple[int, ...], RunHeld, Callable[[], None]], Tensor]
-"""Runs all experts of a layer, given how those of this rank run, and what is to be done while rows travel: it
+"""Runs all experts of a layer, given how this rank runs its own, and what is to be done while rows travel: it
 is called once."""
 
 

@@ -104,7 +104,7 @@ class StepGraphs:
             return self._taken_by(graph, micros)
 
     def _taken_by(self, graph: _Graph, micros: Sequence[Micro]) -> Scalars:
-        """A step by this recording, which is made on the way: the first time the step is rehearsed."""
+        """A step by this recording: rehearsed the first time, recorded the second, replayed from then on."""
         graph.inputs.fill(micros)
         if not graph.is_rehearsed:
             graph.is_rehearsed = True
@@ -113,7 +113,8 @@ class StepGraphs:
             try:
                 graph.replay = self._recorder.record(lambda: self._take(graph.inputs.micros))
             except RuntimeError as error:
-                self._give_up(f"it cannot be recorded ({str(error).strip().splitlines()[0]})")
+                said = str(error).strip().splitlines() or [type(error).__name__]
+                self._give_up(f"it cannot be recorded ({said[0]})")
                 return self._take(micros)
         replay = graph.replay
         if len(self._replaying) == TIMED_STEPS:

@@ -89,9 +89,9 @@ def sum_gradients(
     place.agree()
     on_processor = own.sums.device.type == "cpu"
     told = workers.sums(torch.cat([reached, own.sums]) if on_processor else reached)
-    workers_of = told[:parameters].tolist()
-    strands.check_reached(index, workers_of)
-    by_anybody = tuple(count > 0 for count in workers_of)
+    reach_counts = told[:parameters].tolist()
+    strands.check_reached(index, reach_counts)
+    by_anybody = tuple(count > 0 for count in reach_counts)
     strands.close(index, by_anybody)
     # Behind the buckets, whose order on a GPU must be the same on all ranks.
     summed = told[parameters:] if on_processor else workers.sums(own.sums)

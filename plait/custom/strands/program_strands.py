@@ -96,10 +96,10 @@ class Strands:
         self._losses[index].arrivals.end_step()
         return torch.tensor([p.grad is not None for p in self._trained[index].values()], dtype=torch.float64)
 
-    def check_reached(self, index: int, workers_of: Sequence[float]) -> None:
+    def check_reached(self, index: int, reach_counts: Sequence[float]) -> None:
         """Raise PlaitError where layout "shard parameters" has summed other weights on one worker than on another;
-        `workers_of` says how many reached each."""
-        partly = [0 < count < self._workers.size for count in workers_of]
+        `reach_counts` says how many reached each."""
+        partly = [0 < count < self._workers.size for count in reach_counts]
         if self._rows and any(partly):
             name = next(name for name, one in zip(self._trained[index], partly, strict=True) if one)
             raise PlaitError(
