@@ -186,6 +186,11 @@ INCOMPATIBLE: tuple[Conflict, ...] = (
 """All combinations that no layout may have; enumeration and checks of layouts both read this list."""
 
 
+def is_possible(layout: Layout) -> bool:
+    """Whether this combination of options can run."""
+    return not any(row.applies(layout) for row in INCOMPATIBLE)
+
+
 def conflict_sentence(layout: Layout) -> str | None:
     """Why this combination of options cannot run and what to change, as a sentence; None for a valid layout."""
     reason = next((row.reason for row in INCOMPATIBLE if row.applies(layout)), None)

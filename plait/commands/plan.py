@@ -109,4 +109,4 @@ def _report_for_this_machine(config: RunConfig, top: int, working: WorkingFolder
         report = make_plan_report(config, resources_of(survey, workers), top=top, working=working)
         kept = kept_plan(config, corpus, survey, workers) if corpus else None
     first = training_section(kept, report.layouts, report.plan.placement.layout)
-    return replace(report, sections=(first, *report.sections))
+    return replace(report, training=first)

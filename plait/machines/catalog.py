@@ -127,6 +127,12 @@ def find_device(name: str) -> Device:
     return _device_of_size(entries, int(size[1]))
 
 
+def is_device(name: str) -> bool:
+    """Whether the catalogue has a device of this name, whatever its memory."""
+    word = _word(name.lower())
+    return any(word in map(_word, entry["aliases"]) for entry in _entries().values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
     """A whole machine as clouds and NVIDIA name it: "p5.48xlarge", "DGX H100"."""

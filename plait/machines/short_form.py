@@ -14,6 +14,7 @@ from plait.machines.catalog import (
     find_device,
     find_instance,
     find_link,
+    is_device,
     link_at_rate,
     link_names,
     nearest_links_text,
@@ -129,7 +130,7 @@ def _part(piece: str) -> ShortFormPart:
         return machine
     if not is_node:
         last = _COUNTED_LAST.fullmatch(rest)
-        if last is None:
+        if last is None or is_device(rest):  # the "x" of "RTX 4090" counts nothing
             return _full_nodes(find_device(rest), count)
         if first is None:
             return _full_nodes(find_device(last[1]), _count(last[2], piece))

@@ -186,7 +186,7 @@ def whole_model(shape: ModelShape) -> ModelPart:
 def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Shape of each weight by name, in the order of the forward pass; a tied head has no entry."""
     layers = range(shape.all_layers)
-    inside = (f"layers.{layer}.{name}" for layer in layers for name in _layer_weights(shape, layer))
+    inside = (f"layers.{layer}.{name}" for layer in layers for name in weights_of_layer(shape, layer))
     names = [*_weights_before_layers(shape), *inside, *_weights_after_layers(shape)]
     sizes: dict[str, tuple[int, ...]] = {}  # by the name within a layer: a mixture has tens of thousands of weights
     for name in names:
@@ -201,13 +201,18 @@ def parameter_count(shape: ModelShape) -> int:
     alike = Counter(shape.mixture_of(layer) for layer in layers)
     inside = 0
     for layer in {shape.mixture_of(layer): layer for layer in layers}.values():  # one of each kind
-        one = _numbers_of(shape, (f"layers.{layer}.{name}" for name in _layer_weights(shape, layer)))
+        one = _numbers_of(shape, (f"layers.{layer}.{name}" for name in weights_of_layer(shape, layer)))
         inside += alike[shape.mixture_of(layer)] * one
-    return inside + _numbers_of(shape, [*_weights_before_layers(shape), *_weights_after_layers(shape)])
+    return inside + _numbers_of(shape, weights_outside_layers(shape))
 
 
 def _numbers_of(shape: ModelShape, names: Iterable[str]) -> int:
     return sum(prod(shape.size_of(dim) for dim in dims_of(name)) for name in names)
+
+
+def weights_outside_layers(shape: ModelShape) -> list[str]:
+    """Names of the weights before the layers and after them."""
+    return [*_weights_before_layers(shape), *_weights_after_layers(shape)]
 
 
 def _weights_before_layers(shape: ModelShape) -> list[str]:
@@ -240,7 +245,8 @@ def linear_layers(shape: ModelShape) -> tuple[AdapterTarget, ...]:
     return tuple(name for name in get_args(AdapterTarget) if name != "feedforward.gate" or shape.activation == "swiglu")
 
 
-def _layer_weights(shape: ModelShape, layer: int) -> list[str]:
+def weights_of_layer(shape: ModelShape, layer: int) -> list[str]:
+    """Names of a layer's weights within it, in the order of the forward pass."""
     q, k, v, o, *ffn = linear_layers(shape)
     biased = checks.biased_parts(shape.bias)
     normed = ("q_norm", "k_norm") if shape.qk_norm_width == "head" else ("queries_norm", "keys_norm")

@@ -5,6 +5,7 @@ Parallelism, the optimizer, checkpoints and proofs read these descriptions, so t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,10 +26,15 @@ from plait.model.names import (
     expert_of,
     is_adapter,
     layer_of,
-    within_layer,
 )
 from plait.model.parts.objectives import NO_OBJECTIVES
-from plait.model.shape import ModelPart, ModelShape, weight_sizes
+from plait.model.shape import (
+    ModelPart,
+    ModelShape,
+    weight_sizes,
+    weights_of_layer,
+    weights_outside_layers,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +130,18 @@ def active_parameter_count(shape: ModelShape) -> int:
 
 @lru_cache(maxsize=64)
 def _counted_weights(shape: ModelShape) -> tuple[tuple[WeightDescription, int], ...]:
-    """The weights of each name within a layer, described once, each with how many layers have it: a large mixture has
-    tens of thousands of weights in all."""
-    counted: dict[tuple[str, bool], tuple[str, int]] = {}
-    for name in weight_sizes(shape):
-        own = within_layer(name), _is_ahead(name, shape)
-        first, number = counted.get(own, (name, 0))
-        counted[own] = (first, number + 1)
-    return tuple((describe_weight(first, shape), number) for first, number in counted.values())
+    """The weights of each kind of layer, described once, each with how many layers are of that kind: a large mixture
+    has tens of thousands of weights in all."""
+    layers = range(shape.all_layers)
+    kinds = Counter((shape.mixture_of(layer), layer >= shape.layers) for layer in layers)
+    first = {(shape.mixture_of(layer), layer >= shape.layers): layer for layer in reversed(layers)}
+    inside = [
+        (f"layers.{layer}.{name}", kinds[kind])
+        for kind, layer in first.items()
+        for name in weights_of_layer(shape, layer)
+    ]
+    named = [*inside, *((name, 1) for name in weights_outside_layers(shape))]
+    return tuple((describe_weight(name, shape), number) for name, number in named)
 
 
 def _active(weight: WeightDescription, shape: ModelShape) -> int:

@@ -9,20 +9,18 @@ for any number of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from plait.layout import Schedule, equal_share
 
 ActionKind = Literal["forward", "backward", "backward-input", "backward-weight"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Action:
+class Action(NamedTuple):
     """One thing that a rank computes: a stage's part of one micro-batch.
 
     "backward" makes all gradients; "backward-input" those that the stage before waits for, and "backward-weight" the
-    rest.
+    rest. A tuple, because a search looks hundreds of thousands of them up.
     """
 
     kind: ActionKind
@@ -85,23 +83,25 @@ def _weights_of(action: Action) -> Action:
     return Action(kind="backward-weight", stage=action.stage, micro=action.micro)
 
 
-def dependency_order(lists: ActionLists) -> list[tuple[int, Action]]:
-    """All actions as (rank, action), in an order that respects dependencies and the order within each rank's list.
+def dependency_order(lists: ActionLists) -> list[tuple[int, Action, tuple[Action, ...]]]:
+    """All actions as (rank, action, what it needs), in an order that respects dependencies and the order within each
+    rank's list.
 
     Raises ValueError if the lists deadlock.
     """
     stages, done = stage_count(lists), set[Action]()
-    following, order = [0] * len(lists), list[tuple[int, Action]]()
+    following, order = [0] * len(lists), list[tuple[int, Action, tuple[Action, ...]]]()
     moved = True
     while moved:
         moved = False
         for rank, own in enumerate(lists):
             while following[rank] < len(own):
                 action = own[following[rank]]
-                if not done.issuperset(dependencies(action, stages)):
+                needed = dependencies(action, stages)
+                if not done.issuperset(needed):
                     break
                 done.add(action)
-                order.append((rank, action))
+                order.append((rank, action, needed))
                 following[rank] += 1
                 moved = True
     for rank, own in enumerate(lists):

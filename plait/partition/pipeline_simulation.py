@@ -20,7 +20,6 @@ from plait.partition.pipeline_schedule import (
     Action,
     ActionKind,
     ActionLists,
-    dependencies,
     dependency_order,
     receiving_stage,
     schedule_actions,
@@ -89,7 +88,7 @@ def simulate(lists: ActionLists, times: StageTimes, message_s: float = 0.0) -> T
     started_s, ended_s = _run(steps, times.by_kind, message_s)
     spans: list[list[ActionSpan]] = [[] for _ in lists]
     for slot, step in enumerate(steps, 1):
-        span = ActionSpan(action=step.action, start_s=float(started_s[slot, 0]), end_s=float(ended_s[slot, 0]))
+        span = ActionSpan(action=step.action, start_s=float(started_s[slot][0]), end_s=float(ended_s[slot][0]))
         spans[step.rank].append(span)
     return Timeline(ranks=tuple(tuple(own) for own in spans))
 
@@ -99,7 +98,7 @@ def durations_s(
 ) -> Seconds:
     """Seconds that each pipeline takes, shape [pipelines]; `counts` are (ranks, stages per rank, micro-batches)."""
     _, ended_s = _run(_steps_of(schedule, *counts), times, message_s)
-    return ended_s.max(axis=0)
+    return np.maximum.reduce(ended_s)
 
 
 def transfers(lists: ActionLists) -> tuple[Action, ...]:
@@ -138,8 +137,7 @@ def _steps(lists: ActionLists) -> list[_Step]:
     slot_of: dict[Action, int] = {}
     latest = [0] * ranks
     steps: list[_Step] = []
-    for slot, (rank, action) in enumerate(dependency_order(lists), 1):
-        needed = dependencies(action, stages)
+    for slot, (rank, action, needed) in enumerate(dependency_order(lists), 1):
         here = [slot_of[each] for each in needed if each.stage % ranks == rank]
         [arriving] = [slot_of[each] for each in needed if each.stage % ranks != rank] or [0]
         to = receiving_stage(action, stages)
@@ -149,19 +147,25 @@ def _steps(lists: ActionLists) -> list[_Step]:
     return steps
 
 
-def _run(steps: list[_Step], times: ActionTimes, message_s: Seconds | float) -> tuple[Seconds, Seconds]:
-    """When each step starts and ends, (slots, pipelines)."""
-    by_kind = {**times, "backward": times["backward-input"] + times["backward-weight"]}
-    started_s = np.zeros((len(steps) + 1, times["forward"].shape[1]))
-    ended_s = np.zeros_like(started_s)
+def _run(steps: list[_Step], times: ActionTimes, message_s: Seconds | float) -> tuple[list[Seconds], list[Seconds]]:
+    """When each step starts and ends, [slots] of (pipelines)."""
+    by_kind = {kind: list(stages) for kind, stages in times.items()}
+    by_kind["backward"] = list(times["backward-input"] + times["backward-weight"])
+    at_start = np.zeros(times["forward"].shape[1])
+    started_s, ended_s = [at_start], [at_start]
     arrived_s: dict[int, Seconds] = {}
     free_s: dict[tuple[int, int], Seconds] = {}  # when the wire between two ranks becomes free
     for slot, step in enumerate(steps, 1):
-        np.maximum.reduce(ended_s[list(step.before)], axis=0, out=started_s[slot])
+        first, *others = step.before
+        start_s = ended_s[first]
+        for other in others:
+            start_s = np.maximum(start_s, ended_s[other])
         if step.arriving:
-            np.maximum(started_s[slot], arrived_s.pop(step.arriving), out=started_s[slot])
-        np.add(started_s[slot], by_kind[step.action.kind][step.action.stage], out=ended_s[slot])
+            start_s = np.maximum(start_s, arrived_s.pop(step.arriving))
+        end_s = start_s + by_kind[step.action.kind][step.action.stage]
+        started_s.append(start_s)
+        ended_s.append(end_s)
         if step.wire:
-            sent_s = np.maximum(ended_s[slot], free_s.get(step.wire, 0.0)) + message_s
+            sent_s = (np.maximum(end_s, free_s[step.wire]) if step.wire in free_s else end_s) + message_s
             arrived_s[slot] = free_s[step.wire] = sent_s
     return started_s, ended_s

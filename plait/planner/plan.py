@@ -15,8 +15,6 @@ from plait.units import NEVER, Amount, Every
 
 OptimizerKind = Literal["adamw", "sgd"]
 LearningRateSchedule = Literal["cosine", "wsd", "constant"]
-WARNING = "warning: "
-"""How a reason begins that is a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +188,10 @@ class Plan:
     recipe_hash: str
     reasons: tuple[str, ...]
     """One sentence for each thing that plait chose."""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """The reasons that a person must see before a run, whatever else is shown."""
-        return tuple(reason for reason in self.reasons if reason.startswith(WARNING))
+    faster_arithmetic: str = ""
+    """What of the arithmetic is faster than a processor's default, in one line; empty where nothing is."""
+    warnings: tuple[str, ...] = ()
+    """What a person must see before the run, whatever else is shown."""
 
     @property
     def execution(self) -> Execution:

@@ -16,6 +16,7 @@ from plait.machines.measured import ProductRates
 from plait.partition.execution import Precision
 from plait.planner.derive.arithmetic import (
     BackendName,
+    PrecisionChoice,
     ProcessorArithmetic,
     bf16_price,
     bf16_refusal,
@@ -99,10 +100,10 @@ def draft_in_best_precision(
     if config.train.precision != "auto" or found is None:
         return drafted
     plan = with_layout(drafted.plan, split)
-    precision, reason = _precision(config, plan, found, resources, workers, rates, limit)
-    if precision == found.precision:  # a second draft would probe several hosts again
-        return replace(drafted, plan=replace(drafted.plan, reasons=(*drafted.plan.reasons, reason)))
-    return make_draft(resources.with_arithmetic(found.with_precision(precision, reason)))
+    choice = _precision(config, plan, found, resources, workers, rates, limit)
+    if choice.precision == found.precision:  # a second draft would probe several hosts again
+        return replace(drafted, plan=replace(drafted.plan, reasons=(*drafted.plan.reasons, choice.reason)))
+    return make_draft(resources.with_arithmetic(found.with_precision(choice)))
 
 
 def begun_with_arithmetic(
@@ -131,7 +132,7 @@ def _with_backends(
     """The resources with the library chosen for each processor, and the price of bf16 where that is settled."""
     found = choose_backends(named, precision, measured)
     if precision == "bf16":
-        found = found.with_precision("bf16", bf16_price(found.bf16_gain))
+        found = found.with_precision(PrecisionChoice(precision="bf16", reason=bf16_price(found.bf16_gain)))
     return resources.with_arithmetic(found)
 
 
@@ -186,11 +187,11 @@ def _precision(
     workers: WorkerPool,
     rates: RatesFreshness,
     limit: MeasuringTime,
-) -> tuple[Precision, str]:
+) -> PrecisionChoice:
     """The precision for a run's processors, with the reason: bf16 where a whole step is much faster, now or in an
     earlier run."""
     if refusal := bf16_refusal(found.bf16_gain):
-        return "float32", refusal
+        return PrecisionChoice(precision="float32", reason=refusal)
     key = StepKey.of(plan)
     is_kept = not resources.fixed_workers and not resources.probe  # a gain over hosts says nothing about one of them
     timings = load_timings(workers.working_folder, resources.machine) if is_kept else KeptTimings()
@@ -199,7 +200,8 @@ def _precision(
         return choose_precision(known.value, "as timed here before")
     expected_s = _expected_s(plan)
     if expected_s < LEAST_RUN_S:
-        return "float32", "precision float32: the run is too short to time steps in bf16 as well"
+        too_short = "precision float32: the run is too short to time steps in bf16 as well"
+        return PrecisionChoice(precision="float32", reason=too_short)
     gain = _timed_gain(config, plan, workers, limit, "long" if expected_s >= LONG_RUN_S else "short")
     kept = KeptFactor(name=key.bf16_name, sizes=key.sizes, value=gain)
     if is_kept:

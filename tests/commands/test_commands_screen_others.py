@@ -74,7 +74,7 @@ def plan_texts(folder: Path) -> Mapping[str, str]:
     config = recipe(folder, "run.name=shakespeare", "train.budget=4 minutes")
     here = make_plan_report(config, Resources(machine=LAPTOP, peak_flops=PEAK_FLOPS[LAPTOP]), top=3)
     first = training_section(None, here.layouts, here.plan.placement.layout)
-    with_training = replace(here, sections=(first, *here.sections))
+    with_training = replace(here, training=first)
     large = recipe(folder, "model.size=7B", "train.budget=140B tokens")
     several = [make_plan_report(large, on_paper(read_cluster(text)), top=3) for text in ("8xH100", "2x(8xA100)+400G")]
     trials = [replace(here.layouts[0], step_s=0.25), replace(here.layouts[0], step_s=0.31)]

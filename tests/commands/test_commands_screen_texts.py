@@ -19,8 +19,7 @@ from plait.errors import RunFailed
 from plait.hosts.joining import invitation_text
 from plait.layout import Layout
 from plait.machines.measured import ProductRate, ProductRates
-from plait.partition.execution import Precision
-from plait.planner.derive.arithmetic import choose_backend, choose_precision
+from plait.planner.derive.arithmetic import ProcessorArithmetic, choose_backends, choose_precision
 from plait.planner.plan import HostShare, Plan
 from plait.proof import Finding, Verdict
 from plait.report.metrics import StepReport
@@ -164,24 +163,24 @@ def product_rates(gain: float) -> ProductRates:
     )
 
 
+DEFAULT = choose_backends("default", "float32", [product_rates(1.0)])
 BY_ONEDNN = "matrix products by oneDNN: 2.3 times as fast as MKL, as exact"
 IN_BF16 = "bf16 with float32 weights: a step is 1.6 times as fast as in float32"
 
 
 @pytest.mark.parametrize(
-    ("precision", "reason", "lines"),
+    ("chosen", "lines"),
     [
-        ("float32", choose_backend("auto", product_rates(2.3))[1], [f"numbers  {BY_ONEDNN}"]),
-        ("bf16", choose_precision(1.64)[1], [f"numbers  {IN_BF16}"]),
-        ("float32", choose_backend("auto", product_rates(1.0))[1], []),
-        ("float32", choose_precision(1.1)[1], []),
+        (choose_backends("auto", "float32", [product_rates(2.3)]), [f"numbers  {BY_ONEDNN}"]),
+        (choose_backends("auto", "float32", [product_rates(1.0)]), []),
+        (DEFAULT.with_precision(choose_precision(1.64)), [f"numbers  {IN_BF16}"]),
+        (DEFAULT.with_precision(choose_precision(1.1)), []),
     ],
 )
 def test_a_start_names_arithmetic_that_is_faster_than_the_default(
-    precision: Precision, reason: str, lines: list[str], tmp_path: Path
+    chosen: ProcessorArithmetic, lines: list[str], tmp_path: Path
 ) -> None:
-    plan = small_run(tmp_path)
-    plan = replace(plan, reasons=(*plan.reasons, reason), arithmetic=replace(plan.arithmetic, precision=precision))
+    plan = replace(small_run(tmp_path), faster_arithmetic=chosen.headline)
     told = wrapped(run_start(plan, RUN), 80).splitlines()
     assert len(told) == 4 + len(lines)
     assert [text for text in told if text.startswith("numbers")] == lines

@@ -71,7 +71,7 @@ def planned_for_clusters(*clusters: str) -> str:
 def planned_for_the_laptop() -> str:
     here = make_plan_report(load_recipe(RECIPE), Resources(machine=LAPTOP, peak_flops=PEAK_FLOPS[LAPTOP]), top=10)
     first = training_section(None, here.layouts, here.plan.placement.layout)
-    return f"{plan_summary_text(replace(here, sections=(first, *here.sections)), 80)}\n{WHY_HINT}"
+    return f"{plan_summary_text(replace(here, training=first), 80)}\n{WHY_HINT}"
 
 
 def laptop_plan() -> Plan:

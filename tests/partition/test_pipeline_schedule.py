@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -193,7 +192,7 @@ def broken(kind: str) -> ActionLists:
         "twice": (first, (*second, second[-1])),
         "misplaced": (second, first),
         "too early": ((first[2], *first[:2], first[3]), second),
-        "half": (first, (*second[:-1], replace(second[-1], kind="backward-input"))),
+        "half": (first, (*second[:-1], second[-1]._replace(kind="backward-input"))),
     }[kind]
 
 

@@ -37,7 +37,7 @@ def test_compiled_where_it_can_work_and_eager_with_its_price_where_it_cannot(tmp
     assert (compiled.arithmetic.compile, eager.arithmetic.compile, off.arithmetic.compile) == ("blocks", "off", "off")
     assert compiled.forecast and eager.forecast and off.forecast
     assert eager.forecast.step_s == off.forecast.step_s > 1.02 * compiled.forecast.step_s
-    assert any("layers are not compiled, and steps take longer: there is no C" in why for why in eager.reasons)
+    assert any("layers are not compiled, and steps take longer: there is no C" in why for why in eager.warnings)
     assert planned(recipe(tmp_path, *SIZE, "train.compile=on"), WEB, ONE_H100).arithmetic.compile == "blocks"
 
 
@@ -55,7 +55,7 @@ def test_what_one_host_cannot_do_no_host_is_asked_to_do(tmp_path: Path) -> None:
     assert compile_of(config, [ONE_H100, ONE_H100]) == Derived(value="blocks")
     eager = compile_of(config, [ONE_H100, ONE_H100, NO_COMPILER])
     assert eager.value == "off"
-    assert "layers are not compiled, and steps take longer: on host 2, there is no C compiler" in eager.reasons[0]
+    assert "layers are not compiled, and steps take longer: on host 2, there is no C compiler" in eager.warnings[0]
     with pytest.raises(PlaitError, match="layers cannot be compiled on host 1: there is no C compiler; install gcc"):
         compile_of(recipe(tmp_path, *SIZE, "train.compile=on"), [ONE_H100, NO_COMPILER])
     old = replace(ONE_H100, name="an old card", without=("bf16",))

@@ -9,6 +9,7 @@ import pytest
 from plait.errors import PlaitError
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration
 from plait.planner.derive.arithmetic import (
+    PrecisionChoice,
     ProcessorArithmetic,
     arithmetic_name,
     bf16_price,
@@ -73,8 +74,8 @@ def test_unlike_hosts_take_a_library_each() -> None:
 
 
 def test_bf16_is_for_whole_steps_that_gain_a_quarter() -> None:
-    assert choose_precision(1.24)[0] == "float32" and choose_precision(1.26)[0] == "bf16"
-    assert choose_precision(1.6)[1].endswith(
+    assert choose_precision(1.24).precision == "float32" and choose_precision(1.26).precision == "bf16"
+    assert choose_precision(1.6).reason.endswith(
         '1.6 times as fast as in float32, as timed here; train.precision = "float32" keeps float32'
     )
     assert bf16_price(0.5) == "precision bf16, whose products take 2.0 times as long as float32's on this processor"
@@ -104,7 +105,7 @@ def test_gains_in_words(gain: float, words: str) -> None:
 
 def chosen(precision: str = "float32") -> ProcessorArithmetic:
     found = choose_backends("auto", "float32", [FAST])
-    return found.with_precision("bf16", "why") if precision == "bf16" else found
+    return found.with_precision(PrecisionChoice(precision="bf16", reason="why")) if precision == "bf16" else found
 
 
 @pytest.mark.parametrize(("precision", "gain"), [("float32", 2.3), ("bf16", 4.6)])

@@ -13,8 +13,9 @@ import torch
 
 from benchmarks.published.programs import MEGATRON_DEEPSPEED
 from plait.errors import PlaitError
-from plait.machines.cluster import read_cluster
-from plait.planner.derive.resources import on_paper
+from plait.machines.cluster import Cluster, read_cluster
+from plait.machines.machine import Machine
+from plait.planner.derive.resources import ProbeNeed, Resources, on_paper
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.problem.candidates import Candidates
@@ -74,6 +75,57 @@ def test_a_device_without_bf16_trains_in_float32_and_says_so(tmp_path: Path) -> 
     with pytest.raises(PlaitError, match=r'V100 SXM2 32GB has no bf16 arithmetic; write train.precision = "float32"'):
         planned_on(tmp_path, "8xV100-32GB", "train.precision=bf16")
     assert planned_on(tmp_path, "8xA100").arithmetic.precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "part"), [("4090+T4@10G", "4090"), ("T4+4090@10G", "4090"), ("8xA100+24xV100", "8xA100")]
+)
+def test_a_device_without_bf16_does_not_keep_the_others_from_it(tmp_path: Path, cluster: str, part: str) -> None:
+    plan, alone = planned_on(tmp_path, cluster), planned_on(tmp_path, part)
+    assert plan.arithmetic == alone.arithmetic and plan.arithmetic.precision == "bf16"
+    assert plan.placement.layout.world_size == alone.placement.layout.world_size
+    assert plan.forecast is not None and alone.forecast is not None
+    assert plan.forecast.step_s == pytest.approx(alone.forecast.step_s, rel=0.05)
+    assert plan.machines.peak_flops == alone.machines.peak_flops
+    assert not any("float32: " in reason for reason in plan.reasons)
+
+
+def test_all_of_them_compute_in_float32_where_that_is_faster_or_named(tmp_path: Path) -> None:
+    slow, fast = "rtx 3060+32xT4@100G", "4090+T4@10G"
+    assert planned_on(tmp_path, slow).placement.layout.world_size == 32  # the T4s without the 3060
+    assert planned_on(tmp_path, slow).arithmetic.precision == "float32"
+    assert planned_on(tmp_path, fast, "train.precision=float32").arithmetic.precision == "float32"
+    both = planned_on(tmp_path, fast, "layout.replicate=2")
+    assert (both.arithmetic.precision, both.placement.layout.replicate) == ("float32", 2)
+
+
+def test_why_it_is_left_out_names_its_precision(tmp_path: Path) -> None:
+    resources = on_paper(read_cluster("4090+T4@10G"))
+    drafted = draft(recipe(tmp_path, *SMALL), WEB, resources, recipe_hash="cafe")
+    reasons = " ".join(drafted.layouts[0].reasons)
+    assert "in float32, because T4 cannot compute in bf16" in reasons
+
+
+@pytest.mark.parametrize("first_has_it", [True, False])
+def test_among_hosts_the_one_that_leads_the_run_stays(tmp_path: Path, *, first_has_it: bool) -> None:
+    ada = Machine(
+        device="cuda", name="NVIDIA GeForce RTX 4090", devices=1, cores=16, memory_bytes=24 * 10**9, versions=()
+    )
+    turing = replace(ada, name="Tesla T4", memory_bytes=16 * 10**9, without=("bf16",))
+    machines = (ada, turing) if first_has_it else (turing, ada)
+    cluster = read_cluster("4090+T4@10G" if first_has_it else "T4+4090@10G")
+    asked: list[ProbeNeed] = []
+
+    def probe(need: ProbeNeed) -> Cluster:
+        asked.append(need)
+        return cluster
+
+    resources = Resources(machine=machines[0], others=machines[1:], peak_flops=90e12, probe=probe)
+    plan = draft(recipe(tmp_path, *SMALL), WEB, resources, recipe_hash="cafe").plan
+    assert plan.arithmetic.precision == ("bf16" if first_has_it else "float32")
+    if first_has_it:
+        assert (plan.placement.layout.world_size, plan.placement.host_order) == (1, (0,))
+    assert {need.precision for need in asked} == {"float32"}  # what all hosts can be asked to measure
 
 
 def test_a_layer_in_float32_costs_about_what_was_measured() -> None:

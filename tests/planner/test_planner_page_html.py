@@ -68,8 +68,8 @@ def evil_cluster() -> Cluster:
 
 
 def chapter(cluster: Cluster, folder: Path) -> PlanReport:
-    sections = (PlanSection(title="why", lines=("first of all",), points=(f"since {EVIL}",)),)
-    return replace(report_on(cluster, folder), machines=EVIL, notes=(EVIL,), sections=sections)
+    training = PlanSection(title="train", lines=("first of all",), points=(f"since {EVIL}",))
+    return replace(report_on(cluster, folder), machines=EVIL, notes=(EVIL,), training=training)
 
 
 def report_on(cluster: Cluster, folder: Path, *overrides: str) -> PlanReport:
@@ -107,8 +107,8 @@ def test_names_cannot_become_marks(page: str) -> None:
     reader = read(page)
     assert not any(tag == "img" or "onerror" in values for tag, values in reader.elements)
     shown = "".join(text for tag in ("h2", "p", "li", "a") for text in reader.texts[tag])
-    assert shown.count(EVIL) == 1 + 2 + 2 + 2 + 1 + 1 + 1, (
-        "the name twice, and notes, machines, reasons, the fullest device, the key of its line"
+    assert shown.count(EVIL) == 1 + 2 + 2 + 2 + 1 + 1 + 1 + 1, (
+        "the name twice, and notes, machines, reasons, the fullest device, the key of its line, one node alone"
     )
     pointed_at = [values["data-words"] or "" for _, values in reader.elements if "data-words" in values]
     assert len(pointed_at) > 50 and all(words.strip() for words in pointed_at)

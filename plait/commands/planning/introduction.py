@@ -36,8 +36,8 @@ PARTS_IN_WORDS = {
 
 def run_start(plan: Plan, folder: Path, details: Details = (), start: StartOf = "new plan") -> str:
     """Four lines: the model and the run's name, the devices and their work, how long it takes, where it is; one more
-    where faster arithmetic than torch's default was chosen; then all reasons, or of a new plan those alone that are
-    warnings. The line about the run's text comes before, once that is prepared."""
+    where faster arithmetic than torch's default was chosen; then warnings, where the plan is new, and all reasons,
+    where they were asked for. The line about the run's text comes before, once that is prepared."""
     shape = plan.job.shape
     size = f"{format_count(parameter_count(shape))} parameters in {counted(shape.layers, 'layer')}"
     lines = [
@@ -47,11 +47,12 @@ def run_start(plan: Plan, folder: Path, details: Details = (), start: StartOf = 
         f"time     {_time_text(plan)}",
         f"run      {folder}, {_saved_text(plan)}; --why gives the reasons",
     ]
-    if chosen := _arithmetic_text(plan):
-        lines.insert(2, f"numbers  {chosen}")
-    warnings = plan.warnings if start == "new plan" else ()
-    reasons = reason_lines(plan) if "reasons" in details else warnings
-    return "\n".join([*lines, *(f"         · {reason}" for reason in reasons)])
+    if plan.faster_arithmetic:
+        lines.insert(2, f"numbers  {plan.faster_arithmetic}")
+    warnings = plan.warnings if start == "new plan" or "reasons" in details else ()
+    reasons = reason_lines(plan) if "reasons" in details else []
+    points = (*(f"warning: {warning}" for warning in warnings), *reasons)
+    return "\n".join([*lines, *(f"         · {point}" for point in points)])
 
 
 def _adapter_text(shape: ModelShape) -> str:
@@ -113,16 +114,6 @@ def _devices_text(plan: Plan) -> str:
 def _workers_text(plan: Plan) -> str:
     workers = counted(plan.world_size, "worker")
     return workers if plan.machines.device == "cuda" else f"{workers} × {counted(plan.placement.threads, 'thread')}"
-
-
-def _arithmetic_text(plan: Plan) -> str:
-    """The reason for faster arithmetic than a processor's default, in one short line; empty where that was kept."""
-    if plan.machines.device != "cpu":
-        return ""
-    begins = "precision bf16 with" if plan.arithmetic.precision == "bf16" else "matrix products by oneDNN"
-    found = next((reason for reason in plan.reasons if reason.startswith(begins)), "")
-    short = found.partition("; ")[0].removeprefix("precision ")
-    return short.replace(" on this processor", "").partition(", as timed here")[0]
 
 
 def _time_text(plan: Plan) -> str:

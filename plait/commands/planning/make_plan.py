@@ -322,7 +322,16 @@ def _were_all_there(plan: Plan, site: MachineSurvey) -> bool:
 def _on_machine(plan: Plan, here: Plan) -> Plan:
     """A begun run's plan, with what depends on the machines taken from the plan `here`."""
     cadence = replace(plan.cadence, balance_every_steps=here.cadence.balance_every_steps)
-    return replace(here, cadence=cadence, forecast=plan.forecast, step_s=plan.step_s, reasons=plan.reasons)
+    is_same = plan.arithmetic.matmul_backend == here.arithmetic.matmul_backend
+    return replace(
+        here,
+        cadence=cadence,
+        forecast=plan.forecast,
+        step_s=plan.step_s,
+        reasons=plan.reasons,
+        faster_arithmetic=(plan if is_same else here).faster_arithmetic,
+        warnings=plan.warnings,
+    )
 
 
 _NOT_OF_THE_PLAN = ("run.name", "data.files", "recover.give_up_after")

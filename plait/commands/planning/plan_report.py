@@ -27,7 +27,7 @@ from plait.planner.report.report import (
 )
 from plait.planner.report.report_json import report_values
 from plait.planner.report.text import report_lines, summary_lines
-from plait.planner.resolve.resolve import draft, lines_without_effect, settle
+from plait.planner.resolve.resolve import draft, lines_without_effect, settled_on
 from plait.planner.resolve.worker_layouts import WorkerLayout, choose
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import wrapped
@@ -50,9 +50,10 @@ def make_plan_report(
         raise PlaitError(
             f"{resources.machine.name} is not in plait's catalogue; describe it in a cluster.json and pass --cluster"
         )
-    plan = settle(config, drafted, [chosen])
-    notes = list(dict.fromkeys((*read_as, *assumed, *plan.warnings, *lines_without_effect(config, [chosen]))))
-    reasons = [reason for reason in drafted.request.notes if reason not in notes]
+    plan = settled_on(config, drafted, chosen)
+    warnings = (f"warning: {warning}" for warning in plan.warnings)
+    notes = list(dict.fromkeys((*read_as, *assumed, *warnings, *lines_without_effect(config, [chosen]))))
+    reasons = [*drafted.request.notes]
     learned = calibration_text(forecast.calibration, forecast.items, forecast.basis)
     copies = with_copies(config.recover, plan, found.cluster.n_nodes)[1]
     reasons += [line for line in (learned, copies) if line]

@@ -21,6 +21,16 @@ BackendName = Literal["auto"] | MatmulBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionChoice:
+    """The precision of a run on processors, and why."""
+
+    precision: Precision
+    reason: str
+    step_gain: float | None = None
+    """How many times as fast a step is in bf16, where that was timed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorArithmetic:
     """How a run's processors multiply matrices: what was chosen, why, and what was measured of it."""
 
@@ -31,6 +41,19 @@ class ProcessorArithmetic:
     machines: tuple[ProductRates, ...]
     """What was measured, one entry for each kind of machine, the first host's first."""
     reasons: tuple[str, ...]
+    step_gain: float | None = None
+    """How many times as fast a step is in bf16, where that was timed."""
+
+    @property
+    def headline(self) -> str:
+        """What is faster than torch's default arithmetic, and by how much, in one line; empty where that was kept."""
+        if self.precision == "bf16":
+            gain = self.step_gain
+            return f"bf16 with float32 weights: a step is {gain:.1f} times as fast as in float32" if gain else ""
+        if self.backend == "default":
+            return ""
+        first = self.machines[0]
+        return f"matrix products by oneDNN: {speed_text(first.gain('onednn'))} {first.library}, as exact"
 
     @property
     def flops(self) -> float:
@@ -55,9 +78,10 @@ class ProcessorArithmetic:
         least."""
         return min(one.gain("bf16", over=self._backend_of(one)) for one in self.machines)
 
-    def with_precision(self, precision: Precision, reason: str) -> ProcessorArithmetic:
+    def with_precision(self, choice: PrecisionChoice) -> ProcessorArithmetic:
         """These processors in another precision, with the reason for it."""
-        return replace(self, precision=precision, reasons=(*self.reasons, reason))
+        reasons = (*self.reasons, choice.reason)
+        return replace(self, precision=choice.precision, reasons=reasons, step_gain=choice.step_gain)
 
     def _backend_of(self, machine: ProductRates) -> MatmulBackend:
         return self.host_backends.get(machine.machine, self.backend)
@@ -148,15 +172,17 @@ def bf16_refusal(gain: float) -> str:
     return f"precision float32: bf16 products are {speed_text(gain)} its own on this processor"
 
 
-def choose_precision(step_gain: float, timed: str = "as timed here") -> tuple[Precision, str]:
+def choose_precision(step_gain: float, timed: str = "as timed here") -> PrecisionChoice:
     """The precision for a whole step that is this many times as fast in bf16, with the reason; `timed` says when that
     was found out."""
     if step_gain < LEAST_STEP_GAIN:
-        return "float32", f"precision float32: a step in bf16 is {speed_text(step_gain)} one in float32, {timed}"
-    return "bf16", (
+        reason = f"precision float32: a step in bf16 is {speed_text(step_gain)} one in float32, {timed}"
+        return PrecisionChoice(precision="float32", reason=reason)
+    reason = (
         f"precision bf16 with float32 weights: a step is {step_gain:.1f} times as fast as in float32, {timed}; "
         'train.precision = "float32" keeps float32'
     )
+    return PrecisionChoice(precision="bf16", reason=reason, step_gain=step_gain)
 
 
 def speed_text(gain: float) -> str:

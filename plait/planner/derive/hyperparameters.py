@@ -18,7 +18,7 @@ from plait.planner.derive.published_rules import (
     finetuning_lr,
     finetuning_warmup_steps,
 )
-from plait.planner.plan import WARNING, OptimizerPlan
+from plait.planner.plan import OptimizerPlan
 from plait.recipe.finetune import FinetuneMethod, FinetuneObjective
 from plait.recipe.schema import OptimizerSection, RunConfig
 from plait.units import counted, format_count, power_of_ten, times_text
@@ -44,7 +44,7 @@ def optimizer_plan(
     """The optimizer's numbers for a run of this many training FLOPs, its warm-up still open; `base` is the model that
     it goes on from."""
     requested, method = config.optimizer, config.finetune.method
-    lr, why = requested.lr, list[str]()
+    lr, why, warnings = requested.lr, list[str](), tuple[str, ...]()
     if method != "auto":
         lr = FULL_LR[config.finetune.objective] if lr == "auto" else lr  # finetuning_optimizer says which, and why
     elif requested.kind == "adamw" and requested.lr == "auto" and base is not None:
@@ -52,7 +52,7 @@ def optimizer_plan(
         why.append(f"peak learning rate {lr:g}: cautious, as the model is trained already (optimizer.lr)")
     elif requested.kind == "adamw":
         found = _adamw_lr(requested.lr, flops, batch_tokens)
-        lr, why = found.value, [*found.reasons]
+        lr, why, warnings = found.value, [*found.reasons], found.warnings
     assert lr != "auto"  # the schema refuses SGD without one
     clip = 1.0 if requested.clip == "auto" else requested.clip
     plan = with_usual_numbers(requested, lr=lr, clip=None if clip == "never" else clip)
@@ -62,7 +62,7 @@ def optimizer_plan(
             "(He 2015, Goyal 2017)"
         )
     tuned = Derived(value=plan) if method == "auto" else finetuning_optimizer(method, plan, config)
-    return Derived(value=tuned.value, reasons=(*why, *tuned.reasons))
+    return Derived(value=tuned.value, reasons=(*why, *tuned.reasons), warnings=warnings)
 
 
 def with_usual_numbers(
@@ -100,10 +100,10 @@ def _adamw_lr(requested: float | Literal["auto"], flops: float, batch_tokens: in
     known = requested < MOST_TIMES_SHOWN * published
     times = times_text(requested / published) if known else f"over {MOST_TIMES_SHOWN:,} times"
     doubt = (
-        f"{WARNING}optimizer.lr = {requested:g} is {times} what published rules give for this run "
+        f"optimizer.lr = {requested:g} is {times} what published rules give for this run "
         f"({published:.2g}); it will probably diverge"
     )
-    return Derived(value=requested, reasons=(doubt,))
+    return Derived(value=requested, warnings=(doubt,))
 
 
 def warmup_steps(config: RunConfig, steps: int) -> Derived[int]:

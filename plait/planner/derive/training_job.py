@@ -20,7 +20,7 @@ from plait.planner.derive.model_size import (
     derive_run_size,
 )
 from plait.planner.derive.resources import Resources
-from plait.planner.plan import WARNING, Plan, TrainingJob
+from plait.planner.plan import Plan, TrainingJob
 from plait.planner.problem.expert_loads import assumed_load, balanced_by
 from plait.planner.problem.workload import Workload, workload_of
 from plait.recipe.finetune import FinetuneObjective
@@ -42,6 +42,7 @@ class SizedJob:
     """For the size and the batch."""
     training_reasons: tuple[str, ...]
     """For the optimizer and the documents; a plan names them after those for its layout."""
+    warnings: tuple[str, ...]
 
     def holds_at(self, rate: TrainingRate) -> bool:
         """Whether the job would be the same at another rate: only a budget of time depends on how fast it is."""
@@ -77,8 +78,9 @@ def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> Size
     return SizedJob(
         job=job,
         rate=rate,
-        reasons=(*size.reasons, *batch.reasons, *doubts),
+        reasons=(*size.reasons, *batch.reasons),
         training_reasons=(*optimizer.reasons, *documents.reasons),
+        warnings=(*doubts, *optimizer.warnings),
     )
 
 
@@ -138,7 +140,7 @@ def batch_doubts(config: RunConfig, corpus: CorpusFacts) -> tuple[str, ...]:
         raise PlaitError(
             f"{often} {requested // there:,} times in each step; choose at most {there}, or give more text"
         )
-    return (f"{WARNING}{often} {requested / there:.1f} times in each step",)
+    return (f"{often} {requested / there:.1f} times in each step",)
 
 
 def precision_of(config: RunConfig, resources: Resources) -> Derived[Precision]:
@@ -225,8 +227,8 @@ def compile_of(config: RunConfig, machines: Sequence[Machine]) -> Derived[Compil
         return Derived(value="off", reasons=('layers are not compiled: train.compile = "off"',))
     if reason:
         place = "" if where == "here" else f"{where}, "
-        slower = f"{WARNING}layers are not compiled, and steps take longer: {place}{reason}"
-        return Derived(value="off", reasons=(slower,))
+        slower = f"layers are not compiled, and steps take longer: {place}{reason}"
+        return Derived(value="off", warnings=(slower,))
     return Derived(value="blocks")
 
 

@@ -22,7 +22,6 @@ from plait.planner.explain.compared_layouts import (
 from plait.planner.explain.experts import load_lines
 from plait.planner.explain.unequal_devices import unequal_lines, unequal_reasons
 from plait.planner.heterogeneous.host_permutations import node_alone
-from plait.planner.plan import WARNING
 from plait.planner.problem.candidates import SCHEDULES
 from plait.planner.problem.stage_partition import stages_of
 from plait.planner.search.cost_breakdown import bottlenecks, message_seconds, time_items
@@ -65,25 +64,28 @@ def short_reasons(found: Search) -> tuple[str, ...]:
     """The choice in a few sentences, for the head of a run: why this layout, what limits it, what would change it."""
     if found.cluster.n_devices == 1:
         return (*left_out_lines(found), *limits(found)[:1])
-    named = bool(found.constraints)
     return (
-        recipe_layout_reason(found) if named else _price_of_simplicity(found),
+        chosen_because(found),
         *left_out_lines(found),
         *island_traffic_lines(found),
         *unequal_lines(found, found.chosen),
         *unequal_reasons(found),
         *load_lines(found),
         *limits(found)[:2],
-        *([] if named else tipping_sentences(found)[:2]),
+        *([] if found.constraints else tipping_sentences(found)[:2]),
     )
 
 
-def choice_reasons(found: Search) -> list[str]:
-    """Why this layout is enough, and what stands against simpler ones."""
+def chosen_because(found: Search) -> str:
+    """Why this layout is enough."""
+    return recipe_layout_reason(found) if found.constraints else _price_of_simplicity(found)
+
+
+def objections(found: Search) -> list[str]:
+    """What stands against simpler layouts, and against more devices."""
     by_kind = best_of_kinds(found)
     simpler = by_kind[found.complexity[by_kind] < found.complexity[found.chosen]][:SIMPLER_KINDS_NAMED]
     return [
-        recipe_layout_reason(found) if found.constraints else _price_of_simplicity(found),
         *left_out_lines(found),
         *_too_large_lines(found),
         *(
@@ -136,14 +138,14 @@ def _memory_doubt(found: Search) -> str:
 def limits(found: Search) -> list[str]:
     """What limits the speed of the chosen layout, and whether memory is short."""
     parts = [(what, share) for what, share in bottlenecks(time_items(found, found.chosen)) if share >= 0.05]
-    lines = ["what the step's time goes into: " + ", ".join(f"{what} {share:.0%}" for what, share in parts)]
+    lines: list[str] = ["what the step's time goes into: " + ", ".join(f"{what} {share:.0%}" for what, share in parts)]
     hidden, exposed = message_seconds(found, found.chosen)
     if hidden + exposed > LEAST_SHARE_MENTIONED * found.chosen_step_s:
         more = f"; another {format_duration(hidden)} pass while they compute" if hidden > 0 else ""
         lines.append(f"messages between devices: devices wait {format_duration(exposed)} of a step for them{more}")
     capacity, needed = found.capacity_bytes(found.chosen), found.bytes_per_device(found.chosen)
     if needed > capacity:
-        lines.append(f"{WARNING}memory is short: this layout fits only if the allocator and the driver waste nothing")
+        lines += warnings_of(found)
     elif not found.fits_sparingly(found.chosen):
         free = format_bytes(capacity - needed)
         lines.append(
@@ -152,6 +154,13 @@ def limits(found: Search) -> list[str]:
     elif needed > 0.85 * capacity or found.kinds_too_large & UNCUT_KINDS.keys():
         lines.append("memory limits the choice: with more of it other layouts would fit, too")
     return lines
+
+
+def warnings_of(found: Search) -> tuple[str, ...]:
+    """What a person must know of the chosen layout before it runs."""
+    if found.bytes_per_device(found.chosen) <= found.capacity_bytes(found.chosen):
+        return ()
+    return ("memory is short: this layout fits only if the allocator and the driver waste nothing",)
 
 
 def devices_text(cluster: Cluster) -> str:
@@ -182,13 +191,24 @@ def left_out_lines(found: Search) -> list[str]:
         return []
     here_s, all_s = found.chosen_step_s, left.whole.chosen_step_s
     layout = layout_text(left.whole.candidates.row(left.whole.chosen))
-    over_all = f"left out: {left_out_text(found)}; a step over all devices would take {format_duration(all_s)}"
+    would_take = f"would take {format_duration(all_s)}{_common_precision(found, left.whole)}"
+    over_all = f"left out: {left_out_text(found)}; a step over all devices {would_take}"
     if all_s >= here_s:
         return [f"{over_all}, {as_long_text(all_s / here_s)}: {layout}", *_joining_lines(found, left.whole)]
     tolerance = max(found.tolerance, left.whole.tolerance)
     hardly = "less than" if here_s <= (1 + tolerance) * all_s else f"hardly more than the {tolerance:.1%} that"
     more = f"the chosen layout takes {here_s / all_s - 1:.1%} longer, which is {hardly} this forecast can tell"
     return [f"{over_all} ({layout}); {more}", *_joining_lines(found, left.whole)]
+
+
+def _common_precision(found: Search, whole: Search) -> str:
+    """The precision of all devices together and who keeps the others to it, where the chosen ones have another."""
+    if whole.workload.precision == found.workload.precision:
+        return ""
+    lacking = _counts(whole.cluster) - _counts(found.cluster)
+    return (
+        f" in {whole.workload.precision}, because {' and '.join(lacking)} cannot compute in {found.workload.precision}"
+    )
 
 
 def _joining_lines(found: Search, whole: Search) -> list[str]:
@@ -234,8 +254,10 @@ def _alone(found: Search, cluster: Cluster, place: int) -> str:
     island = cluster.islands[place]
     words = f"{island.per_node} × {island.device.name}" if island.per_node > 1 else f"one {island.device.name}"
     one = replace(node_alone(cluster, place, island.per_node), name=words)
+    lacks = found.workload.precision == "bf16" and "bf16" not in island.device.peak_flops
+    workload = found.left_out.whole.workload if found.left_out and lacks else found.workload
     try:
-        alone = search(found.workload, one, profile=found.profile, tolerance=found.tolerance)
+        alone = search(workload, one, profile=found.profile, tolerance=found.tolerance)
     except PlaitError:
         return f"{words} alone does not hold this model"
     alone_s, step_s = alone.chosen_step_s, found.chosen_step_s

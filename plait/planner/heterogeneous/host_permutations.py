@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise, permutations
+from itertools import accumulate, pairwise, permutations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +58,7 @@ def node_alone(cluster: Cluster, place: int, devices: int) -> Cluster:
 
 def cluster_of_nodes(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
     """The cluster of some nodes, given by their numbers, with what a probe measured on those hosts."""
-    blocks = [replace(island, nodes=1) for island in cluster.islands for _ in range(island.nodes)]
+    blocks = _single_nodes(cluster)
     few, measured = replace(cluster, islands=_joined([blocks[node] for node in nodes])), cluster.measured
     hosts = _hosts(cluster, blocks)
     if measured is None or hosts is None:
@@ -122,14 +122,24 @@ def _blocks(cluster: Cluster) -> list[Island]:
     """The units to permute: single hosts where they are few or have unequal links, else rows of equal hosts."""
     if cluster.n_nodes > MOST_BLOCKS_PERMUTED and not has_unequal_links(cluster):
         return list(cluster.islands)
-    return [replace(island, nodes=1) for island in cluster.islands for _ in range(island.nodes)]
+    return _single_nodes(cluster)
+
+
+def _single_nodes(cluster: Cluster) -> list[Island]:
+    ones = ((replace(island, nodes=1), island.nodes) for island in cluster.islands)
+    return [one for one, count in ones for _ in range(count)]
 
 
 def _joined(blocks: Sequence[Island]) -> tuple[Island, ...]:
     """The islands, with neighbours of equal nodes merged into one."""
-    kinds = [replace(block, nodes=1) for block in blocks]
-    rows = [list(row) for _, row in groupby(range(len(blocks)), key=lambda at: kinds.index(kinds[at]))]
-    return tuple(replace(blocks[row[0]], nodes=sum(blocks[at].nodes for at in row)) for row in rows)
+    joined: list[tuple[Island, int]] = []
+    for block in blocks:
+        first, nodes = joined[-1] if joined else (None, 0)
+        if first is not None and (block is first or replace(block, nodes=first.nodes) == first):
+            joined[-1] = (first, nodes + block.nodes)
+        else:
+            joined.append((block, block.nodes))
+    return tuple(replace(first, nodes=nodes) for first, nodes in joined)
 
 
 def _hosts(cluster: Cluster, blocks: Sequence[Island]) -> list[range] | None:

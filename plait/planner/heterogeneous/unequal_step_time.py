@@ -16,7 +16,7 @@ from plait.planner.heterogeneous.assignment import WorkAssignment
 from plait.planner.problem.candidates import SCHEDULES, SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.stage_partition import messages_each_way, rank_layers
 from plait.planner.step_time.cost_inputs import CostInputs
-from plait.planner.step_time.stage_messages import hop_shares
+from plait.planner.step_time.stage_messages import hop_shares, slowest_hop_wait_s
 from plait.planner.step_time.step_time import StepTime
 
 COMPUTE_ITEMS = ("products", "scores", "stream", "recompute")
@@ -59,6 +59,8 @@ class _MicroBatchTimes:
     """Messages of one layer."""
     head: Reals
     """The head and the loss, and what else stands behind the last layer."""
+    waited: Reals
+    """What the rank at the slowest hop waits for messages."""
     sent: Reals
     """One message to the next stage that travels while ranks compute, on average over the pipeline's hops."""
     slowest_sent: Reals
@@ -114,6 +116,10 @@ def _micro_batch_times(inputs: CostInputs, t: StepTime) -> _MicroBatchTimes:
         np.add.reduce([getattr(t, item) for item in items]) / count / layers
         for items in (COMPUTE_ITEMS, MESSAGE_ITEMS_PER_MICRO_BATCH)
     )
+    # `t.passes` is what that wait adds on the rank that sets the pace among equal ones.
+    waited = slowest_hop_wait_s(inputs) * profile.calibration.message_factor("passes") / profile.speed
+    if profile.send_model != "by share":
+        waited = t.passes / count
     return _MicroBatchTimes(
         candidates=c,
         times=t,
@@ -124,6 +130,7 @@ def _micro_batch_times(inputs: CostInputs, t: StepTime) -> _MicroBatchTimes:
         # With prediction ahead behind it; of heads in the middle of a pipeline these prices know nothing.
         head=rank_layers(w, c).last_heads * inputs.device_time.head_s(c) / profile.speed
         + (w.layers_and_depths - w.layers) * computed,
+        waited=waited,
         sent=t.stage_message / profile.speed,
         slowest_sent=t.slowest_stage_message / profile.speed,
         hop_shares=hop_shares(inputs),
@@ -163,7 +170,7 @@ def _replica_time(
     stages = (
         work / assignment.relative_speed[:, [replica]]
         + assignment.layers_per_rank[:, None] * micro.messages
-        + micro.hop_shares * micro.each("passes")
+        + micro.hop_shares * micro.waited
     )
     computed, gathers_each = (
         np.full(len(c), assignment.sequences_per_replica[replica]),
@@ -201,7 +208,7 @@ def _step_time_items(
     more = held[rank] / micro.layers * micros / micro.count
     items = {item: getattr(t, item) * more / speed for item in COMPUTE_ITEMS}
     items |= {item: getattr(t, item) * more for item in MESSAGE_ITEMS_PER_MICRO_BATCH}
-    passes = micro.hop_shares[rank, np.arange(len(c))] * micro.each("passes") * micros
+    passes = micro.hop_shares[rank, np.arange(len(c))] * micro.waited * micros
     items["head"] = np.where(rank == assignment.ranks - 1, micro.head * micros / speed, 0.0)
     items |= {"host": micro.each("host") * micros / speed, "passes": passes}
     items["bubble"] = piped_s - np.add.reduce(list(items.values()))

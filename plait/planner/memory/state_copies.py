@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil, prod
+from math import ceil
 
-from plait.model.shape import weight_sizes
-from plait.model.weights import trained_weights
+from plait.model.weights import trained_parameter_count
 from plait.planner.calibration.constants import constant
 from plait.planner.plan import Plan
 from plait.recipe.schema import RecoverSection
@@ -56,9 +55,7 @@ def copy_bytes(plan: Plan, hosts: int) -> int:
     """Bytes of one worker's part of a copy: weights that learn and their moments, in float32, spread over the workers
     of its host; a host holds all that its own workers need."""
     layout = plan.placement.layout
-    trained = trained_weights(plan.job.shape)
-    sizes = weight_sizes(plan.job.shape)
-    state = sum(prod(sizes[name]) for name in trained) * 4 * (1 + plan.job.optimizer.moments)
+    state = trained_parameter_count(plan.job.shape) * 4 * (1 + plan.job.optimizer.moments)
     parts = layout.pipeline * layout.tensor * layout.shard
     beside = max(1, layout.world_size // hosts)
     return ceil(state * min(1.0, beside / parts) / beside)

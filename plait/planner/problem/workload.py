@@ -17,6 +17,7 @@ from plait.planner.problem.other_programs import PLAIN_LAYERS, OtherLayers
 PricedPrecision = Literal["float32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """tf32: float32 throughout, but for products in TF32."""
 AttentionKernel = Literal["flash", "unfused"]
+ExpertRanks = Literal["any", "copies"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Workload:
     expert_ffn: int = 0
     shared_ffn: int = 0
     dense_layers: int = 0
-    expert_ranks: Literal["any", "copies"] = "any"
+    expert_ranks: ExpertRanks = "any"
     """Which ranks share out experts: those of any axes but the pipeline's, an expert whole on one rank (Megatron); or
     those alone that see different tokens, with each expert cut by the tensor axis as all else is (plait)."""
     expert_groups: int = 1

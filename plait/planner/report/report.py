@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil
 from typing import Literal
 
 from plait.model.shape import parameter_count
 from plait.planner.derive.intervals import steps_in_budget
 from plait.planner.explain.changes import layout_changes
-from plait.planner.explain.choice import LEAST_SHARE_MENTIONED, choice_reasons, devices_text, left_out_text, limits
+from plait.planner.explain.choice import (
+    LEAST_SHARE_MENTIONED,
+    chosen_because,
+    devices_text,
+    left_out_text,
+    limits,
+    objections,
+)
 from plait.planner.explain.compared_layouts import recipe_layout_changes, runners_up, runners_up_lines, why_not
 from plait.planner.explain.experts import mixture_lines
 from plait.planner.explain.unequal_devices import memory_limit_lines, unequal_lines
@@ -80,7 +88,7 @@ class PlannedTotals:
     """At public on-demand prices; None where a device has no public price."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """The plan for one cluster with its figures, and the words that explain it."""
 
@@ -109,10 +117,23 @@ class PlanReport:
     """Model FLOPs utilisation with all of attention's scores counted."""
     mfu_causal: float
     """MFU with the half of the scores that a causal model uses."""
+    top: int
+    """How many other layouts `sections` names."""
     runners_up: tuple[LayoutFigures, ...]
-    sections: tuple[PlanSection, ...] = ()
+    training: PlanSection | None = None
+    """What a run on this machine does first; None for machines on paper."""
     measured: Diagnosis | None = None
     """Why a measured step differs from the forecast, where one was given."""
+
+    @cached_property
+    def summary(self) -> tuple[PlanSection, ...]:
+        """The words without reasons and details, which take dozens of searches."""
+        return _with_questions(self, _answers(self))
+
+    @cached_property
+    def sections(self) -> tuple[PlanSection, ...]:
+        """All words."""
+        return _with_questions(self, _explained(self))
 
     @property
     def cluster(self) -> str:
@@ -154,7 +175,7 @@ def plan_report_of(
         machines = f"{devices_text(found.cluster)} of {found.cluster.name}: {found.left_out.cluster.hardware}"
     without = f", leaving out {left_out_text(found)}" if found.left_out else ""
     layout = f"{layout_text(found.candidates.row(index))}{without}"
-    figures = PlanReport(
+    return PlanReport(
         plan=plan,
         layouts=tuple(layouts),
         search=found,
@@ -169,17 +190,14 @@ def plan_report_of(
         capacity_bytes=found.capacity_bytes(index),
         mfu=mfu,
         mfu_causal=mfu_causal,
+        top=top,
         runners_up=tuple(layout_figures(found, other) for other in runners_up(found, top)),
     )
-    return replace(figures, sections=_sections(figures, top))
 
 
 def with_measured_step(report: PlanReport, measured_s: float) -> PlanReport:
     """The report with what can explain that a step took as long as measured."""
-    measured = diagnose(report.search, measured_s)
-    lines, points = (verdict_text(measured),), tuple(explanation_lines(measured))
-    words = PlanSection(title="measured", lines=lines, points=points)
-    return replace(report, measured=measured, sections=(*report.sections, words))
+    return replace(report, measured=diagnose(report.search, measured_s))
 
 
 def layout_figures(found: Search, index: int) -> LayoutFigures:
@@ -196,7 +214,28 @@ def layout_figures(found: Search, index: int) -> LayoutFigures:
     )
 
 
-def _sections(report: PlanReport, top: int) -> tuple[PlanSection, ...]:
+def _with_questions(report: PlanReport, sections: Sequence[PlanSection]) -> tuple[PlanSection, ...]:
+    """Sections of every report, with those that answer what was asked: about a run here, or about a measured step."""
+    first = [report.training] if report.training else []
+    if (measured := report.measured) is None:
+        return (*first, *sections)
+    lines, points = (verdict_text(measured),), tuple(explanation_lines(measured))
+    return (*first, *sections, PlanSection(title="measured", lines=lines, points=points))
+
+
+def _answers(report: PlanReport) -> tuple[PlanSection, ...]:
+    lines = {
+        "time": _time(report),
+        "memory": memory_text(report.search),
+        "money": _money(report),
+        "layout": report.layout,
+        "step": _step(report),
+        "why": chosen_because(report.search),
+    }
+    return tuple(PlanSection(title=title, lines=(line,)) for title, line in lines.items())
+
+
+def _explained(report: PlanReport) -> tuple[PlanSection, ...]:
     found = report.search
     who = (*unequal_lines(found, found.chosen), *memory_limit_lines(found, found.chosen))
     refused = sorted(found.refused.items(), key=lambda item: -item[1])
@@ -204,20 +243,17 @@ def _sections(report: PlanReport, top: int) -> tuple[PlanSection, ...]:
     priced = f"{counted(len(found.candidates), 'layout', ',')} priced, {found.n_refused:,} refused"
     experts = [PlanSection(title="experts", points=tuple(mixture_lines(found)))] if found.workload.experts else []
     changes = [recipe_layout_changes(found)] if found.constraints else layout_changes(found)
-    chosen_because, *others_lost = choice_reasons(found)
+    details = {
+        "memory": (_memory_items(found, report.memory),),
+        "money": (_energy(report),),
+        "layout": (*layout_sentences(report.chosen.row, found.workload.layers), *who),
+        "step": _step_details(report),
+        "why": tuple(objections(found)),
+    }
     return (
-        PlanSection(title="time", lines=(_time(report),)),
-        PlanSection(title="memory", lines=(memory_text(found),), points=(_memory_items(found, report.memory),)),
-        PlanSection(title="money", lines=(_money(report),), points=(_energy(report),)),
-        PlanSection(
-            title="layout",
-            lines=(report.layout,),
-            points=(*layout_sentences(report.chosen.row, found.workload.layers), *who),
-        ),
-        PlanSection(title="step", lines=(_step(report),), points=_step_details(report)),
-        PlanSection(title="why", lines=(chosen_because,), points=tuple(others_lost)),
+        *(replace(answer, points=details.get(answer.title, ())) for answer in _answers(report)),
         *experts,
-        PlanSection(title="others", points=tuple(runners_up_lines(found, top))),
+        PlanSection(title="others", points=tuple(runners_up_lines(found, report.top))),
         PlanSection(title="listed", points=(f"{priced}{reasons and ': '}{reasons}",)),
         PlanSection(title="binds", points=tuple(limits(found))),
         PlanSection(title="changes", points=tuple(changes)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from textwrap import fill
 
 from plait.planner.report.report import PlanReport, PlanSection, run_cost_text, run_time_text
@@ -17,17 +16,12 @@ PLANNED_FIRST = ("time", "memory", "money")
 
 def summary_lines(report: PlanReport) -> list[str]:
     """The answer without its reasons, a line for each sentence: what `plait plan` prints unless asked for more."""
-    return _lines(report, report.notes, [replace(one, points=_points_shown(one)) for one in report.sections])
+    return _lines(report, report.notes, report.summary)
 
 
 def report_lines(report: PlanReport) -> list[str]:
     """The whole answer with all reasons, a line for each sentence."""
     return _lines(report, (*report.notes, *report.reasons), report.sections)
-
-
-def _points_shown(section: PlanSection) -> tuple[str, ...]:
-    """The points of a section that the summary shows: all of them if it answers the question that was asked."""
-    return section.points if section.title == "measured" else ()
 
 
 def _lines(report: PlanReport, notes: Sequence[str], sections: Sequence[PlanSection]) -> list[str]:

@@ -73,10 +73,13 @@ def searched_devices(request: Request, option: WorkerOption) -> Search:
 
     Raises PlaitError where no layout of all devices fits.
     """
-    whole = constrained_search(request.workload, option.cluster, request.profile, request.constraints)
-    if option.devices == "all" or request.constraints.degrees:
-        return whole
-    return with_devices_left_out(whole, option.cluster)
+    found = constrained_search(request.workload, option.cluster, request.profile, request.constraints)
+    if option.devices == "some" and not request.constraints.degrees:
+        found = with_devices_left_out(found, option.cluster)
+    if (part_of := request.part_of) is None:
+        return found
+    nodes = part_of.nodes if found.left_out is None else tuple(part_of.nodes[node] for node in found.left_out.nodes)
+    return replace(found, left_out=replace(part_of, nodes=nodes))
 
 
 def found_layout(request: Request, found: Search, index: int) -> FoundLayout:

@@ -29,11 +29,12 @@ from plait.planner.derive.training_job import (
     size_job,
     workload_of_job,
 )
-from plait.planner.plan import WARNING, Plan, TrainingJob
+from plait.planner.plan import Plan, TrainingJob
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.resolve.named import check_named_workers, constraints_of, named_workers_lines, with_named_workers
 from plait.planner.search.enumeration import Constraints
+from plait.planner.search.found import LeftOut
 from plait.planner.search.validity import check_devices
 from plait.planner.step_time.device_time import was_measured
 from plait.recipe.schema import RunConfig
@@ -77,6 +78,10 @@ class Request:
     """What was derived, each with its reason."""
     training_notes: tuple[str, ...]
     """Notes on the optimizer and the documents."""
+    warnings: tuple[str, ...]
+    """What a person must see before a run, whatever else is shown."""
+    part_of: LeftOut | None = None
+    """Where the options are only the nodes of a cluster that have bf16: all of them, in float32."""
 
 
 def request_of(
@@ -95,13 +100,13 @@ def request_of(
     resources = with_named_workers(config, resources)
     if isinstance(begun, Plan):
         job, chosen = replace(begun.job, corpus=corpus.folder), Derived(value=arithmetic_of_plan(begun, resources))
-        reasons, training_reasons = (), ()
+        reasons, training_reasons, warnings = (), (), ()
     else:
         rate = rate or rate_before_pricing(resources)
         sized = begun if begun and begun.holds_at(rate) else size_job(config, corpus, rate)
         job, chosen = sized.job, run_arithmetic(config, resources)
-        doubt = [f"{WARNING}{resources.peak_doubt}"] if resources.peak_doubt else []
-        reasons, training_reasons = (*doubt, *sized.reasons), sized.training_reasons
+        doubt = (resources.peak_doubt,) if resources.peak_doubt else ()
+        reasons, training_reasons, warnings = sized.reasons, sized.training_reasons, (*doubt, *sized.warnings)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
     check_named_workers(resources, constraints.degrees)
     compiled = compile_of(config, resources.machines)
@@ -148,6 +153,7 @@ def request_of(
         has_forecast=resources.has_known_devices,
         notes=tuple(notes),
         training_notes=training_reasons,
+        warnings=(*warnings, *compiled.warnings),
     )
 
 

@@ -44,8 +44,15 @@ from plait.planner.derive.published_rules import REPEATS_DECAY, training_flops_o
 from plait.planner.derive.resources import Resources
 from plait.planner.derive.training_job import SizedJob, rate_before_pricing
 from plait.planner.explain.changes import error_with_suggestions
+from plait.planner.explain.choice import warnings_of
 from plait.planner.memory.state_copies import with_copies_reasoned
 from plait.planner.plan import Cadence, Forecast, Machines, Plan
+from plait.planner.resolve.bf16_part import (
+    is_preferred,
+    may_leave_out_for_bf16,
+    resources_with_bf16,
+    seen_from_whole,
+)
 from plait.planner.resolve.constrained_search import usual_micro_sequences
 from plait.planner.resolve.named import with_named_workers
 from plait.planner.resolve.request import Request, request_of
@@ -122,6 +129,8 @@ def draft(
             *request.training_notes,
             *saving.reasons,
         ),
+        faster_arithmetic=resources.arithmetic.headline if resources.arithmetic else "",
+        warnings=request.warnings,
     )
     return Draft(
         request=request,
@@ -160,7 +169,8 @@ class _Sizing:
         while True:
             request = request_of(self.config, self.corpus, self.resources, begun, rate)
             try:
-                return _Sized(request=request, layouts=self.worth_measuring(request), rate=rate)
+                on_all = _Sized(request=request, layouts=self.worth_measuring(request), rate=rate)
+                return on_all if isinstance(begun, Plan) else self._where_bf16_is(on_all, begun)
             except DoesNotFit as error:
                 size = "" if isinstance(begun, Plan) else smaller_size(self.config, self.corpus, rate)
                 if not size:
@@ -169,6 +179,25 @@ class _Sizing:
                         error, request.constraints, request.profile, starts_from=starts_from
                     ) from None
                 rate = replace(rate, size=size, too_large=chosen_size(self.config, self.corpus, rate))
+
+    def _where_bf16_is(self, on_all: _Sized, begun: SizedJob | None) -> _Sized:
+        """The same job on the nodes that have bf16, where others keep all of them from it and are worth less than that;
+        unchanged elsewhere."""
+        request, rate = on_all.request, on_all.rate
+        if not may_leave_out_for_bf16(self.config, request):
+            return on_all
+        cluster = request.options[0].cluster
+        if (found := resources_with_bf16(self.resources, cluster)) is None:
+            return on_all
+        resources, nodes = found
+        left_out = seen_from_whole(cluster, nodes, on_all.layouts)
+        part = replace(request_of(self.config, self.corpus, resources, begun, rate), part_of=left_out)
+        try:
+            layouts = self.worth_measuring(part)
+        except DoesNotFit:
+            return on_all
+        is_better = is_preferred(layouts, on_all.layouts)
+        return _Sized(request=part, layouts=layouts, rate=rate) if is_better else on_all
 
     def by_forecast(self, begun: SizedJob | None) -> _Sized:
         """The job sized by the forecast of its own steps, where its budget is a time and steps can be forecast."""
@@ -223,6 +252,12 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) ->
     """The finished plan: the simplest of the measured layouts that is about as fast as the fastest, and a time
     budget turned into steps."""
     best = choose(measured)
+    plan = settled_on(config, draft, best)
+    return replace(plan, reasons=(*_choice_reasons(measured, best), *best.reasons, *plan.reasons))
+
+
+def settled_on(config: RunConfig, draft: Draft, best: WorkerLayout) -> Plan:
+    """The finished plan with this layout but for the reasons for it, which take dozens of searches."""
     plan = with_layout(draft.plan, best)
     length = _run_length(draft, plan)
     warmup = warmup_steps(config, length.value.steps)
@@ -232,13 +267,12 @@ def settle(config: RunConfig, draft: Draft, measured: Sequence[WorkerLayout]) ->
         job=replace(plan.job, steps=length.value.steps, optimizer=optimizer),
         cadence=replace(plan.cadence, evaluate_every_steps=length.value.evaluate_every_steps),
         reasons=(
-            *_choice_reasons(measured, best),
-            *best.reasons,
             *plan.reasons,
             *_micro_batch_reasons(config, plan),
             *length.reasons,
             *warmup.reasons,
         ),
+        warnings=(*plan.warnings, *(warnings_of(best.search) if best.search else ())),
     )
     return with_copies_reasoned(config.recover, plan, best.search.cluster.n_nodes if best.search else 1)
 

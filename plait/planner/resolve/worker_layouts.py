@@ -133,7 +133,7 @@ def used_peak_flops(resources: Resources, split: WorkerLayout) -> float | None:
     present = resources.peak_flops * resources.requested.share_of(resources.machine, split.workers)
     if found is None or found.left_out is None:
         return present
-    whole = cluster_peak_flops(found.left_out.cluster, found.workload.precision)
+    whole = cluster_peak_flops(found.left_out.cluster, found.left_out.whole.workload.precision)
     return present * cluster_peak_flops(found.cluster, found.workload.precision) / whole
 
 

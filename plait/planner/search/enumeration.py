@@ -14,10 +14,10 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from plait.errors import PlaitError
-from plait.layout import Layout, conflict_sentence
+from plait.layout import Layout, is_possible
 from plait.planner.problem.candidates import CANDIDATE_COLUMNS, RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SendModel, SoftwareProfile
-from plait.planner.problem.workload import Workload
+from plait.planner.problem.workload import ExpertRanks, Workload
 from plait.units import counted
 
 
@@ -174,9 +174,18 @@ def _options(
         else:
             combinations.append((shard, SHARDED_STATES.index(what), virtual, SCHEDULES.index(schedule)))
     again = _pinned(constraints, "recompute", RECOMPUTE_MODES)
-    combination, micro, expert, recompute = (
-        index.ravel() for index in np.meshgrid(np.arange(len(combinations)), micros, experts, again, indexing="ij")
-    )
+    places = np.arange(len(combinations)), micros, np.arange(len(experts)), again
+    combination, micro, expert_place, recompute = (index.ravel() for index in np.meshgrid(*places, indexing="ij"))
+    may_share_out = np.array(
+        [
+            [
+                _may_share_out(w.expert_ranks, degrees.replicate // shard, shard, what, degrees.context, n)
+                for n in experts
+            ]
+            for shard, what, _, _ in combinations
+        ],
+        dtype=bool,
+    ).reshape(-1, len(experts))
     shard, what, virtual, schedule = np.array(combinations, dtype=np.int64).reshape(-1, 4)[combination].T
     ones = np.ones(len(combination), dtype=np.int64)
     columns = {
@@ -188,12 +197,12 @@ def _options(
         "context": degrees.context * ones,
         "tensor": degrees.tensor * ones,
         "sequence_parallel": (degrees.tensor > 1) * ones,
-        "expert": expert.astype(np.int64),
+        "expert": np.array(experts, dtype=np.int64)[expert_place],
         "micro_sequences": micro.astype(np.int64),
         "recompute": recompute.astype(np.int64),
         "schedule": schedule,
     }
-    possible = shares_out_experts(w, columns) & ~_gathers_a_shared_table(w, columns)
+    possible = may_share_out[combination, expert_place] & ~_gathers_a_shared_table(w, columns)
     refused[INCOMPATIBLE_SPLITS] += int((~possible).sum())
     columns = {name: column[possible] for name, column in columns.items()}
     useful = constraints.has_micro_sequences | ~_outgrows_caches(w, columns, profile)
@@ -273,13 +282,14 @@ def _clash(pipeline: int, shard: int, context: int, tensor: int, what: str, sche
     """Whether INCOMPATIBLE forbids it; axes count as there (2) or not (1)."""
     plain = Layout(pipeline=pipeline, shard=shard, context=context, tensor=tensor)
     split = what if what in ("optimizer", "parameters") else "optimizer"
-    return conflict_sentence(replace(plain, shard_what=split, schedule=schedule)) is not None
+    return not is_possible(replace(plain, shard_what=split, schedule=schedule))
 
 
 def without_gaps(share: int) -> list[int]:
-    """The divisors of a share, the smallest first. Where none lies between a power of two and the next one, there is
-    the size that divides the share most evenly into as few micro-batches as that next one would."""
-    sizes = set(divisors(share))
+    """The divisors of a share and its half, rounded up, the smallest first. Where none lies between a power of two and
+    the next one, there is the size that divides the share most evenly into as few micro-batches as that next one would.
+    """
+    sizes = {*divisors(share), ceil(share / 2)}
     for most in (1 << bits for bits in range(1, share.bit_length())):
         if not any(most // 2 < size <= most for size in sizes):
             sizes.add(ceil(share / ceil(share / most)))
@@ -313,18 +323,12 @@ def experts_and_ranks(w: Workload, degrees: Layout) -> int:
     return gcd(w.experts, ranks if w.expert_ranks == "copies" else ranks * degrees.tensor)
 
 
-def shares_out_experts(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Mask of layouts whose ranks can share out experts so: where plait runs it, by the list of what excludes what."""
-    if not w.experts or w.expert_ranks == "any":
-        return np.ones(len(columns["expert"]), dtype=bool)
-    names = ("replicate", "shard", "shard_what", "context", "expert")
-    kinds, place = np.unique(np.stack([columns[name] for name in names]), axis=1, return_inverse=True)
-    possible = [_may_share_out(*(int(value) for value in kind)) for kind in kinds.T]
-    return np.array(possible, dtype=bool)[place.ravel()]
-
-
 @cache
-def _may_share_out(replicate: int, shard: int, shard_what: int, context: int, expert: int) -> bool:
+def _may_share_out(
+    expert_ranks: ExpertRanks, replicate: int, shard: int, shard_what: int, context: int, expert: int
+) -> bool:
+    """Whether the ranks of such a layout can share out experts so: where plait runs it, by the list of what excludes
+    what."""
     what = "parameters" if SHARDED_STATES[shard_what] == "parameters" else "optimizer"
     layout = Layout(replicate=replicate, shard=shard, shard_what=what, context=context, expert=expert)
-    return expert == 1 or (replicate * shard * context % expert == 0 and conflict_sentence(layout) is None)
+    return expert == 1 or expert_ranks == "any" or is_possible(layout)

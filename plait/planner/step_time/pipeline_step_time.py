@@ -12,7 +12,7 @@ from plait.partition.pipeline_simulation import StageTimes, durations_s
 from plait.planner.problem.candidates import SCHEDULES, Counts, Reals
 from plait.planner.problem.stage_partition import heads_of_stages, messages_each_way, micro_batches_per_step, stages_of
 from plait.planner.step_time.cost_inputs import CostInputs
-from plait.planner.step_time.stage_messages import hop_shares
+from plait.planner.step_time.stage_messages import hop_shares, slowest_hop_wait_s
 from plait.planner.step_time.step_time import StepTime, estimate_step_time
 
 ROUNDS_SIMULATED = 1
@@ -95,9 +95,9 @@ class _MicroBatchTimes:
     """One message over the slowest hop."""
     forward_share: Reals
     """The forward pass' share of a layer's time."""
-    weight_gradient_share: Reals
-    """The share of the gradients of weights, which a schedule may put off: half of the backward pass' products; of
-    frozen layers what the backward pass has more products than the forward pass, its adapters' own."""
+    weight_gradients_s: Reals
+    """The gradients of a layer's weights, which a schedule may put off: half of the backward pass' products; of frozen
+    layers what the backward pass has more products than the forward pass, its adapters' own."""
     closed_form_s: Reals
 
 
@@ -108,7 +108,6 @@ def _micro_batch_times(inputs: CostInputs, times: StepTime) -> _MicroBatchTimes:
     layers = times.products / micros / (layer.products + layer.products_backward)
     per_rank = times.products + times.scores + times.stream + times.recompute
     per_rank = per_rank + times.tensor + times.context + times.experts
-    exposed = times.passes if profile.send_model == "by share" else np.zeros(len(candidates))
     again = times.recompute / micros / layers
     weights = layer.products_backward / 2
     if inputs.workload.is_frozen:
@@ -117,11 +116,11 @@ def _micro_batch_times(inputs: CostInputs, times: StepTime) -> _MicroBatchTimes:
         layer_s=per_rank / micros / layers,
         head_s=inputs.device_time.head_s(candidates),
         overhead_s=times.host / micros,
-        exposed_s=exposed / micros,
+        exposed_s=slowest_hop_wait_s(inputs) * profile.calibration.message_factor("passes"),
         stage_message_s=times.stage_message,
         slowest_message_s=times.slowest_stage_message,
         forward_share=layer.forward / (layer.forward + layer.backward + again),
-        weight_gradient_share=weights / (layer.forward + layer.backward + again),
+        weight_gradients_s=weights / profile.speed,
         closed_form_s=per_rank + times.head + times.host + times.passes + times.bubble,
     )
 
@@ -134,11 +133,18 @@ def _stage_action_times(
     w = inputs.workload
     shares = hop_shares(inputs.with_candidates(inputs.candidates.select(rows)))
     held, rank = np.array(layers)[:, None], np.arange(len(layers)) % len(shares)
-    beside = times.overhead_s[rows] + shares[rank] * times.exposed_s[rows]
-    whole = held * times.layer_s[rows] + beside * len(shares) / len(layers)
+    of_rank = len(shares) / len(layers)
+    # Each of the three parts launches about as many kernels; both passes wait for one message a hop, and what is put
+    # off for none. Were these times shared out like the arithmetic, faster devices would have less to put off.
+    launching, waiting = of_rank * times.overhead_s[rows], of_rank * shares[rank] * times.exposed_s[rows]
+    computing, weight = held * times.layer_s[rows], held * times.weight_gradients_s[rows]
     behind = 1 + w.predict_ahead  # the model's own head, and prediction ahead
-    whole[-1] += behind * times.head_s[rows] + (w.layers_and_depths - w.layers) * times.layer_s[rows]
-    forward, weight = whole * times.forward_share[rows], whole * times.weight_gradient_share[rows]
+    head_s, ahead = behind * times.head_s[rows], w.layers_and_depths - w.layers
+    computing[-1] += head_s + ahead * times.layer_s[rows]
+    weight[-1] += ahead * times.weight_gradients_s[rows] + (0.0 if w.is_frozen else head_s / 3)
+    forward = computing * times.forward_share[rows] + launching / 3 + waiting / 2
+    weight = weight + launching / 3
     middle = np.array(heads_of_stages(w, layers))[:, None] * times.head_s[rows]
-    middle[-1] -= behind * times.head_s[rows]
-    return {"forward": forward, "backward-input": whole - forward - weight + middle, "backward-weight": weight}
+    middle[-1] -= head_s
+    whole = computing + launching + waiting + middle
+    return {"forward": forward, "backward-input": whole - forward - weight, "backward-weight": weight}

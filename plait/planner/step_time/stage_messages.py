@@ -34,16 +34,29 @@ def stage_sends(inputs: CostInputs, busy_s: Reals, layer_s: Reals, head_s: Reals
     """The messages of one micro-batch: its busiest rank computes for `busy_s`, a layer takes `layer_s`, and a head,
     on whichever rank, `head_s`."""
     c, piped = inputs.candidates, inputs.candidates.pipeline > 1
-    once = stage_message_s(inputs.network, _message_bytes(inputs), c.pipeline, c.devices // c.pipeline)
-    mean = _mean_hop_traffic_share(inputs)
+    once, mean = _slowest_hop_s(inputs), _mean_hop_traffic_share(inputs)
     if inputs.profile.send_model == "by share":
-        exposed = np.where(piped, 2 * c.virtual * once * (1 - inputs.profile.hides_pipeline), 0.0)
+        exposed = slowest_hop_wait_s(inputs)
         none, pace = np.zeros(len(c)), _added_to_pace(inputs, exposed, layer_s, head_s)
         return StageSends(exposed=pace, mean_exposed=exposed * mean, slowest_message=none, mean_message=none)
     # At the least, what a wire takes longer for one micro-batch after the other than the ranks do.
     left = np.where(piped, np.maximum(messages_each_way(c.pipeline, c.virtual) * once - busy_s, 0.0), 0.0)
     sent = np.where(piped, once, 0.0) * inputs.profile.calibration.messages
     return StageSends(exposed=left, mean_exposed=left * mean, slowest_message=sent, mean_message=sent * mean)
+
+
+def slowest_hop_wait_s(inputs: CostInputs) -> Reals:
+    """What the rank at the slowest hop waits for the messages of one micro-batch, there and back, where that is a share
+    of them; else 0."""
+    c, profile = inputs.candidates, inputs.profile
+    if profile.send_model != "by share":
+        return np.zeros(len(c))
+    return np.where(c.pipeline > 1, 2 * c.virtual * _slowest_hop_s(inputs) * (1 - profile.hides_pipeline), 0.0)
+
+
+def _slowest_hop_s(inputs: CostInputs) -> Reals:
+    c = inputs.candidates
+    return stage_message_s(inputs.network, _message_bytes(inputs), c.pipeline, c.devices // c.pipeline)
 
 
 def hop_shares(inputs: CostInputs) -> Reals:
