@@ -12,6 +12,9 @@ from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED
 from plait.planner.step_time.network_model import Network
 
 AppliesTo = NDArray[np.bool_]
+LARGE_GROUP = 256
+"""Devices beyond which parameters are better split within groups of copies (HSDP): a gathering waits for its slowest
+member in every layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,11 @@ COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
     ),
     ComplexityRow(
         points=1, what="split over some of the copies only", holds=lambda c, _: (c.shard_what > 0) & (c.replicate > 1)
+    ),
+    ComplexityRow(
+        points=2,
+        what=f"parameters gathered from more than {LARGE_GROUP} devices",
+        holds=lambda c, _: (c.shard_what == SHARDED_STATES.index("parameters")) & (c.shard > LARGE_GROUP),
     ),
     ComplexityRow(points=1, what="a part of each layer computed again", holds=_recompute("selective")),
     ComplexityRow(points=2, what="whole layers computed again", holds=_recompute("full")),
