@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from plait.machines.cluster import Cluster as Cluster
     from plait.proof import Verdict as Verdict
     from plait.report.receipt import Receipt as Receipt
+    from plait.run_files.summary import RunSummary as RunSummary
 
 __all__ = [
     "all_reduce",
@@ -83,6 +84,7 @@ _TYPES = (
     "Receipt",
     "Run",
     "RunFailed",
+    "RunSummary",
     "SpreadRun",
     "SubmittedJob",
     "Verdict",
@@ -106,6 +108,7 @@ _HOMES = {
     "Receipt": "plait.report.receipt",
     "Run": "plait.commands.runs",
     "RunFailed": "plait.errors",
+    "RunSummary": "plait.run_files.summary",
     "Verdict": "plait.proof",
     "submit": "plait.clusters.submit",
     "chat": "plait.api_models",

@@ -20,7 +20,8 @@ from plait.recipe.schema import RunConfig
 from plait.report.metrics import read_metrics
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import read_receipt
-from plait.run_folder import find_run, run_names
+from plait.run_files.summary import RunSummary, run_summaries
+from plait.run_folder import find_run
 from plait.working_folder import named_folder
 
 MetricsForm = Literal["auto", "list", "frame"]
@@ -101,9 +102,10 @@ class Run:
 
 
 @with_known_keywords()
-def runs(*, folder: str | Path | None = None) -> list[Run]:
-    """All runs below `folder`/runs that have begun, sorted by name."""
-    return [Run(name, folder=folder) for name in run_names(named_folder(folder))]
+def runs(*, folder: str | Path | None = None) -> list[RunSummary]:
+    """All runs below `folder`/runs, the one that changed last first: where each stands, and the command that continues
+    it. One that cannot be read is among them, and its `problem` says why. plait.Run(name) has the rest of a run."""
+    return run_summaries(named_folder(folder))
 
 
 def _in_form(rows: list[dict[str, Any]], form: MetricsForm) -> Any:

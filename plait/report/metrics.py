@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite, nan
+from os import SEEK_END
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from plait.checked_json import parse_json, typed_value
 from plait.errors import PlaitError
-from plait.regular_file import read_regular_file
+from plait.regular_file import open_regular_file, read_regular_file
 from plait.report.atomic import replace_file
 
 RECEIPT_WARM_UP_STEPS = 3
 MOST_METRICS_BYTES = 1 << 32
 """Twenty million steps."""
+_BLOCK_BYTES, _LONGEST_LINE_BYTES = 1 << 16, 1 << 20
 LEFT_OUT_IF_NONE = (
     "choices_accuracy",
     "choices_accuracy_per_byte",
@@ -123,6 +125,34 @@ def read_metrics(path: Path) -> tuple[list[StepReport], list[EvalReport]]:
     return steps, evaluations
 
 
+def read_last_metrics(
+    path: Path, *, n_steps: int, evaluation_within: int
+) -> tuple[Sequence[StepReport], EvalReport | None]:
+    """The last `n_steps` steps of a metrics.jsonl, oldest first, and its last evaluation, if that is among the last
+    `evaluation_within` lines; read from the end, so that it takes no longer for a long run.
+
+    Nothing where there is no file. Raises PlaitError where one of these lines is neither kind.
+    """
+    steps: list[StepReport] = []
+    evaluation: EvalReport | None = None
+    for number, line in enumerate(_lines_from_end(path)):
+        if len(steps) == n_steps and (evaluation or number >= evaluation_within):
+            break
+        if len(steps) == n_steps and b'"eval_loss"' not in line:
+            continue
+        report = _parse(line)
+        if report is None:
+            raise PlaitError(
+                f"{path}, line {number + 1} from its end, is not a line of metrics; give the run's command again, it "
+                "repairs the file"
+            )
+        if isinstance(report, EvalReport):
+            evaluation = evaluation or report
+        elif len(steps) < n_steps:
+            steps.append(report)
+    return steps[::-1], evaluation
+
+
 def median_speed(reports: Sequence[StepReport], starts: Collection[int] = (0,)) -> Speed:
     """The run's typical speed; `starts` are the numbers of steps done at which a process started or went on.
 
@@ -174,6 +204,30 @@ def _finite(value: float | None) -> float | None:
 
 def _whole_lines(path: Path) -> list[bytes]:
     return _text(path).split(b"\n")[:-1] if path.exists() else []
+
+
+def _lines_from_end(path: Path) -> Iterator[bytes]:
+    """All whole lines of a file, the last one first."""
+    try:
+        with open_regular_file(path) as file:
+            begin, rest = file.seek(0, SEEK_END), b""
+            is_whole = False  # what follows the last newline is no whole line
+            while begin:
+                end, begin = begin, max(0, begin - _BLOCK_BYTES)
+                file.seek(begin)
+                first, *lines = (file.read(end - begin) + rest).split(b"\n")
+                if lines:
+                    yield from reversed(lines if is_whole else lines[:-1])
+                    is_whole = True
+                rest = first
+                if len(rest) > _LONGEST_LINE_BYTES:
+                    raise ValueError("it has a line that is too long")
+            if is_whole:
+                yield rest
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        raise PlaitError(f"{path} cannot be read ({error}); move it away, then give the run's command again") from None
 
 
 def _text(path: Path) -> bytes:

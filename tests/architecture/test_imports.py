@@ -25,7 +25,7 @@ FLOORS = {
     "recipe": 3, "machines": 3, "data": 3, "checkpoint": 3, "report": 3,
     "planner": 4, "screen": 4, "parallel": 4, "launch": 4, "proof": 4, "interop": 4,
     "trainer": 5, "workers": 5, "run_folder": 5,
-    "probing": 6,
+    "probing": 6, "run_files": 6,
     "custom": 7, "hosts": 7,
     "commands": 8, "process_exit": 8, "clusters": 9,
     "api": 10, "api_models": 10, "command_line": 10, "cli": 11, "__main__": 12,
@@ -73,7 +73,7 @@ WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.planner.resolve.resolve", "pla
                  "plait.data.preparation.prepare",
                  "plait.data.order", "plait.checkpoint.store", "plait.report.sinks", "plait.launch.local.run",
                  "plait.partition.boxes", "plait.partition.pipeline_schedule", "plait.run_folder",
-                 "plait.commands.train", "plait.commands.plan")  # fmt: skip
+                 "plait.commands.train", "plait.commands.plan", "plait.run_files.summary")  # fmt: skip
 
 
 @cache

@@ -18,7 +18,6 @@ from plait.commands.drilling.hosts import DrillHosts
 from plait.commands.drilling.injector import Injector
 from plait.commands.drilling.report import DrillReport, report_of
 from plait.commands.drilling.running_ranks import RanksOnHost, RunningRanks
-from plait.commands.planning.running_runs import process_at_work, registry_folder
 from plait.commands.train import train
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.values.entries import EntryTable
@@ -26,6 +25,7 @@ from plait.planner.plan import Plan
 from plait.private_folder import make_private_folder
 from plait.recipe.load import RecipeSource, flat_values, load_recipe
 from plait.report.metrics import median_speed, read_metrics
+from plait.run_files.running_runs import process_at_work, registry_folder
 from plait.run_folder import RunFolder, find_run, run_folder
 from plait.screen.screen import Screen
 from plait.units import Every, format_duration

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from plait.checkpoint.generation import read_generation
 from plait.checkpoint.store import published_checkpoints, read_manifest
-from plait.commands.planning.running_runs import registry_folder, running_runs
 from plait.errors import PlaitError
 from plait.report.incidents import (
     Incident,
@@ -26,11 +25,12 @@ from plait.report.incidents import (
     skipped_steps,
 )
 from plait.report.metrics import read_metrics
+from plait.report.receipt_file import read_receipt
+from plait.run_files.summary import RunState, run_state
 from plait.run_folder import RunFolder, find_run
 from plait.units import counted, format_duration
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
-RunState = Literal["finished", "training", "stopped"]
 TIME_IN_WORDS = {
     "training": "training",
     "saving": "saving",
@@ -115,7 +115,7 @@ def account_of(folder: RunFolder) -> RunAccount:
     steps = [line.step for line in ledger]
     return RunAccount(
         run=str(folder.path),
-        state=_state_of(folder),
+        state=run_state(folder, plan, read_receipt(folder.receipt) if folder.receipt.exists() else None),
         step=steps[-1] if steps else 0,
         steps=plan.job.steps,
         starts=max(read_generation(folder.path), 1),
@@ -151,13 +151,6 @@ def ledger_of(folder: RunFolder) -> Sequence[LedgerLine]:
             LedgerLine(step=one.step, first=first, last=first + batch - 1, tokens=tokens, generation=generation)
         )
     return lines
-
-
-def _state_of(folder: RunFolder) -> RunState:
-    here = str(folder.path.resolve())
-    if any(run.folder == here for run in running_runs(registry_folder())):
-        return "training"
-    return "finished" if folder.is_finished else "stopped"
 
 
 def _checked_cursors(folder: RunFolder, batch_sequences: int, skipped: Sequence[int]) -> Sequence[int]:

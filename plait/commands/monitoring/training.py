@@ -26,7 +26,6 @@ from plait.commands.monitoring.starting import (
     saved_point,
 )
 from plait.commands.planning.introduction import Details
-from plait.commands.planning.running_runs import listed_as_running, registry_folder, run_on_this_machine
 from plait.commands.preparing.base import keep_base_files
 from plait.errors import PlaitError
 from plait.launch.values.failure import FailureFacts, HostNotServed, WorkersFailed
@@ -36,6 +35,7 @@ from plait.model.weights import trained_weights
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.report.receipt import Receipt
+from plait.run_files.running_runs import listed_as_running, registry_folder, run_on_this_machine
 from plait.run_folder import RunFolder
 from plait.screen.screen import Screen
 from plait.trainer.checkpointing.fits import check_fits

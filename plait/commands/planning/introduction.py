@@ -7,7 +7,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from plait.commands.planning.running_runs import registry_folder, run_on_this_machine, running_runs, sharing_lines
 from plait.layout import Layout
 from plait.machines.machine import usable_cores
 from plait.model.shape import ModelShape, parameter_count
@@ -17,6 +16,7 @@ from plait.planner.plan import Plan
 from plait.planner.problem.model_words import objectives_text
 from plait.planner.rebalancing.batch_rebalance import why_rebalancing_cannot_help
 from plait.planner.resolve.resolve import plan_summary
+from plait.run_files.running_runs import registry_folder, run_on_this_machine, running_runs, sharing_lines
 from plait.run_folder import RunFolder
 from plait.units import counted, format_bytes, format_count, format_duration
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.planning.running_runs import (
+from plait.run_files.running_runs import (
     RunningRun,
     listed_as_running,
     registry_folder,

@@ -97,6 +97,27 @@ def process_at_work(folder: Path, registry: Path) -> int | None:
     return None
 
 
+def is_at_work(folder: Path, registry: Path) -> bool:
+    """Whether a plait leads the run in a folder just now: by the registry, or by the lock that it holds in the folder.
+
+    A lock of another machine, or of another container, is not seen. Nothing is locked to find out: a `plait train` that
+    begins at this moment would be refused.
+    """
+    here = str(folder.resolve())
+    return any(run.folder == here for run in running_runs(registry)) or _is_locked(folder / ".lock")
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process that this one can see holds flock(2) on a file, as proc(5) lists it."""
+    try:
+        file, locks = path.stat(), Path("/proc/locks").read_text()
+    except OSError:
+        return False
+    name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    fields = [line.split() for line in locks.splitlines()]
+    return any(one[1] == "FLOCK" and name in one for one in fields if len(one) > 1)
+
+
 def _running_run(path: Path) -> RunningRun | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
