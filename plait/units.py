@@ -165,7 +165,13 @@ def counted(number: int, what: str, form: str = "") -> str:
 
 
 def _plural(what: str) -> str:
-    return f"{what[:-1]}ies" if what.endswith("y") else f"{what}es" if what.endswith(("ch", "ss")) else f"{what}s"
+    return (
+        f"{what[:-1]}ies"
+        if re.search("[^aeiou]y$", what)
+        else f"{what}es"
+        if what.endswith(("ch", "ss"))
+        else f"{what}s"
+    )
 
 
 def more_or_less(difference: float, digits: int = 1) -> str:

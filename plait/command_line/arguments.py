@@ -76,6 +76,10 @@ RunName = Annotated[
         metavar="RUN", help="A run, by name or folder; or a model's folder or .gguf file.", autocompletion=_run_names
     ),
 ]
+RunIfAny = Annotated[
+    str | None,
+    typer.Argument(metavar="RUN", help="A run, by name or folder; all if left out.", autocompletion=_run_names),
+]
 HostCount = Annotated[
     int, typer.Option("--hosts", metavar="NUMBER", help="Number of machines, this one included.", min=1)
 ]

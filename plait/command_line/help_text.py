@@ -12,7 +12,8 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 COMMAND_GROUPS: Mapping[str, Sequence[str]] = {
-    "Train a model": ("new", "data", "plan", "train", "status"),
+    "Train a model": ("new", "data", "plan", "train"),
+    "Look at runs": ("runs", "status"),
     "Use a model": ("sample", "eval", "chat", "export"),
     "Check layouts, machines and recovery": ("verify", "probe", "drill"),
     "Own programs, several machines": ("run", "join"),
@@ -24,6 +25,7 @@ COMMAND_EXAMPLES: Mapping[str, tuple[str, str]] = {
     "data": ("plait data first.toml", "plait data my-chats.toml --show 2"),
     "plan": ("plait plan first.toml --why", 'plait plan first.toml --cluster 8xH100 --cluster "2x(8xA100)+400G"'),
     "train": ("plait train first.toml", 'plait train first.toml train.budget="1 hour" model.size=10M'),
+    "runs": ("plait runs", "plait runs --json"),
     "status": ("plait status first", "plait status first --json"),
     "sample": ('plait sample first --prompt "KING HENRY."', "plait sample first --tokens 50 --temperature 0"),
     "eval": ("plait eval first", "plait eval first --files my-text.txt"),

@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from plait.command_line.arguments import MoreTexts, Overrides, RecipeOrRun, RunName, Texts
+from plait.command_line.arguments import MoreTexts, Overrides, RecipeOrRun, RunIfAny, Texts
 from plait.command_line.models import screen_on
+from plait.command_line.run_files import print_runs
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 
@@ -36,11 +37,16 @@ def new_command(
 
 
 def status_command(
-    run: RunName,
+    run: RunIfAny = None,
     as_json: Annotated[bool, typer.Option("--json", help="As one line of JSON.")] = False,
     ledger: Annotated[bool, typer.Option("--ledger", help="The samples that each step took.")] = False,
 ) -> None:
-    """Say where a run stands and what went wrong. Also what its time went to."""
+    """Say where a run stands and what went wrong. Also what its time went to. Without RUN as plait runs."""
+    if run is None:
+        if ledger:
+            raise PlaitError("--ledger is of one run; name it: plait status RUN --ledger")
+        print_runs("json" if as_json else "text")
+        return
     from plait.clusters.submitted import job_state_line
     from plait.commands.monitoring.status import status
 

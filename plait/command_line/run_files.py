@@ -1,0 +1,37 @@
+"""The commands about runs that were begun: all of them in a list, two compared, one removed, a report of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from plait.checked_json import printable
+from plait.command_line.models import screen_on
+from plait.launch.local.output import OptionalOutput
+
+
+def runs_command(
+    as_json: Annotated[bool, typer.Option("--json", help="As one line of JSON.")] = False,
+) -> None:
+    """List the runs of this folder. Each with its state, its loss, and the command that continues it."""
+    print_runs("json" if as_json else "text")
+
+
+def print_runs(form: str) -> None:
+    """Print all runs of the current folder, as a table or as JSON."""
+    from plait.run_files.summary import run_summaries
+    from plait.run_files.table import runs_text
+    from plait.working_folder import CURRENT_FOLDER
+
+    runs, screen = run_summaries(CURRENT_FOLDER), screen_on(sys.stdout)
+    if form == "json":
+        OptionalOutput(sys.stdout).write(f"{json.dumps([one.to_dict() for one in runs])}\n")
+    elif runs:
+        text = printable(runs_text(runs, now=datetime.now(UTC), columns=screen.columns))
+        OptionalOutput(sys.stdout).write(f"{text}\n")  # not wrapped: commands can be copied
+    else:
+        screen.print(f"no runs in {CURRENT_FOLDER.runs.absolute()}; train one with: plait train RECIPE")
