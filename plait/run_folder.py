@@ -216,6 +216,10 @@ def find_run(name_or_path: str, working: WorkingFolder = CURRENT_FOLDER) -> RunF
         folder = RunFolder(path)
         if _holds_run(folder):
             return folder
+    if (half := working.runs / name_or_path).is_dir() and half.parent == working.runs:
+        raise PlaitError(
+            f"{half} holds no run that has begun (plan.json or recipe.toml is missing); give its plait train again"
+        )
     runs = working.runs.absolute()
     known = run_names(working)
     near = difflib.get_close_matches(name_or_path, known, n=3) or known[:10]
@@ -233,8 +237,9 @@ def run_names(working: WorkingFolder) -> list[str]:
 
 
 def _holds_run(folder: RunFolder) -> bool:
-    # plait gives no run a name with signs that a terminal obeys.
-    return folder.path.name.isprintable() and _is_file(folder.plan) and _is_file(folder.recipe)
+    # plait gives no run a name with signs that a terminal obeys, or with a dot before it.
+    name = folder.path.name
+    return name.isprintable() and not name.startswith(".") and _is_file(folder.plan) and _is_file(folder.recipe)
 
 
 def _is_file(path: Path) -> bool:

@@ -22,6 +22,14 @@ def _run_names() -> list[str]:
     return run_names(CURRENT_FOLDER)
 
 
+def _every_run_name() -> list[str]:
+    """Also of runs that are half written or damaged."""
+    from plait.run_files.summary import run_paths
+    from plait.working_folder import CURRENT_FOLDER
+
+    return [path.name for path in run_paths(CURRENT_FOLDER)]
+
+
 def _recipe_files(incomplete: str) -> list[str]:
     """Recipes in the folder that was typed so far, and in the folders in it. The shell itself offers all files where
     this finds none."""
@@ -80,6 +88,7 @@ RunIfAny = Annotated[
     str | None,
     typer.Argument(metavar="RUN", help="A run, by name or folder; all if left out.", autocompletion=_run_names),
 ]
+OneRun = Annotated[str, typer.Argument(metavar="RUN", help="A run, by name or folder.", autocompletion=_every_run_name)]
 HostCount = Annotated[
     int, typer.Option("--hosts", metavar="NUMBER", help="Number of machines, this one included.", min=1)
 ]

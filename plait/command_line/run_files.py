@@ -10,8 +10,11 @@ from typing import Annotated
 import typer
 
 from plait.checked_json import printable
+from plait.command_line.arguments import OneRun
 from plait.command_line.models import screen_on
+from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
+from plait.units import format_bytes
 
 
 def runs_command(
@@ -35,3 +38,22 @@ def print_runs(form: str) -> None:
         OptionalOutput(sys.stdout).write(f"{text}\n")  # not wrapped: commands can be copied
     else:
         screen.print(f"no runs in {CURRENT_FOLDER.runs.absolute()}; train one with: plait train RECIPE")
+
+
+def remove_command(
+    run: OneRun,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+) -> None:
+    """Delete a run. Asks first; refuses while it runs, or while another run needs its files."""
+    from plait.run_files.removal import removal_of, remove_run
+    from plait.working_folder import CURRENT_FOLDER
+
+    removal, screen = removal_of(run, CURRENT_FOLDER), screen_on(sys.stdout)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise PlaitError(f"plait remove asks before it deletes {removal.path}; without a terminal write --yes")
+        screen.print("\n".join(removal.lines()))
+        if not typer.confirm("Delete it?"):
+            raise typer.Exit(1)
+    remove_run(removal, CURRENT_FOLDER)
+    screen.print(f"removed  {removal.path}: {format_bytes(removal.n_bytes)}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 from plait.planner.plan import Plan
 from plait.recipe.load import parse_config, requested_values
@@ -42,14 +43,14 @@ def written_run(
     held_out: float | None = 1.5,
     step_s: float = 0.05,
     receipt: Receipt | None = None,
-    settings: dict[str, object] | None = None,
+    settings: Mapping[str, object] = MappingProxyType({}),
     **plan_values: object,
 ) -> RunFolder:
     """A run with `steps_done` steps, the last of loss `loss`, and an evaluation of `held_out` nats per byte at its end;
     with a receipt where it is finished. `settings` are recipe keys that differ from the usual ones."""
     config, plan = usual_recipe_and_plan()
     values = requested_values(config)
-    for key, value in ({"run.name": name} | (settings or {})).items():
+    for key, value in {"run.name": name, **settings}.items():
         section, _, inner = key.partition(".")
         values[section][inner] = value
     folder = RunFolder(working.runs / name)
