@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from plait.clusters.submit import submit
     from plait.commands.planning.plan_report import PlannedRun as PlannedRun
     from plait.commands.runs import Run as Run
-    from plait.commands.runs import runs
+    from plait.commands.runs import compare_runs, runs
     from plait.custom.collectives import all_reduce, broadcast, rank, size
     from plait.custom.cutting import BatchCut as BatchCut
     from plait.custom.exact_norm.batch_norm import convert_batch_norm
@@ -47,12 +47,14 @@ if TYPE_CHECKING:
     from plait.machines.cluster import Cluster as Cluster
     from plait.proof import Verdict as Verdict
     from plait.report.receipt import Receipt as Receipt
+    from plait.run_files.comparison import RunComparison as RunComparison
     from plait.run_files.summary import RunSummary as RunSummary
 
 __all__ = [
     "all_reduce",
     "broadcast",
     "chat",
+    "compare_runs",
     "convert_batch_norm",
     "evaluate",
     "export",
@@ -83,6 +85,7 @@ _TYPES = (
     "ProgramFailed",
     "Receipt",
     "Run",
+    "RunComparison",
     "RunFailed",
     "RunSummary",
     "SpreadRun",
@@ -107,6 +110,7 @@ _HOMES = {
     "PlannedRun": "plait.commands.planning.plan_report",
     "Receipt": "plait.report.receipt",
     "Run": "plait.commands.runs",
+    "RunComparison": "plait.run_files.comparison",
     "RunFailed": "plait.errors",
     "RunSummary": "plait.run_files.summary",
     "Verdict": "plait.proof",
@@ -115,6 +119,7 @@ _HOMES = {
     "evaluate": "plait.api_models",
     "export": "plait.api_models",
     "sample": "plait.api_models",
+    "compare_runs": "plait.commands.runs",
     "runs": "plait.commands.runs",
 }
 

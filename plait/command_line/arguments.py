@@ -89,6 +89,10 @@ RunIfAny = Annotated[
     typer.Argument(metavar="RUN", help="A run, by name or folder; all if left out.", autocompletion=_run_names),
 ]
 OneRun = Annotated[str, typer.Argument(metavar="RUN", help="A run, by name or folder.", autocompletion=_every_run_name)]
+FirstRun = Annotated[str, typer.Argument(metavar="RUN", help="A run, by name or folder.", autocompletion=_run_names)]
+SecondRun = Annotated[
+    str, typer.Argument(metavar="RUN", help="Another run to compare it with.", autocompletion=_run_names)
+]
 HostCount = Annotated[
     int, typer.Option("--hosts", metavar="NUMBER", help="Number of machines, this one included.", min=1)
 ]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from plait.checked_json import printable
-from plait.command_line.arguments import OneRun
+from plait.command_line.arguments import FirstRun, OneRun, SecondRun
 from plait.command_line.models import screen_on
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
@@ -38,6 +38,23 @@ def print_runs(form: str) -> None:
         OptionalOutput(sys.stdout).write(f"{text}\n")  # not wrapped: commands can be copied
     else:
         screen.print(f"no runs in {CURRENT_FOLDER.runs.absolute()}; train one with: plait train RECIPE")
+
+
+def compare_command(
+    first: FirstRun,
+    second: SecondRun,
+    as_json: Annotated[bool, typer.Option("--json", help="As one line of JSON.")] = False,
+) -> None:
+    """Compare two runs. Which learned better, beyond the noise of seeds; which is faster; what differs."""
+    from plait.run_files.comparison import compare_folders
+    from plait.run_folder import find_run
+    from plait.working_folder import CURRENT_FOLDER
+
+    found = compare_folders(find_run(first, CURRENT_FOLDER), find_run(second, CURRENT_FOLDER), CURRENT_FOLDER)
+    if as_json:
+        OptionalOutput(sys.stdout).write(f"{json.dumps(found.to_dict())}\n")
+    else:
+        screen_on(sys.stdout).print(str(found))
 
 
 def remove_command(

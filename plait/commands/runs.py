@@ -20,6 +20,7 @@ from plait.recipe.schema import RunConfig
 from plait.report.metrics import read_metrics
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import read_receipt
+from plait.run_files.comparison import RunComparison, compare_folders
 from plait.run_files.summary import RunSummary, run_summaries
 from plait.run_folder import find_run
 from plait.working_folder import named_folder
@@ -106,6 +107,16 @@ def runs(*, folder: str | Path | None = None) -> list[RunSummary]:
     """All runs below `folder`/runs, the one that changed last first: where each stands, and the command that continues
     it. One that cannot be read is among them, and its `problem` says why. plait.Run(name) has the rest of a run."""
     return run_summaries(named_folder(folder))
+
+
+@with_known_keywords()
+def compare_runs(first: str | Path, second: str | Path, *, folder: str | Path | None = None) -> RunComparison:
+    """Two runs, by name or folder: which learned better and by how much beyond the noise of seeds, which is faster, and
+    which of their differences can explain it. Raises PlaitError where one of them cannot be read."""
+    for run in (first, second):
+        check_arguments(run=run)
+    working = named_folder(folder)
+    return compare_folders(find_run(str(first), working), find_run(str(second), working), working)
 
 
 def _in_form(rows: list[dict[str, Any]], form: MetricsForm) -> Any:
