@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from plait.clusters.submit import submit
     from plait.commands.planning.plan_report import PlannedRun as PlannedRun
     from plait.commands.runs import Run as Run
-    from plait.commands.runs import compare_runs, runs
+    from plait.commands.runs import compare_runs, runs, write_report
     from plait.custom.collectives import all_reduce, broadcast, rank, size
     from plait.custom.cutting import BatchCut as BatchCut
     from plait.custom.exact_norm.batch_norm import convert_batch_norm
@@ -72,6 +72,7 @@ __all__ = [
     "submit",
     "train",
     "verify",
+    "write_report",
 ]
 """The functions. Types are public, too, but stay out of this list, by which help(plait) would print their members."""
 
@@ -121,6 +122,7 @@ _HOMES = {
     "sample": "plait.api_models",
     "compare_runs": "plait.commands.runs",
     "runs": "plait.commands.runs",
+    "write_report": "plait.commands.runs",
 }
 
 

@@ -51,6 +51,8 @@ _WANTED: Mapping[str, _Wanted] = {
     "form": _Wanted(text='"auto", "list" or "frame"', types=(str,), words=("auto", "list", "frame")),
     "hosts": _COUNT,
     "nodes": _OPTIONAL_COUNT,
+    "html": _OPTIONAL_PATH,
+    "md": _OPTIONAL_PATH,
     "on": _Wanted(text='"slurm", "ssh" or "kubernetes"', types=(str,), words=("slurm", "ssh", "kubernetes")),
     "port": _NATURAL,
     "progress": _Wanted(text='"auto", "lines" or "off"', types=(str,), words=("auto", "lines", "off")),

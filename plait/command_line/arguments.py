@@ -93,6 +93,9 @@ FirstRun = Annotated[str, typer.Argument(metavar="RUN", help="A run, by name or 
 SecondRun = Annotated[
     str, typer.Argument(metavar="RUN", help="Another run to compare it with.", autocompletion=_run_names)
 ]
+ManyRuns = Annotated[
+    list[str], typer.Argument(metavar="RUN...", help="Runs, by name or folder.", autocompletion=_run_names)
+]
 HostCount = Annotated[
     int, typer.Option("--hosts", metavar="NUMBER", help="Number of machines, this one included.", min=1)
 ]

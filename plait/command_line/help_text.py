@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 COMMAND_GROUPS: Mapping[str, Sequence[str]] = {
     "Train a model": ("new", "data", "plan", "train"),
-    "Look at runs": ("runs", "status", "compare", "remove"),
+    "Look at runs": ("runs", "status", "compare", "report", "remove"),
     "Use a model": ("sample", "eval", "chat", "export"),
     "Check layouts, machines and recovery": ("verify", "probe", "drill"),
     "Own programs, several machines": ("run", "join"),

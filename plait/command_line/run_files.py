@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from plait.checked_json import printable
-from plait.command_line.arguments import FirstRun, OneRun, SecondRun
+from plait.command_line.arguments import FirstRun, ManyRuns, OneRun, SecondRun
 from plait.command_line.models import screen_on
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
@@ -55,6 +56,22 @@ def compare_command(
         OptionalOutput(sys.stdout).write(f"{json.dumps(found.to_dict())}\n")
     else:
         screen_on(sys.stdout).print(str(found))
+
+
+def report_command(
+    runs: ManyRuns,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page that needs no other file.")
+    ] = None,
+    md: Annotated[Path | None, typer.Option("--md", metavar="FILE", help="Write Markdown.")] = None,
+) -> None:
+    """Write a report of runs into one file to keep or to send. Recipe, plan, curves, receipt, and how to repeat it."""
+    from plait.commands.runs import write_report
+
+    if html is None and md is None:
+        raise PlaitError("plait report writes a file; name it: --html FILE, --md FILE, or both")
+    for file in write_report(runs, html=html, md=md):
+        screen_on(sys.stdout).print(f"written  {file}")
 
 
 def remove_command(

@@ -8,11 +8,11 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from plait.arguments import check_arguments, with_known_keywords
+from plait.arguments import check_arguments, texts_of, with_known_keywords
 from plait.checked_json import printable
 from plait.checkpoint.store import published_checkpoints
 from plait.commands.monitoring.finish import run_end
-from plait.commands.monitoring.status import RunAccount, account_of
+from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.commands.python_call import in_call_words
 from plait.errors import PlaitError, installing
 from plait.planner.plan import Plan
@@ -20,7 +20,10 @@ from plait.recipe.schema import RunConfig
 from plait.report.metrics import read_metrics
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import read_receipt
+from plait.run_files.account import RunAccount, account_of
 from plait.run_files.comparison import RunComparison, compare_folders
+from plait.run_files.report_files import report_html, report_markdown
+from plait.run_files.run_report import run_report
 from plait.run_files.summary import RunSummary, run_summaries
 from plait.run_folder import find_run
 from plait.working_folder import named_folder
@@ -117,6 +120,31 @@ def compare_runs(first: str | Path, second: str | Path, *, folder: str | Path | 
         check_arguments(run=run)
     working = named_folder(folder)
     return compare_folders(find_run(str(first), working), find_run(str(second), working), working)
+
+
+@with_known_keywords()
+def write_report(
+    runs: str | Path | Sequence[str | Path],
+    *,
+    html: str | Path | None = None,
+    md: str | Path | None = None,
+    folder: str | Path | None = None,
+) -> list[Path]:
+    """Write a report of a run, or of several, into one file: a page (`html`), a Markdown text (`md`), or both. Returns
+    the paths. Raises PlaitError where a run cannot be read or a file cannot be written."""
+    check_arguments(html=html, md=md)
+    working = named_folder(folder)
+    files = {kind: Path(file) for kind, file in (("html", html), ("md", md)) if file is not None}
+    names = list(dict.fromkeys(texts_of("runs", runs)))
+    if not files or not names:
+        raise PlaitError("a report needs runs and a file: html=, md=, or both")
+    for file in files.values():
+        check_output_file(file)
+    report = run_report([find_run(name, working) for name in names], working)
+    texts = {"html": report_html, "md": report_markdown}
+    for kind, file in files.items():
+        write_output_file(file, texts[kind](report))
+    return list(files.values())
 
 
 def _in_form(rows: list[dict[str, Any]], form: MetricsForm) -> Any:

@@ -130,17 +130,20 @@ class Receipt:
 
     def __str__(self) -> str:
         """A few aligned lines, as `plait train --verbose` prints them."""
-        rows = [(name, printable(text)) for name, text in _rows(self) if text]
+        rows = [(name, printable(text)) for name, text in receipt_rows(self) if text]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in _rows(self) if text)
+        rows = "".join(
+            f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in receipt_rows(self) if text
+        )
         return f"<table>{rows}</table>"
 
 
-def _rows(receipt: Receipt) -> list[tuple[str, str]]:
+def receipt_rows(receipt: Receipt) -> list[tuple[str, str]]:
+    """What a receipt says, as names and texts; a text is empty where nothing is known."""
     degrees: Mapping[str, Any] = receipt.layout
     layout, ranks = Layout(**degrees), receipt.world_size
     speed = f"{format_count(receipt.tokens_per_s)} tokens/s, {format_duration(receipt.step_s_median)} a step (median)"

@@ -12,7 +12,6 @@ from typing import Literal
 
 import pytest
 
-from plait.commands.monitoring.status import LedgerLine, ledger_of
 from plait.commands.monitoring.training import TrainingEnd, run_training
 from plait.launch.local.run import ForkServer
 from plait.launch.values.failure import FailureFacts
@@ -21,6 +20,7 @@ from plait.layout import Layout
 from plait.planner.plan import Plan
 from plait.report.incidents import read_incidents, read_starts
 from plait.report.metrics import read_metrics
+from plait.run_files.account import LedgerLine, ledger_of
 from plait.run_folder import RunFolder
 from plait.screen.screen import SilentScreen
 from plait.workers import ENTRIES, ForkedWorkers, OnMessage, Renewed

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from plait.commands.drilling.faults import WITHOUT_RANK, Fault
-from plait.commands.monitoring.status import account_of, ledger_of
 from plait.report.incidents import BackAtWork, Incident, read_incidents
 from plait.report.metrics import read_metrics
+from plait.run_files.account import account_of, ledger_of
 from plait.run_folder import RunFolder
 from plait.units import counted, format_duration
 

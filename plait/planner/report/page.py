@@ -46,16 +46,18 @@ TABLE_TITLES = ("machines", "the whole run", "money", "a step", "tokens a second
 
 def page_html(reports: Sequence[PlanReport]) -> str:
     """The page's text."""
-    name = f"plait plan: {_subject(reports)}"
     bodies = [_chapter(report, number) for number, report in enumerate(reports)]
+    return document_html(f"plait plan: {_subject(reports)}", [_opening(reports), *bodies, _terms()])
+
+
+def document_html(name: str, bodies: Sequence[str]) -> str:
+    """A whole page in the style of a plan's, from HTML for its parts; it loads nothing and runs nothing."""
     guard = f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
     parts = [
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{guard}',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(name)}</title>\n<style>\n{_resource('page.css')}</style>\n</head>\n<body>",
-        _opening(reports),
         *bodies,
-        _terms(),
         "</body>\n</html>\n",
     ]
     return "\n".join(parts)
@@ -130,7 +132,7 @@ def _chapter(report: PlanReport, number: int) -> str:
         *(f'<p class="soft">{escape(note)}.</p>' for note in (*report.notes, *report.reasons)),
         f'<p class="answer">{escape(report.layout)}</p>',
         f'<dl class="facts">{cells}</dl>',
-        *map(_figure, pictures(report.search)),
+        *map(figure_html, pictures(report.search)),
         f'<h3>The answer in words</h3>\n<dl class="words">\n{words}\n</dl>\n</section>',
     ]
     return "\n".join(lines)
@@ -143,7 +145,8 @@ def _section(section: PlanSection) -> str:
     return f"<dt>{heading}</dt>\n<dd>{lines}{f'<ul>{points}</ul>' if points else ''}</dd>"
 
 
-def _figure(picture: Picture) -> str:
+def figure_html(picture: Picture) -> str:
+    """A picture with its title, what one sees in words, and its legend."""
     lines = [f'<figure>\n<h3>{escape(picture.title)}</h3>\n<p class="caption">{escape(picture.caption)}</p>']
     if drawing := picture.drawing:
         keys = "".join(f'<li><i style="background:{key.colour}"></i>{escape(key.words)}</li>' for key in drawing.legend)
