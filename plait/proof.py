@@ -169,7 +169,7 @@ class Verdict:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def compare_runs(
+def compare_tensor_files(
     reference: Path, ranks: Sequence[Path], layout: Layout, *, lr: float, tolerances: Tolerances
 ) -> Verdict:
     """Compare the tensor files that a layout's ranks saved with the reference's file; `lr` is the least scale of

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from math import inf
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated
 
 import typer
@@ -48,6 +50,17 @@ def _recipes_and_runs(incomplete: str) -> list[str]:
     return [*_recipe_files(incomplete), *_run_names()]
 
 
+def _settings() -> list[tuple[str, str]]:
+    """The keys of a recipe, each with "=" behind it and a few words on what it is, which some shells show.
+
+    Typer breaks longer lines, and a shell would take the rest for another key.
+    """
+    from plait.recipe.refusal import described_settings
+
+    found = [(f"{key}=", re.split("[:;.]", what)[0]) for key, what in described_settings()]
+    return [(key, shorten(what, max(1, 55 - len(key)), placeholder="…")) for key, what in found]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         OptionalOutput(sys.stdout).write(f"plait {__version__}\n")
@@ -76,7 +89,11 @@ RecipeOrRun = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help='Settings to change: train.budget="60 steps" and so on.'),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help='Settings to change: train.budget="60 steps" and so on.',
+        autocompletion=_settings,
+    ),
 ]
 RunName = Annotated[
     str,

@@ -47,7 +47,7 @@ def compare_command(
     as_json: Annotated[bool, typer.Option("--json", help="As one line of JSON.")] = False,
 ) -> None:
     """Compare two runs. Which learned better, beyond the noise of seeds; which is faster; what differs."""
-    from plait.run_files.comparison import compare_folders
+    from plait.run_files.comparing import compare_folders
     from plait.run_folder import find_run
     from plait.working_folder import CURRENT_FOLDER
 

@@ -21,7 +21,8 @@ from plait.report.metrics import read_metrics
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import read_receipt
 from plait.run_files.account import RunAccount, account_of
-from plait.run_files.comparison import RunComparison, compare_folders
+from plait.run_files.comparing import compare_folders
+from plait.run_files.comparison import RunComparison
 from plait.run_files.report_files import report_html, report_markdown
 from plait.run_files.run_report import run_report
 from plait.run_files.summary import RunSummary, run_summaries

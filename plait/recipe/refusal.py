@@ -80,6 +80,17 @@ def setting_named(word: str) -> str:
     return next((f"{top}.{word}" for top in tops), "")
 
 
+def described_settings() -> list[tuple[str, str]]:
+    """Every key of a recipe, as section.key, with what it is."""
+    sections = ((top, field.annotation) for top, field in RunConfig.model_fields.items())
+    return [
+        (f"{top}.{key}", (section.model_fields[name].description or "").partition("\n")[0])
+        for top, section in sections
+        if isinstance(section, type) and issubclass(section, BaseModel)
+        for name, key in _keys(section).items()
+    ]
+
+
 def _fields(annotation: object) -> Mapping[str, object]:
     return getattr(annotation, "model_fields", {})
 

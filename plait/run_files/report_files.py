@@ -25,7 +25,7 @@ from plait.planner.report.figures import (
     even_axis,
 )
 from plait.planner.report.page import document_html, figure_html
-from plait.run_files.run_report import LossCurve, ReportSection, ReportTable, RunReport
+from plait.run_files.run_report import LossCurve, ReportPart, ReportTable, RunReport
 from plait.screen.console import sparkline
 from plait.units import format_duration
 
@@ -49,7 +49,7 @@ def _chapters_html(report: RunReport, clean: _Cleaner) -> Iterator[str]:
         yield "</section>"
 
 
-def _section_html(section: ReportSection, clean: _Cleaner) -> str:
+def _section_html(section: ReportPart, clean: _Cleaner) -> str:
     def words(text: str) -> str:
         return escape(clean(text))
 
@@ -77,7 +77,7 @@ def _section_html(section: ReportSection, clean: _Cleaner) -> str:
     return "\n".join(parts)
 
 
-def _picture_of(section: ReportSection, clean: _Cleaner) -> Picture | None:
+def _picture_of(section: ReportPart, clean: _Cleaner) -> Picture | None:
     """The drawing of a section; its lines are what one sees, in words."""
     drawing = _draw_curves(section.curves, clean) if section.curves else _draw_bars(section.bars)
     return drawing and Picture(title=section.title, caption=" ".join(map(clean, section.lines)), drawing=drawing)
@@ -138,7 +138,7 @@ def report_markdown(report: RunReport) -> str:
     return "\n".join(lines)
 
 
-def _section_markdown(section: ReportSection, clean: _Cleaner) -> Iterator[str]:
+def _section_markdown(section: ReportPart, clean: _Cleaner) -> Iterator[str]:
     def words(text: str) -> str:
         return _escaped(clean(text))
 

@@ -20,8 +20,8 @@ from plait.report.metrics import EvalReport, StepReport, read_metrics
 from plait.report.receipt import ITEM_NAMES, WORTH_NAMING, Receipt, receipt_rows
 from plait.report.receipt_file import read_receipt
 from plait.run_files.account import TIME_IN_WORDS, RunAccount, account_of
-from plait.run_files.comparison import compare_folders
-from plait.run_files.comparison_text import comparison_lines
+from plait.run_files.comparing import compare_folders
+from plait.run_files.comparison import comparison_lines
 from plait.run_files.summary import RunSummary, summary_of
 from plait.run_files.table import loss_text
 from plait.run_folder import RunFolder
@@ -53,7 +53,7 @@ class LossCurve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportSection:
+class ReportPart:
     """A part of a report, in the order in which it is shown: words, facts, a table, a picture, text to copy."""
 
     title: str
@@ -73,7 +73,7 @@ class RunReport:
     """A report of one run or several, as values."""
 
     title: str
-    sections: Sequence[tuple[str, Sequence[ReportSection]]]
+    sections: Sequence[tuple[str, Sequence[ReportPart]]]
     """Chapters: one over all runs where there are several, then one for each run."""
     folder: Path
     """The working folder: paths in it are shown as they read from there."""
@@ -83,7 +83,7 @@ def run_report(folders: Sequence[RunFolder], working: WorkingFolder) -> RunRepor
     """The report of these runs; raises PlaitError where one of them cannot be read."""
     runs = [_read(folder, working) for folder in folders]
     names = [run.summary.name for run in runs]
-    chapters: list[tuple[str, Sequence[ReportSection]]] = []
+    chapters: list[tuple[str, Sequence[ReportPart]]] = []
     if len(runs) > 1:
         chapters.append(("All runs", list(_shared_sections(runs, working))))
     chapters += [(f"The run {run.summary.name}", list(_sections_of(run))) for run in runs]
@@ -128,23 +128,23 @@ def _read(folder: RunFolder, working: WorkingFolder) -> _ReadRun:
 # Over several runs.
 
 
-def _shared_sections(runs: Sequence[_ReadRun], working: WorkingFolder) -> Iterator[ReportSection]:
+def _shared_sections(runs: Sequence[_ReadRun], working: WorkingFolder) -> Iterator[ReportPart]:
     titles = ("run", "state", "tokens", "loss", "tokens/s", "a step", "workers")
-    yield ReportSection(title="Side by side", table=ReportTable(titles=titles, rows=[_row_of(run) for run in runs]))
+    yield ReportPart(title="Side by side", table=ReportTable(titles=titles, rows=[_row_of(run) for run in runs]))
     if len({run.plan.job.corpus_hash for run in runs}) == 1:
-        yield ReportSection(title="How they learned", curves=[_curve_of(run) for run in runs], lines=[_CURVE_WORDS])
+        yield ReportPart(title="How they learned", curves=[_curve_of(run) for run in runs], lines=[_CURVE_WORDS])
     else:
-        yield ReportSection(
+        yield ReportPart(
             title="How they learned",
             lines=["They learned from different tokens, so that their losses per token do not compare: see each run."],
         )
     if rows := _speedup_rows(runs):
         titles = ("workers", "run", "layout", "tokens/s", "speed-up", "of the workers", "forecast of a step", "a step")
         words = f"The same model and batch, against {runs_name(rows)}."
-        yield ReportSection(title="Speed by workers", lines=[words], table=ReportTable(titles=titles, rows=rows))
+        yield ReportPart(title="Speed by workers", lines=[words], table=ReportTable(titles=titles, rows=rows))
     if len(runs) == 2:
         found = compare_folders(runs[0].folder, runs[1].folder, working)
-        yield ReportSection(title="What explains the difference", code="\n".join(comparison_lines(found)))
+        yield ReportPart(title="What explains the difference", code="\n".join(comparison_lines(found)))
 
 
 def runs_name(rows: Sequence[Sequence[str]]) -> str:
@@ -203,15 +203,15 @@ _CURVE_WORDS = (
 )
 
 
-def _sections_of(run: _ReadRun) -> Iterator[ReportSection]:
-    yield ReportSection(title="In short", facts=list(_short_facts(run)), facts_as="tiles")
+def _sections_of(run: _ReadRun) -> Iterator[ReportPart]:
+    yield ReportPart(title="In short", facts=list(_short_facts(run)), facts_as="tiles")
     if len(run.steps) > 1:
-        yield ReportSection(title="How it learned", lines=[_CURVE_WORDS], curves=[_curve_of(run)])
-    yield ReportSection(title="What was asked", lines=["The keys of the recipe that were set."], code=run.recipe)
+        yield ReportPart(title="How it learned", lines=[_CURVE_WORDS], curves=[_curve_of(run)])
+    yield ReportPart(title="What was asked", lines=["The keys of the recipe that were set."], code=run.recipe)
     yield _plan_section(run.plan)
     if run.receipt is not None:
         yield _forecast_section(run.receipt)
-        yield ReportSection(title="The receipt", facts=[row for row in receipt_rows(run.receipt) if row[1]])
+        yield ReportPart(title="The receipt", facts=[row for row in receipt_rows(run.receipt) if row[1]])
     yield _time_section(run.account)
     yield _incident_section(run.account)
     yield _repeat_section(run)
@@ -227,7 +227,7 @@ def _short_facts(run: _ReadRun) -> Iterator[tuple[str, str]]:
     yield "model", f"{format_count(summary.parameters or 0)} parameters"
 
 
-def _plan_section(plan: Plan) -> ReportSection:
+def _plan_section(plan: Plan) -> ReportPart:
     job, optimizer = plan.job, plan.job.optimizer
     facts = [
         ("layout", f"{plan.placement.layout}, {counted(plan.world_size, 'worker')}"),
@@ -241,10 +241,10 @@ def _plan_section(plan: Plan) -> ReportSection:
         ("numbers", plan.arithmetic.precision),
     ]
     reasons = [reason for reason in plan.reasons if not reason.startswith(WARNING)]
-    return ReportSection(title="What was planned, and why", facts=facts, points=[*plan.warnings, *reasons])
+    return ReportPart(title="What was planned, and why", facts=facts, points=[*plan.warnings, *reasons])
 
 
-def _forecast_section(receipt: Receipt) -> ReportSection:
+def _forecast_section(receipt: Receipt) -> ReportPart:
     pairs = (
         ("a step", receipt.predicted_step_s, receipt.step_s_median, format_duration),
         (
@@ -266,7 +266,7 @@ def _forecast_section(receipt: Receipt) -> ReportSection:
         items = [(words, predicted[key], measured[key]) for key, words in ITEM_NAMES.items()]
         bars = [item for item in items if max(item[1:]) >= WORTH_NAMING * sum(measured.values())]
     table = ReportTable(titles=("", "forecast", "measured", "more or less"), rows=rows) if rows else None
-    return ReportSection(
+    return ReportPart(
         title="Forecast and fact", lines=[] if rows else ["The plan had no forecast."], table=table, bars=bars
     )
 
@@ -275,24 +275,24 @@ def _largest(values: Sequence[int]) -> float | None:
     return float(max(values)) if values else None
 
 
-def _time_section(account: RunAccount) -> ReportSection:
+def _time_section(account: RunAccount) -> ReportPart:
     shares = [(name, seconds) for name, seconds in account.seconds.items() if seconds > _LEAST_SHARE * account.wall_s]
     rows = [(TIME_IN_WORDS[name], format_duration(spent), f"{spent / account.wall_s:.1%}") for name, spent in shares]
     table = ReportTable(titles=("what", "time", "share"), rows=rows) if rows else None
     line = f"{format_duration(account.wall_s)} in {counted(account.starts, 'start')}."
-    return ReportSection(title="Where the time went", lines=[line], table=table)
+    return ReportPart(title="Where the time went", lines=[line], table=table)
 
 
-def _incident_section(account: RunAccount) -> ReportSection:
+def _incident_section(account: RunAccount) -> ReportPart:
     times = [one.at.partition(".")[0].removesuffix("+00:00").replace("T", " ") for one in account.incidents]
     points = [
         f"{at} UTC, after step {one.step}: {one.sentence} ({one.decision})"
         for at, one in zip(times, account.incidents, strict=True)
     ]
-    return ReportSection(title="Incidents", lines=[] if points else ["None."], points=points)
+    return ReportPart(title="Incidents", lines=[] if points else ["None."], points=points)
 
 
-def _repeat_section(run: _ReadRun) -> ReportSection:
+def _repeat_section(run: _ReadRun) -> ReportPart:
     job, optimizer, name = run.plan.job, run.plan.job.optimizer, run.summary.name
     chosen = {
         "train.budget": f"{job.steps} steps",
@@ -310,7 +310,7 @@ def _repeat_section(run: _ReadRun) -> ReportSection:
     versions = run.plan.machines.fingerprint.get("versions", {})
     facts = [(package, str(version)) for package, version in versions.items()]
     code = shlex.join(["plait", "train", f"{name}.toml", *(f"{key}={value}" for key, value in chosen.items())])
-    return ReportSection(title="How to repeat it", lines=lines, facts=facts, code=code)
+    return ReportPart(title="How to repeat it", lines=lines, facts=facts, code=code)
 
 
 def _curve_of(run: _ReadRun) -> LossCurve:

@@ -34,7 +34,7 @@ from plait.model.shape import ModelShape
 from plait.partition.boxes import kv_heads_of
 from plait.planner.plan import Plan
 from plait.planner.search.validity import check_shares
-from plait.proof import FLOAT64_TOLERANCES, Verdict, compare_runs, weight_text
+from plait.proof import FLOAT64_TOLERANCES, Verdict, compare_tensor_files, weight_text
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 from plait.screen.terminal import TerminalScreen
@@ -209,7 +209,7 @@ def judged(folder: Path, *ranks: dict[str, torch.Tensor]) -> Verdict:
     files = [folder / f"rank-{number}.safetensors" for number in range(len(ranks))]
     for file, tensors in zip(files, ranks, strict=True):
         save_file(tensors, file)
-    return compare_runs(
+    return compare_tensor_files(
         folder / "reference.safetensors", files, Layout(replicate=len(ranks)), lr=0.1, tolerances=FLOAT64_TOLERANCES
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +16,7 @@ import plait
 from plait.cli import app
 from plait.command_line.help_text import COMMAND_EXAMPLES, COMMAND_GROUPS, GroupedCommands
 from plait.machines.machine import software_versions
+from plait.recipe.load import flat_values, parse_config
 from tests.end_to_end.command import Ended, Place, ended
 from tests.end_to_end.conftest import RunWarm
 from tests.matrix import few_fast, slow
@@ -67,6 +70,7 @@ def test_the_version_is_one_everywhere(narrow: Place) -> None:
         slow(("plait train t", ["tiny.toml"])),
         slow(("plait plan rec", ["recipes/large.toml"])),
         ("plait probe recipes/", ["recipes/large.toml"]),
+        ("plait train tiny.toml optimizer.l", ["optimizer.lr="]),
     ],
 )
 def test_the_shell_completes_commands_options_runs_and_recipes(narrow: Place, line: str, offered: list[str]) -> None:
@@ -79,6 +83,16 @@ def test_the_shell_completes_commands_options_runs_and_recipes(narrow: Place, li
     (narrow.folder / "recipes" / "large.toml").touch()
     words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_PLAIT_COMPLETE": "complete_bash"}
     assert run(narrow, **words).out.split() == offered
+
+
+def test_the_keys_of_a_recipe_are_completed_without_torch_and_a_line_each(narrow: Place) -> None:
+    program = "import sys, plait.command_line.arguments as a; print(len(a._settings()), 'torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    known = len(flat_values(parse_config({"data": {"files": "x"}})))
+    assert int(told.stdout.split()[0]) >= known and told.stdout.split()[1] == "False"
+    line = {"_TYPER_COMPLETE_ARGS": "plait train tiny.toml ", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    offered = run(narrow, **line, _PLAIT_COMPLETE="complete_fish").out.splitlines()
+    assert len(offered) >= known and all(re.fullmatch(r"[a-z]+\.[a-z_]+=(\t.+)?", one) for one in offered), offered
 
 
 def test_completion_can_be_installed(narrow: Place) -> None:

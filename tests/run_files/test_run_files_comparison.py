@@ -16,8 +16,8 @@ from plait.data.index import read_index
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.plan import OptimizerPlan
-from plait.run_files.comparison import RunComparison, SeedNoise, compare_folders, effect_of, t_95
-from plait.run_files.comparison_text import comparison_lines
+from plait.run_files.comparing import compare_folders, t_95
+from plait.run_files.comparison import RunComparison, SeedNoise, comparison_lines, effect_of
 from plait.run_folder import RunFolder, find_run
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 from tests.report.test_report_metrics import step_report

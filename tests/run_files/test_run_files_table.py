@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from plait.cli import app
 from plait.run_files.summary import RunSummary
 from plait.run_files.table import age_text, runs_text
+from plait.working_folder import CURRENT_FOLDER
+from tests.run_files.written_runs import written_run
 
 NOW = datetime(2026, 11, 28, 12, 0, tzinfo=UTC)
 FIRST = RunSummary(
@@ -93,3 +98,17 @@ def test_ages() -> None:
     ages = {0: "now", -5: "now", 12: "12 s ago", 100: "2 min ago", 7200: "2 h ago", 90_000: "25 h ago"}
     assert {seconds: age_text(seconds) for seconds in ages} == ages
     assert age_text(400 * 86400) == "400 days ago"
+
+
+def test_status_without_a_name_says_what_runs_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    empty = CliRunner().invoke(app, ["runs"])
+    assert empty.output == f"no runs in {tmp_path}/runs; train one with: plait train RECIPE\n" and empty.exit_code == 0
+    assert CliRunner().invoke(app, ["runs", "--json"]).output == "[]\n"
+    written_run(CURRENT_FOLDER, "first")
+    runs, status = (CliRunner().invoke(app, [command, "--json"]).output for command in ("runs", "status"))
+    assert runs == status and [one["name"] for one in json.loads(runs)] == ["first"]
+    assert CliRunner().invoke(app, ["status"]).output.startswith("run    state")
+    refused = CliRunner().invoke(app, ["status", "--ledger"])
+    assert str(refused.exception) == "--ledger is of one run; name it: plait status RUN --ledger"

@@ -19,7 +19,7 @@ from plait.layout import Layout
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
 from plait.private_folder import job_folder, make_private_folder
-from plait.proof import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Tolerances, Verdict, compare_runs
+from plait.proof import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Tolerances, Verdict, compare_tensor_files
 from plait.recipe.load import recipe_text
 from plait.recipe.schema import RunConfig
 from plait.screen.screen import Screen
@@ -49,7 +49,7 @@ def check_gradients(
             _run_processes(folder, plan, workers, scope, "reference")
             _run_processes(folder, plan, workers, scope, "layout")
         ranks = [folder / f"rank-{rank}.safetensors" for rank in range(plan.world_size)]
-        return compare_runs(
+        return compare_tensor_files(
             folder / "reference.safetensors",
             ranks,
             plan.placement.layout,
@@ -112,7 +112,7 @@ def summation_order_noise(config: RunConfig, plan: Plan, workers: WorkerPool) ->
                 copyfile(files[0].parent / ROUTING, folder / ROUTING)
             _run_processes(folder, plan, workers, "gradients", "reference")
             files.append(folder / "reference.safetensors")
-        return compare_runs(
+        return compare_tensor_files(
             files[0], files[1:], Layout(), lr=plan.job.optimizer.lr, tolerances=FLOAT32_TOLERANCES
         ).largest("gradient", "sums")
 
