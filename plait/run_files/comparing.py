@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import isfinite, sqrt
-from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
 
 from plait.data.index import CorpusIndex, read_index
 from plait.errors import PlaitError
 from plait.planner.plan import Plan
+from plait.planner.plan_file import read_plan
 from plait.recipe.load import flat_values
-from plait.report.metrics import EvalReport, StepReport, median_speed, read_metrics
+from plait.report.metrics import EvalReport, StepReport, median_speed, read_last_metrics, read_metrics
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import read_receipt
 from plait.run_files.comparison import (
@@ -65,14 +65,22 @@ class _ReadRun:
 
     @property
     def learned(self) -> tuple[object, ...]:
-        """All that decides what the run learned but its seed, and the layout, which changes rounding alone."""
-        arithmetic = self.plan.arithmetic
-        transfers = arithmetic.gradient_transfer, arithmetic.stage_transfer
-        values = self.plan.job.shape, self.plan.job.sequence, self.plan.job.batch_sequences, self.plan.job.optimizer
-        text = self.plan.job.corpus_hash, self.plan.job.documents, self.plan.job.base
-        versions = tuple(sorted(_versions(self.plan).items()))
-        finetune = tuple(value for key, value in sorted(self.recipe.items()) if key.startswith("finetune."))
-        return (values, text, self.plan.job.steps, arithmetic.product_precision, transfers, versions, str(finetune))
+        """See `_learned`."""
+        return _learned(self.folder, self.recipe, self.plan)
+
+
+def _learned(folder: RunFolder, recipe: Mapping[str, Any], plan: Plan) -> tuple[object, ...]:
+    """All that decides what a run learned but its seed, and the layout, which changes rounding alone. Earlier plans are
+    part of it: a larger budget later on is not the same as that budget from the beginning."""
+    job, arithmetic = plan.job, plan.arithmetic
+    earlier = [read_plan(path).job for path in sorted(folder.path.glob("plan-*.json"))]
+    values = job.shape, job.sequence, job.batch_sequences, job.optimizer, job.steps, job.documents, job.base
+    numbers = arithmetic.product_precision, arithmetic.gradient_transfer, arithmetic.stage_transfer
+    changes = [
+        (one.steps, one.optimizer) for one in earlier if (one.steps, one.optimizer) != (job.steps, job.optimizer)
+    ]
+    finetune = [(key, value) for key, value in sorted(recipe.items()) if key.startswith("finetune.")]
+    return (values, job.corpus_hash, numbers, changes, sorted(_versions(plan).items()), finetune)
 
 
 def compare_folders(first: RunFolder, second: RunFolder, working: WorkingFolder) -> RunComparison:
@@ -227,15 +235,17 @@ def _seed_noise(one: _ReadRun, other: _ReadRun, unit: LossUnit, working: Working
     if one.state != "finished" or other.state != "finished":
         return None
     groups: tuple[dict[int, float], dict[int, float]] = {}, {}
-    like = [run for name in run_names(working) if (run := _finished_run(working.runs / name, working))]
-    for run in (*like, one, other):
-        for group, member in zip(groups, (one, other), strict=True):
-            if run.learned == member.learned and run.evaluations:
-                group[run.seed] = _loss_in(run.evaluations[-1], unit)
+    paths = dict.fromkeys([*(working.runs / name for name in run_names(working)), one.folder.path, other.folder.path])
+    wanted = one.learned, other.learned
+    ends = [end for path in paths if (end := _end_of(RunFolder(path), wanted))]
+    for learned, seed, evaluation in ends:
+        for group, like in zip(groups, wanted, strict=True):
+            if learned == like:
+                group[seed] = _loss_in(evaluation, unit)
     freedom = sum(len(group) - 1 for group in groups)
-    if one.learned == other.learned:
+    if wanted[0] == wanted[1]:
         groups, freedom = (groups[0], groups[0]), len(groups[0]) - 1
-    if freedom < 1:
+    if freedom < 1 or not all(groups):
         return None
     means = fmean(groups[0].values()), fmean(groups[1].values())
     squares = sum((loss - mean) ** 2 for group, mean in zip(groups, means, strict=True) for loss in group.values())
@@ -253,10 +263,17 @@ def t_95(freedom: int) -> float:
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
-def _finished_run(path: Path, working: WorkingFolder) -> _ReadRun | None:
+def _end_of(
+    folder: RunFolder, wanted: Sequence[tuple[object, ...]]
+) -> tuple[tuple[object, ...], int, EvalReport] | None:
+    """What a finished run learned, its seed and its last evaluation, if it learned what is wanted."""
     with suppress(PlaitError, OSError):  # damaged, or deleted meanwhile: it tells nothing of seeds
-        run = _read_run(RunFolder(path), working)
-        return run if run.state == "finished" else None
+        plan, recipe = folder.saved_plan(), flat_values(folder.saved_config())
+        learned = _learned(folder, recipe, plan)
+        if learned not in wanted or not folder.is_finished:
+            return None
+        _, end = read_last_metrics(folder.metrics, n_steps=1, evaluation_within=plan.cadence.evaluate_every_steps + 2)
+        return (learned, recipe["run.seed"], end) if end and isfinite(end.eval_loss) else None
     return None
 
 

@@ -168,7 +168,9 @@ def users_of(path: Path, working: WorkingFolder) -> list[str]:
 
 
 def _run_uses(other: Path, target: Path, working: WorkingFolder) -> bool:
-    links = [entry for entry in other.iterdir() if entry.is_symlink()] if os.access(other, os.R_OK) else []
+    links = list[Path]()
+    with suppress(OSError):  # deleted meanwhile, or closed to this user
+        links = [entry for entry in other.iterdir() if entry.is_symlink()]
     if any(entry.resolve().is_relative_to(target) for entry in links):
         return True
     return any(_file_names(other / name, target, working) for name in ("recipe.toml", "plan.json"))

@@ -16,10 +16,12 @@ from plait.data.index import read_index
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.planner.plan import OptimizerPlan
+from plait.planner.plan_file import write_plan
 from plait.run_files.comparing import compare_folders, t_95
 from plait.run_files.comparison import RunComparison, SeedNoise, comparison_lines, effect_of
 from plait.run_folder import RunFolder, find_run
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
+from tests.plans import changed
 from tests.report.test_report_metrics import step_report
 from tests.run_files.written_runs import usual_recipe_and_plan, write_metrics, written_run
 
@@ -258,3 +260,15 @@ def test_every_key_of_a_plan_has_its_effect() -> None:
     assert effect_of("job.shape.layers") == effect_of("arithmetic.precision") == "loss and speed"
     assert effect_of("placement.threads") == effect_of("arithmetic.compile") == "speed"
     assert effect_of("cadence.checkpoint_keep") == "neither"
+
+
+def test_a_run_that_went_on_to_a_larger_budget_is_not_one_of_the_seeds(here: WorkingFolder) -> None:
+    """It was trained for fewer steps first, by another schedule."""
+    for seed in (1, 2):
+        with_lr(here, f"low{seed}", 1e-3, 1.5 + seed / 100, seed)
+    grown = with_lr(here, "grown", 1e-3, 1.9, 3)
+    write_plan(changed(grown.saved_plan(), steps=50), grown.path / "plan-1.json")
+    with_lr(here, "high", 3e-3, 1.4)
+    found = compared("low1", "high")
+    assert found.loss and found.loss.seeds and found.loss.seeds.runs == (2, 1)
+    assert not compared("low1", "grown").loss.differ_by_seed_alone  # pyright: ignore[reportOptionalMemberAccess]
