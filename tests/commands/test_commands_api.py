@@ -175,16 +175,26 @@ def test_a_continued_run_has_no_receipt_until_its_new_end(place: Path, tmp_path:
 def test_every_function_has_a_command_or_is_about_values() -> None:
     """A new function or command needs a line here, and its place in the comparison above."""
     commands = {(info.name or info.callback.__name__) for info in app.registered_commands if info.callback}
-    with_command = {"train", "join", "plan", "verify", "probe", "sample", "chat", "export", "run", "submit"} & set(
-        plait.__all__
-    )
-    named_otherwise = {"evaluate": "eval", "prepare_data": "data"}
-    about_values = {"load_recipe", "runs"}
+    with_command = {
+        "train",
+        "join",
+        "plan",
+        "verify",
+        "probe",
+        "sample",
+        "chat",
+        "export",
+        "run",
+        "runs",
+        "submit",
+    } & set(plait.__all__)
+    named_otherwise = {"evaluate": "eval", "prepare_data": "data", "compare_runs": "compare", "write_report": "report"}
+    about_values = {"load_recipe"}
     within_programs = {"spread", "broadcast", "all_reduce", "rank", "size", "convert_batch_norm"}
     functions = {name for name in plait.__all__ if isinstance(getattr(plait, name), FunctionType)}
     assert functions == with_command | named_otherwise.keys() | about_values | within_programs
-    # plait new writes a file for people, status is Run.account, and a drill is for people who watch it.
-    by_hand = {"new", "status", "drill"}
+    # plait new writes a file for people, status is Run.account, a drill is for people who watch it, and remove asks.
+    by_hand = {"new", "status", "drill", "remove"}
     of_clusters = {"logs", "stop", "fetch", "node"}
     assert commands == with_command | set(named_otherwise.values()) | by_hand | of_clusters
 
