@@ -13,7 +13,7 @@ WITH_README = (
     "checkpoint", "machines", "clusters", "commands", "data", "launch", "parallel", "partition",
     "planner", "planner/calibration",
     "probing", "planner/heterogeneous", "planner/memory", "planner/resolve", "planner/search", "planner/step_time",
-    "recipe", "report", "trainer",
+    "recipe", "report", "run_files", "trainer",
 )  # fmt: skip
 
 
