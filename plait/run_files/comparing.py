@@ -80,7 +80,7 @@ def _learned(folder: RunFolder, recipe: Mapping[str, Any], plan: Plan) -> tuple[
         (one.steps, one.optimizer) for one in earlier if (one.steps, one.optimizer) != (job.steps, job.optimizer)
     ]
     finetune = [(key, value) for key, value in sorted(recipe.items()) if key.startswith("finetune.")]
-    return (values, job.corpus_hash, numbers, changes, sorted(_versions(plan).items()), finetune)
+    return (values, job.corpus_hash, numbers, changes, sorted(versions_of(plan).items()), finetune)
 
 
 def compare_folders(first: RunFolder, second: RunFolder, working: WorkingFolder) -> RunComparison:
@@ -95,7 +95,7 @@ def compare_folders(first: RunFolder, second: RunFolder, working: WorkingFolder)
         seeds=(one.seed, other.seed),
         recipe=_differences(one.recipe, other.recipe, left_out=("run.name",)),
         plan=_differences(_flat(asdict(one.plan)), _flat(asdict(other.plan)), left_out=_NOT_COMPARED),
-        versions=_differences(_versions(one.plan), _versions(other.plan)),
+        versions=_differences(versions_of(one.plan), versions_of(other.plan)),
         text=text,
         loss=loss if isinstance(loss, LossComparison) else None,
         why_no_loss="" if isinstance(loss, LossComparison) else loss,
@@ -122,8 +122,10 @@ def _read_run(folder: RunFolder, working: WorkingFolder) -> _ReadRun:
     )
 
 
-def _versions(plan: Plan) -> Mapping[str, Any]:
-    return plan.machines.fingerprint.get("versions", {})
+def versions_of(plan: Plan) -> Mapping[str, Any]:
+    """The versions of packages that a plan was made with."""
+    versions = plan.machines.fingerprint.get("versions")
+    return versions if isinstance(versions, Mapping) else {}
 
 
 def _differences(
@@ -180,7 +182,7 @@ def _heldout_loss(
     one: _ReadRun, other: _ReadRun, ends: tuple[EvalReport, EvalReport], text: TextRelation, working: WorkingFolder
 ) -> LossComparison | str:
     per_byte = [end.eval_nats_per_byte for end in ends]
-    is_per_byte = all(value is not None for value in per_byte)
+    is_per_byte = all(value is not None and isfinite(value) for value in per_byte)
     if text == "same text" and not is_per_byte:
         return "their losses cannot be compared: the tokenizers differ, and the held-out loss is known per token alone"
     unit: LossUnit = (

@@ -6,8 +6,10 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any, Literal
 
+from plait.checked_json import printable
 from plait.report.receipt import ITEM_NAMES
 from plait.run_files.summary import LossUnit, RunState
 from plait.units import counted, format_count, format_duration, times_text
@@ -137,6 +139,10 @@ class RunComparison:
 
     def __str__(self) -> str:
         return "\n".join(comparison_lines(self))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{escape(printable(str(self)))}</pre>"
 
 
 def effect_of(key: str) -> Effect:

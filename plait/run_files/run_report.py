@@ -20,7 +20,7 @@ from plait.report.metrics import EvalReport, StepReport, read_metrics
 from plait.report.receipt import ITEM_NAMES, WORTH_NAMING, Receipt, receipt_rows
 from plait.report.receipt_file import read_receipt
 from plait.run_files.account import TIME_IN_WORDS, RunAccount, account_of
-from plait.run_files.comparing import compare_folders
+from plait.run_files.comparing import compare_folders, versions_of
 from plait.run_files.comparison import comparison_lines
 from plait.run_files.summary import RunSummary, summary_of
 from plait.run_files.table import loss_text
@@ -276,8 +276,11 @@ def _largest(values: Sequence[int]) -> float | None:
 
 
 def _time_section(account: RunAccount) -> ReportPart:
-    shares = [(name, seconds) for name, seconds in account.seconds.items() if seconds > _LEAST_SHARE * account.wall_s]
-    rows = [(TIME_IN_WORDS[name], format_duration(spent), f"{spent / account.wall_s:.1%}") for name, spent in shares]
+    whole_s = account.wall_s
+    shares = [
+        (name, spent) for name, spent in account.seconds.items() if whole_s > 0 and spent > _LEAST_SHARE * whole_s
+    ]
+    rows = [(TIME_IN_WORDS[name], format_duration(spent), f"{spent / whole_s:.1%}") for name, spent in shares]
     table = ReportTable(titles=("what", "time", "share"), rows=rows) if rows else None
     line = f"{format_duration(account.wall_s)} in {counted(account.starts, 'start')}."
     return ReportPart(title="Where the time went", lines=[line], table=table)
@@ -307,8 +310,7 @@ def _repeat_section(run: _ReadRun) -> ReportPart:
         "names what plait had chosen by itself, which it may choose differently on another machine.",
         f"The seed is {run.seed}. The text is the same if plan.json has the same corpus_hash, {job.corpus_hash[:16]}….",
     ]
-    versions = run.plan.machines.fingerprint.get("versions", {})
-    facts = [(package, str(version)) for package, version in versions.items()]
+    facts = [(package, str(version)) for package, version in versions_of(run.plan).items()]
     code = shlex.join(["plait", "train", f"{name}.toml", *(f"{key}={value}" for key, value in chosen.items())])
     return ReportPart(title="How to repeat it", lines=lines, facts=facts, code=code)
 

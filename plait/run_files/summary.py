@@ -175,7 +175,7 @@ def _loss_of(
     if evaluation is not None and isfinite(evaluation.eval_loss):
         if evaluation.pair_accuracy is not None:
             return evaluation.eval_loss, "held out", "nats per pair"
-        if evaluation.eval_nats_per_byte is not None:
+        if evaluation.eval_nats_per_byte is not None and isfinite(evaluation.eval_nats_per_byte):
             return evaluation.eval_nats_per_byte, "held out", "nats per byte"
         return evaluation.eval_loss, "held out", "nats per token"
     if step is not None and isfinite(step.loss):

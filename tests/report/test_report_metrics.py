@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import PlaitError, RunFailed
-from plait.report.metrics import EvalReport, StepReport, read_metrics, trim_metrics
+from plait.report.metrics import EvalReport, StepReport, read_last_metrics, read_metrics, trim_metrics
 from plait.report.sinks import MetricsFile, Several, TensorBoard
 
 
@@ -221,3 +221,41 @@ def test_a_worker_of_an_earlier_start_writes_into_a_file_that_nobody_reads(tmp_p
     trim_metrics(path, 1)
     zombie.step(step_report(2))
     assert [report.step for report in read_metrics(path)[0]] == [1]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n_steps=st.integers(0, 1500),
+    evaluate_every=st.integers(1, 700),
+    wanted=st.integers(1, 80),
+    within=st.integers(1, 2000),
+    torn=st.integers(0, 100),
+)
+def test_the_last_lines_read_from_the_end_are_those_of_the_whole_file(
+    tmp_path_factory: pytest.TempPathFactory, n_steps: int, evaluate_every: int, wanted: int, within: int, torn: int
+) -> None:
+    path = tmp_path_factory.mktemp("end") / "metrics.jsonl"
+    lines: list[StepReport | EvalReport] = []
+    for step in range(1, n_steps + 1):
+        lines += [step_report(step), *([eval_report(step)] if step % evaluate_every == 0 else [])]
+    path.write_text("".join(line.to_line() for line in lines) + step_report(n_steps + 1).to_line()[:torn])
+    steps, evaluation = read_last_metrics(path, n_steps=wanted, evaluation_within=within)
+    all_steps, evaluations = read_metrics(path)
+    assert list(steps) == all_steps[-wanted:]
+    behind = next((n for n, line in enumerate(reversed(lines)) if isinstance(line, EvalReport)), math.inf)
+    if behind < within:
+        assert evaluation == evaluations[-1]
+    elif behind >= max(within, wanted + wanted // evaluate_every + 2):
+        assert evaluation is None
+
+
+def test_what_is_no_line_near_the_end_is_named_and_one_endless_line_is_no_trouble(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_last_metrics(path, n_steps=5, evaluation_within=5) == ([], None)
+    path.write_text(f"{step_report(1).to_line()}nonsense\n{step_report(2).to_line()}")
+    with pytest.raises(PlaitError, match="line 2 from its end, is not a line of metrics"):
+        read_last_metrics(path, n_steps=5, evaluation_within=5)
+    assert [one.step for one in read_last_metrics(path, n_steps=1, evaluation_within=1)[0]] == [2]
+    path.write_bytes(b"x" * (1 << 22))
+    with pytest.raises(PlaitError, match="it has a line that is too long"):
+        read_last_metrics(path, n_steps=5, evaluation_within=5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -200,3 +202,27 @@ def test_bad_input_is_a_sentence(here: WorkingFolder, arguments: list[str], sent
     ended = CliRunner().invoke(app, ["report", *arguments])
     assert isinstance(ended.exception, PlaitError) and sentence in str(ended.exception)
     assert not Path("r.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("plan.json", '"versions": {', '"versions": "none", "other": {'),
+        ("metrics.jsonl", '"step_s": 0.05', '"step_s": -1e308'),
+        ("metrics.jsonl", '"eval_nats_per_byte": 1.5', '"eval_nats_per_byte": null'),
+        ("metrics.jsonl", '"loss": ', '"loss": null, "grad_norm": null, "x": '),
+    ],
+)
+def test_figures_that_no_run_comes_to_are_a_sentence_or_left_out(
+    here: WorkingFolder, file: str, old: str, new: str
+) -> None:
+    """Files that others may have written: never a traceback."""
+    finished(here, "good")
+    path = finished(here, "odd").path / file
+    text = re.sub(r',\s*"sha256": "\w+"', "", path.read_text())
+    assert old in text
+    path.write_text(text.replace(old, new))
+    for call in (lambda: html_of("good", "odd"), lambda: str(plait.compare_runs("good", "odd")), plait.runs):
+        with suppress(PlaitError):
+            call()
+    assert json.dumps([one.to_dict() for one in plait.runs()], allow_nan=False)
