@@ -32,7 +32,8 @@ from plait.run_folder import RunFolder, run_names
 from plait.working_folder import WorkingFolder
 
 _NOT_COMPARED = (
-    "forecast", "reasons", "recipe_hash", "step_s", "machines.fingerprint.versions", "machines.peak_flops",
+    "forecast", "reasons", "warnings", "faster_arithmetic",
+    "recipe_hash", "step_s", "machines.fingerprint.versions", "machines.peak_flops",
     "machines.left_out", "arithmetic.matmul_flops", "arithmetic.matmul_error", "cadence.copy_", "job.corpus",
     "job.budget.epoch_tokens", "job.base_fingerprint",
 )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Literal
 import tomli_w
 
 from plait.errors import PlaitError
-from plait.planner.plan import WARNING, Plan
+from plait.planner.plan import Plan
 from plait.recipe.load import flat_values
 from plait.report.metrics import EvalReport, StepReport, read_metrics
 from plait.report.receipt import ITEM_NAMES, WORTH_NAMING, Receipt, receipt_rows
@@ -240,8 +240,8 @@ def _plan_section(plan: Plan) -> ReportPart:
         ("optimizer", f"{optimizer.kind}, learning rate {optimizer.lr:.3g}, {optimizer.schedule}"),
         ("numbers", plan.arithmetic.precision),
     ]
-    reasons = [reason for reason in plan.reasons if not reason.startswith(WARNING)]
-    return ReportPart(title="What was planned, and why", facts=facts, points=[*plan.warnings, *reasons])
+    warnings = [f"warning: {warning}" for warning in plan.warnings]
+    return ReportPart(title="What was planned, and why", facts=facts, points=[*warnings, *plan.reasons])
 
 
 def _forecast_section(receipt: Receipt) -> ReportPart:
