@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import Any, TextIO
 
 from plait.checked_json import parse_object, sealed_text, typed_value
@@ -216,7 +216,8 @@ def find_run(name_or_path: str, working: WorkingFolder = CURRENT_FOLDER) -> RunF
         folder = RunFolder(path)
         if _holds_run(folder):
             return folder
-    if (half := working.runs / name_or_path).is_dir() and half.parent == working.runs:
+    half = working.runs / name_or_path
+    if half.parent == working.runs and half.name.isprintable() and _is_folder(half):
         raise PlaitError(
             f"{half} holds no run that has begun (plan.json or recipe.toml is missing); give its plait train again"
         )
@@ -251,6 +252,13 @@ def _is_file(path: Path) -> bool:
             "of those above it"
         ) from None
     except (OSError, ValueError):  # ValueError: no path at all
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return S_ISDIR(path.stat().st_mode)
+    except (OSError, ValueError):  # no path at all
         return False
 
 

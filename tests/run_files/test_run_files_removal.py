@@ -135,7 +135,7 @@ def test_a_link_in_place_of_a_run_and_a_folder_elsewhere_are_refused(here: Worki
         removal_of("far", here)
     with pytest.raises(PlaitError, match=r"elsewhere/runs/far is not in .*runs; go to the folder"):
         removal_of("elsewhere/runs/far", here)
-    for name in ("", ".", "..", "runs", "/", "nope", "../runs", "first/checkpoints"):
+    for name in ("", ".", "..", "runs", "/", "nope", "../runs", "first/checkpoints", "x" * 5000):
         with pytest.raises(PlaitError):
             removal_of(name, here)
     assert left() == {"first", "second", "far"}
