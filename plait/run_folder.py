@@ -88,6 +88,11 @@ class RunFolder:
         return self.path / "shares.jsonl"
 
     @property
+    def rank_times(self) -> Path:
+        """How each rank spent its steps, for people who look on; nothing that a run needs."""
+        return self.path / "rank-times.jsonl"
+
+    @property
     def incidents(self) -> Path:
         """One line for each time that the run was ended by a failure, whether it then went on by itself or not."""
         return self.path / "incidents.jsonl"
@@ -103,7 +108,7 @@ class RunFolder:
         return self.path / "base"
 
     @property
-    def _totals(self) -> Path:
+    def totals_file(self) -> Path:
         return self.path / "so-far.json"
 
     @property
@@ -175,7 +180,7 @@ class RunFolder:
     @property
     def totals(self) -> RunTotals:
         """The totals over all sessions of the run so far."""
-        path = self._totals
+        path = self.totals_file
         try:
             return typed_value(RunTotals, parse_object(read_regular_file(path))) if path.exists() else RunTotals()
         except (OSError, ValueError) as error:
@@ -185,7 +190,7 @@ class RunFolder:
 
     def write_totals(self, totals: RunTotals) -> None:
         """Save the totals so far, for the receipt at the end of a later session."""
-        replace_file(self._totals, sealed_text(asdict(totals)).encode())
+        replace_file(self.totals_file, sealed_text(asdict(totals)).encode())
 
 
 def _is_same_plan(old: Plan, new: Plan) -> bool:

@@ -22,6 +22,7 @@ from plait.parallel.mesh import PEER_TIMEOUT, make_mesh, open_store, use_gpu, wo
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
+from plait.report.rank_times_file import RankTimesFile
 from plait.trainer.actions import loop_actions
 from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.actions import Rebalancer, plan_at, watch_every_steps
@@ -94,7 +95,8 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
                 return own
 
             tell = partial(context.send, "times")
-            balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage)
+            rank_times = RankTimesFile(folder / "rank-times.jsonl", context.world_size).add
+            balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage, rank_times)
             parts, generation = requested["parts"], requested["generation"]
             saver = saver_of(
                 assembly,

@@ -32,15 +32,21 @@ gather waits for the GPU."""
 MoveLayers = Callable[[tuple[int, ...]], Meter]
 """Moves layers between the pipeline's stages, given the number of layers of each stage; returns the meter of the new
 stages."""
+RecordRankTimes = Callable[[int, Sequence[Sequence[Sequence[float]]]], None]
+"""Takes the last of some steps, and each rank's rows of seconds, one per step."""
 _Line = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A recorded change: first step, sequences per data-parallel rank, layers per stage."""
+
+
+def _record_nothing(last_step: int, rows_of_ranks: Sequence[Sequence[Sequence[float]]]) -> None:
+    pass
 
 
 class Rebalancer:
     """One rank's part in rebalancing. Every rank must make one, and call the same methods in the same order.
 
     Recorded changes are applied even where the plan never rebalances. Only rank 0 reads and writes `file`, and passes
-    the times of its own steps to `report`.
+    the times of its own steps to `report`, and those of all ranks to `record`.
     """
 
     def __init__(
@@ -51,9 +57,10 @@ class Rebalancer:
         world: Communicator,
         report: Callable[..., None],
         move_layers: MoveLayers | None = None,
+        record: RecordRankTimes = _record_nothing,
     ) -> None:
         """Without `move_layers` the stages keep their layers."""
-        self._tell, self._move_layers = report, move_layers
+        self._tell, self._move_layers, self._record = report, move_layers, record
         self._assembly, self._meter, self._world, self._file = assembly, meter, world, file
         self._every = assembly.plan.cadence.balance_every_steps
         self._sequences = assembly.plan.sequences_per_replica
@@ -94,12 +101,15 @@ class Rebalancer:
             for step, times in enumerate(own, start=state.step - len(own) + 1):
                 self._tell(step=step, **asdict(times))
         if not watched:
+            if plan.world_size == 1:
+                self._record(state.step, [[astuple(times) for times in own]])
             return []
         link_s = message_from_before_s() if self._times_links else 0.0
         rows = torch.tensor([(*astuple(times), link_s) for times in own], dtype=torch.float64).reshape(-1, 5)
         gathered = [part.tolist() for part in self._world.gather(rows)]
         lines: list[str] = []
         if self._history is not None:
+            self._record(state.step, gathered)
             lines = self._history.record(state.step, gathered, self._sequences)
         if self._world.size > 2:  # of two hosts' one cable everybody knows which it is
             requested = self._history is not None and self._history.needs_link_times
