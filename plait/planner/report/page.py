@@ -19,7 +19,7 @@ from plait.planner.report.bars import (
     waterfall,
     waterfall_caption,
 )
-from plait.planner.report.figures import Picture
+from plait.planner.report.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, TEAL, Picture
 from plait.planner.report.layout_map import draw_map, layout_map, map_caption
 from plait.planner.report.report import PlanReport, PlanSection, run_cost_text, run_time_text
 from plait.planner.search.found import Search
@@ -56,11 +56,18 @@ def document_html(name: str, bodies: Sequence[str]) -> str:
     parts = [
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{guard}',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(name)}</title>\n<style>\n{_resource('page.css')}</style>\n</head>\n<body>",
+        f"<title>{escape(name)}</title>\n<style>\n{shared_style()}{_resource('page.css')}</style>\n</head>\n<body>",
         *bodies,
         "</body>\n</html>\n",
     ]
     return "\n".join(parts)
+
+
+def shared_style() -> str:
+    """The style sheet of all of plait's pages, with the pictures' colours by name."""
+    names = {"blue": BLUE, "teal": TEAL, "orange": ORANGE, "red": RED, "purple": PURPLE, "grey": GREY, "green": GREEN}
+    colours = " ".join(f"--{name}: {colour};" for name, colour in names.items())
+    return f":root {{ {colours} }}\n{_resource('look.css')}"
 
 
 def pictures(found: Search) -> tuple[Picture, ...]:
