@@ -7,6 +7,7 @@ import io
 import os
 import stat
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -33,6 +34,7 @@ from plait.command_line.models import chat_command, evaluate, export_command, sa
 from plait.command_line.programs import join_command, run_command
 from plait.command_line.run_files import compare_command, remove_command, report_command, runs_command
 from plait.command_line.runs import drill_command, new_command, status_command
+from plait.command_line.watch import page_beside, watch_command
 from plait.errors import PlaitError
 from plait.launch.local.output import OptionalOutput
 from plait.launch.local.signals import ignore_stop_signals, interrupting_signals
@@ -73,12 +75,16 @@ def train(
     secret_file: SecretFile = None,
     why: Annotated[bool, typer.Option("--why", help="Also print the reason of each automatic choice.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="At the end, also print the whole receipt.")] = False,
+    page: Annotated[bool, typer.Option("--page", help="Also serve a live page about the run.")] = False,
 ) -> None:
     """Train a model as a recipe says. The same command continues a run that was stopped."""
     from plait.commands.early_start import early_server
 
     screen = _screen()  # a log's silence counts from here
-    with early_server(recipe, overrides or [], hosts) as started:
+    with ExitStack() as opened:
+        started = opened.enter_context(early_server(recipe, overrides or [], hosts))
+        if page:
+            opened.enter_context(page_beside(recipe, overrides or []))
         from plait.commands.train import continuing_command, train
         from plait.hosts.joining import HostsRequest
 
@@ -245,6 +251,7 @@ command(name="status")(status_command)
 command(name="compare")(compare_command)
 command(name="report")(report_command)
 command(name="remove")(remove_command)
+command(name="watch")(watch_command)
 command(name="submit")(submit_command)
 command(name="logs")(logs_command)
 command(name="stop")(stop_command)

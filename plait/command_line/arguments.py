@@ -113,6 +113,9 @@ SecondRun = Annotated[
 ManyRuns = Annotated[
     list[str], typer.Argument(metavar="RUN...", help="Runs, by name or folder.", autocompletion=_run_names)
 ]
+RunNames = Annotated[
+    list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs, by name or folder.", autocompletion=_run_names)
+]
 HostCount = Annotated[
     int, typer.Option("--hosts", metavar="NUMBER", help="Number of machines, this one included.", min=1)
 ]

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ANSWERS = re.findall(r"^\| (.+\?) \| (\S+) \|$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
 WITH_README = (
-    "checkpoint", "machines", "clusters", "commands", "data", "launch", "parallel", "partition",
+    "checkpoint", "page", "machines", "clusters", "commands", "data", "launch", "parallel", "partition",
     "planner", "planner/calibration",
     "probing", "planner/heterogeneous", "planner/memory", "planner/resolve", "planner/search", "planner/step_time",
     "recipe", "report", "run_files", "trainer",

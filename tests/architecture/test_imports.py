@@ -27,7 +27,7 @@ FLOORS = {
     "trainer": 5, "workers": 5, "run_folder": 5,
     "probing": 6, "run_files": 6,
     "custom": 7, "hosts": 7,
-    "commands": 8, "process_exit": 8, "clusters": 9,
+    "commands": 8, "process_exit": 8, "clusters": 9, "page": 9,
     "api": 10, "api_models": 10, "command_line": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
@@ -73,7 +73,8 @@ WITHOUT_TORCH = ("plait.cli", "plait.api", "plait.planner.resolve.resolve", "pla
                  "plait.data.preparation.prepare",
                  "plait.data.order", "plait.checkpoint.store", "plait.report.sinks", "plait.launch.local.run",
                  "plait.partition.boxes", "plait.partition.pipeline_schedule", "plait.run_folder",
-                 "plait.commands.train", "plait.commands.plan", "plait.run_files.summary")  # fmt: skip
+                 "plait.commands.train", "plait.commands.plan", "plait.run_files.summary", "plait.page.app",
+                 "plait.page.serve")  # fmt: skip
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Literal
 from plait.commands.monitoring.forecast_monitor import ForecastMonitor
 from plait.commands.planning.introduction import Details, reason_lines
 from plait.errors import RunFailed
-from plait.machines.catalog import find_device_by_driver_name
+from plait.machines.catalog import Device, find_device_by_driver_name
 from plait.model.weights import training_flops_per_token
 from plait.partition.execution import Compile
 from plait.planner.calibration.factors import (
@@ -123,11 +123,7 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
     so_far, forecast = folder.totals, plan.forecast
     full, causal = (training_flops_per_token(plan.job.shape, plan.job.sequence, kind) for kind in ("full", "causal"))
     device_hours = so_far.device_s / 3600
-    known = (
-        find_device_by_driver_name(plan.machines.fingerprint["name"])
-        if plan.machines.device == "cuda" and not _has_several_host_kinds(plan)
-        else None
-    )
+    known = device_with_price(plan)
     predicted, came = (monitor.predicted, monitor.observed) if monitor else (None, None)
     return Receipt(
         steps=plan.job.steps,
@@ -179,6 +175,13 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
 def _useful_share(steps: Sequence[StepReport], wall_s: float) -> float | None:
     useful_s = sum(report.step_s for report in steps if isfinite(report.step_s))
     return min(1.0, useful_s / wall_s) if wall_s > 0 else None
+
+
+def device_with_price(plan: Plan) -> Device | None:
+    """What the catalogue says of a plan's GPUs; None for processors, where hosts differ, and of GPUs it has not."""
+    if plan.machines.device != "cuda" or _has_several_host_kinds(plan):
+        return None
+    return find_device_by_driver_name(plan.machines.fingerprint["name"])
 
 
 def _has_several_host_kinds(plan: Plan) -> bool:

@@ -38,12 +38,10 @@ def run_start(plan: Plan, folder: Path, details: Details = (), start: StartOf = 
     """Four lines: the model and the run's name, the devices and their work, how long it takes, where it is; one more
     where faster arithmetic than torch's default was chosen; then warnings, where the plan is new, and all reasons,
     where they were asked for. The line about the run's text comes before, once that is prepared."""
-    shape = plan.job.shape
-    size = f"{format_count(parameter_count(shape))} parameters in {counted(shape.layers, 'layer')}"
     lines = [
-        f"model    {folder.name}: {size}, width {shape.width}{_adapter_text(shape)}{mixture_text(shape)}"
-        f"{objectives_text(shape)}",
-        f"devices  {_devices_text(plan)}: {layout_in_words(plan.placement.layout)}, {_workers_text(plan)}",
+        f"model    {folder.name}: {model_text(plan.job.shape)}",
+        f"devices  {planned_devices_text(plan)}: "
+        f"{layout_in_words(plan.placement.layout)}, {planned_workers_text(plan)}",
         f"time     {_time_text(plan)}",
         f"run      {folder}, {_saved_text(plan)}; --why gives the reasons",
     ]
@@ -53,6 +51,12 @@ def run_start(plan: Plan, folder: Path, details: Details = (), start: StartOf = 
     reasons = reason_lines(plan) if "reasons" in details else []
     points = (*(f"warning: {warning}" for warning in warnings), *reasons)
     return "\n".join([*lines, *(f"         · {point}" for point in points)])
+
+
+def model_text(shape: ModelShape) -> str:
+    """A model's size, and what is special about it."""
+    size = f"{format_count(parameter_count(shape))} parameters in {counted(shape.layers, 'layer')}"
+    return f"{size}, width {shape.width}{_adapter_text(shape)}{mixture_text(shape)}{objectives_text(shape)}"
 
 
 def _adapter_text(shape: ModelShape) -> str:
@@ -99,7 +103,8 @@ def time_left_text(plan: Plan, steps_done: int) -> str:
     return f"about {format_duration((plan.job.steps - steps_done) * step_s)}" if step_s else ""
 
 
-def _devices_text(plan: Plan) -> str:
+def planned_devices_text(plan: Plan) -> str:
+    """The machines that a plan is for."""
     if len(plan.machines.hosts) > 1:
         without = (
             f", without {', '.join(host.name for host in plan.machines.left_out)}" if plan.machines.left_out else ""
@@ -111,7 +116,8 @@ def _devices_text(plan: Plan) -> str:
     return f"{found['name']}, {counted(found['cores'], 'core')}"
 
 
-def _workers_text(plan: Plan) -> str:
+def planned_workers_text(plan: Plan) -> str:
+    """The number of workers, and of threads where they compute on a processor."""
     workers = counted(plan.world_size, "worker")
     return workers if plan.machines.device == "cuda" else f"{workers} × {counted(plan.placement.threads, 'thread')}"
 
