@@ -34,7 +34,7 @@ class Gathering:
     """Gathers rows for a run, and knows how long it waited for other workers."""
 
     def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+        self._workers, self._begin = workers, workers.order.message("run.gather")
         self.waited_s = 0.0
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -61,6 +61,7 @@ class Gathering:
     def rows_of_all(self, rows: Tensor) -> tuple[Tensor, int]:
         """All workers' rows without a graph, and how many stand before this worker's own."""
         began = time.perf_counter()
+        self._check_place()
         found = gather_tensors(rows, self._workers.sums)
         self.waited_s += time.perf_counter() - began
         for rank, other in enumerate(found):
@@ -75,12 +76,18 @@ class Gathering:
     def sum(self, gradient: Tensor) -> Tensor:
         """The sum over all workers, in numbers that gloo can add."""
         began = time.perf_counter()
+        self._check_place()
         narrow = gradient.dtype in (torch.float16, torch.bfloat16)
         summed = self._workers.sums(
             gradient.float() if narrow else gradient.clone(memory_format=torch.contiguous_format)
         )
         self.waited_s += time.perf_counter() - began
         return summed.to(gradient.dtype)
+
+    def _check_place(self) -> None:
+        """Raise PlaitError where others wait for something else."""
+        _, compare = self._begin(0)
+        compare()
 
 
 class _Gather(torch.autograd.Function):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from plait.custom.message_order import MessageOrder
 from plait.custom.process.launcher import LAUNCHER, Launcher
 from plait.custom.process.leaving import wait_for_gloo_threads
 from plait.custom.process.started_worker import StartedWorker, environment_number, gpu_or_processor, started_worker
@@ -45,6 +46,8 @@ class Workers:
     connections: dist.ProcessGroup | None = None
     """Those of `sums`, where no gradients stand in line; None: those of all."""
     launcher: Launcher = field(default_factory=LAUNCHER.get)
+    order: MessageOrder = field(default_factory=MessageOrder)
+    """What passes of layout "shard parameters" wait for."""
 
     def announce(self, call: SharedCall, number: int = 0) -> Callable[[], None]:
         """Begin to tell all workers in which call this one is, and at which number of it.
@@ -55,6 +58,7 @@ class Workers:
         self.launcher.note_call(call)
         if self.size == 1:
             return _nothing_to_compare
+        self.order.end()
         code = get_args(SharedCall).index(call)
         told = torch.tensor([code, code**2, number, number**2], dtype=torch.float64)
         work = dist.all_reduce(told, group=self.connections, async_op=True)

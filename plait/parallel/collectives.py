@@ -6,6 +6,7 @@ torch renamed the two in 2.13 and warns of their old names; plait runs from 2.11
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +19,13 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """reduce_scatter(own, whole, group=…, async_op=…): this rank's part of the sum of everybody's whole."""
 
-SUM_TAG, SPREAD_TAG = 0, 1
+SUM_TAG, SPREAD_TAG, HEADER_TAG = 0, 1, 2
 """Tags of messages between ranks of `tensor`, and of `shard` with sharded parameters; no others have tags so low."""
+
+
+MessageBegin = Callable[[int], tuple[int, Callable[[], None]]]
+"""Called when a message of so many numbers begins; returns its tag, and what is to be called before the message is
+waited for."""
 
 
 # Note [room first]: gloo sends only once the other side has said that it has room, and that word queues behind whatever
@@ -65,14 +71,19 @@ def send_own(whole: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Wor
     return [_work(dist.isend(own, group=group, group_dst=rank, tag=tag)) for rank in _others(group)]
 
 
-def sum_parts(own: Tensor, whole: Tensor, group: dist.ProcessGroup, tag: int) -> None:
+def sum_parts(
+    own: Tensor, whole: Tensor, group: dist.ProcessGroup, tag: int, compare: Callable[[], None] = lambda: None
+) -> None:
     """Write the sum of everybody's parts of this rank to `own`, added up in the order of the ranks. Blocks.
 
-    Where gloo stands for reduce_scatter(own, whole), which sums all parts on all ranks.
+    Where gloo stands for reduce_scatter(own, whole), which sums all parts on all ranks. `compare` is called once the
+    messages are on their way, before they are waited for.
     """
     parts, index = _parts(whole, group), dist.get_rank(group)
     received = torch.empty_like(parts[1:])
-    for work in swap_parts(whole, received, group, tag):
+    works = swap_parts(whole, received, group, tag)
+    compare()
+    for work in works:
         work.wait()
     first, second, *others = *received[:index], parts[index], *received[index:]
     flat = torch.add(first, second, out=own.view(-1))

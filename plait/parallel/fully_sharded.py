@@ -23,7 +23,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from plait.model.gpt import GPT, mixtures_of
 from plait.model.mixture import Experts
 from plait.model.router import Router
-from plait.parallel.collectives import SPREAD_TAG, SUM_TAG, spread_own, sum_parts
+from plait.parallel.collectives import (
+    SPREAD_TAG,
+    SUM_TAG,
+    MessageBegin,
+    all_gather,
+    reduce_scatter,
+    spread_own,
+    sum_parts,
+)
 from plait.parallel.gradient_buckets import BUCKET_BYTES, SharedWeight, whole_units
 from plait.parallel.gradient_reducer import GradientReducer, ProcessGroups
 from plait.parallel.mesh import make_groups
@@ -71,6 +79,14 @@ def sum_gradients_of(model: nn.Module, device: str) -> None:
         if device == "cpu":
             module.set_custom_all_gather(SpreadWeights())  # pyright: ignore[reportArgumentType]
             module.set_custom_reduce_scatter(SwapGradients())  # pyright: ignore[reportArgumentType]
+
+
+def announce_messages(unit: FSDPModule, device: str, gathered: MessageBegin, summed: MessageBegin) -> None:
+    """Have a unit's messages heard of by these as they begin; on processors they take their tags from them, and wait
+    only once what these return has been called."""
+    gather, swap = (SpreadWeights, SwapGradients) if device == "cpu" else (DeviceGather, DeviceReduceScatter)
+    unit.set_custom_all_gather(gather(gathered))  # pyright: ignore[reportArgumentType]
+    unit.set_custom_reduce_scatter(swap(summed))  # pyright: ignore[reportArgumentType]
 
 
 def gather_ahead(units: Sequence[FSDPModule]) -> None:
@@ -257,15 +273,20 @@ NO_BUCKET_LIMIT = timedelta(0)
 """No timeout, in torch's convention."""
 
 
+def _nothing() -> None:
+    """Most messages are not compared."""
+
+
 class AllWork(dist.Work):
     """Several transfers as one torch Work."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(self, works: Sequence[dist.Work], before_wait: Callable[[], None] = _nothing) -> None:
         super().__init__()
-        self._works = works
+        self._works, self._before_wait = works, before_wait
 
     def wait(self, timeout: timedelta = NO_BUCKET_LIMIT) -> bool:
         """Block until all are over; each may take as long."""
+        self._before_wait()
         for work in self._works:
             work.wait(timeout)
         return True
@@ -280,11 +301,15 @@ class _OrdinaryMemory:
 class SpreadWeights(_OrdinaryMemory):
     """FSDP2's all-gather: a unit's weights from the parts of all ranks."""
 
+    def __init__(self, begin: MessageBegin = lambda _: (SPREAD_TAG, _nothing)) -> None:
+        self._begin = begin
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather in place: the input lies in the output."""
-        begun = AllWork(spread_own(output_tensor, group, SPREAD_TAG))
+        tag, compare = self._begin(output_tensor.numel())
+        begun = AllWork(spread_own(output_tensor, group, tag), compare)
         if not async_op:
             begun.wait()
         return begun if async_op else None
@@ -292,6 +317,9 @@ class SpreadWeights(_OrdinaryMemory):
 
 class SwapGradients(_OrdinaryMemory):
     """FSDP2's reduce-scatter: this rank's part of the sum of a unit's gradients."""
+
+    def __init__(self, begin: MessageBegin = lambda _: (SUM_TAG, _nothing)) -> None:
+        self._begin = begin
 
     def __call__(
         self,
@@ -303,4 +331,38 @@ class SwapGradients(_OrdinaryMemory):
     ) -> None:
         """Sum over the ranks; blocks, as torch requires here."""
         assert op == dist.ReduceOp.SUM and not async_op, "gradients are sums everywhere: Note [loss is a sum]"
-        sum_parts(output_tensor, input_tensor, group, SUM_TAG)
+        tag, compare = self._begin(input_tensor.numel())
+        sum_parts(output_tensor, input_tensor, group, tag, compare)
+
+
+class DeviceGather(_OrdinaryMemory):
+    """FSDP2's all-gather as torch has it, by the device's library; `begin` hears of each."""
+
+    def __init__(self, begin: MessageBegin) -> None:
+        self._begin = begin
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather in place: the input lies in the output."""
+        self._begin(output_tensor.numel())
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class DeviceReduceScatter(_OrdinaryMemory):
+    """FSDP2's reduce-scatter as torch has it, by the device's library; `begin` hears of each."""
+
+    def __init__(self, begin: MessageBegin) -> None:
+        self._begin = begin
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Sum over the ranks."""
+        self._begin(input_tensor.numel())
+        return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

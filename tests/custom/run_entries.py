@@ -81,13 +81,16 @@ def skip_a_step(context: RankContext, argument: str) -> None:
 
 
 def convert_later(context: RankContext, argument: str) -> None:
-    """The model's weights change their kind between two steps."""
+    """The model's weights change their kind before the first step, or after each."""
     asked = json.loads(argument)
     os.environ[RENDEZVOUS] = context.rendezvous
     run = build(asked, context.rank)
+    (model,) = run._program.models  # pyright: ignore[reportPrivateUsage]
+    if asked["when"] == "before":
+        model.to(getattr(torch, asked["to"]))
     for batch in run.batches(data(), batch=8):
         run.step(batch)
-        run._program.models[0].to(getattr(torch, asked["to"]))  # pyright: ignore[reportPrivateUsage]
+        model.to(getattr(torch, asked["to"]))
 
 
 class Chosen(nn.Module):

@@ -76,16 +76,24 @@ def test_a_rank_that_skips_a_step_is_told(server: RanksOf) -> None:
 
 
 def test_layers_that_examples_choose_are_told_where_weights_are_sharded(server: RanksOf) -> None:
-    with pytest.raises(PlaitError, match=r"layers\.\d\.weight got a gradient on some workers and none on others"):
+    with pytest.raises(PlaitError, match=r"worker \d has come to the weights of layers\.\d, worker \d to"):
         told_by(server, "choose_by_example", 2, layout="shard parameters")
     told_by(server, "choose_by_example", 2, layout="shard optimizer")
 
 
-@pytest.mark.parametrize("layout", ["replicate", "shard optimizer"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_that_is_converted_later_is_told(server: RanksOf, layout: str) -> None:
-    told_by(server, "convert_later", 2, layout=layout, to="float64")
-    with pytest.raises(PlaitError, match=r"has got other memory since plait\.spread"):
-        told_by(server, "convert_later", 2, layout=layout, to="float32")
+    told_by(server, "convert_later", 2, layout=layout, to="float64", when="after")
+    with pytest.raises(
+        PlaitError, match=r"enter\.weight was torch\.float64 at plait\.spread and is torch\.float16 now"
+    ):
+        told_by(server, "convert_later", 2, layout=layout, to="float16", when="after")
+
+
+@pytest.mark.parametrize("layout", few_fast(LAYOUTS, "shard parameters"))
+def test_a_model_that_is_converted_before_its_first_step_is_told(server: RanksOf, layout: str) -> None:
+    with pytest.raises(PlaitError, match=r"enter\.weight was torch\.float64 at plait\.spread and is torch\.bfloat16"):
+        told_by(server, "convert_later", 2, layout=layout, to="bfloat16", when="before")
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def evaluate_sums(
             for name, value in of_part(on_device(part, workers.device)).items():
                 found = _as_sum(name, value, workers)
                 totals[name] = totals.get(name, torch.zeros_like(found)) + (found if counts else 0)
+    workers.order.end()
     shapes: dict[str, list[int]] = {}
     for one in gather_json({name: list(total.shape) for name, total in totals.items()}, workers.sums):
         for name, shape in one.items():

@@ -86,6 +86,7 @@ def sum_gradients(
     own_s = strands.own_seconds(computed - began - own.waited_s - (_waits_s(program, place) - waited_s))
     reached = strands.reached(index)
     parameters = len(reached)
+    workers.order.end()
     place.agree()
     on_processor = own.sums.device.type == "cpu"
     told = workers.sums(torch.cat([reached, own.sums]) if on_processor else reached)
@@ -212,11 +213,13 @@ class _LossPasses:
     def _most_terms(self, micros: Sequence[Any]) -> int:
         """How many terms the loss of a first part has on any worker."""
         own = [len(terms.totals) for terms in self._without_gradients(micros[:1])]
+        self.workers.order.end()
         return int(self.workers.sums.largest(torch.tensor([max(own, default=1)])))
 
     def _of_all_terms(self, sums: Tensor, micros: Sequence[Any]) -> Tensor:
         """Sums and counts [2, terms] of as many terms as others have: a worker without examples has seen none. Raises
         PlaitError where it has seen others."""
+        self.workers.order.end()
         terms = int(self.workers.sums.largest(torch.tensor([sums.shape[1]])))
         if micros and sums.shape[1] != terms:
             raise PlaitError(_UNLIKE_TERMS.format(sums.shape[1], terms))

@@ -3,6 +3,10 @@ alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from torch import nn
+
 from plait.custom.group import Workers
 from plait.custom.program import Program, check_gradient_hooks, gradient_hooks, is_plaits_own
 from plait.custom.strands.arrivals import Arrivals
@@ -20,11 +24,13 @@ class ModelWatch:
         self._program, self._names = program, list(program.named_parameters())
         self._frozen = [(name, p) for name, p in program.named_parameters().items() if not p.requires_grad]
         self._held = _held_counts(program)
+        self._dtypes = [(name, *where, one.dtype) for name, where, one in _places(program)] if workers.size > 1 else []
         self._sees_parts = workers.size > 1 or program.accumulate > 1
 
     def look(self, strands: Strands, step: int) -> None:
         """Raise PlaitError where parameters are trained that were not at the start, and, now and then, where some have
         come, gone or been replaced, or have got a hook on their gradient; `step` counts from 0."""
+        self._look_at_dtypes()
         self._look_at_trained()
         if step != 1 and step % EVERY_STEPS:
             return
@@ -41,6 +47,16 @@ class ModelWatch:
                 f"{changed[0]} has been added, removed or replaced since plait.spread: the other workers and the "
                 "optimizer do not know of it; change the model first, and call plait.spread then"
             )
+
+    def _look_at_dtypes(self) -> None:
+        for name, module, own_name, dtype in self._dtypes:
+            now = module._parameters.get(own_name)
+            if now is not None and now.dtype != dtype:
+                raise PlaitError(
+                    f"{name} was {dtype} at plait.spread and is {now.dtype} now, as after model.half() or "
+                    "model.to(torch.bfloat16); convert the model before plait.spread, which holds its weights' memory, "
+                    'or leave them as they are and take precision="bf16"'
+                )
 
     def _look_for_another_run(self) -> None:
         for name, hooks in gradient_hooks(self._program).items():
@@ -62,6 +78,14 @@ class ModelWatch:
                 "an optimizer has got or lost parameters since plait.spread, whose gradients nobody sums; give it all "
                 "of them before plait.spread"
             )
+
+
+def _places(program: Program) -> Iterator[tuple[str, tuple[nn.Module, str], nn.Parameter]]:
+    """Each parameter with its name, and where it is found after it has been replaced: its module and its name there."""
+    for prefix, model in program.prefixed_models():
+        for path, module in model.named_modules(prefix=prefix.rstrip(".")):
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}" if path else name, (module, name), parameter
 
 
 def _held_counts(program: Program) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from plait.custom.strands.pieces import whole_of
 from plait.errors import PlaitError
 from plait.parallel.gradient_norm import squares_of
 from plait.parallel.sharded_model import Gradients, LocalGradients
+
+if TYPE_CHECKING:  # most of a second of imports
+    from plait.custom.strands.unit_reach import UnitReach
 
 FORWARDS = 3
 """Time of a forward and backward together, in forward passes; all workers' is the same, so shares do not depend on
@@ -64,19 +68,23 @@ class Strands:
         losses: Sequence[LossStrand],
         *,
         rows: Mapping[str, HeldPiece] | None = None,
+        reach: UnitReach | None = None,
         forwards: ForwardClock | None = None,
     ) -> None:
         """`form` says whether each worker's optimizer updates whole weights or parts of them; `rows` are this worker's
-        part of each weight where no worker has them whole, whose forward passes `forwards` times on processors."""
+        part of each weight that no worker has whole, of which `reach` knows which were reached, and whose forward
+        passes `forwards` times on processors."""
         self.form: StrandForm = form
         self._program, self._workers, self._losses = program, workers, losses
-        self._rows, self._forwards = rows or {}, forwards
+        self._rows, self._reach, self._forwards = rows or {}, reach, forwards
         self._trained = [program.trained_by(index) for index in range(len(program.losses))]
         self._reached = [dict[str, bool]() for _ in losses]
 
     def open(self, index: int) -> None:
         """Begin a step of this loss: no gradient yet."""
         self._losses[index].gradients.open()
+        if self._reach is not None:
+            self._reach.open()
         self.next_pass(index)
         if self._forwards is not None:
             self._forwards.take_s()  # an evaluation's are no part of this step
@@ -94,17 +102,22 @@ class Strands:
         """For each parameter of this loss's optimizer 1 where a backward of this worker gave it a gradient, else 0;
         float64. Call it after the last backward."""
         self._losses[index].arrivals.end_step()
-        return torch.tensor([p.grad is not None for p in self._trained[index].values()], dtype=torch.float64)
+        sharded = self._reach.names if self._reach is not None else frozenset[str]()
+        found = [
+            name in sharded if name in self._rows else parameter.grad is not None
+            for name, parameter in self._trained[index].items()
+        ]
+        return torch.tensor(found, dtype=torch.float64)
 
     def check_reached(self, index: int, reach_counts: Sequence[float]) -> None:
-        """Raise PlaitError where layout "shard parameters" has summed other weights on one worker than on another;
-        `reach_counts` says how many reached each."""
+        """Raise PlaitError where layout "shard parameters" has summed other weights on one worker than on another, as
+        torch does before 2.13; `reach_counts` says how many reached each."""
         partly = [0 < count < self._workers.size for count in reach_counts]
-        if self._rows and any(partly):
+        if self._reach is not None and self._reach.others == "left out" and any(partly):
             name = next(name for name, one in zip(self._trained[index], partly, strict=True) if one)
             raise PlaitError(
                 f"{name} got a gradient on some workers and none on others, as where examples decide which layers run; "
-                'layout "shard parameters" sums wrong numbers then: call each layer in every step (with no rows at '
+                'in layout "shard parameters" that needs torch 2.13: call each layer in every step (with no rows at '
                 'all, or times 0), or take "shard optimizer"'
             )
 
@@ -145,10 +158,11 @@ class Strands:
 
     def full_weights(self) -> dict[str, Tensor]:
         """Every parameter whole, by its name; every worker must call it."""
+        self._workers.order.end()
         named = self._program.named_parameters()
-        if self._rows:
-            return whole_of({n: (p.first, p.parameter) for n, p in self._rows.items()}, named, self._workers)
-        return {name: parameter.detach() for name, parameter in named.items()}
+        like = {name: parameter for name, parameter in named.items() if name in self._rows}
+        found = whole_of({n: (p.first, p.parameter) for n, p in self._rows.items()}, like, self._workers)
+        return {name: found.get(name, parameter.detach()) for name, parameter in named.items()}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take these whole weights, by name; every worker must call it."""
@@ -162,6 +176,7 @@ class Strands:
 
     def full_gradients(self, index: int) -> dict[str, Tensor]:
         """Every gradient of this loss whole, after `close`; every worker must call it."""
+        self._workers.order.end()
         own = {p.name: (p.first, p.parameter.grad) for p in self.pieces(index) if p.parameter.grad is not None}
         if self.form == "whole":
             return {name: gradient.detach() for name, (_, gradient) in own.items()}

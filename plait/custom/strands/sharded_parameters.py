@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from plait.checked_json import one_line
 from plait.custom.group import Workers
@@ -15,11 +15,13 @@ from plait.custom.strands.arrivals import Arrivals
 from plait.custom.strands.description import HeldPiece, StrandChoices, require_elementwise
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces
 from plait.custom.strands.program_strands import ForwardClock, LossStrand, Strands, UpdatedPiece
+from plait.custom.strands.unit_reach import UnitReach, sum_zeros
 from plait.custom.strands.units import check_one_dtype, check_shared, find_units, units_text
 from plait.errors import PlaitError
 from plait.parallel.fully_sharded import (
     ShardedGradients,
     WeightRows,
+    announce_messages,
     gather_ahead,
     rows_of,
     sharded_modules,
@@ -43,6 +45,7 @@ def sharded_parameter_strands(program: Program, workers: Workers, choices: Stran
     check_apart(program, "shard parameters")
     groups = groups_by_name(program, 0)
     gathered = [unit for model in program.models for unit in _shard(model, workers, choices)]
+    reach = _follow_units(program, workers)
     forwards = ForwardClock(gathered) if workers.device.type == "cpu" else None
     rows = {name: _rows(name, p, workers) for name, p in program.named_parameters().items()}
     held = {name: _piece(name, one) for name, one in rows.items()}
@@ -55,7 +58,7 @@ def sharded_parameter_strands(program: Program, workers: Workers, choices: Stran
         updates=[UpdatedPiece(piece=held[name], source=held[name].parameter) for name in trained],
         arrivals=Arrivals(()),
     )  # torch's FSDP2 does not give weights back, so nothing could be released
-    return Strands(program, workers, "cut", [strand], rows=held, forwards=forwards)
+    return Strands(program, workers, "cut", [strand], rows=held, reach=reach, forwards=forwards)
 
 
 def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> list[nn.Module]:
@@ -81,6 +84,26 @@ def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> list[n
         gather_ahead(sharded_modules(model))
     workers.say(units_text(units))
     return list(units.values()) or [model]
+
+
+def _follow_units(program: Program, workers: Workers) -> UnitReach:
+    """Compare the order of the units' messages with other workers', and hear which weights are reached."""
+    device = workers.device.type
+    workers.order.follow(workers.rank, workers.size, "at once" if device == "cpu" else "at the end")
+    named = {
+        ".".join(filter(None, (prefix.rstrip("."), name))): module
+        for prefix, model in program.prefixed_models()
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    }
+    reach = UnitReach(sum_zeros(list(named.values())))
+    for name, unit in named.items():
+        text = name or "what is outside of all units"
+        message = workers.order.message
+        announce_messages(unit, device, message(f"the weights of {text}"), message(f"the gradients of {text}"))
+        assert isinstance(unit, nn.Module)
+        reach.watch(unit, name)
+    return reach
 
 
 def _rows(name: str, parameter: nn.Parameter, workers: Workers) -> WeightRows:

@@ -33,7 +33,7 @@ def find_units(model: nn.Module, requested: Literal["auto"] | Sequence[str]) -> 
         if _is_row(module) and not any(name == unit or name.startswith(f"{unit}.") for unit in found):
             prefix = f"{name}." if name else ""
             members = {f"{prefix}{child}": one for child, one in module.named_children()}
-            found |= {child: one for child, one in members.items() if any(True for _ in one.parameters())}
+            found |= {child: one for child, one in members.items() if _is_called(one)}
     return found
 
 
@@ -89,6 +89,11 @@ def recompute_units(program: Program, choices: StrandChoices) -> None:
             raise PlaitError('recompute = "full" finds no row of layers (ModuleList); name units=… or leave it out')
         for unit in units.values():
             checkpoint(unit)
+
+
+def _is_called(member: nn.Module) -> bool:
+    """Whether a member has weights and a call in which they can be gathered: containers of modules have none."""
+    return not isinstance(member, nn.ModuleList | nn.ModuleDict) and any(True for _ in member.parameters())
 
 
 def _is_row(module: nn.Module) -> bool:
