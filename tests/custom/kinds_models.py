@@ -419,7 +419,7 @@ MODELS: dict[str, Kind] = {
     ),
     "siamese": Kind(model=mlp, data=lambda: in_order(numbers(5)), loss_sum=siamese),
     "triplets": Kind(model=mlp, data=lambda: in_order(numbers(5)), loss_sum=triplet, optimizer=plain_steps),
-    "image and text": Kind(model=TwoTowers, data=lambda: in_order(numbers(5)), gathers=clip_loss, refused=CUT),
+    "image and text": Kind(model=TwoTowers, data=lambda: in_order(numbers(5)), gathers=clip_loss),
     "two views": Kind(model=mlp, data=lambda: in_order(numbers(5)), gathers=simclr_loss),
     "perceptual loss": Kind(
         model=Perceptual,

@@ -160,7 +160,7 @@ def refuse(context: RankContext, argument: str) -> None:
     os.environ[RENDEZVOUS] = context.rendezvous
     told = []
     for name, layout, kind in (
-        ("scalar", "shard parameters", "SGD"),
+        ("mixed", "shard parameters", "SGD"),
         ("one_memory", "shard optimizer", "SGD"),
         ("mlp", "shard optimizer", "Adafactor"),
         ("across", "shard parameters", "SGD"),
@@ -168,6 +168,8 @@ def refuse(context: RankContext, argument: str) -> None:
         if name == "across":
             model: nn.Module = Layers()
             model.leave.bias = model.layers[0][1].bias = nn.Parameter(torch.zeros(6))  # type: ignore[union-attr, index]
+        elif name == "mixed":
+            model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3).to(torch.bfloat16))
         else:
             model = CASES[name]().model
         try:

@@ -31,17 +31,19 @@ def replicated_strands(program: Program, workers: Workers, choices: StrandChoice
     for index in range(len(program.losses)):
         trained, groups = program.trained_by(index), groups_by_name(program, index)
         arrivals = Arrivals(list(trained.values()))
-        reducer = _reducer(trained, workers, choices, form)
-        updates = whole_updates(trained) if form == "whole" else _own_updates(reducer.split_units())
+        reducer = reducer_of(trained, workers, choices, form)
+        updates = whole_updates(trained) if form == "whole" else own_updates(reducer.split_units())
         if form == "cut":
             update_pieces(program.optimizers_of(index), groups, [one.piece for one in updates])
         losses.append(LossStrand(gradients=reducer, updates=updates, arrivals=arrivals, holds=[reducer]))
     return Strands(program, workers, form, losses)
 
 
-def _reducer(
+def reducer_of(
     trained: Mapping[str, nn.Parameter], workers: Workers, choices: StrandChoices, form: StrandForm
 ) -> GradientReducer:
+    """What sums the gradients of weights that every worker has, to update all or a part of them. Every worker must call
+    it; where they are cut, the weights move into the memory that travels."""
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     everybody = tuple(range(workers.size))
@@ -54,8 +56,8 @@ def _reducer(
     return GradientReducer(weights, groups, split, choices.bucket_bytes, choices.transfer, room="moved")
 
 
-def _own_updates(units: Sequence[OptimizerUnit]) -> list[UpdatedPiece]:
-    """This worker's part of each weight; a unit holds runs of them one after the other."""
+def own_updates(units: Sequence[OptimizerUnit]) -> list[UpdatedPiece]:
+    """This worker's part of each weight that is cut; a unit holds runs of them one after the other."""
     found = []
     for unit in units:
         for name, parts in groupby(unit.parts, key=lambda part: part.name):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -15,6 +17,7 @@ from plait.custom.strands.arrivals import Arrivals
 from plait.custom.strands.description import HeldPiece, StrandChoices, require_elementwise
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces
 from plait.custom.strands.program_strands import ForwardClock, LossStrand, Strands, UpdatedPiece
+from plait.custom.strands.replicated import own_updates, reducer_of
 from plait.custom.strands.unit_reach import UnitReach, sum_zeros
 from plait.custom.strands.units import check_one_dtype, check_shared, find_units, units_text
 from plait.errors import PlaitError
@@ -47,18 +50,63 @@ def sharded_parameter_strands(program: Program, workers: Workers, choices: Stran
     gathered = [unit for model in program.models for unit in _shard(model, workers, choices)]
     reach = _follow_units(program, workers)
     forwards = ForwardClock(gathered) if workers.device.type == "cpu" else None
-    rows = {name: _rows(name, p, workers) for name, p in program.named_parameters().items()}
+    rows = {name: _rows(name, p, workers) for name, p in program.named_parameters().items() if p.dim()}
     held = {name: _piece(name, one) for name, one in rows.items()}
-    trained = [name for name in program.trained_names[0] if held[name].parameter.numel()]
-    update_pieces(program.optimizers, groups, [held[name] for name in trained])
+    trained = [rows[name] for name in program.trained_names[0] if name in rows]
     # Nobody else keeps these rows, so that there is nothing to sum over others.
-    reducer = GradientReducer([rows[name].local for name in program.trained_names[0]], {})
+    sharded = ShardedGradients(program.models, trained, GradientReducer([one.local for one in trained], {}))
+    own = [held[one.local.name] for one in trained if one.local.parameter.numel()]
+    updates = [UpdatedPiece(piece=piece, source=piece.parameter) for piece in own]
+    # Single numbers have no rows: each worker has them, and one of them updates each, as in "shard optimizer".
+    single = {name: p for name, p in program.trained_by(0).items() if not p.dim()}
+    numbers = reducer_of(single, workers, choices, "cut")
+    updates += own_updates(numbers.split_units())
+    update_pieces(program.optimizers, groups, [one.piece for one in updates])
     strand = LossStrand(
-        gradients=ShardedGradients(program.models, [rows[name] for name in program.trained_names[0]], reducer),
-        updates=[UpdatedPiece(piece=held[name], source=held[name].parameter) for name in trained],
-        arrivals=Arrivals(()),
-    )  # torch's FSDP2 does not give weights back, so nothing could be released
+        gradients=_RowsAndNumbers(rows=sharded, numbers=numbers),
+        updates=updates,
+        arrivals=Arrivals(list(single.values())),
+        holds=[numbers],
+    )  # torch's FSDP2 does not give weights back, so no rows could be released
     return Strands(program, workers, "cut", [strand], rows=held, reach=reach, forwards=forwards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowsAndNumbers:
+    """Gradients of rows, and of single numbers, whose sums begin after the backward pass: units' messages go by the
+    same connections of GPUs, in the order in which each worker begins them."""
+
+    rows: ShardedGradients
+    numbers: GradientReducer
+
+    @property
+    def buckets(self) -> list[Tensor]:
+        """The flat tensors of both."""
+        return [*self.rows.buckets, *self.numbers.buckets]
+
+    def open(self) -> None:
+        """Begin a step."""
+        self.rows.open()
+        self.numbers.open()
+
+    def arm(self, chunk: int) -> None:
+        """The next backward is the step's last."""
+        self.rows.arm(chunk)
+
+    def close(self) -> None:
+        """Wait for the sums."""
+        self.rows.close()
+        self.numbers.close()
+
+    def publish(self) -> None:
+        """Send the new numbers, and forget gathered weights."""
+        self.rows.publish()
+        self.numbers.publish()
+
+    def settle(self) -> None:
+        """Wait for the new numbers."""
+        self.rows.settle()
+        self.numbers.settle()
 
 
 def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> list[nn.Module]:
@@ -69,12 +117,13 @@ def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> list[n
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     mesh = DeviceMesh.from_group(world, workers.device.type, mesh_dim_names=("shard",))
+    single = {parameter for parameter in model.parameters() if not parameter.dim()}
     summed = torch.bfloat16 if choices.transfer == "bf16" else None
     policy = MixedPrecisionPolicy(reduce_dtype=summed, cast_forward_inputs=False)
     try:
         for unit in units.values():
-            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=single)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=single)
     except (ValueError, NotImplementedError) as error:
         raise PlaitError(
             f'layout "shard parameters" is not possible for this model ({one_line(str(error))}); take "shard optimizer"'

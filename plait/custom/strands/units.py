@@ -41,6 +41,8 @@ def check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
     """Raise PlaitError where a weight belongs to two units, or to one and to what is outside of all."""
     owner: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.dim():
+            continue  # a single number is not gathered
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
         other = owner.setdefault(id(parameter), unit)
         if other != unit:
@@ -55,6 +57,8 @@ def check_one_dtype(model: nn.Module, units: dict[str, nn.Module]) -> None:
     """Raise PlaitError where weights that are gathered together are of several dtypes, which torch's FSDP2 refuses."""
     kinds: dict[str, set[torch.dtype]] = {}
     for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            continue
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
         kinds.setdefault(unit, set()).add(parameter.dtype)
     for unit, dtypes in kinds.items():
