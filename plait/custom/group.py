@@ -47,7 +47,7 @@ class Workers:
     """Those of `sums`, where no gradients stand in line; None: those of all."""
     launcher: Launcher = field(default_factory=LAUNCHER.get)
     order: MessageOrder = field(default_factory=MessageOrder)
-    """What passes of layout "shard parameters" wait for."""
+    """What forward and backward passes wait for."""
 
     def announce(self, call: SharedCall, number: int = 0) -> Callable[[], None]:
         """Begin to tell all workers in which call this one is, and at which number of it.

@@ -20,13 +20,17 @@ from plait.parallel.collectives import HEADER_TAG, MessageBegin
 # meets workers that still wait for a message of a pass.
 
 _END = 0
+_OTHER_ADVICE = (
+    'or leave the waiting out: no plait.convert_batch_norm for BatchNorm; for weights layout "shard optimizer", or '
+    "units=… that hold all of those layers (units=[]: the whole model is one)"
+)
 _TAGS = 2**24
 """Tags of messages that have a header: from here on, as many as 24 bits tell apart."""
 
 
 class MessageOrder:
-    """The messages of forward and backward passes of layout "shard parameters" on this worker, beside those of the
-    worker before it. It does nothing until `follow` is called."""
+    """What forward and backward passes wait for on this worker (sharded weights, statistics of BatchNorm, gathered
+    rows), beside what the worker before it waits for. It does nothing until `follow` is called."""
 
     def __init__(self) -> None:
         self._ring: tuple[int, int] | None = None
@@ -91,9 +95,8 @@ class _Header:
                 before, own = f"{before} ({numbers} numbers)", f"{own} ({self._own[1]} numbers)"
             raise PlaitError(
                 f"workers run different layers: worker {self._before} has come to {before}, worker {self._rank} to "
-                f'{own}, and layout "shard parameters" needs the same ones in the same order on all; where examples '
-                "choose layers, call each layer in every pass (with no rows where none chose it), name units=… that "
-                'hold all of those layers (units=[]: the whole model is one), or take "shard optimizer"'
+                f"{own}, and all must come to the same ones in the same order; where examples choose layers, call each "
+                f"layer in every pass (with no rows where none chose it), {_OTHER_ADVICE}"
             )
 
     def is_over(self) -> bool:

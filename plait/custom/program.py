@@ -243,6 +243,19 @@ def _check_optimizers(program: Program) -> None:
                 raise PlaitError(f"{names[id(parameter)]} is in two optimizers; let one of them update it")
 
 
+def check_renormed(program: Program) -> None:
+    """Raise PlaitError for embeddings whose forward pass shortens the rows of a worker's own examples: workers' weights
+    would drift apart."""
+    for prefix, model in program.prefixed_models():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                raise PlaitError(
+                    f"{prefix}{name} has max_norm = {module.max_norm:g}, by which each worker would shorten the rows "
+                    "of its own examples alone; leave max_norm out and shorten all rows after run.step: with "
+                    "torch.no_grad(): weight.copy_(weight.renorm(2, 0, max_norm))"
+                )
+
+
 def check_gradient_hooks(program: Program) -> None:
     """Raise PlaitError where a trained parameter has a hook of the person's on its gradient, which would see a part of
     it: that of one worker or of one accumulated part."""

@@ -14,7 +14,15 @@ from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers, find_workers
 from plait.custom.likeness import compare_workers
-from plait.custom.program import BeforeUpdate, LossSum, Program, ProgramPrecision, check_gradient_hooks, check_program
+from plait.custom.program import (
+    BeforeUpdate,
+    LossSum,
+    Program,
+    ProgramPrecision,
+    check_gradient_hooks,
+    check_program,
+    check_renormed,
+)
 from plait.custom.run import SpreadRun
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.fused import fuse_updates
@@ -98,6 +106,8 @@ def spread(
     workers = find_workers()
     if workers.size > 1 or accumulate > 1:
         check_gradient_hooks(program)
+    if workers.size > 1:
+        check_renormed(program)
     for one in program.models:
         one.to(workers.device)
     share_first_weights(program, workers)

@@ -115,6 +115,37 @@ def train(context: RankContext, argument: str) -> None:
         context.send("error", error=max(map(abs, errors)))
 
 
+class ChosenNorms(nn.Module):
+    """Examples choose a BatchNorm, or none, by their first number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.leave = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(2)), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, norm in enumerate(self.norms):
+            if bool((x[:, 0] == number).any()):
+                x = norm(x)
+        return self.leave(x)
+
+
+def choose_norms(context: RankContext, argument: str) -> None:
+    """Each rank's examples choose as asked: the number of a norm, or -1."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(MOST_S)
+    os.environ[RENDEZVOUS] = context.rendezvous
+    torch.manual_seed(2)
+    model = plait.convert_batch_norm(ChosenNorms().double())
+    chosen = json.loads(argument)
+    data = [
+        (torch.cat([torch.tensor([float(chosen[number // 2 % 3])]).double(), x[1:WIDTH]]), y)
+        for number, (x, y) in enumerate(examples("alike", random.Random(1)))
+    ]
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_sum=squared, layout="replicate")
+    for batch in run.batches(data, batch=BATCH, order="given", shares="equal"):
+        run.step(batch)
+
+
 def call_alone(context: RankContext, argument: str) -> None:
     """Rank 0 calls the model between steps, as for a sample to look at; then all of them do what is asked."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

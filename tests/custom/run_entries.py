@@ -304,3 +304,23 @@ def worker_that_raises(context: RankContext, argument: str) -> None:
     run = plait.spread((first, second), optimizers, loss_sum=(one, other))
     for batch in run.batches(data(), batch=8):
         run.step(batch)
+
+
+def renormed(context: RankContext, argument: str) -> None:
+    """An embedding that shortens the rows that it looks up."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    model = nn.Sequential(nn.Embedding(9, 3, max_norm=0.5), nn.Linear(3, 2))
+    plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+
+
+def drift_apart(context: RankContext, argument: str) -> None:
+    """One rank changes a weight beside the steps: before the first one, or between two."""
+    asked = json.loads(argument)
+    os.environ[RENDEZVOUS] = context.rendezvous
+    run = build({"layout": "replicate"}, context.rank)
+    (model,) = run._program.models  # pyright: ignore[reportPrivateUsage]
+    for number, batch in enumerate(run.batches(data(), batch=8, epochs=20)):
+        run.step(batch)
+        if context.rank == 1 and number == asked["after"]:
+            with torch.no_grad():
+                model.layers[1][1].weight[0] *= 0.9  # type: ignore[index]

@@ -38,6 +38,11 @@ QUICK = [
     ("layer left out", "shard optimizer", 2),
     ("batches by length", "replicate", 2),
     ("flattened by size", "replicate", 3),
+    ("routed experts", "shard parameters", 3),
+    ("learned weights of tasks", "shard parameters", 2),
+    ("PPO", "shard optimizer", 2),
+    ("averaged weights", "shard optimizer", 2),
+    ("compiled", "replicate", 2),
 ]
 
 

@@ -59,3 +59,10 @@ def test_layers_that_examples_choose_are_right_or_told(server: RanksOf, seed: in
 def test_a_model_that_one_worker_calls_alone_is_told(server: RanksOf, then: str) -> None:
     with pytest.raises(PlaitError, match="workers run different layers"):
         told_by(server, "call_alone", then)
+
+
+@pytest.mark.parametrize("chosen", few_fast([[0, 1, 1], [0, 0, -1]], [0, 0, -1]))
+def test_batch_norms_that_examples_choose_are_told(server: RanksOf, chosen: list[int]) -> None:
+    told_by(server, "choose_norms", json.dumps([1, 1, 1]))
+    with pytest.raises(PlaitError, match=r"has come to the statistics of norms\.\d, worker"):
+        told_by(server, "choose_norms", json.dumps(chosen))

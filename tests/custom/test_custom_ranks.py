@@ -70,6 +70,17 @@ def test_a_run_resumes_to_the_bit_and_on_another_number_of_ranks(
     check_equal(trained(server, tmp_path, 1, layout="replicate", resume=saved), alone, last=len(rest[0]))
 
 
+def test_an_embedding_that_shortens_its_rows_is_refused(server: RanksOf) -> None:
+    with pytest.raises(PlaitError, match=r"0 has max_norm = 0\.5, by which each worker would shorten the rows"):
+        told_by(server, "renormed", 2)
+
+
+@pytest.mark.parametrize("after", few_fast([0, 20], 0))
+def test_a_weight_that_one_rank_changes_alone_is_told(server: RanksOf, after: int) -> None:
+    with pytest.raises(PlaitError, match=r"layers\.1\.1\.weight is not the same on all workers any more"):
+        told_by(server, "drift_apart", 2, after=after)
+
+
 def test_a_rank_that_skips_a_step_is_told(server: RanksOf) -> None:
     with pytest.raises(PlaitError, match="one of them skipped a step"):
         told_by(server, "skip_a_step", 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plait.arguments import with_known_keywords
+from plait.custom.message_order import MessageOrder
 from plait.errors import PlaitError
 
 # Note [two messages a layer]: forward, each worker tells its mean, variance and count, from which everybody computes
@@ -83,6 +84,8 @@ class GlobalBatchNorm(_BatchNorm):
         super().__init__(channels, eps=eps, momentum=momentum, affine=False, track_running_stats=False)
         self.group = group
         self.statistics_of: StatisticsOf = "all workers"
+        self.announce: Callable[[], None] = lambda: None
+        """Called before this worker waits for the others' statistics."""
 
     def forward(self, input: Tensor) -> Tensor:
         """The input, normalized by channel."""
@@ -95,6 +98,7 @@ class GlobalBatchNorm(_BatchNorm):
             return F.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, rate, self.eps
             )
+        self.announce()
         mean, variance, count = _whole_batch(input, self.group)
         if input.numel() < 2 * input.shape[1] and count < 2:
             raise PlaitError("BatchNorm needs two values a channel to train; take a larger batch, or call model.eval()")
@@ -116,6 +120,22 @@ class GlobalBatchNorm(_BatchNorm):
         rate = self._count_batch()
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
         self.running_var.lerp_((variance * (count / (count - 1))).to(self.running_var.dtype), rate)
+
+
+def announce_norms(models: Iterable[tuple[str, nn.Module]], order: MessageOrder) -> bool:
+    """Have the layers of these models, given with the beginning of their names, compared with other workers' before
+    they wait; answers whether there are any. Every worker must call it."""
+    norms = [
+        (f"{prefix}{name}", module)
+        for prefix, model in models
+        for name, module in model.named_modules()
+        if isinstance(module, GlobalBatchNorm)
+    ]
+    for name, norm in norms:
+        begin = order.message(f"the statistics of {name}")
+        norm.group.spans_workers()  # makes the group here, where all workers are, and not at a layer's first call
+        norm.announce = lambda begin=begin: begin(0)[1]()
+    return bool(norms)
 
 
 def norm_waits_s(models: Iterable[nn.Module]) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from plait.custom.group import Workers
 from plait.custom.program import Program, check_gradient_hooks, gradient_hooks, is_plaits_own
@@ -15,6 +16,8 @@ from plait.errors import PlaitError
 
 EVERY_STEPS = 50
 """Steps between two looks, beside one after the first step."""
+DRIFT = 1e-4
+"""Of a weight's absolute sum: how far apart two workers' sums of it may be."""
 
 
 class ModelWatch:
@@ -25,7 +28,7 @@ class ModelWatch:
         self._frozen = [(name, p) for name, p in program.named_parameters().items() if not p.requires_grad]
         self._held = _held_counts(program)
         self._dtypes = [(name, *where, one.dtype) for name, where, one in _places(program)] if workers.size > 1 else []
-        self._sees_parts = workers.size > 1 or program.accumulate > 1
+        self._workers, self._sees_parts = workers, workers.size > 1 or program.accumulate > 1
 
     def look(self, strands: Strands, step: int) -> None:
         """Raise PlaitError where parameters are trained that were not at the start, and, now and then, where some have
@@ -37,6 +40,8 @@ class ModelWatch:
         if self._sees_parts:
             check_gradient_hooks(self._program)
             self._look_for_another_run()
+        if strands.form == "whole":
+            self._look_for_drift()
         now = self._program.named_parameters()
         changed = sorted(set(now) ^ set(self._names))
         if not changed and strands.form == "whole":
@@ -66,6 +71,24 @@ class ModelWatch:
                     "(plait.spread(models, (first, second), loss_sum=(…, …))), or end the other by run.close()"
                 )
 
+    def _look_for_drift(self) -> None:
+        """Raise PlaitError where a weight, of which every worker has its own, is not the same on all. Unlike machines
+        may round an update otherwise, and that adds up."""
+        named = self._program.named_parameters()
+        if self._workers.size == 1 or not named:
+            return
+        with torch.no_grad():
+            sums = [torch.stack(_sums(p.detach())) for p in named.values()]
+        everybody = torch.stack(self._workers.sums.gather(torch.stack(sums).cpu()))  # [workers, weights, 2]
+        apart = (everybody[..., 0].amax(0) - everybody[..., 0].amin(0)) > DRIFT * everybody[..., 1].amax(0)
+        if bool(apart.any()):
+            name = list(named)[int(apart.nonzero()[0])]
+            raise PlaitError(
+                f"{name} is not the same on all workers any more: something changes it beside run.step, on one worker "
+                "alone or by a worker's own examples or random numbers (in the model's forward pass, too); change "
+                "weights alike on all workers, after run.step"
+            )
+
     def _look_at_trained(self) -> None:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -78,6 +101,11 @@ class ModelWatch:
                 "an optimizer has got or lost parameters since plait.spread, whose gradients nobody sums; give it all "
                 "of them before plait.spread"
             )
+
+
+def _sums(weight: Tensor) -> list[Tensor]:
+    real = torch.view_as_real(weight) if weight.is_complex() else weight
+    return [real.sum(dtype=torch.float64), real.abs().sum(dtype=torch.float64)]
 
 
 def _places(program: Program) -> Iterator[tuple[str, tuple[nn.Module, str], nn.Parameter]]:

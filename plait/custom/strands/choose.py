@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
+from plait.custom.exact_norm.batch_norm import announce_norms
 from plait.custom.group import Workers
 from plait.custom.program import Program, parameters_of
 from plait.custom.strands.description import ELEMENTWISE, CustomLayout, StrandChoices
@@ -55,6 +56,9 @@ def make_strands(
     recompute_units(program, choices)
     if workers.size == 1:
         return local_strands(program, workers)
+    if announce_norms(program.prefixed_models(), workers.order) or layout == "shard parameters":
+        # A GPU waits by itself.
+        workers.order.follow(workers.rank, workers.size, "at once" if workers.device.type == "cpu" else "at the end")
     if layout != "shard parameters":
         from plait.custom.strands.replicated import replicated_strands
 

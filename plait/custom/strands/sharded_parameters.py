@@ -138,7 +138,6 @@ def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> list[n
 def _follow_units(program: Program, workers: Workers) -> UnitReach:
     """Compare the order of the units' messages with other workers', and hear which weights are reached."""
     device = workers.device.type
-    workers.order.follow(workers.rank, workers.size, "at once" if device == "cpu" else "at the end")
     named = {
         ".".join(filter(None, (prefix.rstrip("."), name))): module
         for prefix, model in program.prefixed_models()
