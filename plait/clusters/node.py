@@ -19,9 +19,9 @@ from plait.checkpoint.shared_disk import names_now
 from plait.checkpoint.store import published_checkpoints, read_manifest
 from plait.clusters.job import AGAIN_SUFFIX, GPUS_VARIABLE, LEADER_VARIABLE, RANK_VARIABLE, USUAL_PORT
 from plait.clusters.slurm import REQUEUES_AT_MOST
+from plait.clusters.target import is_program, program_of
 from plait.clusters.tools import tool_answer
 from plait.commands.join import join
-from plait.commands.programs.program_file import ProgramFile
 from plait.commands.programs.run_program import run_program
 from plait.commands.train import train
 from plait.errors import REQUEUE_EXIT, GaveUp, PlaitError, RunFailed
@@ -182,11 +182,6 @@ def require_promised_gpus(environment: Mapping[str, str], dev: Path = Path("/dev
         )
 
 
-def is_program(target: Sequence[str]) -> bool:
-    """Whether what is to run is a person's own program, not a recipe."""
-    return target[0].endswith(".py")
-
-
 def _heed_warning() -> None:
     """A batch script ignores SIGUSR1, so that a warning before this line ends nobody; what it starts inherits that."""
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
@@ -211,10 +206,10 @@ def _run(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> StoppedB
 
 
 def _run_once(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> StoppedBy:
-    path = Path(target[0])
-    if is_program(target):
-        return run_program(ProgramFile(path=path), target[1:], hosts=hosts, screen=screen)
-    return train(path, target[1:], hosts=hosts, screen=screen).stopped_by
+    own = program_of(target)
+    if own is not None:
+        return run_program(own.program, own.arguments, hosts=hosts, screen=screen)
+    return train(Path(target[0]), target[1:], hosts=hosts, screen=screen).stopped_by
 
 
 @contextmanager
@@ -236,7 +231,8 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
     """Join as soon as node 0 listens; "finished" where the run is over already."""
     deadline, was_there = time.monotonic() + JOIN_AT_LATEST_S, False
     kept = read_secret(None) if place.secret_file is None else None
-    program = ProgramFile(path=Path(target[0])) if is_program(target) else None
+    own = program_of(target)
+    program = own.program if own is not None else None
     while time.monotonic() < deadline:
         ready = place.secret_file is None or _holds_text(place.secret_file)
         if ready and not was_there and place.secret_file is not None:

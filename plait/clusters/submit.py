@@ -14,6 +14,7 @@ from plait.clusters.request import Scheduler, SubmitRequest, parse_options, pars
 from plait.clusters.scaling import Scaling, forecast_scaling, pays_sentences, scaling_text
 from plait.clusters.slurm import slurm_limit_s
 from plait.clusters.submitted import SYSTEMS, end_job, fetch_job, job_log_lines, job_state_line
+from plait.clusters.target import program_of
 from plait.commands.planning.output_files import write_output_file
 from plait.commands.programs.program_file import program_hash
 from plait.commands.python_call import ProgressDisplay, as_command, known_keywords, screen_for
@@ -130,12 +131,17 @@ def outgoing_job(request: SubmitRequest, screen: Screen, working: WorkingFolder 
     system = SYSTEMS[request.scheduler]
     options = parse_options(request.options, system.options, request.scheduler)
     _check_request(request, options)
-    path = Path(request.target[0])
-    if request.target[0].endswith(".py"):
-        program_hash(path)
-        name, config = path.stem, None
+    own = program_of(request.target)
+    if own is not None:
+        program_hash(own.program.path)
+        name, config = own.name, None
+        if own.program.module and request.scheduler != "slurm":
+            raise PlaitError(
+                f"--on {request.scheduler} copies one file, and module {own.name} lies among others; submit it by "
+                "--on slurm, which runs it in this folder, or start it on each machine: plait run -m, plait join -m"
+            )
     else:
-        config = load_recipe(path, request.target[1:])
+        config = load_recipe(Path(request.target[0]), request.target[1:])
         name = config.run.name
     described = read_cluster(request.cluster) if request.cluster is not None else system.cluster(request, options)
     cluster = with_gpus(described, request.gpus)

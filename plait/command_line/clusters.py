@@ -18,6 +18,11 @@ _TARGET = typer.Argument(metavar="RECIPE|PROGRAM.py [KEY=VALUE|ARGUMENT]...", he
 
 def submit_command(
     target: Annotated[list[str], _TARGET],
+    *,
+    module: Annotated[
+        bool,
+        typer.Option("--module", "-m", help="Submit a module by its name, as plait run -m: plait submit -m pkg.train."),
+    ] = False,
     on: Annotated[str, typer.Option("--on", metavar="slurm|ssh|kubernetes", help="Who starts it.")],
     cluster: Annotated[
         str | None,
@@ -49,9 +54,10 @@ def submit_command(
     """Run on as many of a cluster's nodes as pay. Slurm, Kubernetes or ssh starts it."""
     from plait.clusters.request import SubmitRequest, parse_kind, parse_machines, parse_scheduler
     from plait.clusters.submit import submit_or_show
+    from plait.clusters.target import MODULE_OPTION
 
     request = SubmitRequest(
-        target=tuple(target),
+        target=(MODULE_OPTION, *target) if module else tuple(target),
         scheduler=parse_scheduler(on),
         cluster=cluster,
         nodes=nodes,

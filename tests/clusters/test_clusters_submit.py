@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from plait.cli import app
 from plait.clusters.job import Submitted, cluster_job_name, find_record, keep_record
 from plait.clusters.kubernetes import kubernetes_nodes
 from plait.clusters.machines import (
@@ -34,6 +36,7 @@ from plait.clusters.slurm import slurm_cluster, slurm_nodes, slurm_seconds, slur
 from plait.clusters.ssh import lock_lines, parse_ssh_answer
 from plait.clusters.submit import submit_or_show
 from plait.clusters.submitted import SYSTEMS, end_job, job_state_line
+from plait.clusters.target import program_of
 from plait.clusters.tools import complaint_text
 from plait.errors import PlaitError
 from plait.layout import Layout
@@ -121,6 +124,50 @@ def test_each_of_unequal_partitions_keeps_its_own_nodes(nodes: int, tools: Tools
     )
     asked = re.findall(r"--partition=(\S+)\n#SBATCH --nodes=(\d)", shown[0])
     assert asked == [("h100", "1"), ("a100", "2")][: 1 if nodes == 1 else 2]
+
+
+@pytest.fixture
+def package(tools: Tools) -> Path:
+    """A package of programs in the current folder."""
+    folder = Path.cwd() / "pkg"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "train.py").write_text(PROGRAM)
+    return folder
+
+
+def test_a_module_is_submitted_by_its_name(package: Path, tools: Tools) -> None:
+    """Each node runs it in the current folder, with its own arguments."""
+    tools.add("sinfo", SINFO)
+    found = CliRunner().invoke(
+        app, ["submit", "-m", "pkg.train", "--on", "slurm", "--nodes", "2", "--dry-run", "--", "--epochs", "3"]
+    )
+    assert found.exit_code == 0, found.output
+    assert "-- -m pkg.train --epochs 3" in found.output
+    assert "--job-name=pkg-train" in found.output
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["-m", "pkg.trian", "--on", "slurm", "--nodes", "2"], "there is no module pkg.trian"),
+        (["-m", "pkg.train", "--on", "ssh", "--machines", "a,b"], "--on ssh copies one file, and module pkg.train"),
+    ],
+)
+def test_a_module_that_cannot_be_submitted_is_told(package: Path, words: list[str], says: str) -> None:
+    with pytest.raises(PlaitError, match=re.escape(says)):
+        CliRunner().invoke(app, ["submit", *words, "--dry-run"], catch_exceptions=False)
+
+
+def test_a_node_runs_the_module_that_was_submitted(package: Path) -> None:
+    own = program_of(["-m", "pkg.train", "--epochs", "3"])
+    assert own is not None
+    assert (own.program.module, own.program.path, own.arguments) == (
+        "pkg.train",
+        package / "train.py",
+        ("--epochs", "3"),
+    )
+    assert program_of(["recipe.toml", "run.name=x"]) is None
 
 
 def test_unlike_nodes_in_one_of_several_partitions_are_said(tools: Tools) -> None:
