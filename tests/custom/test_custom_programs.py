@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -190,6 +191,83 @@ def test_a_module_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
     assert lead.returncode == 0 and "equal True" in out, (out, err)
     assert "-m pkg.train" in err and "pkg.train starts again, to go on from step 5, saved in kept\n" in err
     assert "was lost" in err and "workers  2 on 2 hosts: 1 + 1" in err and "workers  1\n" in err
+
+
+@pytest.mark.slow
+def test_a_host_that_comes_back_is_taken_in_after_a_save(tmp_path: Path) -> None:
+    """Two hosts, one, two again: each start tells the workers that it has. A third host is not taken in."""
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "my.py").write_text(COMES_BACK)
+    port, secret = free_port(), tmp_path / "secret"
+    common = ("--secret-file", str(secret))
+    lead = subprocess.Popen(
+        [sys.executable, "-m", "plait", "run", "my.py", "--workers", "1", "--hosts", "2", "--address", "127.0.0.1",
+         "--port", str(port), *common], cwd=folders[0], env=ENVIRONMENT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: listens(port), lead)
+    join = [sys.executable, "-m", "plait", "join", f"127.0.0.1:{port}", "--program", "my.py", *common]
+    guest = subprocess.Popen(join, cwd=folders[1], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    wait_for((folders[0] / "kept").exists, lead)
+    third = ended(*join, folder=folders[1])
+    assert third.returncode == 2 and "has all its hosts" in third.stderr, third
+    guest.kill()
+    guest.wait()
+    wait_for(lambda: (folders[0] / "starts").read_text().split() == ["2", "1"], lead)
+    again = subprocess.Popen(join, cwd=folders[1], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    out, err = lead.communicate(timeout=120)
+    assert lead.returncode == again.wait(timeout=30) == 0, (out, err)
+    assert (folders[0] / "starts").read_text().split() == ["2", "1", "2"]
+    assert re.search(r"hosts    \S+ came; my\.py goes on from step \d+, saved in kept\n", err), err
+    assert "equal True" in out
+
+
+COMES_BACK = """
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import plait
+
+torch.set_default_dtype(torch.float64)
+
+
+def loss_sum(model, batch):
+    return (model(batch) ** 2).sum(), len(batch)
+
+
+def begun(**options):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    return plait.spread(model, torch.optim.SGD(model.parameters(), lr=1e-5), loss_sum=loss_sum, **options)
+
+
+data = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+run = begun()
+run.resume("kept", missing="begin")
+if run.rank == 0:
+    with open("starts", "a") as starts:
+        starts.write(f"{run.workers} ")
+enough = None
+for batch in run.batches(data, batch=4, epochs=10**6):
+    run.step(batch)
+    if run.steps % 20 == 0:
+        run.save("kept")
+        third = plait.broadcast(int(run.rank == 0 and len(Path("starts").read_text().split()) == 3))
+        if third and enough is None:
+            enough = run.steps + 40
+        if run.steps == enough:
+            break
+alone = begun()
+for batch in alone.batches(data, batch=4, epochs=10**6):
+    alone.step(batch)
+    if alone.steps == run.steps:
+        break
+print("equal", torch.allclose(run.weights()["weight"], alone.weights()["weight"], rtol=0, atol=1e-12))
+"""
 
 
 MODULE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -67,6 +68,11 @@ class ProgramRestarts:
         if facts.cause == "raised":  # by plait itself, as what a program raises is no WorkersFailed
             raise error
         raise WorkersFailed(f"{self._what(error, facts)}{likely_reason(facts)}", facts, self._advice(facts)) from error
+
+    def with_hosts(self, came: Sequence[str]) -> str:
+        """The line about a start with hosts that came back."""
+        start = f"goes on from {self.saved}" if self.saved is not None else "starts anew"
+        return f"hosts    {' and '.join(came)} came; {self._name} {start}"
 
     def _outlook(self, error: WorkersFailed, facts: FailureFacts) -> Literal["may pass", "stays"]:
         """A program that ended itself did so on purpose; one that lost a host goes on without it."""

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from plait.checked_json import one_line
 from plait.commands.programs.program_file import (
     COUNT_ENTRY,
     PROGRAM_ENTRIES,
@@ -21,10 +22,14 @@ from plait.commands.programs.program_file import (
     program_in_environment,
 )
 from plait.commands.programs.restarting import ProgramRestarts
-from plait.errors import PlaitError
-from plait.hosts.joining import ONE_HOST, HostsRequest
+from plait.custom.process.launcher import SAVED
+from plait.errors import PlaitError, StopSignal
+from plait.hosts.connectivity import ConnectivityListener, check_connectivity
+from plait.hosts.joining import FULL_SENTENCE, ONE_HOST, HostsRequest, own_host_info
 from plait.hosts.leader import HostPart, Hosts, invited_hosts
+from plait.hosts.membership import Membership
 from plait.launch.local.run import ForkServer
+from plait.launch.local.site import WorkerHost
 from plait.launch.values.failure import WorkersFailed
 from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message, StoppedBy
 from plait.machines.machine import usable_cores
@@ -50,8 +55,9 @@ def run_program(
 
     Blocks until all have ended; returns what ended them. What the first worker prints comes to the terminal, what the
     others print to files. A program that has saved and loses a worker or a host is started again on those that are
-    left. Raises PlaitError before a worker starts, ProgramFailed with the culprit's traceback printed, RunFailed where
-    a worker or a host was lost and the program could not go on by itself.
+    left, and once more after a save with a host that came back. Raises PlaitError before a worker starts, ProgramFailed
+    with the culprit's traceback printed, RunFailed where a worker or a host was lost and the program could not go on by
+    itself.
     """
     if workers is not None and not 1 <= workers <= RANKS_AT_MOST:
         raise PlaitError(f"{workers} workers on a machine; choose 1 to {RANKS_AT_MOST}")
@@ -70,10 +76,13 @@ def run_program(
                     announced = counts
                     threads = [max(1, cores // count) for cores, count in zip(group.cores, counts, strict=True)]
                     argument = json.dumps({**asked, "saved_in": restarts.saved.folder if restarts.saved else ""})
-                    return group.run(argument, counts, threads, str(logs), restarts.on_message).stopped_by
+                    result = group.run(argument, counts, threads, str(logs), restarts.on_message)
+                    if result.how == "over":
+                        return result.stopped_by
                 except WorkersFailed as error:
                     screen.print(restarts.after(error))
-                    group.renew()
+                if came := group.renew():
+                    screen.print(restarts.with_hosts(came))
 
 
 def workers_text(counts: Sequence[int], logs: Path | None) -> str:
@@ -109,8 +118,9 @@ class _ProgramGroup(Protocol):
         """Run the program with this many workers a host, and threads a worker; blocks to the end."""
         ...
 
-    def renew(self) -> None:
-        """Go on with the hosts that are left; call it while no worker runs."""
+    def renew(self) -> Sequence[str]:
+        """Go on with the hosts that are left and those that wait, whose names are returned; call it while no worker
+        runs."""
         ...
 
 
@@ -131,13 +141,14 @@ class _OneHost:
     ) -> JobResult:
         return self._server.run(_job(argument, counts, threads, logs), on_message=on_message)
 
-    def renew(self) -> None:
+    def renew(self) -> Sequence[str]:
         """This one is all there is."""
+        return ()
 
 
 class _SeveralHosts:
-    def __init__(self, hosts: Hosts) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: Hosts, screen: Screen) -> None:
+        self._hosts, self._screen = hosts, screen
 
     @property
     def hosts(self) -> int:
@@ -167,10 +178,45 @@ class _SeveralHosts:
             HostPart(ranks=count, threads=each, argument=argument, log_dir=logs if host == 0 else None)
             for host, (count, each) in enumerate(pairs)
         ]
-        return self._hosts.run(_job(argument, counts, threads, logs), on_message=on_message, parts=parts)
+        membership = self._hosts.membership
 
-    def renew(self) -> None:
-        self._hosts.membership.renew()
+        def hear(message: Message) -> None:
+            on_message(message)
+            if message.rank == 0 and message.kind == SAVED:
+                membership.may_take_in()
+
+        job = _job(argument, counts, threads, logs)
+        return self._hosts.run(job, on_message=hear, parts=parts, membership=_Returning(membership))
+
+    def renew(self) -> Sequence[str]:
+        """A host that does not reach all others is sent home."""
+        came = []
+        for member in self._hosts.membership.renew().came:
+            try:
+                check_connectivity(ConnectivityListener(own_host_info().name, self._hosts.addresses[0]), [member])
+            except PlaitError as error:
+                self._screen.print(f"refused  {member.name}: {one_line(str(error))}")
+                self._hosts.membership.send_home([member], str(error))
+            else:
+                came.append(member.name)
+        return came
+
+
+class _Returning:
+    """Hosts that come back to a program. One that its user stops ends the program, which may have saved nothing yet."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.fileno, self.look = membership.fileno, membership.look
+        self._membership = membership
+
+    @property
+    def wants_pause(self) -> bool:
+        """Whether hosts wait, and the program has saved since."""
+        return self._membership.wants_pause
+
+    def lets_go(self, site: WorkerHost, by: StopSignal) -> bool:
+        """Never."""
+        return False
 
 
 @contextmanager
@@ -183,9 +229,10 @@ def _one_host() -> Iterator[_ProgramGroup]:
 def _several_hosts(request: HostsRequest, digest: str, options: str, screen: Screen) -> Iterator[_ProgramGroup]:
     """The hosts that joined with the same program; the end of the block releases them."""
     with invited_hosts(
-        request, log=screen.print, entries=PROGRAM_ENTRIES, program=digest, join_options=options
-    ) as hosts:
-        yield _SeveralHosts(hosts)
+        request, log=screen.print, entries=PROGRAM_ENTRIES, program=digest, join_options=options, joining="open",
+        why_full=lambda others: None if others < request.n_hosts - 1 else FULL_SENTENCE,
+    ) as hosts:  # fmt: skip
+        yield _SeveralHosts(hosts, screen)
 
 
 def _job(argument: str, counts: Sequence[int], threads: Sequence[int], logs: str) -> Job:

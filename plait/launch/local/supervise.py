@@ -204,9 +204,13 @@ class Supervision:
             self._on_message(Message(rank=0, kind=STOPPING, values={"signal": name}))
 
     def _pause(self) -> None:
-        if self._phase == "running" and self._sites[0].job.at_stop == "save":
-            self.how = "paused"
+        if self._phase != "running":
+            return
+        self.how = "paused"
+        if self._sites[0].job.at_stop == "save":
             self._have_them_save("pause")
+        else:
+            self._kill()
 
     def _have_them_save(self, order: KillOrder) -> None:
         self._order(order)

@@ -34,7 +34,8 @@ STOP_IN_WORDS = "finishing this step and saving"
 AtStop = Literal["save", "abandon"]
 """What the first stop signal does to a job's ranks: they save and return, or are killed at once."""
 JobEnd = Literal["over", "paused"]
-"""paused: its ranks saved and returned before they were done, because the hosts of the run change."""
+"""paused: its ranks ended before they were done, because the hosts of the run change; they have saved, as a job with
+`at_stop` "save" does then, and a program before."""
 LeftBy = Literal["left by SIGINT", "left by SIGTERM", "left by SIGHUP"]
 """A signal stopped one joined host, and the run goes on without it."""
 SIGNAL_OF_LEAVING: Mapping[LeftBy, StopSignal] = {
