@@ -48,9 +48,10 @@ class Routes(nn.Module):
 
 
 class Routed(nn.Module):
-    """Each example chooses its layers by its last numbers; they are units, or all `inside` of one."""
+    """Each example chooses its layers by its last numbers; they are units, or all `inside` of one, or the `whole`
+    model is one."""
 
-    def __init__(self, form: Literal["rows", "each"], place: Literal["units", "inside"]) -> None:
+    def __init__(self, form: Literal["rows", "each"], place: Literal["units", "inside", "whole"]) -> None:
         super().__init__()
         self.chosen_in = "both"
         self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
@@ -92,9 +93,10 @@ def train(context: RankContext, argument: str) -> None:
     for one in (model, plain):
         one.chosen_in = asked["chosen_in"]
     data = examples(asked["choice"], random.Random(asked["seed"]))
-    run = plait.spread(
+    spread: Any = plait.spread
+    run = spread(
         model, torch.optim.AdamW(model.parameters(), lr=0.05), loss_sum=squared, layout="shard parameters",
-        accumulate=asked["accumulate"], seed=asked["seed"],
+        accumulate=asked["accumulate"], seed=asked["seed"], **({"units": []} if asked["place"] == "whole" else {}),
     )  # fmt: skip
     usual, errors = torch.optim.AdamW(plain.parameters(), lr=0.05), []
     for number, batch in enumerate(run.batches(data, batch=BATCH, epochs=2, order="given")):

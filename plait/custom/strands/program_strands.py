@@ -158,8 +158,10 @@ class Strands:
 
     def full_weights(self) -> dict[str, Tensor]:
         """Every parameter whole, by its name; every worker must call it."""
-        self._workers.order.end()
         named = self._program.named_parameters()
+        if not self._rows:
+            return {name: parameter.detach() for name, parameter in named.items()}
+        self._workers.order.end()
         like = {name: parameter for name, parameter in named.items() if name in self._rows}
         found = whole_of({n: (p.first, p.parameter) for n, p in self._rows.items()}, like, self._workers)
         return {name: found.get(name, parameter.detach()) for name, parameter in named.items()}
@@ -176,10 +178,10 @@ class Strands:
 
     def full_gradients(self, index: int) -> dict[str, Tensor]:
         """Every gradient of this loss whole, after `close`; every worker must call it."""
-        self._workers.order.end()
         own = {p.name: (p.first, p.parameter.grad) for p in self.pieces(index) if p.parameter.grad is not None}
         if self.form == "whole":
             return {name: gradient.detach() for name, (_, gradient) in own.items()}
+        self._workers.order.end()
         like = {name: p for name, p in self._trained[index].items() if self._reached[index].get(name)}
         return whole_of(own, like, self._workers)
 
