@@ -214,7 +214,13 @@ def _step_time_items(
     items["bubble"] = piped_s - np.add.reduce(list(items.values()))
     # Sharded parameters are gathered in each micro-batch, and every rank has as many of them.
     gathers = np.where(c.shard_what == SHARDED_STATES.index("parameters"), n_microbatches / micro.count, 1.0)
-    items |= {"parameters": t.parameters * gathers, "gradients": t.gradients * gathers}
+    # Equal shares on the slowest device would compute for longer, and hide more.
+    alike, computed = (
+        np.add.reduce(own)
+        for own in ([getattr(t, item) for item in COMPUTE_ITEMS], [items[item] for item in COMPUTE_ITEMS])
+    )
+    bared = t.hidden_sync * np.maximum(1 - computed / alike, 0.0)
+    items |= {"parameters": t.parameters * gathers, "gradients": (t.gradients + bared) * gathers}
     updated = (held[:, None] / assignment.relative_speed).max() / held.max()
     items["optimizer"] = t.optimizer * updated
     step_s = np.add.reduce(list(items.values()))

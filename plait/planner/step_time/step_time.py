@@ -47,6 +47,8 @@ class StepTime:
     slowest_stage_message: Reals
     """One message over the slowest hop, which no micro-batch can pass faster."""
     hidden: Reals
+    hidden_sync: Reals
+    """The part of it that gathers parameters and sums gradients."""
     busiest_layers: Reals
     """Layers on the busiest device, those for prediction ahead included."""
     step_s: Reals
@@ -116,6 +118,7 @@ def estimate_step_time(inputs: CostInputs) -> StepTime:
         stage_message=sends.mean_message,
         slowest_stage_message=sends.slowest_message,
         hidden=hidden + micros * layers * exposed.hidden,
+        hidden_sync=hidden,
         busiest_layers=layers,
         step_s=np.add.reduce(list(items.values())),
     )
