@@ -58,6 +58,7 @@ def main() -> None:
     model.load_state_dict(weights(load_file(orders.workdir / "init.safetensors")))
     sharded = parallelize(model, mesh, plan.execution, STAGES)
     optimizer = make_optimizer(sharded.units, plan.job.optimizer)
+    assert isinstance(optimizer, FusedOptimizer)
     decay_all_matrices(optimizer, workload.weight_decay)
     world = world_communicator()
     loader = make_loader(orders, workload, plan)

@@ -30,6 +30,7 @@ _KINDS = {
     "sgd": "after plain steps",
     "adamw": "after AdamW steps",
     "momentum": "after SGD steps",
+    "muon": "after Muon steps",
     "sums": "sum over ranks",
     "counts": "counted exactly over all steps",
     "routing": "experts chosen freely, against those of one process",
@@ -114,7 +115,7 @@ class Verdict:
     @property
     def max_param_rel_err(self) -> float:
         """The largest relative error of a parameter after a step of either optimizer; 0 where none was taken."""
-        return self.largest("sgd", "adamw", "momentum", "update")
+        return self.largest("sgd", "adamw", "momentum", "muon", "update")
 
     @property
     def worst(self) -> tuple[Finding, ...]:

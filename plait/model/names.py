@@ -148,6 +148,17 @@ def decays(name: str) -> bool:
     return len(dims_of(name)) == 2 and not name.startswith("embed.")
 
 
+def is_hidden_matrix(name: str) -> bool:
+    """Whether a weight is a matrix from one hidden layer to the next, which Muon updates as a whole.
+
+    Those are the matrices of attention, feed-forward parts and experts, and the projections of prediction ahead. Not
+    the vocabulary's tables, whose rows are tokens, nor a router, whose rows are experts, nor an adapter's two factors,
+    which stand for their product.
+    """
+    in_between = layer_of(name) is not None or depth_of(name) is not None
+    return in_between and len(dims_of(name)) == 2 and ".router." not in name and not is_adapter(name)
+
+
 def is_adapter(name: str) -> bool:
     """Whether a weight is one of an adapter's two."""
     return name.endswith((f".{ADAPTER_A}", f".{ADAPTER_B}"))

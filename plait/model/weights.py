@@ -25,6 +25,7 @@ from plait.model.names import (
     dims_of,
     expert_of,
     is_adapter,
+    is_hidden_matrix,
     layer_of,
 )
 from plait.model.parts.objectives import NO_OBJECTIVES
@@ -157,6 +158,13 @@ def _active(weight: WeightDescription, shape: ModelShape) -> int:
 def trained_parameter_count(shape: ModelShape) -> int:
     """Number of parameters that learn."""
     return sum(one.numbers * layers for one, layers in _counted_weights(shape) if one.trained)
+
+
+@lru_cache(maxsize=64)
+def hidden_matrix_numbers(shape: ModelShape) -> int:
+    """Number of parameters that learn in hidden matrices."""
+    hidden = ((one, n) for one, n in _counted_weights(shape) if one.trained and is_hidden_matrix(one.name))
+    return sum(one.numbers * layers for one, layers in hidden)
 
 
 @lru_cache(maxsize=64)

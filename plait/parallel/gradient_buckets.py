@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,8 @@ class SharedWeight:
     ranks: RankSet
     decays: bool
     split: RankSet | None = None
+    updated: Literal["by number", "as a whole"] = "by number"
+    """Whether its update is a function of each number by itself, or of all the matrix."""
 
     @property
     def trained(self) -> bool:
@@ -56,16 +58,21 @@ def fill_buckets(weights: Sequence[SharedWeight], split: int, bucket_bytes: int 
     """Indices of the weights in each bucket, given in the order in which backward reaches them. `split` is the number
     of ranks over which weights are split that do not say it themselves.
 
-    A bucket holds one dtype and one group of ranks, and where it is split one kind of weight decay. It ends once it has
-    the size, or half of what is left of its kind, see Note [smaller towards the end]. The buckets come in the order in
-    which backward fills them.
+    A bucket holds one dtype and one group of ranks, and where it is split one kind of weight decay and of update. It
+    ends once it has the size, or half of what is left of its kind, see Note [smaller towards the end]. The buckets come
+    in the order in which backward fills them.
     """
     kinds: dict[Any, list[int]] = {}
     for index, weight in enumerate(weights):
         parts = split if weight.split is None else len(weight.split)
         if parts == 1 and len(weight.ranks) == 1:
             continue  # nobody to add to: a bucket would only cost passes through memory
-        kind = (weight.parameter.dtype, weight.ranks, weight.split, weight.decays if parts > 1 else None)
+        kind = (
+            weight.parameter.dtype,
+            weight.ranks,
+            weight.split,
+            (weight.decays, weight.updated) if parts > 1 else None,
+        )
         kinds.setdefault(kind, []).append(index)
     sizes = [weight.parameter.nbytes for weight in weights]
     full = [bucket for indices in kinds.values() for bucket in _filled(indices, sizes, bucket_bytes)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plait.errors import PlaitError
 from plait.model.gpt import GPT
-from plait.model.names import EMBEDDING, HEAD
+from plait.model.names import EMBEDDING, HEAD, is_hidden_matrix
 from plait.model.weights import describe_weight
 from plait.parallel.collectives import all_gather, expect_others, send_own
 from plait.parallel.gradient_buckets import (
@@ -213,9 +213,17 @@ def shared_weights(sharded: ShardedModel, execution: Execution) -> list[SharedWe
             ranks = ranks_sharing(execution.shape, layout, name, box, here["shard"])
             decays = describe_weight(name, execution.shape).decays
             split = ranks_splitting(layout, name, rank) if is_shared_out(name, layout) else None
+            whole = execution.whole_updates == "hidden matrices" and is_hidden_matrix(name)
             weights.append(
                 SharedWeight(
-                    name=name, parameter=parameter, box=box, chunk=number, ranks=ranks, decays=decays, split=split
+                    name=name,
+                    parameter=parameter,
+                    box=box,
+                    chunk=number,
+                    ranks=ranks,
+                    decays=decays,
+                    split=split,
+                    updated="as a whole" if whole else "by number",
                 )
             )
     # Stages that share both tables have them in chunks of unlike order, and their buckets must be alike.

@@ -43,15 +43,27 @@ class RunArithmetic:
     """The library by which processors multiply float32 matrices; chosen by measurement, kept when a run resumes."""
     host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
     """The library of hosts that take another one than `matmul_backend`, by the digest of their machine."""
+    orthogonalized_in: Precision = "float32"
+    """In what numbers Muon orthogonalizes matrices where the run computes in float32: those that its devices multiply
+    fastest."""
     matmul_flops: float | None = None
     """FLOP/s of the run's matrix products on one device, as measured; None where not measured."""
     matmul_error: float | None = None
     """Largest relative error of those products against float64; None where not measured."""
 
     @property
+    def orthogonalization_precision(self) -> Precision:
+        """The numbers in which Muon orthogonalizes matrices."""
+        return self.orthogonalized_in if self.precision == "float32" else self.precision
+
+    @property
     def product_precision(self) -> Precision | MatmulPrecision:
         """The numbers in which matrices are multiplied."""
         return self.precision if self.matmul_precision == "float32" else self.matmul_precision
+
+
+WholeUpdates = Literal["none", "hidden matrices"]
+"""The weights whose update is a function of the whole matrix (Muon), not of each number by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +74,5 @@ class Execution:
     shape: ModelShape
     device: WorkerDevice
     arithmetic: RunArithmetic
+    whole_updates: WholeUpdates = "none"
+    """Where ranks split gradients, such weights have buckets apart from those that are updated number by number."""

@@ -9,18 +9,20 @@ from typing import Any, Literal
 from plait.layout import Layout, equal_share
 from plait.machines.machine import strip_name_number
 from plait.model.shape import ModelShape
+from plait.model.weights import hidden_matrix_numbers, trained_parameter_count
 from plait.partition.execution import Execution, MatmulBackend, RunArithmetic, WorkerDevice
+from plait.partition.matrix_owners import CopiesCompute
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis, StepItems
 from plait.units import NEVER, Amount, Every
 
-OptimizerKind = Literal["adamw", "sgd"]
+OptimizerKind = Literal["adamw", "muon", "sgd"]
 LearningRateSchedule = Literal["cosine", "wsd", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPlan:
     """The optimizer's numbers; `lr` is the peak of `schedule`, `clip` the largest gradient norm (None: no clipping).
-    Only AdamW reads `betas`, only SGD `momentum`."""
+    AdamW reads `betas`, SGD and Muon `momentum`; Muon updates hidden matrices, and AdamW all else."""
 
     lr: float
     warmup_steps: int
@@ -30,16 +32,24 @@ class OptimizerPlan:
     schedule: LearningRateSchedule
     kind: OptimizerKind = "adamw"
     momentum: float = 0.0
+    adamw_lr: float | None = None
+    """AdamW's peak learning rate beside Muon, which falls as `lr` does; None: `lr`, and without Muon."""
+
+    def state_numbers(self, shape: ModelShape) -> int:
+        """Numbers of optimizer state for a model's weights."""
+        matrices = hidden_matrix_numbers(shape)
+        return self.moments * (trained_parameter_count(shape) - matrices) + self.matrix_moments * matrices
 
     @property
     def moments(self) -> int:
-        """Tensors of optimizer state for each weight."""
-        return moments_of(self.kind, self.momentum)
+        """Tensors of optimizer state for each weight that is no hidden matrix: AdamW's two moments, or SGD's one
+        momentum unless that is 0."""
+        return int(self.momentum > 0) if self.kind == "sgd" else 2
 
-
-def moments_of(kind: OptimizerKind, momentum: float) -> int:
-    """Tensors of optimizer state for each weight: AdamW's two moments, or SGD's one momentum unless that is 0."""
-    return 2 if kind == "adamw" else int(momentum > 0)
+    @property
+    def matrix_moments(self) -> int:
+        """Tensors of optimizer state for each weight of a hidden matrix: Muon's momentum alone, else as of others."""
+        return 1 if self.kind == "muon" else self.moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +143,8 @@ class Placement:
     """Sequences per step of each data-parallel rank; empty where they are as equal as can be."""
     host_order: tuple[int, ...] = ()
     """The numbers of the hosts in the order of their ranks; one not among them is left out. Empty: all, as given."""
+    copies_compute: CopiesCompute = "one for all"
+    """Who orthogonalizes a matrix of which several ranks hold copies, where Muon does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +213,7 @@ class Plan:
             shape=self.job.shape,
             device=self.machines.device,
             arithmetic=self.arithmetic,
+            whole_updates="hidden matrices" if self.job.optimizer.kind == "muon" else "none",
         )
 
     @property

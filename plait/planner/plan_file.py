@@ -60,6 +60,7 @@ def _check_plan(plan: Plan) -> None:
     not_negative = {
         "checkpoint_keep_s": cadence.checkpoint_keep_s,
         "optimizer.lr": optimizer.lr,
+        "optimizer.adamw_lr": optimizer.lr if optimizer.adamw_lr is None else optimizer.adamw_lr,
         "optimizer.weight_decay": optimizer.weight_decay,
     }
     for name, amount in not_negative.items():

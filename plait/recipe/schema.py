@@ -101,18 +101,21 @@ class TrainSection(RecipeSection):
 
 
 class OptimizerSection(RecipeSection):
-    """[optimizer]: AdamW or SGD, and the course of the learning rate."""
+    """[optimizer]: AdamW, Muon or SGD, and the course of the learning rate."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
+    kind: Literal["adamw", "muon", "sgd"] = "adamw"
+    """"muon" updates the layers' matrices by Muon, and all else by AdamW."""
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
-    """Peak learning rate; SGD needs one named."""
+    """Peak learning rate; SGD needs one named. Muon's is meant as AdamW's is: its updates have the same size."""
+    adamw_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
+    """Beside Muon: AdamW's peak learning rate, for embedding, head, norms, biases and routers; "auto" is `lr`."""
     warmup_steps: Steps | Auto = "auto"
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Auto = "auto"
     """On matrices only."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | Auto = "auto"
     """AdamW's."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | Auto = "auto"
-    """SGD's; 0 for none."""
+    """SGD's, or Muon's, which is Nesterov's; 0 for none."""
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["never"] | Auto = "auto"
     """Largest global norm of the gradient."""
     schedule: Literal["cosine", "wsd", "constant"] | Auto = "auto"
@@ -121,7 +124,9 @@ class OptimizerSection(RecipeSection):
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
         if self.kind == "adamw" and self.momentum != "auto":
-            raise ValueError('momentum is SGD\'s; remove it, or write optimizer.kind = "sgd"')
+            raise ValueError('momentum is SGD\'s and Muon\'s; remove it, or write optimizer.kind = "muon" or "sgd"')
+        if self.kind != "muon" and self.adamw_lr != "auto":
+            raise ValueError('adamw_lr stands beside Muon\'s lr; name lr alone, or write optimizer.kind = "muon"')
         if self.kind == "sgd" and self.betas != "auto":
             raise ValueError("betas are AdamW's; remove them, SGD has optimizer.momentum")
         if self.kind == "sgd" and self.lr == "auto":

@@ -70,6 +70,8 @@ class Receipt:
     """Number of earlier runs whose observations the forecast uses."""
     timed_step_s: float | None = None
     """Step time measured before the run, where the layout was timed."""
+    optimizer: Mapping[str, str | float] | None = None
+    """Kind, peak learning rates, and in what numbers Muon orthogonalized; None in receipts of earlier versions."""
     matmul_backend: MatmulBackend = "default"
     """The library by which processors multiplied float32 matrices."""
     matmul_flops: float | None = None

@@ -21,13 +21,14 @@ from plait.model.gpt import GPT, reset_biases
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.communicator import Communicator
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel
+from plait.parallel.whole_matrices import MatrixExchange, stage_exchange
 from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, KeptBias
 from plait.trainer.first_weights import fill_first_weights
-from plait.trainer.optimizer.fused import FusedOptimizer
+from plait.trainer.optimizer.fused import RunOptimizer
 from plait.trainer.optimizer.optim import learning_rate, make_optimizer
 from plait.trainer.preference.pair_losses import PairLosses
 from plait.trainer.score_passes import score_passes
@@ -56,7 +57,7 @@ class Assembly:
     plan: Plan
     device: torch.device
     model: ShardedModel
-    optimizer: FusedOptimizer
+    optimizer: RunOptimizer
     corpus: Corpus
     loader: Loader
     heldout: Callable[[], Iterator[Micro]]
@@ -192,6 +193,10 @@ def assemble(
     autocast, compile = make_autocast(plan.arithmetic.precision, device), plan.arithmetic.compile if stages else "off"
     auxiliary = AuxiliaryLosses(sharded, plan.job.shape, autocast, score_passes(compile))
     pairs = pair_losses_of(config, sharded, all_pairs(corpus), autocast, compile)
+    # Without stages a rank holds all matrices whole.
+    exchange = (
+        partial(stage_exchange, layout=layout, copies=plan.placement.copies_compute) if stages else MatrixExchange
+    )
     run_micros, evaluate_micros = make_runners(
         sharded, autocast, casts=weight_casts(plan), compile=compile, auxiliary=auxiliary, pairs=pairs
     )
@@ -199,7 +204,9 @@ def assemble(
         plan=plan,
         device=device,
         model=sharded,
-        optimizer=make_optimizer(sharded.units, plan.job.optimizer),
+        optimizer=make_optimizer(
+            sharded.units, plan.job.optimizer, plan.arithmetic.orthogonalization_precision, exchange
+        ),
         corpus=corpus,
         loader=loader,
         heldout=lambda: heldout_micros(corpus, loader.selection, overlong),

@@ -19,7 +19,7 @@ from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, Vocabula
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, largest_load
 from plait.trainer.loss import IN_PLACE, sum_of_losses
-from plait.trainer.optimizer.fused import FusedOptimizer
+from plait.trainer.optimizer.fused import RunOptimizer
 from plait.trainer.optimizer.optim import owned_squares, update
 from plait.trainer.score_passes import IGNORED, ScorePasses
 
@@ -75,7 +75,7 @@ def take_step(
     sharded: ShardedModel,
     run_micros: RunMicros,
     sums: Communicator,
-    optimizer: FusedOptimizer,
+    optimizer: RunOptimizer,
     clip: float | None,
     loads: ExpertLoads | None = None,
     auxiliary: AuxiliaryLosses | None = None,

@@ -55,6 +55,7 @@ INNER_FLOORS = {
                  "mesh": 1, "exchange": 1, "gradient_norm": 0,
                  "compile": 1, "frozen": 1, "materialize": 1, "recompute": 1, "reduction": 1, "gradient_buckets": 1,
                  "expert": 2, "context": 2, "gradient_reducer": 2, "tensor": 2, "tied_embedding": 2, "pipeline": 3,
+                 "whole_matrices": 2,
                  "fully_sharded": 3, "sharding": 4, "replicate": 4, "apply": 5},
     "planner": {"calibration": 0, "plan": 1, "plan_file": 2, "problem": 1, "step_time": 2,
                 "derive": 3, "memory": 3, "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6,

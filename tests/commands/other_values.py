@@ -96,6 +96,7 @@ OTHER_VALUES = {
     "layout.shares": "[14, 10]",
     "optimizer.kind": "sgd",
     "optimizer.lr": "0.0123",
+    "optimizer.adamw_lr": "0.0077",
     "optimizer.warmup_steps": "1",
     "optimizer.weight_decay": "0.3",
     "optimizer.betas": "[0.8, 0.9]",
@@ -145,6 +146,7 @@ BESIDE = {
     "model.predict_ahead_weight": ("model.predict_ahead=1",),
     "layout.expert": ("model.experts=8", "layout.replicate=2", "layout.shard=1"),
     "optimizer.kind": ("optimizer.lr=0.1",),
+    "optimizer.adamw_lr": ("optimizer.kind=muon",),
     "optimizer.momentum": ("optimizer.kind=sgd", "optimizer.lr=0.1"),
 }
 """What the base recipe must have, too, for a key to have its other value."""

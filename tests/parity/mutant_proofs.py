@@ -89,6 +89,13 @@ def verdict_of_recipe(asked: list[str]) -> dict[str, Any]:
     return _proven(config, shrunk_plan(config, *requested_layout(config), requested_shares(config)))
 
 
+def verdict_of_muon(asked: list[str]) -> dict[str, Any]:
+    """The proof of the recipe with Muon, whose updates come after the gradients."""
+    config = _config([*asked, "optimizer.kind=muon"])
+    plan = shrunk_plan(config, *requested_layout(config), requested_shares(config))
+    return _proven(config, plan, "all")
+
+
 def verdict_of_adapter(degrees: dict[str, int]) -> dict[str, Any]:
     """The proof of the recipe's model with an adapter."""
     config = _config(())

@@ -25,5 +25,6 @@ def watched_step(context: RankContext, argument: str) -> None:
         state, _ = assembly.step(TrainState())
         with LiveTensorPeak(assembly.device, assembly.tensors()) as peak:
             assembly.step(state)
+        assembly.model.settle()  # the other rank may still be sending
         assembly.loader.close()
     context.send("peak", rank=context.rank, bytes=peak.bytes)

@@ -21,7 +21,7 @@ from plait.planner.memory.estimate import estimate_memory
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, traced_peak
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
-from plait.planner.problem.workload import Workload, workload_of
+from plait.planner.problem.workload import Orthogonalization, Workload, workload_of
 from tests.entry_tables import entries_of
 from tests.matrix import few_fast
 from tests.trainer.tiny import make_tiny
@@ -229,6 +229,9 @@ FORETOLD = [
     ["pipeline=2", "schedule=interleaved", "virtual_stages=4", "micro_sequences=2"],
     ["pipeline=2", "schedule=zero-bubble", "micro_sequences=1"],
     ["shard=2", "shard_what=optimizer", "micro_sequences=2", "kind=sgd", "lr=0.1"],
+    ["replicate=2", "micro_sequences=2", "kind=muon"],
+    ["shard=2", "shard_what=optimizer", "micro_sequences=1", "recompute=full", "kind=muon"],
+    ["shard=2", "shard_what=parameters", "micro_sequences=1", "recompute=full", "kind=muon"],
     ["tensor=2", "micro_sequences=4", "key_value_rank=24", "query_rank=32"],
     ["replicate=2", "micro_sequences=1", "recompute=full", "vocabulary=2500"],
     ["shard=2", "shard_what=optimizer", "micro_sequences=1", "recompute=full", "vocabulary=2500"],
@@ -276,6 +279,8 @@ def test_ranks_on_processors_hold_what_was_foretold(layout: str, precision: Any,
     server.run(Job(entry="watched_step", argument=str(tmp_path), world_size=2, threads=1), on_message=hear)
     moments = plan.job.optimizer.moments
     work = workload_of(plan.job.shape, sequence=64, batch_sequences=16, precision=precision, moments=moments)
+    if plan.job.optimizer.kind == "muon":
+        work = replace(work, orthogonalization=Orthogonalization(number_bytes=4))
     knobs: dict[str, Any] = {
         "schedule": plan.placement.layout.schedule,
         "virtual": plan.placement.layout.virtual_stages,

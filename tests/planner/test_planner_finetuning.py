@@ -213,3 +213,10 @@ def test_without_the_section_a_model_is_trained_on_as_before(tmp_path: Path) -> 
 
 def test_text_without_documents_has_a_batch_too(tmp_path: Path) -> None:
     assert planned(tuned(tmp_path), replace(CHATS, documents=0), LAPTOP).job.batch_sequences == 32
+
+
+def test_muon_has_nothing_to_update_beside_adapters(tmp_path: Path) -> None:
+    with pytest.raises(PlaitError, match=r'optimizer.kind = "muon" has nothing to update: .* write finetune.method'):
+        planned(tuned(tmp_path, "optimizer.kind=muon", "finetune.rank=1"), CHATS, LAPTOP)
+    whole = planned(tuned(tmp_path, "optimizer.kind=muon", method="full"), CHATS, LAPTOP).job.optimizer
+    assert whole.kind == "muon" and whole.lr == whole.adamw_lr == finetuning_lr("full")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from plait.commands.planning.plan_report import make_plan_report
 from plait.errors import PlaitError
 from plait.layout import Layout, equal_share
 from plait.machines.cluster import read_cluster
-from plait.model.shape import parameter_count
+from plait.model.names import is_hidden_matrix
+from plait.model.shape import parameter_count, weight_sizes
 from plait.planner.calibration.factors import MEASURED_STEP_ERROR, Calibration, calibration_text, without_calibration
 from plait.planner.derive.intervals import with_new_intervals, with_raised_budget
 from plait.planner.derive.model_size import CorpusFacts
@@ -90,6 +92,39 @@ def test_sgd_has_published_numbers_and_the_plan_counts_its_one_moment(tmp_path: 
     none = planned(recipe(tmp_path, *STEPS, *TINY, *sgd, "optimizer.momentum=0"), PLAYS, LAPTOP)
     sizes = [plan.forecast.tensor_bytes for plan in (two, one, none) if plan.forecast]
     assert sizes[0] - sizes[1] == pytest.approx(sizes[1] - sizes[2]) and sizes[1] > sizes[2]
+
+
+def test_muon_takes_adamw_s_rate_and_the_plan_counts_one_moment_for_matrices(tmp_path: Path) -> None:
+    muon = ("optimizer.kind=muon",)
+    one, two = (planned(recipe(tmp_path, *STEPS, *TINY, *more), PLAYS, LAPTOP) for more in (muon, ()))
+    optimizer, shape = one.job.optimizer, one.job.shape
+    assert (optimizer.kind, optimizer.momentum, optimizer.weight_decay) == ("muon", 0.95, 0.1)
+    assert optimizer.lr == optimizer.adamw_lr == two.job.optimizer.lr
+    assert any("Muon for the layers' matrices" in reason and "whose learning rate" in reason for reason in one.reasons)
+    assert any("Muon orthogonalizes in float32" in reason for reason in one.reasons)
+    assert one.forecast and two.forecast
+    matrices = sum(prod(sizes) for name, sizes in weight_sizes(shape).items() if is_hidden_matrix(name))
+    assert two.forecast.tensor_bytes - one.forecast.tensor_bytes == pytest.approx(4 * matrices)
+    own, adamws = one.forecast.one_device_step_s, two.forecast.one_device_step_s
+    assert own and adamws and own > adamws
+    named = planned(recipe(tmp_path, *STEPS, *TINY, *muon, "optimizer.adamw_lr=0.003"), PLAYS, LAPTOP)
+    assert named.job.optimizer.adamw_lr == 0.003 and any("rate of 0.003" in reason for reason in named.reasons)
+
+
+def test_muon_orthogonalizes_in_bf16_on_gpus_and_names_who_computes_for_copies(tmp_path: Path) -> None:
+    found = {
+        precision: planned(
+            recipe(tmp_path, *STEPS, "optimizer.kind=muon", f"train.precision={precision}"), WEB, ONE_H100
+        )
+        for precision in ("bf16", "float32")
+    }
+    assert [plan.arithmetic.orthogonalized_in for plan in found.values()] == ["bf16", "bf16"]
+    assert any("Muon orthogonalizes in bf16, whose products are" in reason for reason in found["float32"].reasons)
+    assert planned(recipe(tmp_path, *STEPS), WEB, ONE_H100).arithmetic.orthogonalized_in == "float32"
+    copies = planned(recipe(tmp_path, *STEPS, *TINY, "optimizer.kind=muon", "layout.replicate=2"), PLAYS, LAPTOP)
+    path = tmp_path / "plan.json"
+    write_plan(copies, path)
+    assert read_plan(path) == copies and copies.placement.copies_compute in ("one for all", "each for itself")
 
 
 def test_a_time_budget_becomes_as_many_steps_as_were_measured_to_fit(tmp_path: Path) -> None:

@@ -94,6 +94,22 @@ def test_sgd_s_momentum_is_its_only_state_and_is_carried_to_other_numbers_of_ran
         torch.testing.assert_close(rest[name], value, rtol=1e-11, atol=1e-11)
 
 
+def test_muon_s_one_momentum_and_adamw_s_two_are_carried_to_other_numbers_of_ranks(run_ranks, tmp_path: Path) -> None:
+    make_tiny(tmp_path, "optimizer.kind=muon", "optimizer.lr=0.01", precision="float64")
+    whole = tensors(saved(run_ranks, tmp_path, 1, old=None, new="whole", steps=7))
+    half = saved(run_ranks, tmp_path, 2, old=None, new="half", steps=3)
+    kinds: dict[str, set[str]] = {}
+    for kind, _, name in (one.partition("/") for one in tensors(half)):
+        kinds.setdefault(name, set()).add(kind)
+    assert kinds["layers.0.attention.q.weight"] == {"model", "muon_momentum"}
+    assert kinds["embed.tokens.weight"] == kinds["norm.weight"] == {"model", "adam_m", "adam_v"}
+    rest = tensors(saved(run_ranks, tmp_path, 3, old=half, new="rest", steps=4))
+    assert whole.keys() == rest.keys() and int(rest["adam_step"][0]) == 7
+    assert any(name.startswith("muon_momentum/") and bool(value.any()) for name, value in whole.items())
+    for name, value in whole.items():
+        torch.testing.assert_close(rest[name], value, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("rank", few_fast([0, 1], 1))
 def test_whichever_rank_cannot_write_its_reason_is_told(run_ranks, folder: Path, tmp_path: Path, rank: int) -> None:
     staging = staging_for(tmp_path, 1)
@@ -136,7 +152,12 @@ def test_a_checkpoint_of_another_shape_is_refused(run_ranks, folder: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("kind", "momentum", "wanted"),
-    [("adamw", "auto", "adam_m, adam_v"), ("sgd", "0", "no moments"), ("sgd", "0.9", None)],
+    [
+        ("adamw", "auto", "adam_m, adam_v"),
+        ("muon", "auto", "adam_m, adam_v, muon_momentum"),
+        ("sgd", "0", "no moments"),
+        ("sgd", "0.9", None),
+    ],
 )
 def test_a_checkpoint_of_another_optimizer_is_refused(
     run_ranks, sgd_folder: Path, tmp_path: Path, kind: str, momentum: str, wanted: str | None

@@ -53,5 +53,7 @@ def _texts(config: RunConfig) -> list[str]:
 
 
 def _optimizer_text(plan: Plan) -> str:
-    name = {"adamw": "AdamW", "sgd": "SGD"}[plan.job.optimizer.kind]
-    return f"{name}, peak learning rate {plan.job.optimizer.lr:g}"
+    optimizer = plan.job.optimizer
+    name = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD"}[optimizer.kind]
+    beside = f" (AdamW's, for what is no hidden matrix: {optimizer.adamw_lr:g})" if optimizer.adamw_lr else ""
+    return f"{name}, peak learning rate {optimizer.lr:g}{beside}"

@@ -158,6 +158,7 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         measured_items=came.items.measurable_items() if came and came.items else None,
         predicted_rss_bytes=forecast.bytes_per_device if forecast and plan.machines.device == "cpu" else None,
         taught_by_runs=predicted.calibration.runs if predicted else 0,
+        optimizer=_chosen_optimizer(plan),
         matmul_backend=plan.arithmetic.matmul_backend,
         matmul_flops=plan.arithmetic.matmul_flops,
         matmul_error=plan.arithmetic.matmul_error,
@@ -292,6 +293,15 @@ def doubt_lines(receipt: Receipt) -> list[str]:
         f"{receipt.speedup_vs_one:.2f} times one device alone{speedup}" if speedup else "",
     ]
     return [f"warning  {doubt}" for doubt in doubts if doubt]
+
+
+def _chosen_optimizer(plan: Plan) -> dict[str, str | float]:
+    optimizer = plan.job.optimizer
+    chosen: dict[str, str | float] = {"kind": optimizer.kind, "lr": optimizer.lr}
+    if optimizer.kind == "muon" and optimizer.adamw_lr is not None:
+        numbers = plan.arithmetic.orthogonalization_precision
+        chosen |= {"adamw_lr": optimizer.adamw_lr, "momentum": optimizer.momentum, "orthogonalized_in": numbers}
+    return chosen
 
 
 def _loss_text(receipt: Receipt) -> str:

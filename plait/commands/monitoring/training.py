@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, prod
+from math import inf
 from pathlib import Path
 
 from plait.checkpoint.store import published_checkpoints
@@ -30,8 +30,7 @@ from plait.commands.preparing.base import keep_base_files
 from plait.errors import PlaitError
 from plait.launch.values.failure import FailureFacts, HostNotServed, WorkersFailed
 from plait.launch.values.job import StoppedBy
-from plait.model.shape import weight_sizes
-from plait.model.weights import trained_weights
+from plait.model.weights import trained_parameter_count
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.report.receipt import Receipt
@@ -186,8 +185,8 @@ def stopped_text(saved_step: int, resumed_step: int, plan: Plan) -> str:
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Bytes of a checkpoint's numbers: the weights that learn, and their moments, in float32."""
-    sizes = weight_sizes(plan.job.shape)
-    return 4 * (1 + plan.job.optimizer.moments) * sum(prod(sizes[name]) for name in trained_weights(plan.job.shape))
+    shape = plan.job.shape
+    return 4 * (trained_parameter_count(shape) + plan.job.optimizer.state_numbers(shape))
 
 
 def free_bytes(folder: Path) -> float:

@@ -40,7 +40,7 @@ from plait.workers import ROUTING
 ReferenceScope = Literal["all", "gradients"]
 ROUTER = "feedforward.router.weight"
 
-_KINDS: Mapping[OptimizerKind, str] = {"adamw": "adamw", "sgd": "momentum"}
+_KINDS: Mapping[OptimizerKind, str] = {"adamw": "adamw", "muon": "muon", "sgd": "momentum"}
 """The kind of tensors that are weights after steps of the run's optimizer; "sgd" are those after plain steps."""
 
 

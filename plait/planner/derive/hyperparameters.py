@@ -33,6 +33,8 @@ BASE_LR = 2e-5
 """AdamW's peak learning rate where a run goes on from a trained model and names none: the one with which Llama 2 was
 tuned further (Touvron et al. 2023, section 3.1)."""
 
+MUON_MOMENTUM = 0.95
+"""Muon's usual momentum (Jordan et al. 2024)."""
 SGD_MOMENTUM = 0.9
 SGD_WEIGHT_DECAY = 1e-4
 """SGD's usual numbers (He et al. 2015; Goyal et al. 2017), for weight decay that is part of the gradient."""
@@ -42,15 +44,21 @@ def optimizer_plan(
     config: RunConfig, flops: float, batch_tokens: int, base: BaseFacts | None = None
 ) -> Derived[OptimizerPlan]:
     """The optimizer's numbers for a run of this many training FLOPs, its warm-up still open; `base` is the model that
-    it goes on from."""
+    it goes on from. Raises PlaitError for an optimizer that has nothing to update."""
     requested, method = config.optimizer, config.finetune.method
+    if requested.kind == "muon" and method == "lora":
+        raise PlaitError(
+            'optimizer.kind = "muon" has nothing to update: finetune.method = "lora" trains adapters alone, whose two '
+            "factors are no matrices of layers",
+            'take optimizer.kind out, or write finetune.method = "full"',
+        )
     lr, why, warnings = requested.lr, list[str](), tuple[str, ...]()
     if method != "auto":
         lr = FULL_LR[config.finetune.objective] if lr == "auto" else lr  # finetuning_optimizer says which, and why
-    elif requested.kind == "adamw" and requested.lr == "auto" and base is not None:
+    elif requested.kind != "sgd" and requested.lr == "auto" and base is not None:
         lr = BASE_LR
         why.append(f"peak learning rate {lr:g}: cautious, as the model is trained already (optimizer.lr)")
-    elif requested.kind == "adamw":
+    elif requested.kind != "sgd":
         found = _adamw_lr(requested.lr, flops, batch_tokens)
         lr, why, warnings = found.value, [*found.reasons], found.warnings
     assert lr != "auto"  # the schema refuses SGD without one
@@ -61,15 +69,29 @@ def optimizer_plan(
             f"SGD with momentum {plan.momentum:g}, weight decay {plan.weight_decay:g} as part of the gradient "
             "(He 2015, Goyal 2017)"
         )
+    if requested.kind == "muon":
+        why.append(_muon_text(requested))
     tuned = Derived(value=plan) if method == "auto" else finetuning_optimizer(method, plan, config)
     return Derived(value=tuned.value, reasons=(*why, *tuned.reasons), warnings=warnings)
+
+
+def _muon_text(requested: OptimizerSection) -> str:
+    rate = (
+        "whose learning rate Muon takes, too: its updates have the size of AdamW's (Liu 2025)"
+        if requested.adamw_lr == "auto"
+        else f"at a peak learning rate of {requested.adamw_lr:g}"
+    )
+    return (
+        "Muon for the layers' matrices, each orthogonalized as a whole (Jordan 2024); AdamW for embedding, head, "
+        f"norms, biases and routers, {rate}"
+    )
 
 
 def with_usual_numbers(
     requested: OptimizerSection, *, lr: float, clip: float | None, warmup_steps: int = 0
 ) -> OptimizerPlan:
     """A recipe's optimizer with this learning rate, clipping and warm-up; what else it leaves open is as published."""
-    usual_decay = 0.1 if requested.kind == "adamw" else SGD_WEIGHT_DECAY
+    usual_decay = SGD_WEIGHT_DECAY if requested.kind == "sgd" else 0.1
     return OptimizerPlan(
         lr=lr,
         warmup_steps=warmup_steps,
@@ -79,13 +101,21 @@ def with_usual_numbers(
         schedule="cosine" if requested.schedule == "auto" else requested.schedule,
         kind=requested.kind,
         momentum=momentum_of(requested),
+        adamw_lr=_adamw_lr_beside(requested, lr),
     )
 
 
 def momentum_of(requested: OptimizerSection) -> float:
-    """SGD's momentum; 0 for AdamW, which has betas."""
-    usual = SGD_MOMENTUM if requested.kind == "sgd" else 0.0
+    """SGD's or Muon's momentum; 0 for AdamW, which has betas."""
+    usual = {"adamw": 0.0, "muon": MUON_MOMENTUM, "sgd": SGD_MOMENTUM}[requested.kind]
     return usual if requested.momentum == "auto" else requested.momentum
+
+
+def _adamw_lr_beside(requested: OptimizerSection, lr: float) -> float | None:
+    """AdamW's learning rate beside Muon's `lr`; None without Muon."""
+    if requested.kind != "muon":
+        return None
+    return lr if requested.adamw_lr == "auto" else requested.adamw_lr
 
 
 def _adamw_lr(requested: float | Literal["auto"], flops: float, batch_tokens: int) -> Derived[float]:
@@ -162,12 +192,12 @@ def finetuning_optimizer(method: FinetuneMethod, plan: OptimizerPlan, config: Ru
             "one forward pass over all pairs before the first step, and is kept beside the prepared data"
         )
     requested, lr = config.optimizer, finetuning_lr(method, objective)
-    if requested.kind == "adamw" and requested.lr == "auto":
+    if requested.kind != "sgd" and requested.lr == "auto":
         whole = "that of Llama 2, tuned whole" if objective == "sft" else "DPO's for all weights (Rafailov 2023)"
         among = "Schulman 2025, Dettmers 2023" if objective == "sft" else "Rafailov 2023, Schulman 2025"
         times = f"{LORA_LR_OVER_FULL} times that of full fine-tuning ({among})"
         why.append(f"peak learning rate {lr:g}: {whole if method == 'full' else times}")
-        plan = replace(plan, lr=lr)
+        plan = replace(plan, lr=lr, adamw_lr=_adamw_lr_beside(requested, lr))
     if requested.weight_decay == "auto" and (method == "lora" or objective == "dpo"):
         small = "adapters are small already (Dettmers 2023)"
         why.append(

@@ -9,6 +9,7 @@ from plait.errors import PlaitError
 from plait.machines.machine import Machine
 from plait.partition.execution import Compile, MatmulBackend, MatmulPrecision, Precision, RunArithmetic
 from plait.planner.derive import published_rules
+from plait.planner.derive.arithmetic import LEAST_STEP_GAIN
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.hyperparameters import documents_mode, finetuning_batch, optimizer_plan
 from plait.planner.derive.intervals import steps_in_budget
@@ -22,7 +23,7 @@ from plait.planner.derive.model_size import (
 from plait.planner.derive.resources import Resources
 from plait.planner.plan import Plan, TrainingJob
 from plait.planner.problem.expert_loads import assumed_load, balanced_by
-from plait.planner.problem.workload import Workload, workload_of
+from plait.planner.problem.workload import Orthogonalization, Workload, workload_of
 from plait.recipe.finetune import FinetuneObjective
 from plait.recipe.schema import RunConfig
 from plait.units import counted
@@ -89,6 +90,7 @@ def run_arithmetic(config: RunConfig, resources: Resources) -> Derived[RunArithm
     do not have."""
     precision = precision_of(config, resources)
     products = matmul_precision_of(precision.value, resources)
+    matrices = orthogonalized_in(config, precision.value, resources)
     measured = resources.arithmetic.reasons if resources.arithmetic else ()
     arithmetic = RunArithmetic(
         precision=precision.value,
@@ -98,9 +100,11 @@ def run_arithmetic(config: RunConfig, resources: Resources) -> Derived[RunArithm
         deterministic=config.train.deterministic or resources.machine.device == "cpu",
         matmul_precision=products.value,
         matmul_backend=matmul_backend_of(config, resources),
+        orthogonalized_in=matrices.value,
     )
     return Derived(
-        value=_as_measured(arithmetic, resources), reasons=(*precision.reasons, *measured, *products.reasons)
+        value=_as_measured(arithmetic, resources),
+        reasons=(*precision.reasons, *measured, *products.reasons, *matrices.reasons),
     )
 
 
@@ -187,6 +191,29 @@ def matmul_precision_of(precision: Precision, resources: Resources) -> Derived[M
     return Derived(value="tf32", reasons=(reason,))
 
 
+def orthogonalized_in(config: RunConfig, precision: Precision, resources: Resources) -> Derived[Precision]:
+    """In what Muon multiplies: bf16, which its iterations bear (Jordan et al. 2024), where devices are fast at it."""
+    if config.optimizer.kind != "muon":
+        return Derived(value="float32")
+    if precision == "bf16":
+        return Derived(value="bf16")
+    if (gain := _bf16_gain(resources)) < LEAST_STEP_GAIN:
+        return Derived(value="float32", reasons=("Muon orthogonalizes in float32, as bf16 is no faster here",))
+    reason = f"Muon orthogonalizes in bf16, whose products are {gain:.1f} times as fast here as float32 ones"
+    return Derived(value="bf16", reasons=(reason,))
+
+
+def _bf16_gain(resources: Resources) -> float:
+    """How many times as fast bf16 products are as a float32 run's own; 0 where that is not known."""
+    if resources.machine.device == "cpu":
+        return resources.arithmetic.bf16_gain if resources.arithmetic else 0.0
+    devices = resources.known_devices
+    if not devices or _lacking(resources, "bf16"):
+        return 0.0
+    own = matmul_precision_of("float32", resources).value
+    return min(device.flops("bf16") / device.flops(own) for device in devices)
+
+
 def _lacking(resources: Resources, precision: str) -> str:
     """The name of the first known device that lacks a precision; empty where none does."""
     if machine := next((one for one in resources.machines if precision in one.without), None):
@@ -203,11 +230,21 @@ def workload_of_job(
     precision = arithmetic.matmul_precision if computes_in in ("float32", "float64") else computes_in
     sequence, batch, moments = job.shape.sequence, job.batch_sequences, job.optimizer.moments
     whole = workload_of(job.shape, sequence=sequence, batch_sequences=batch, precision=precision, moments=moments)
+    if job.optimizer.kind == "muon":
+        whole = replace(whole, orthogonalization=_orthogonalization(arithmetic, resources))
     if job.shape.mixture is None:
         return replace(whole, logit_passes=2) if objective == "dpo" and job.shape.adapter is None else whole
     if (measured := resources.load_expert_load(job.shape.mixture)) is not None:
         return replace(whole, expert_load=measured, expert_load_from="measured")
     return replace(whole, expert_load=assumed_load(job.shape.mixture), expert_load_from=balanced_by(job.shape.mixture))
+
+
+def _orthogonalization(arithmetic: RunArithmetic, resources: Resources) -> Orthogonalization:
+    faster = arithmetic.orthogonalized_in == "bf16" and arithmetic.precision != "bf16"
+    return Orthogonalization(
+        number_bytes=2 if arithmetic.orthogonalized_in == "bf16" else 4,
+        speed=max(1.0, _bf16_gain(resources)) if faster else 1.0,
+    )
 
 
 def compile_of(config: RunConfig, machines: Sequence[Machine]) -> Derived[Compile]:

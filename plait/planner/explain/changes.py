@@ -385,6 +385,7 @@ def _smaller(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> 
             attention=workload.attention,
             moments=workload.moments,
         )
+        smaller = replace(smaller, orthogonalization=workload.orthogonalization)
         if smaller.parameters < workload.parameters and _fits(smaller, cluster, profile):
             yield f'model.size = "{size}" ({format_count(smaller.parameters)} parameters)'
             return

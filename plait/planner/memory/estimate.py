@@ -20,6 +20,7 @@ from plait.planner.memory.traced_peak import (
     traced_peak,
     traced_ranks,
 )
+from plait.planner.memory.update_buffers import update_bytes
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import expert_shard_ranks, layer_parameters, micro_batches_per_step
@@ -76,6 +77,8 @@ def estimate_memory(
     for (item, load), rate in rates.items():
         items[item] += rate * amounts[LOADS.index(load)]
     items |= _fuller_end(items, workload, candidates, profile)
+    # Activations and logits are gone when weights are updated.
+    items["activations"] = np.maximum(items["activations"], update_bytes(workload, candidates) - items["logits"])
     allocated = np.add.reduce(list(items.values()))
     return MemoryEstimate(
         **items, allocated=allocated, reserved=_reserved(allocated, workload, candidates, profile), rank=fullest
@@ -150,7 +153,10 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     frozen = number / split["parameters"]  # matrices alone; an embedding, and a tied head, stay in float32
     of_layers = number if w.is_frozen else held_bytes
     gradient = profile.other.gradients_held_bytes or profile.gradient_bytes
-    state = (profile.state_bytes_with(w.moments) - (0 if twice else each)) * (1 - profile.other.offloaded)
+    state, state_of_layers = (
+        (profile.state_bytes_with(moments) - (0 if twice else each)) * (1 - profile.other.offloaded)
+        for moments in (w.moments, w.layer_moments)
+    )
     ahead = profile.layers_ahead * (number * held + profile.gradient_bytes / 2 * (trained + trained_experts))
     kept, again = kept_and_repeated(w, c, profile)
     return {
@@ -160,7 +166,7 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         ("parameters", "tables"): weight * table,
         ("gradients", "layers"): gradient * (trained / split["gradients"] + trained_experts / own["gradients"]),
         ("gradients", "tables"): gradient * learns / split["gradients"],
-        ("optimizer", "layers"): state * (trained / split["optimizer"] + trained_experts / own["optimizer"]),
+        ("optimizer", "layers"): state_of_layers * (trained / split["optimizer"] + trained_experts / own["optimizer"]),
         ("optimizer", "tables"): state * learns / split["optimizer"],
         ("gathered", "once"): np.where(fully, ahead, 0.0),
         ("gathered", "tables"): np.where(fully, (profile.gathered_table_bytes or number / 2) * table, 0.0),

@@ -55,7 +55,7 @@ def copy_bytes(plan: Plan, hosts: int) -> int:
     """Bytes of one worker's part of a copy: weights that learn and their moments, in float32, spread over the workers
     of its host; a host holds all that its own workers need."""
     layout = plan.placement.layout
-    state = trained_parameter_count(plan.job.shape) * 4 * (1 + plan.job.optimizer.moments)
+    state = 4 * (trained_parameter_count(plan.job.shape) + plan.job.optimizer.state_numbers(plan.job.shape))
     parts = layout.pipeline * layout.tensor * layout.shard
     beside = max(1, layout.world_size // hosts)
     return ceil(state * min(1.0, beside / parts) / beside)

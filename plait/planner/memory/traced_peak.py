@@ -19,6 +19,7 @@ from plait.planner.calibration.constants import constant
 from plait.planner.memory.rank_loads import grouped_loads
 from plait.planner.memory.schedule_walk import TENSOR_SIZES, PipelineStages, fullest_moments
 from plait.planner.memory.tensor_sizes import TensorSizes, tensor_sizes
+from plait.planner.memory.update_buffers import update_bytes
 from plait.planner.problem.candidates import (
     RECOMPUTE_MODES,
     SCHEDULES,
@@ -155,6 +156,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     learning_tables = n_tables * p.table
     weights = layers * p.layer_weights + tables
     own = (layers * p.layer_trained + learning_tables) / c.shard
+    moments = (w.layer_moments * layers * p.layer_trained + w.moments * learning_tables) / c.shard
     in_buckets = stages.flat_layers * layers * p.layer_trained + stages.flat_tables * learning_tables
     if fully:  # torch sums over `shard`, flat buckets over those who keep the same part
         in_buckets = np.where(c.weight_copies > c.shard, own, 0.0)
@@ -169,10 +171,10 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
         travelling = rows if rank == 0 else 2 * rows
     # Split buckets: what the others send of the own part waits beside it until it is added.
     received = 0.0 if fully else (c.shard - 1) * own
-    return {
+    found = {
         "parameters": weights / c.shard if fully else weights,
         "gradients": held[0] + in_buckets + received + travelling,
-        "optimizer": w.moments * (own - kept),
+        "optimizer": moments - w.moments * kept,
         "gathered": fully * (tables + gathered * p.gathered_weights),
         "activations": held[1] * beyond,
         "logits": held[2],
@@ -180,6 +182,11 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
         "gaps": ALLOCATOR_GAP_STREAMS * layers * (c.recompute != RECOMPUTE_MODES.index("full")) * p.gathered,
         "rank": np.full(len(c), float(rank)),
     }
+    if w.orthogonalization is not None:
+        gradients = own if fully else layers * p.layer_trained + learning_tables + received
+        updating = found["parameters"] + gradients + found["optimizer"] + update_bytes(w, c)
+        found["activations"] += np.maximum(updating - tensor_bytes(found), 0.0)
+    return found
 
 
 def _fullest(found: NDArray[np.float64], p: TensorSizes) -> Reals:

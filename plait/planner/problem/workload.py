@@ -21,6 +21,16 @@ ExpertRanks = Literal["any", "copies"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Orthogonalization:
+    """The arithmetic of Muon's products."""
+
+    number_bytes: int
+    """Bytes of a number as it is multiplied, and sent to the rank that owns its matrix and back."""
+    speed: float = 1.0
+    """How many times as fast as the run's own products: those of a float32 run may be in bf16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """A decoder-only transformer and its global batch.
 
@@ -44,6 +54,9 @@ class Workload:
     attention: AttentionKernel = "flash"
     moments: int = 2
     """Tensors of optimizer state for each weight: AdamW has 2, SGD 1, and none without momentum."""
+    orthogonalization: Orthogonalization | None = None
+    """How Muon orthogonalizes the layers' matrices, which then have one tensor of state; None: it is not the
+    optimizer."""
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
@@ -79,6 +92,11 @@ class Workload:
     """Depths of prediction ahead behind the last layer: a projection, a layer and the output matrix each."""
     logit_passes: int = 1
     """How often logits are computed: twice where pairs (DPO) train the head, as what a token weighs comes last."""
+
+    @property
+    def layer_moments(self) -> int:
+        """Tensors of optimizer state for each weight of a layer."""
+        return self.moments if self.orthogonalization is None else 1
 
     @property
     def is_frozen(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.partition.matrix_owners import CopiesCompute
 from plait.planner.calibration.factors import step_items
 from plait.planner.derive.model_size import TrainingRate
 from plait.planner.derive.published_rules import training_flops_of_weights
@@ -24,6 +25,7 @@ from plait.planner.search.cost_breakdown import cluster_peak_flops, time_items
 from plait.planner.search.enumeration import Constraints
 from plait.planner.search.found import Search
 from plait.planner.search.search import search, simplest
+from plait.planner.step_time.orthogonalization import orthogonalization_time
 
 MEASURED_TOLERANCE = 0.05
 """A simpler layout may take so much longer than the fastest where steps of all of them were timed."""
@@ -178,12 +180,20 @@ def _worker_layout(request: Request, option: WorkerOption, whole: Search, index:
             micro_limits=limits if len(limits) > 1 else (),
             shares=unequal_shares_of(found, index),
             host_order=whole.hosts_in_rank_order,
+            copies_compute=_copies_compute(found, index),
         ),
         complexity=int(found.complexity[index]),
         forecast=_forecast(request, option, found, index) if request.has_forecast else None,
         notes=(*memory_limit_lines(found, index), *one.notes),
         search=whole.with_layout(found, index),
     )
+
+
+def _copies_compute(found: Search, index: int) -> CopiesCompute:
+    """The cheaper way by the forecast. One owner sends the same bits to all, which copies on unlike machines need."""
+    hosts = found.cluster.measured.devices if found.cluster.measured else ()
+    unlike = len({(host.name, host.threads) for host in hosts}) > 1
+    return "one for all" if unlike else orthogonalization_time(found.cost_inputs).copies_compute(index)
 
 
 def _forecast(request: Request, option: WorkerOption, found: Search, index: int) -> Forecast:

@@ -20,7 +20,7 @@ from plait.planner.problem.trained_weights import local_target_sizes, trained_la
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time import measured_compute
 from plait.planner.step_time.device_rates import DeviceRates, device_rates
-from plait.planner.step_time.roofline import LayerTime, head_time, layer_time, local_tokens
+from plait.planner.step_time.roofline import LayerTime, head_time, layer_time, local_tokens, product_s
 
 ZEROING = constant("zeroing_over_adding")
 GATHERED = SHARDED_STATES.index("parameters")
@@ -53,6 +53,14 @@ class DeviceTime:
         """Seconds of the optimizer's update of `weights` parameters, and of other work once per step."""
         return self._update_s(weights) * self.profile.calibration.compute
 
+    def product_s(self, rows: Any, inner: Any, columns: Any, number: Any) -> Reals:
+        """Seconds of this many products of rows × inner by inner × columns."""
+        if self.measured is None:
+            once = product_s(self.rates, rows, inner, columns, flops=self.rates.linear_flops, batch=number)
+        else:
+            once = number * measured_compute.measured_product_s(self.measured, rows, inner, columns)
+        return once * self.profile.calibration.compute
+
     def _head_s(self, candidates: Candidates) -> Reals:
         if self.measured is None:
             return np.add(*head_time(self.workload, self.rates, self.profile, candidates))
@@ -68,7 +76,7 @@ class DeviceTime:
         return head + np.where(candidates.pipeline == 1, embedding, 0.0)
 
     def _update_s(self, weights: Reals) -> Reals:
-        traffic = self.profile.update_bytes_with(self.workload.moments)
+        traffic = self.profile.update_bytes_with(self.workload.layer_moments)
         if self.measured is None:
             return weights * traffic / self.rates.stream_bytes_per_s + self.profile.step_s
         # A probe times AdamW; SGD's update is limited by memory traffic as well, and has less of it.

@@ -14,6 +14,7 @@ from plait.planner.step_time.expert_traffic import exchanges, expert_all_to_all_
 from plait.planner.step_time.gradient_sync import data_parallel_sync_s, tied_embedding_sync_s
 from plait.planner.step_time.launch_overhead import launch_overhead_s
 from plait.planner.step_time.network_model import collective_s
+from plait.planner.step_time.orthogonalization import orthogonalization_time
 from plait.planner.step_time.roofline import LayerTime, local_tokens, shard_group_size
 from plait.planner.step_time.stage_messages import message_cpu_s, stage_sends
 
@@ -184,4 +185,5 @@ def _optimizer_s(inputs: CostInputs) -> Reals:
     c = inputs.candidates
     common, experts = fullest_trained_parameters(inputs.workload, c)
     split = np.where(c.shard_what > 0, shard_group_size(c, inputs.profile), 1)
-    return inputs.device_time.update_s(common / split + experts / expert_shard_ranks(inputs.workload, c, split))
+    passes = inputs.device_time.update_s(common / split + experts / expert_shard_ranks(inputs.workload, c, split))
+    return passes + orthogonalization_time(inputs).step_s

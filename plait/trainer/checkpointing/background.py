@@ -315,8 +315,7 @@ class CheckpointSaver:
 
     def _publish(self, now: _Writing) -> None:
         """Wait for the parts of all ranks, and make them a checkpoint; rank 0 alone calls it."""
-        note, shape = partial(setattr, now, "arrived_bytes"), self._assembly.plan.job.shape
-        kinds = ("model", *moment_names(self._assembly.plan.job.optimizer))
+        note, job = partial(setattr, now, "arrived_bytes"), self._assembly.plan.job
         await_parts(now.staging, self._world.size, is_given_up=now.given_up.is_set, note_bytes=note)
         self.fence()
         publish(
@@ -327,8 +326,12 @@ class CheckpointSaver:
             model=described_model(self._assembly.plan),
             world_size=self._world.size,
             needs=[
-                *(f"{kind}/{name}" for kind in kinds for name in trained_weights(shape)),
-                *(f"model/{name}" for name in kept_values(shape)),
+                *(
+                    f"{kind}/{name}"
+                    for name in trained_weights(job.shape)
+                    for kind in ("model", *moment_names(job.optimizer, name))
+                ),
+                *(f"model/{name}" for name in kept_values(job.shape)),
             ],
         )
 

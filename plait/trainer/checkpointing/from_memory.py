@@ -21,6 +21,7 @@ from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.host_cover import PartPlace, covers
 from plait.trainer.checkpointing.persist import load_state, state_boxes
+from plait.trainer.optimizer.optim import counts_updates
 from plait.trainer.state import TrainState
 
 BESIDE = "beside:"
@@ -48,7 +49,7 @@ def restore_from_memory(assembly: Assembly, store: CopyStore, ranks: range, line
     def read(key: str, box: Box) -> Tensor:
         return copies.read(key, box.offset, box.extent)
 
-    counts = assembly.plan.job.optimizer.kind == "adamw"
+    counts = counts_updates(assembly.plan.job.optimizer)
     load_state(assembly, read, copies.whole("adam_step")[0] if counts else None)
     assembly.model.gradients.publish()
     torch.set_rng_state(copies.whole(f"rng/rank-{assembly.sums.index}"))

@@ -23,7 +23,7 @@ from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.fits import described_model
-from plait.trainer.optimizer.optim import moment_names, updates_counted
+from plait.trainer.optimizer.optim import all_moment_names, counts_updates, moment_names, updates_counted
 from plait.trainer.state import TrainState
 
 
@@ -70,13 +70,13 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Communica
     """Load a checkpoint written under any layout into this rank, and return the state of training at it; raises
     PlaitError where it is of another model or optimizer."""
     check_model(manifest, described_model(assembly.plan))
-    check_optimizer(manifest, moment_names(assembly.plan.job.optimizer))
+    optimizer, shape = assembly.plan.job.optimizer, assembly.plan.job.shape
+    check_optimizer(manifest, all_moment_names(optimizer, trained_weights(shape)))
 
     def read(key: str, box: Box) -> Tensor:
         return read_slice(path, manifest, key, box.offset, box.extent)
 
-    counts = assembly.plan.job.optimizer.kind == "adamw"
-    load_state(assembly, read, read_tensor(path, manifest, "adam_step")[0] if counts else None)
+    load_state(assembly, read, read_tensor(path, manifest, "adam_step")[0] if counts_updates(optimizer) else None)
     assembly.model.gradients.publish()
     random = f"rng/rank-{world.index}"
     if random in tensor_names(manifest):
@@ -96,7 +96,8 @@ def load_state(assembly: Assembly, read: Callable[[str, Box], Tensor], updates: 
         numbers.copy_(read(key, box))
     if updates is not None:
         for state in assembly.optimizer.state.values():
-            state["step"].copy_(updates)
+            if "step" in state:
+                state["step"].copy_(updates)
 
 
 def state_boxes(assembly: Assembly) -> Iterator[tuple[str, Box]]:
@@ -109,7 +110,8 @@ def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
     assembly.model.gradients.settle()
     for unit in assembly.model.units:
         if unit.owned:
-            state, names = assembly.optimizer.state[unit.parameter], moment_names(assembly.plan.job.optimizer)
+            state = assembly.optimizer.state[unit.parameter]
+            names = moment_names(assembly.plan.job.optimizer, unit.parts[0].name)
             kinds = {"model": unit.parameter.detach(), **{kind: state[key] for kind, key in names.items()}}
             for kind, tensor in kinds.items():
                 for part in unit.parts:
@@ -127,7 +129,7 @@ def held_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
     for unit in assembly.model.units:
         state = assembly.optimizer.state[unit.parameter]
         for part in unit.parts:
-            for kind, key in moment_names(assembly.plan.job.optimizer).items():
+            for kind, key in moment_names(assembly.plan.job.optimizer, part.name).items():
                 yield f"{kind}/{part.name}", part.box, unit_part_view(state[key], part)
 
 

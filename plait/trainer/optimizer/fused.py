@@ -1,5 +1,7 @@
-"""AdamW and SGD by torch's fused kernels, without `torch.optim`: its first optimizer imports torch._dynamo, more than a
-second of every start and of every return after a failure. Bit for bit what `fused=True` does there.
+"""What a run asks of an optimizer; AdamW and SGD by torch's fused kernels, bit for bit what `fused=True` does there.
+
+Not by `torch.optim`: its first optimizer imports torch._dynamo, more than a second of every start and of every return
+after a failure.
 """
 
 from __future__ import annotations
@@ -7,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,13 +23,29 @@ class ParameterGroup:
     weight_decay: float
 
 
-class FusedOptimizer(ABC):
-    """Updates its parameters in place, in one pass over weights, gradients and moments.
+class RunOptimizer(Protocol):
+    """Updates a run's parameters in place.
 
     `state` holds each parameter's moments by their names in `torch.optim`, and `step`, the number of updates, where it
     is counted. They are there before the first step. `grad_scale` (a divisor of the gradients; float32, shape []) and
     `found_inf` (1.0 skips the update) may be set before a step; both stay on the device.
     """
+
+    state: dict[Tensor, dict[str, Tensor]]
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def set_lr(self, lr: float) -> None:
+        """Take the next updates at this learning rate."""
+        ...
+
+    def step(self) -> None:
+        """One update of every parameter. Every rank must call it."""
+        ...
+
+
+class FusedOptimizer(ABC):
+    """A RunOptimizer in one pass over weights, gradients and moments."""
 
     def __init__(self, groups: Sequence[ParameterGroup], *, lr: float) -> None:
         self.groups = list(groups)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import cos, pi
 
 import torch
 from torch import Tensor
 
+from plait.model.names import is_hidden_matrix
 from plait.parallel.gradient_norm import squares_of
 from plait.parallel.sharded_model import OptimizerUnit
+from plait.parallel.whole_matrices import MatrixExchange
+from plait.partition.execution import Precision
 from plait.planner.plan import OptimizerPlan
-from plait.trainer.optimizer.fused import FusedAdamW, FusedOptimizer, FusedSGD, ParameterGroup
+from plait.trainer.optimizer.fused import FusedAdamW, FusedSGD, ParameterGroup, RunOptimizer
+from plait.trainer.optimizer.muon import MuonWithAdamW
 
 FINAL_FRACTION = 0.1
 """Fraction of the peak learning rate at which "cosine" ends (Hoffmann et al. 2022)."""
@@ -24,35 +28,86 @@ DECAY_FRACTION = 0.2
 # AdamW decouples it because it divides the gradient by its size (Loshchilov & Hutter 2019); SGD divides by nothing.
 
 
-def make_optimizer(units: Sequence[OptimizerUnit], plan: OptimizerPlan) -> FusedOptimizer:
-    """The plan's optimizer over this rank's units, with weight decay on matrices only."""
-    alike: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
-    for unit in sorted(units, key=lambda unit: not unit.decays):
-        alike.setdefault((unit.decays, unit.parameter.dtype), []).append(unit.parameter)
-    groups = [
-        ParameterGroup(parameters=parameters, weight_decay=plan.weight_decay if decays else 0.0)
-        for (decays, _), parameters in alike.items()
-    ]
-    if plan.kind == "sgd":  # see Note [SGD's weight decay is classical]
-        optimizer = FusedSGD(groups, lr=plan.lr, momentum=plan.momentum)
+def make_optimizer(
+    units: Sequence[OptimizerUnit],
+    plan: OptimizerPlan,
+    orthogonalized_in: Precision = "float32",
+    exchange: Callable[[Sequence[OptimizerUnit]], MatrixExchange] = MatrixExchange,
+) -> RunOptimizer:
+    """The plan's optimizer over this rank's units, with weight decay on matrices only.
+
+    Muon's pieces of matrices come together by an `exchange`, for which every rank must call this, and are
+    `orthogonalized_in` numbers of this precision.
+    """
+    if plan.kind == "muon":
+        optimizer = _muon(units, plan, MATRIX_DTYPES[orthogonalized_in], exchange)
+    elif plan.kind == "sgd":  # see Note [SGD's weight decay is classical]
+        optimizer = FusedSGD(_groups(units, plan), lr=plan.lr, momentum=plan.momentum)
     else:
-        optimizer = FusedAdamW(groups, lr=plan.lr, betas=plan.betas)
+        optimizer = FusedAdamW(_groups(units, plan), lr=plan.lr, betas=plan.betas)
     # Not in the first step, as torch.optim does: the first step then holds what every step holds.
-    for parameter in (unit.parameter for unit in units):
-        moments = {name: torch.zeros_like(parameter) for name in moment_names(plan).values()}
-        set_state(optimizer, parameter, moments, torch.zeros(()) if plan.kind == "adamw" else None)
+    for unit in units:
+        names = moment_names(plan, unit.parts[0].name)
+        moments = {name: torch.zeros_like(unit.parameter) for name in names.values()}
+        set_state(optimizer, unit.parameter, moments, torch.zeros(()) if "adam_m" in names else None)
     return optimizer
 
 
-def moment_names(plan: OptimizerPlan) -> Mapping[str, str]:
-    """The names of the moments in a checkpoint, each with its name in torch's optimizer."""
-    if plan.kind == "adamw":
+MATRIX_DTYPES: Mapping[Precision, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+def _groups(units: Sequence[OptimizerUnit], plan: OptimizerPlan) -> list[ParameterGroup]:
+    alike: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
+    for unit in sorted(units, key=lambda unit: not unit.decays):
+        alike.setdefault((unit.decays, unit.parameter.dtype), []).append(unit.parameter)
+    return [
+        ParameterGroup(parameters=parameters, weight_decay=plan.weight_decay if decays else 0.0)
+        for (decays, _), parameters in alike.items()
+    ]
+
+
+def _muon(
+    units: Sequence[OptimizerUnit],
+    plan: OptimizerPlan,
+    dtype: torch.dtype,
+    exchange: Callable[[Sequence[OptimizerUnit]], MatrixExchange],
+) -> MuonWithAdamW:
+    matrices = [unit for unit in units if is_hidden_matrix(unit.parts[0].name)]
+    assert all(is_hidden_matrix(part.name) for unit in matrices for part in unit.parts), "a bucket of two kinds"
+    others = [unit for unit in units if not is_hidden_matrix(unit.parts[0].name)]
+    adamw_lr = plan.lr if plan.adamw_lr is None else plan.adamw_lr
+    return MuonWithAdamW(
+        matrices,
+        exchange(matrices),
+        FusedAdamW(_groups(others, plan), lr=adamw_lr, betas=plan.betas),
+        lr=plan.lr,
+        momentum=plan.momentum,
+        weight_decay=plan.weight_decay,
+        adamw_share=adamw_lr / plan.lr if plan.lr else 1.0,
+        dtype=dtype,
+    )
+
+
+def moment_names(plan: OptimizerPlan, name: str) -> Mapping[str, str]:
+    """The names of a weight's moments in a checkpoint, each with its name in torch's optimizer."""
+    if plan.kind == "muon" and is_hidden_matrix(name):
+        return {"muon_momentum": "momentum_buffer"}
+    if plan.kind != "sgd":
         return {"adam_m": "exp_avg", "adam_v": "exp_avg_sq"}
     return {"sgd_momentum": "momentum_buffer"} if plan.moments else {}
 
 
+def all_moment_names(plan: OptimizerPlan, names: Iterable[str]) -> set[str]:
+    """The names in a checkpoint of all moments that these weights have."""
+    return {kind for name in names for kind in moment_names(plan, name)}
+
+
 def set_state(
-    optimizer: FusedOptimizer, parameter: Tensor, moments: Mapping[str, Tensor], updates: Tensor | None
+    optimizer: RunOptimizer, parameter: Tensor, moments: Mapping[str, Tensor], updates: Tensor | None
 ) -> None:
     """Give a parameter's optimizer state these moments and, where the optimizer counts them, the number of updates."""
     # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
@@ -60,9 +115,14 @@ def set_state(
     optimizer.state[parameter] = {**count, **moments}
 
 
-def updates_counted(optimizer: FusedOptimizer) -> Tensor | None:
-    """AdamW's number of updates done, shape []; None for SGD, which counts none."""
-    return next(iter(optimizer.state.values())).get("step")
+def counts_updates(plan: OptimizerPlan) -> bool:
+    """Whether the optimizer counts its updates: AdamW does, also beside Muon."""
+    return plan.kind != "sgd"
+
+
+def updates_counted(optimizer: RunOptimizer) -> Tensor | None:
+    """AdamW's number of updates done, shape []; None where this rank has no weight that AdamW updates."""
+    return next((state["step"] for state in optimizer.state.values() if "step" in state), None)
 
 
 def learning_rate(plan: OptimizerPlan, step: int, steps: int) -> float:
@@ -87,12 +147,12 @@ def owned_squares(units: Sequence[OptimizerUnit], *, like: Tensor) -> Tensor:
     return squares_of(owned, like.device).to(like.dtype).reshape(1)
 
 
-def update(optimizer: FusedOptimizer, units: Sequence[OptimizerUnit], *, factor: Tensor, norm: Tensor) -> None:
+def update(optimizer: RunOptimizer, units: Sequence[OptimizerUnit], *, factor: Tensor, norm: Tensor) -> None:
     """Take one optimizer step with the gradients times `factor`; it is skipped where the norm is not finite. The
     `.grad` tensors hold the scaled gradients afterwards.
 
     A fused optimizer reads every gradient anyway and divides it on the way: in float32 that saves a pass through
-    memory. Its divisor is a float32, so exact runs in float64 multiply beforehand.
+    memory. Its divisor is a float32, so exact runs in float64 multiply beforehand. Every rank must call it.
     """
     gradients = [unit.parameter.grad for unit in units if unit.parameter.grad is not None]
     optimizer.found_inf = (~torch.isfinite(norm)).float()

@@ -1,0 +1,230 @@
+"""Brings the pieces of each matrix to the rank that computes with the whole of it, and the results back.
+
+How a matrix lies over ranks does not matter: rows that FSDP2 split, a range of a bucket (ZeRO-1), the columns of a
+rank of `tensor`, an expert on some ranks, copies of all of it. Each is a piece, and partition/matrix_owners.py says who
+owns what. All ranks that hold a layer exchange once before the arithmetic and once after it.
+
+It refuses to know what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.layout import Layout
+from plait.parallel.exchange import gather_json
+from plait.parallel.mesh import GroupCommunicator, make_groups
+from plait.parallel.sharded_model import OptimizerUnit
+from plait.partition.boxes import Box
+from plait.partition.matrix_owners import BATCH_NUMBERS, CopiesCompute, MatrixTask, Piece, PlacedPiece, assign_owners
+
+Compute = Callable[[Tensor], Tensor]
+"""From matrices [batch, rows, columns], no more rows than columns, to as many of the same shape."""
+
+MATRIX_TAG = 2**21
+"""Tag of pieces on their way to owners, and the next one of results: above those of gradient sums (reduction.py)."""
+
+
+class MatrixExchange:
+    """Computes with whole matrices of which this rank holds pieces; alone in a process it holds them whole.
+
+    `pieces` are the 2-dim parts of the units that it is given, in order. Every rank of the `group`, those that may
+    hold pieces of the same matrices, must make one, and call `results` in each step.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[OptimizerUnit],
+        group: dist.ProcessGroup | None = None,
+        copies: CopiesCompute = "one for all",
+    ) -> None:
+        own = [Piece(name=part.name, box=part.box) for unit in units for part in unit.parts]
+        self._group, self._rank = group, dist.get_rank(group) if group else 0
+        everybodys = _gathered(own, group) if group else [own]
+        self.tasks = assign_owners(everybodys, copies)
+        self._owned = [task for task in self.tasks if task.owner == self._rank]
+        self._to_owners = _Traffic.of_pieces(self.tasks, self._rank, len(everybodys))
+        self._results = _Traffic.of_results(self.tasks, self._rank, len(everybodys))
+
+    def results(self, pieces: Sequence[Tensor], compute: Compute, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """The number of each of this rank's pieces, and the same rectangle of its matrix' result. Pieces and results
+        travel in this dtype, which is computed in. Every rank of the group must exhaust it; blocks."""
+        device = pieces[0].device if pieces else _device_of(self._group)
+        arrived = self._arrived(pieces, dtype, device)
+        leaving, places = _room(self._results.sent, dtype, device)
+        for batch in _batches(self._owned):
+            yield from self._computed(batch, compute(self._stacked(batch, pieces, arrived, dtype, device)), places)
+        del arrived
+        for (_, number), part in self._exchanged(self._results, leaving, MATRIX_TAG + 1).items():
+            yield number, part
+
+    def _arrived(self, pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> _Pieces:
+        """The pieces of others that this rank's matrices lack."""
+        leaving, places = _room(self._to_owners.sent, dtype, device)
+        for (_, number), place in places.items():
+            place.copy_(pieces[number])
+        return self._exchanged(self._to_owners, leaving, MATRIX_TAG)
+
+    def _computed(self, batch: Sequence[MatrixTask], whole: Tensor, places: _Pieces) -> Iterator[tuple[int, Tensor]]:
+        """This rank's own parts of a batch of results; those of others are copied to their places."""
+        for task, result in zip(batch, whole, strict=True):
+            turned = result.T if _is_tall(task.shape) else result
+            for piece in task.receivers:
+                part = _rectangle(turned, piece.box)
+                if piece.rank == self._rank:
+                    yield piece.number, part
+                else:
+                    places[piece.rank, piece.number].copy_(part)
+
+    def _stacked(
+        self,
+        batch: Sequence[MatrixTask],
+        pieces: Sequence[Tensor],
+        arrived: _Pieces,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """The whole matrices of some tasks, the smaller side first."""
+        small, large = sorted(batch[0].shape)
+        stack = torch.empty(len(batch), small, large, dtype=dtype, device=device)
+        for matrix, task in zip(stack, batch, strict=True):
+            turned = matrix.T if _is_tall(task.shape) else matrix
+            for one in task.sources:
+                mine = one.rank == self._rank
+                _rectangle(turned, one.box).copy_(pieces[one.number] if mine else arrived[one.rank, one.number])
+        return stack
+
+    def _exchanged(self, traffic: _Traffic, leaving: Tensor, tag: int) -> _Pieces:
+        """Send what others need, and return what came, by the rank and number of the piece that it is."""
+        if self._group is None or not traffic.is_any:
+            return {}
+        arriving, places = _room(traffic.received, leaving.dtype, leaving.device)
+        _all_to_all(arriving, leaving, traffic, self._group, tag)
+        return places
+
+
+_Pieces = dict[tuple[int, int], Tensor]
+"""Rectangles by the rank and the number of the piece that they are."""
+
+
+def stage_exchange(
+    units: Sequence[OptimizerUnit], layout: Layout, copies: CopiesCompute = "one for all"
+) -> MatrixExchange:
+    """The exchange between the ranks of this one's place in the pipeline, which hold the same layers. Every rank of the
+    job must call it."""
+    stage = layout.world_size // layout.pipeline
+    sets = [tuple(range(first, first + stage)) for first in range(0, layout.world_size, stage)]
+    groups = make_groups(sets)
+    return MatrixExchange(units, next(iter(groups.values()), None), copies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traffic:
+    """The pieces that this rank sends to each rank of the group and receives from it, in the order of tasks; of results
+    a piece is whose result it is."""
+
+    sent: tuple[tuple[PlacedPiece, ...], ...]
+    received: tuple[tuple[PlacedPiece, ...], ...]
+    is_any: bool
+    """Whether anything travels between any two ranks, of which all must know."""
+
+    @classmethod
+    def of_pieces(cls, tasks: Sequence[MatrixTask], rank: int, ranks: int) -> _Traffic:
+        moves = [(one.rank, task.owner, one) for task in tasks for one in task.sources]
+        return cls._of(moves, rank, ranks)
+
+    @classmethod
+    def of_results(cls, tasks: Sequence[MatrixTask], rank: int, ranks: int) -> _Traffic:
+        moves = [(task.owner, one.rank, one) for task in tasks for one in task.receivers]
+        return cls._of(moves, rank, ranks)
+
+    @classmethod
+    def _of(cls, moves: Sequence[tuple[int, int, PlacedPiece]], rank: int, ranks: int) -> _Traffic:
+        sent: list[list[PlacedPiece]] = [[] for _ in range(ranks)]
+        received: list[list[PlacedPiece]] = [[] for _ in range(ranks)]
+        for source, target, piece in moves:
+            if source == rank != target:
+                sent[target].append(piece)
+            if target == rank != source:
+                received[source].append(piece)
+        return cls(
+            sent=tuple(map(tuple, sent)),
+            received=tuple(map(tuple, received)),
+            is_any=any(source != target for source, target, _ in moves),
+        )
+
+    @property
+    def sent_numbers(self) -> list[int]:
+        return [sum(one.box.numbers for one in some) for some in self.sent]
+
+    @property
+    def received_numbers(self) -> list[int]:
+        return [sum(one.box.numbers for one in some) for some in self.received]
+
+
+def _room(pieces: Sequence[Sequence[PlacedPiece]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, _Pieces]:
+    """Memory for pieces one after the other, and the place of each in it."""
+    every = [one for some in pieces for one in some]
+    room = torch.empty(sum(one.box.numbers for one in every), dtype=dtype, device=device)
+    parts = room.split([one.box.numbers for one in every])
+    places = zip(every, parts, strict=True) if every else ()
+    return room, {(one.rank, one.number): part.view(one.box.extent) for one, part in places}
+
+
+def _all_to_all(received: Tensor, sent: Tensor, traffic: _Traffic, group: dist.ProcessGroup, tag: int) -> None:
+    """Each rank's numbers for each other one. From rank to rank on processors: see Note [room first] in collectives.py.
+    As bytes, since gloo moves not every dtype."""
+    size = sent.element_size()
+    to, source = ([count * size for count in some] for some in (traffic.sent_numbers, traffic.received_numbers))
+    leaving, arriving = sent.view(torch.uint8), received.view(torch.uint8)
+    if sent.device.type != "cpu":
+        dist.all_to_all_single(arriving, leaving, source, to, group=group)
+        return
+    rooms, parcels = enumerate(arriving.split(source)), enumerate(leaving.split(to))
+    works = [dist.irecv(room, group=group, group_src=rank, tag=tag) for rank, room in rooms if len(room)]
+    works += [dist.isend(parcel, group=group, group_dst=rank, tag=tag) for rank, parcel in parcels if len(parcel)]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def _gathered(own: Sequence[Piece], group: dist.ProcessGroup) -> list[list[Piece]]:
+    """Every rank's pieces, in rank order."""
+    rows = [[one.name, one.box.shape, one.box.offset, one.box.extent] for one in own]
+    return [
+        [
+            Piece(name=name, box=Box(shape=tuple(shape), offset=tuple(offset), extent=tuple(extent)))
+            for name, shape, offset, extent in some
+        ]
+        for some in gather_json(rows, GroupCommunicator(group))
+    ]
+
+
+def _batches(tasks: Sequence[MatrixTask]) -> Iterator[list[MatrixTask]]:
+    """Tasks whose matrices have the same sides, as many together as BATCH_NUMBERS hold."""
+    alike: dict[tuple[int, ...], list[MatrixTask]] = {}
+    for task in tasks:
+        alike.setdefault(tuple(sorted(task.shape)), []).append(task)
+    for (small, large), some in alike.items():
+        many = max(1, BATCH_NUMBERS // (small * large))
+        yield from (some[first : first + many] for first in range(0, len(some), many))
+
+
+def _is_tall(shape: tuple[int, ...]) -> bool:
+    return shape[0] > shape[1]
+
+
+def _rectangle(matrix: Tensor, box: Box) -> Tensor:
+    (row, column), (rows, columns) = box.offset, box.extent
+    return matrix[row : row + rows, column : column + columns]
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the ranks of a group compute, for one that holds no piece."""
+    gpu = group is not None and "nccl" in str(dist.get_backend_config(group))
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")

@@ -1,0 +1,117 @@
+"""Muon (Jordan et al. 2024): momentum whose update of a matrix is orthogonalized as a whole; AdamW for all that is no
+hidden matrix.
+
+Scaled to the size of AdamW's updates (Liu et al. 2025, arXiv 2502.16982), so that AdamW's learning rates and weight
+decay carry over. In bfloat16 it is torch.optim.Muon with adjust_lr_fn="match_rms_adamw".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plait.parallel.sharded_model import OptimizerUnit, OptimizerUnitPart
+from plait.parallel.whole_matrices import MatrixExchange
+from plait.partition.matrix_owners import NEWTON_SCHULZ_STEPS
+from plait.trainer.optimizer.fused import FusedAdamW
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration: chosen for the steepest slope at 0; singular values end between about 0.7 and 1.2."""
+EPSILON = 1e-7
+"""Least norm by which a matrix is divided."""
+RMS_OF_ADAMW = 0.2
+"""Root mean square of AdamW's updates at a learning rate of 1, as Liu et al. measured it."""
+
+
+def orthogonalize(x_bmn: Tensor) -> Tensor:
+    """The matrices with their singular values brought close to 1, by Newton-Schulz iterations in their own dtype; m is
+    at most n. Overwrites what it is given."""
+    a, b, c = COEFFICIENTS
+    norms_b11 = torch.linalg.vector_norm(x_bmn, dim=(1, 2), keepdim=True)
+    x_bmn = x_bmn.div_(norms_b11.clamp(min=EPSILON))  # under one name, so that at most two of them are in memory
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram_bmm = x_bmn @ x_bmn.mT
+        factor_bmm = torch.baddbmm(gram_bmm, gram_bmm, gram_bmm, beta=b, alpha=c)
+        x_bmn = torch.baddbmm(x_bmn, factor_bmm, x_bmn, beta=a)
+    return x_bmn
+
+
+class MuonWithAdamW:
+    """Updates hidden matrices by Muon and all other weights by AdamW, whose learning rate is `adamw_share` of Muon's.
+
+    A RunOptimizer. `units` are those of hidden matrices, of which this rank may hold pieces; the exchange is over the
+    same units. `dtype` is what matrices are orthogonalized in. A matrix without a gradient counts as one of zeros, as
+    it does where ranks sum gradients in buckets. The `.grad` of `units` hold the averaged gradients afterwards.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[OptimizerUnit],
+        exchange: MatrixExchange,
+        adamw: FusedAdamW,
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        adamw_share: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.lr, self._adamw, self._adamw_share = lr, adamw, adamw_share
+        self._units, self._exchange, self._dtype = list(units), exchange, dtype
+        self._momentum, self._weight_decay = momentum, weight_decay
+        device = units[0].parameter.device if units else torch.device("cpu")
+        # A tensor, so that a recorded step reads the rate that it is replayed with (step_graph.py).
+        self._rate = torch.full((), lr, dtype=torch.float64, device=device)
+        self.state: dict[Tensor, dict[str, Tensor]] = adamw.state
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
+
+    def set_lr(self, lr: float) -> None:
+        """Take the next updates at this learning rate, which is that of the matrices."""
+        self.lr = lr
+        self._rate.fill_(lr)
+        self._adamw.set_lr(self._adamw_share * lr)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every parameter. Every rank that holds a piece of a matrix of this one must call it."""
+        self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf
+        self._adamw.step()
+        if not self._exchange.tasks:
+            return
+        weights = [unit.parameter for unit in self._units]
+        averaged = dict(zip(weights, self._averaged_gradients(), strict=True))
+        rate = self._rate if self.found_inf is None else self._rate * (1 - self.found_inf)
+        for weight in weights:
+            weight.mul_((1 - rate * self._weight_decay).to(weight.dtype))
+        places = [(unit, part) for unit in self._units for part in unit.parts]
+        pieces = [_part_of(averaged[unit.parameter], part) for unit, part in places]
+        for number, result in self._exchange.results(pieces, orthogonalize, self._dtype):
+            unit, part = places[number]
+            scale = (rate * RMS_OF_ADAMW * max(part.box.shape) ** 0.5).to(unit.parameter.dtype)
+            _part_of(unit.parameter, part).addcmul_(result.to(scale.dtype), scale, value=-1)
+            del result  # a view of a whole batch, which would stay beside the next one
+
+    def _averaged_gradients(self) -> list[Tensor]:
+        """Nesterov's: the gradients moved towards their averages, which take them in. Where the update is to be skipped
+        they are the averages themselves, which stay."""
+        found: list[Tensor] = []
+        for unit in self._units:
+            weight = unit.parameter
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            gradient, average = weight.grad, self.state[weight]["momentum_buffer"]
+            if self.grad_scale is not None:
+                gradient.div_(self.grad_scale)
+            if self.found_inf is not None:
+                torch.where(self.found_inf > 0, average, gradient, out=gradient)
+            average.lerp_(gradient, 1 - self._momentum)
+            found.append(gradient.lerp_(average, self._momentum))
+        return found
+
+
+def _part_of(numbers: Tensor, part: OptimizerUnitPart) -> Tensor:
+    """The rectangle of a unit's numbers that is one of its parts."""
+    return numbers.view(-1)[part.first : part.first + part.box.numbers].view(part.box.extent)
