@@ -197,7 +197,7 @@ class PipelineStep:
         if action.stage == 0 and self.visit is not None:
             self.visit.before_forward(action.micro)
         if action.stage > 0:
-            received = self.links.receive(replace(action, stage=action.stage - 1))
+            received = self.links.receive(action._replace(stage=action.stage - 1))
             if torch.is_grad_enabled():
                 self._entered[key] = received.requires_grad_()
             stream = received.to(pipe.dtype)  # autograd rounds its gradient, which goes back as this one came
@@ -215,7 +215,7 @@ class PipelineStep:
     def _backward(self, action: Action) -> None:
         pipe, key = self._pipe, (action.stage, action.micro)
         last = action.stage == pipe.stages - 1
-        grad = None if last else self.links.receive(replace(action, stage=action.stage + 1))
+        grad = None if last else self.links.receive(action._replace(stage=action.stage + 1))
         if action.kind == "backward-input":
             pipe.deferred.collect(key)
         torch.autograd.backward(self._left.pop(key), None if grad is None else grad.to(pipe.dtype))
