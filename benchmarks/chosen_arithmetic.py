@@ -45,4 +45,6 @@ def chosen_precision(
     """The precision that plait takes by itself after it timed these steps in turns, with its reason."""
     if refusal := bf16_refusal(found.bf16_gain):
         return "float32", refusal
-    return choose_precision(median(single / half for single, half in zip(float32_s, bf16_s, strict=True)))
+    gain = median(single / half for single, half in zip(float32_s, bf16_s, strict=True))
+    choice = choose_precision(gain)
+    return choice.precision, choice.reason
