@@ -45,7 +45,10 @@ def page_beside(recipe: Path, overrides: Sequence[str]) -> Iterator[None]:
     from plait.recipe.load import load_recipe
 
     if launch_variables(os.environ) is not None:
-        raise PlaitError("--page is for plait's own start of the workers", "under torchrun use plait watch beside it")
+        raise PlaitError(
+            "--page does not work under torchrun, where every rank would serve a page of its own",
+            "run plait watch beside it",
+        )
     name = load_recipe(recipe, overrides).run.name
     with page_server([name]) as address:
         _write(OptionalOutput(sys.stdout), "\n".join(address.lines()) + "\n")

@@ -130,7 +130,7 @@ def _part(piece: str) -> ShortFormPart:
         return machine
     if not is_node:
         last = _COUNTED_LAST.fullmatch(rest)
-        if last is None or is_device(rest):  # the "x" of "RTX 4090" counts nothing
+        if last is None or not (is_device(last[1]) or find_instance(last[1])):  # the "x" of "RTX 4090" counts nothing
             return _full_nodes(find_device(rest), count)
         if first is None:
             return _full_nodes(find_device(last[1]), _count(last[2], piece))

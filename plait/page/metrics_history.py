@@ -104,6 +104,7 @@ class MetricsHistory:
         return float(finite.mean()) if len(finite) else None
 
     def _forget(self) -> None:
+        self.damaged_lines = 0
         self.evaluations: list[Mapping[str, Any]] = []
         self._width = 1
         self._buckets = np.empty((0, len(COLUMNS)))

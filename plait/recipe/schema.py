@@ -126,7 +126,7 @@ class OptimizerSection(RecipeSection):
         if self.kind == "adamw" and self.momentum != "auto":
             raise ValueError('momentum is SGD\'s and Muon\'s; remove it, or write optimizer.kind = "muon" or "sgd"')
         if self.kind != "muon" and self.adamw_lr != "auto":
-            raise ValueError('adamw_lr stands beside Muon\'s lr; name lr alone, or write optimizer.kind = "muon"')
+            raise ValueError('adamw_lr is only for Muon; set optimizer.lr, or write optimizer.kind = "muon"')
         if self.kind == "sgd" and self.betas != "auto":
             raise ValueError("betas are AdamW's; remove them, SGD has optimizer.momentum")
         if self.kind == "sgd" and self.lr == "auto":

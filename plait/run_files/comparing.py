@@ -27,6 +27,7 @@ from plait.run_files.comparison import (
     SpeedComparison,
     TextRelation,
 )
+from plait.run_files.repeating import settings_to_repeat
 from plait.run_files.summary import LossUnit, RunState, run_state
 from plait.run_folder import RunFolder, run_names
 from plait.working_folder import WorkingFolder
@@ -101,6 +102,7 @@ def compare_folders(first: RunFolder, second: RunFolder, working: WorkingFolder)
         loss=loss if isinstance(loss, LossComparison) else None,
         why_no_loss="" if isinstance(loss, LossComparison) else loss,
         speed=_compared_speed(one, other),
+        settings=settings_to_repeat(one.recipe, one.plan),
     )
 
 

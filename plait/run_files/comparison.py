@@ -113,6 +113,8 @@ class RunComparison:
     why_no_loss: str
     """A sentence where losses cannot be compared."""
     speed: SpeedComparison | None
+    settings: tuple[str, ...]
+    """With which the first run's recipe gives that run again, another seed aside."""
 
     @property
     def better(self) -> str | None:
@@ -221,10 +223,11 @@ def _seeds_text(found: RunComparison, loss: LossComparison) -> str:
             return (
                 "of seeds: not known, as it takes finished runs with a held-out loss; do not trust a small difference"
             )
-        name, seed = shlex.quote(found.names[0]), max(found.seeds) + 1
+        name, seed = found.names[0], max(found.seeds) + 1
+        words = (f"runs/{name}/recipe.toml", f"run.name={name}-seed{seed}", f"run.seed={seed}", *found.settings)
         return (
             "of seeds: not known, no run here differs from one of these by its seed alone; to know it, train one: "
-            f"plait train runs/{name}/recipe.toml run.name={name}-seed{seed} run.seed={seed}"
+            f"{shlex.join(['plait', 'train', *words])}"
         )
     runs = f"{counted(seeds.runs[0], 'seed')} of {found.names[0]}, {seeds.runs[1]} of {found.names[1]}"
     verdict = "beyond" if seeds.is_beyond else "within"
@@ -297,7 +300,7 @@ def _explained_speed(found: RunComparison, speed: SpeedComparison) -> str:
     if first is None or second is None:
         return text
     planned, measured = second / first, speed.step_s[1] / speed.step_s[0]
-    return f"{text}; planned were steps {planned:.2f} times as long as the first's, and they were {measured:.2f} times"
+    return f"{text}; a step was forecast at {planned:.2f} times the first run's time, and took {measured:.2f} times it"
 
 
 def _items_text(speed: SpeedComparison) -> str:

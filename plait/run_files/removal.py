@@ -26,7 +26,7 @@ from plait.working_folder import WorkingFolder
 
 _OWN_FILES = re.compile(
     r"\..*|recipe\.toml|(plan|receipt|so-far|joined|fetched)\.json|plan-\d+\.json|shares(-\d+)?\.jsonl"
-    r"|(metrics|starts|incidents)\.jsonl|checkpoints|tensorboard|logs|base|chat_template\.jinja"
+    r"|(metrics|starts|incidents|rank-times)\.jsonl|checkpoints|tensorboard|logs|base|chat_template\.jinja"
 )
 """What plait itself makes in a run's folder."""
 _REMOVED = re.compile(r"\..+\.removed-\d+(-\d+)?")
@@ -157,7 +157,9 @@ def users_of(path: Path, working: WorkingFolder) -> list[str]:
     from, as text, as tokenizer; in words."""
     target = path.resolve()
     runs = [
-        f"the run {other.name}" for other in run_paths(working) if other != path and _run_uses(other, target, working)
+        f"the run {other.name}"
+        for other in run_paths(working)
+        if other.resolve() != target and _run_uses(other, target, working)
     ]
     recipes = [
         f"the recipe {recipe.relative_to(working.path)}"

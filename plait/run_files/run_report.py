@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import tomli_w
 
@@ -22,6 +22,7 @@ from plait.report.receipt_file import read_receipt
 from plait.run_files.account import TIME_IN_WORDS, RunAccount, account_of
 from plait.run_files.comparing import compare_folders, versions_of
 from plait.run_files.comparison import comparison_lines
+from plait.run_files.repeating import settings_to_repeat
 from plait.run_files.summary import RunSummary, summary_of
 from plait.run_files.table import loss_text
 from plait.run_folder import RunFolder
@@ -95,6 +96,8 @@ def run_report(folders: Sequence[RunFolder], working: WorkingFolder) -> RunRepor
 class _ReadRun:
     folder: RunFolder
     summary: RunSummary
+    asked: Mapping[str, Any]
+    """The recipe's values by key."""
     recipe: str
     """What was asked: the keys that are not as they would be without a recipe, as TOML."""
     seed: int
@@ -115,6 +118,7 @@ def _read(folder: RunFolder, working: WorkingFolder) -> _ReadRun:
     return _ReadRun(
         folder=folder,
         summary=summary,
+        asked=flat_values(config),
         recipe=tomli_w.dumps(asked),
         seed=flat_values(config)["run.seed"],
         plan=plan,
@@ -139,7 +143,7 @@ def _shared_sections(runs: Sequence[_ReadRun], working: WorkingFolder) -> Iterat
             lines=["They learned from different tokens, so that their losses per token do not compare: see each run."],
         )
     if rows := _speedup_rows(runs):
-        titles = ("workers", "run", "layout", "tokens/s", "speed-up", "of the workers", "forecast of a step", "a step")
+        titles = ("workers", "run", "layout", "tokens/s", "speed-up", "efficiency", "forecast of a step", "a step")
         words = f"The same model and batch, against {runs_name(rows)}."
         yield ReportPart(title="Speed by workers", lines=[words], table=ReportTable(titles=titles, rows=rows))
     if len(runs) == 2:
@@ -296,22 +300,14 @@ def _incident_section(account: RunAccount) -> ReportPart:
 
 
 def _repeat_section(run: _ReadRun) -> ReportPart:
-    job, optimizer, name = run.plan.job, run.plan.job.optimizer, run.summary.name
-    chosen = {
-        "train.budget": f"{job.steps} steps",
-        "train.sequence": job.sequence,
-        "train.batch_tokens": job.batch_tokens,
-        "optimizer.lr": optimizer.lr,
-        "optimizer.warmup_steps": optimizer.warmup_steps,
-        "optimizer.weight_decay": optimizer.weight_decay,
-    }
+    job, name = run.plan.job, run.summary.name
     lines = [
         f"Save the recipe above as {name}.toml beside its text, and run the command below with the same versions. It "
-        "names what plait had chosen by itself, which it may choose differently on another machine.",
+        "names what plait chose, and may choose differently on another machine.",
         f"The seed is {run.seed}. The text is the same if plan.json has the same corpus_hash, {job.corpus_hash[:16]}….",
     ]
     facts = [(package, str(version)) for package, version in versions_of(run.plan).items()]
-    code = shlex.join(["plait", "train", f"{name}.toml", *(f"{key}={value}" for key, value in chosen.items())])
+    code = shlex.join(["plait", "train", f"{name}.toml", *settings_to_repeat(run.asked, run.plan)])
     return ReportPart(title="How to repeat it", lines=lines, facts=facts, code=code)
 
 

@@ -134,6 +134,7 @@ def test_a_rate_is_each_device_s_after_plus_and_each_machine_s_after_at() -> Non
         ("2x4090@infiniband-nrd", r"the nearest names are infiniband-ndr"),
         ("H100@1G+A100", r"names the network before its end"),
         ("512xH1000", r"the nearest are H100 SXM"),
+        ("RTX 4091", r'"RTX 4091" is not a device of the catalogue'),
         ("2x(8xH100", r"is not a device of the catalogue"),
         ("4x4090@10G", r'is one machine of 4 RTX 4090.* for 4 machines write "4x\(1xRTX 4090\)@10G"'),
         ("8xH100+400G", r'for two such machines "2x\(8xH100 SXM\)\+400G"'),

@@ -114,6 +114,10 @@ def test_a_torn_last_line_waits_and_damaged_lines_are_counted(path: Path) -> Non
     with path.open("a") as file:
         file.write(line[40:])
     assert [row["last"] for row in rows_of(history, after=2)[1]] == [3] and history.damaged_lines == 2
+    whole = path.with_name("new")
+    write(whole, [step_report(1)])
+    whole.replace(path)
+    assert len(rows_of(history)[1]) == 1 and history.damaged_lines == 0, "those of the file that is gone"
 
 
 def test_a_run_that_went_back_begins_anew(path: Path) -> None:

@@ -429,6 +429,12 @@ def test_what_is_no_plan_is_refused_in_one_sentence(tmp_path: Path, text: str) -
         read_plan(tmp_path / "plan.json")
 
 
+def test_the_rate_beside_muon_is_warned_of_by_its_name(tmp_path: Path) -> None:
+    config = recipe(tmp_path, *STEPS, *TINY, "optimizer.kind=muon", "optimizer.adamw_lr=50")
+    [warning] = planned(config, PLAYS, LAPTOP).warnings
+    assert warning.startswith("optimizer.adamw_lr = 50 is ")
+
+
 def test_named_stages_decide_how_many_a_worker_has(tmp_path: Path) -> None:
     asked = (*STEPS, "model.layers=4", "model.width=64", "model.heads=2", "layout.pipeline=2")
     plan = planned(recipe(tmp_path, *asked, "layout.stage_layers=[1, 1, 1, 1]"), PLAYS, LAPTOP)

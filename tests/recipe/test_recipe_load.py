@@ -164,7 +164,7 @@ def test_a_model_to_go_on_from_is_named_by_its_folder_and_brings_its_shape(recip
         ("optimizer.kind=adam", ['optimizer.kind is not usable: it should be "adamw", "muon" or "sgd"']),
         ("optimizer.kind=sgd", ['kind = "sgd" needs a learning rate', "write for example optimizer.lr = 0.1"]),
         ("optimizer.momentum=0.9", ["momentum is SGD's and Muon's; remove it, or write optimizer.kind"]),
-        ("optimizer.adamw_lr=0.1", ["adamw_lr stands beside Muon's lr; name lr alone, or write optimizer.kind"]),
+        ("optimizer.adamw_lr=0.1", ["adamw_lr is only for Muon; set optimizer.lr, or write optimizer.kind"]),
         ("optimizer.momentum=1", ["optimizer.momentum is not usable", "less than 1"]),
         ("optimizer.lr=0", ["optimizer.lr is not usable", "more than 0"]),
         ("optimizer.clip=maybe", ["optimizer.clip is not usable"]),

@@ -59,6 +59,7 @@ def test_without_other_seeds_the_noise_is_said_to_be_unknown(here: WorkingFolder
     assert "high is lower by 0.04 (2.6%)" in text
     assert "not known, no run here differs from one of these by its seed alone" in text
     assert "plait train runs/low/recipe.toml run.name=low-seed2 run.seed=2" in text
+    assert "'train.budget=100 steps'" in text and "optimizer.lr=0.001" in text, "a budget of time would be another run"
     assert "explained by optimizer.lr, as nothing else that was asked changes what is learned" in text
     assert [one.key for one in found.recipe] == ["optimizer.lr"]
     assert [(one.key, one.first, one.second) for one in found.plan] == [("job.optimizer.lr", 1e-3, 3e-3)]

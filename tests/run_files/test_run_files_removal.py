@@ -111,6 +111,15 @@ def test_a_run_that_another_leads_into_by_a_link_is_refused(here: WorkingFolder)
         removal_of("first", here)
 
 
+def test_what_plait_makes_is_not_told_and_a_link_to_the_run_needs_nothing(here: WorkingFolder) -> None:
+    (here.runs / "first" / "rank-times.jsonl").write_text("")
+    (here.runs / "link").symlink_to(here.runs / "first")
+    removal = removal_of("first", here)
+    assert not removal.other_files
+    remove_run(removal, here)
+    assert not (here.runs / "first").exists()
+
+
 def test_links_go_and_what_they_lead_to_stays(here: WorkingFolder, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     (disk / "step-10").mkdir(parents=True)

@@ -93,8 +93,8 @@ class ModelWatch:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise PlaitError(
-                    f"{name} wants a gradient since plait.spread, which workers would not sum; call run.close(), make "
-                    "an optimizer that has it, and call plait.spread again"
+                    f"{name} requires a gradient now and did not at plait.spread, which workers would "
+                    "not sum; call run.close(), make an optimizer that has it, and call plait.spread again"
                 )
         if _held_counts(self._program) != self._held:
             raise PlaitError(

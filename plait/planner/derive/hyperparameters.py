@@ -71,6 +71,9 @@ def optimizer_plan(
         )
     if requested.kind == "muon":
         why.append(_muon_text(requested))
+        if requested.adamw_lr != "auto" and method == "auto":
+            beside = _adamw_lr(requested.adamw_lr, flops, batch_tokens, key="optimizer.adamw_lr")
+            warnings = (*warnings, *beside.warnings)
     tuned = Derived(value=plan) if method == "auto" else finetuning_optimizer(method, plan, config)
     return Derived(value=tuned.value, reasons=(*why, *tuned.reasons), warnings=warnings)
 
@@ -118,7 +121,9 @@ def _adamw_lr_beside(requested: OptimizerSection, lr: float) -> float | None:
     return lr if requested.adamw_lr == "auto" else requested.adamw_lr
 
 
-def _adamw_lr(requested: float | Literal["auto"], flops: float, batch_tokens: int) -> Derived[float]:
+def _adamw_lr(
+    requested: float | Literal["auto"], flops: float, batch_tokens: int, key: str = "optimizer.lr"
+) -> Derived[float]:
     usual = published_rules.usual_batch_tokens(flops)
     published = published_rules.lr_for_batch(published_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
     if requested == "auto":
@@ -130,7 +135,7 @@ def _adamw_lr(requested: float | Literal["auto"], flops: float, batch_tokens: in
     known = requested < MOST_TIMES_SHOWN * published
     times = times_text(requested / published) if known else f"over {MOST_TIMES_SHOWN:,} times"
     doubt = (
-        f"optimizer.lr = {requested:g} is {times} what published rules give for this run "
+        f"{key} = {requested:g} is {times} what published rules give for this run "
         f"({published:.2g}); it will probably diverge"
     )
     return Derived(value=requested, warnings=(doubt,))

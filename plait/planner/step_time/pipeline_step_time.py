@@ -120,7 +120,7 @@ def _micro_batch_times(inputs: CostInputs, times: StepTime) -> _MicroBatchTimes:
         stage_message_s=times.stage_message,
         slowest_message_s=times.slowest_stage_message,
         forward_share=layer.forward / (layer.forward + layer.backward + again),
-        weight_gradients_s=weights / profile.speed,
+        weight_gradients_s=weights,
         closed_form_s=per_rank + times.head + times.host + times.passes + times.bubble,
     )
 
