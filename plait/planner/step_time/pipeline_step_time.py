@@ -134,8 +134,9 @@ def _stage_action_times(
     shares = hop_shares(inputs.with_candidates(inputs.candidates.select(rows)))
     held, rank = np.array(layers)[:, None], np.arange(len(layers)) % len(shares)
     of_rank = len(shares) / len(layers)
-    # Each of the three parts launches about as many kernels; both passes wait for one message a hop, and what is put
-    # off for none. Were these times shared out like the arithmetic, faster devices would have less to put off.
+    # Each of the three parts launches about as many kernels; both passes wait for one message a hop, and work that is
+    # put off waits for none. Were these times shared out like the arithmetic, faster devices would have less to put
+    # off.
     launching, waiting = of_rank * times.overhead_s[rows], of_rank * shares[rank] * times.exposed_s[rows]
     computing, weight = held * times.layer_s[rows], held * times.weight_gradients_s[rows]
     behind = 1 + w.predict_ahead  # the model's own head, and prediction ahead
