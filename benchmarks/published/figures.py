@@ -148,10 +148,11 @@ def one_card() -> Iterator[tuple[str, str, float, float]]:
 
 
 def priced_as_plait(priced: Sequence[Priced]) -> list[Priced]:
-    """The same rows as if plait had run them: by the profile that `plait plan` takes, but for replayed steps, which
-    these programs do not have."""
+    """The rows that plait could have run, as if it had: by the profile that `plait plan` takes, but for replayed steps,
+    which these programs do not have. Rows in fp8 and fp4, which plait does not compute in, are left out."""
     profile = replace(PLAIT_PROFILE, launch_mode="ahead")
-    return price([replace(row.case, profile=profile) for row in priced])
+    cases = [row.case for row in priced if row.case.workload.precision not in ("fp8", "fp4")]
+    return price([replace(case, profile=profile) for case in cases])
 
 
 def memory_by_family(priced: Sequence[Priced]) -> dict[str, dict[str, float | int | None]]:
