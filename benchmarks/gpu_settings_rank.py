@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.peers.gpu_loop import mark, seconds_between
 from plait.checkpoint import host_bytes
+from plait.devices import traits_of
 from plait.launch.values.job import RankContext
 from plait.parallel import pipeline_links
 from plait.parallel.apply import STAGES
@@ -73,7 +74,7 @@ def change(setting: Setting, value: int, device: torch.device) -> None:
     if setting == "receives_ahead":
         pipeline_links.RECEIVES_AHEAD = value
     if setting == "loss_numbers":
-        loss._PIECE_NUMBERS[device.type] = value  # pyright: ignore[reportPrivateUsage]
+        loss._PIECE_NUMBERS[traits_of(device.type).place] = value  # pyright: ignore[reportPrivateUsage]
     if setting == "copy_bytes":
         host_bytes.PIECE_BYTES = value
 

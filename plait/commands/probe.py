@@ -115,11 +115,11 @@ def choose_probe_workers(
     check_requested_workers(named, machine)
     workers = workers or (None if named.workers == "auto" else named.workers)
     threads = threads or (None if named.threads == "auto" else named.threads)
-    usual = machine.devices if machine.device == "cuda" else max(1, machine.cores // (threads or 1))
+    usual = machine.devices if machine.has_accelerators else max(1, machine.cores // (threads or 1))
     count = workers or usual
-    if machine.device == "cuda" and count > machine.devices:
+    if machine.has_accelerators and count > machine.devices:
         raise PlaitError(f"--workers {count} are more than this machine's {machine.devices} GPUs; choose fewer")
-    if machine.device == "cpu" and count * (threads or 1) > machine.cores:
+    if not machine.has_accelerators and count * (threads or 1) > machine.cores:
         raise PlaitError(
             f"{counted(count, 'worker')} of {counted(threads or 1, 'thread')} want more than this machine's "
             f"{counted(machine.cores, 'core')}, and would only measure how they take turns; choose fewer "
@@ -293,7 +293,7 @@ def _checked_hosts(config: RunConfig, hosts: HostsRequest, screen: Screen, worki
 
 def check_workers(machine: Machine) -> int:
     """One worker for each GPU, or for each core of a processor up to MOST_CPU_WORKERS."""
-    return machine.devices if machine.device == "cuda" else min(machine.cores, MOST_CPU_WORKERS)
+    return machine.devices if machine.has_accelerators else min(machine.cores, MOST_CPU_WORKERS)
 
 
 def _ask(pool: WorkerPool, device: str, workers: int, threads: int, gpus: Sequence[int]) -> MachineCheck:

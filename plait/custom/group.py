@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from plait.accelerator import accelerator_name, own_device
 from plait.custom.message_order import MessageOrder
 from plait.custom.process.launcher import LAUNCHER, Launcher
 from plait.custom.process.leaving import wait_for_gloo_threads
 from plait.custom.process.started_worker import StartedWorker, environment_number, gpu_or_processor, started_worker
+from plait.devices import DEVICE_TRAITS, traits_of
 from plait.errors import PlaitError
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ def find_workers() -> Workers:
     rendezvous = "env://program" if started.rendezvous.startswith("srun://") else started.rendezvous
     store = open_store(rendezvous, started.rank, started.size)
     check_same_devices(store, started, device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = traits_of(device.type).process_groups
     dist.init_process_group(backend, store=store, rank=started.rank, world_size=started.size, timeout=PEER_WAIT)
     atexit.register(wait_for_gloo_threads)
     return _workers_of_group(started.local_rank)
@@ -129,14 +131,15 @@ def find_workers() -> Workers:
 def check_same_devices(store: Store, started: StartedWorker, device: torch.device) -> None:
     """Raise PlaitError where this worker has a GPU and the first one has none, or the other way round: their messages
     would go by different libraries, and wait for each other."""
-    names = {"cuda": "a GPU", "cpu": "no GPU that torch sees"}
+    names = {row.name: "a GPU" if row.is_accelerator else "no GPU that torch sees" for row in DEVICE_TRAITS.values()}
     store.set_timeout(PEER_WAIT)
     store.set(f"device/{started.rank}", device.type)
     first = store.get("device/0").decode()
     if first != device.type:
+        own, others = names[traits_of(device.type).name], names[traits_of(first).name]
         raise PlaitError(
-            f"worker {started.rank} has {names[device.type]} and worker 0 has {names[first]}, and a program takes one "
-            "kind; leave out one of the two, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to use processors"
+            f"worker {started.rank} has {own} and worker 0 has {others}, and a program takes one kind; leave out one "
+            "of the two, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to use processors"
         )
 
 
@@ -144,17 +147,15 @@ def alone() -> Workers:
     """One process, without any group."""
     from plait.parallel.communicator import ONE_PROCESS
 
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return Workers(rank=0, size=1, local_rank=0, device=device, sums=ONE_PROCESS)
+    return Workers(rank=0, size=1, local_rank=0, device=own_device(accelerator_name()), sums=ONE_PROCESS)
 
 
 def _workers_of_group(local_rank: int) -> Workers:
-    from plait.parallel.mesh import GroupCommunicator, world_communicator
+    from plait.parallel.mesh import GroupCommunicator, accelerator_of_group, world_communicator
 
     check_backends(str(dist.get_backend_config()))
     rank, size = dist.get_rank(), dist.get_world_size()
-    cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    device = (accelerator_of_group(None) if accelerator_name() else None) or torch.device("cpu")
     sums = world_communicator(PEER_WAIT)
     connections = sums.group if isinstance(sums, GroupCommunicator) else None
     return Workers(rank=rank, size=size, local_rank=local_rank, device=device, sums=sums, connections=connections)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from plait.accelerator import is_accelerator, module_of
 from plait.custom.group import Workers
 from plait.machines.machine import processor_name, usable_cores
 from plait.parallel.exchange import gather_json
@@ -57,6 +58,7 @@ def worker_names(hosts: Sequence[tuple[str, int]]) -> tuple[str, ...]:
 
 
 def _device_text(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if is_accelerator(device):
+        name: str = module_of(device).get_device_name(device)
+        return name
     return f"{processor_name()}, {torch.get_num_threads()} threads of {usable_cores()} cores"

@@ -10,6 +10,8 @@ from hashlib import sha256
 
 import torch
 
+from plait.accelerator import accelerator_count, initialized_accelerator
+
 
 def seed_from(*numbers: int | str) -> int:
     """A number below 2**63 that follows from these alone."""
@@ -41,8 +43,9 @@ def seeded(seed: int) -> Iterator[None]:
     """Seed everything within the block; afterwards the generators are where they were."""
     numpy_random = sys.modules.get("numpy.random")
     own, numpy_own = random.getstate(), numpy_random.get_state() if numpy_random else None
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
+    name = initialized_accelerator()
+    devices = range(accelerator_count()) if name else ()
+    with torch.random.fork_rng(devices, device_type=name or "cpu"):
         seed_everything(seed)
         try:
             yield

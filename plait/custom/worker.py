@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-import torch
 import torch.distributed as dist
 
+from plait.accelerator import accelerator_count
 from plait.custom.process.launcher import (
     LAUNCHER,
     LESS_MEMORY,
@@ -62,8 +62,7 @@ def main(context: RankContext, argument: str) -> None:
 
 def count_workers(context: RankContext, argument: str) -> None:
     """Entry of one process a host: tells how many workers it has devices for, one for each GPU or one in all."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    context.send("workers", workers=max(1, gpus))
+    context.send("workers", workers=max(1, accelerator_count()))
 
 
 def _run(code: object, path: Path, module: str, rank: int) -> None:

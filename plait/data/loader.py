@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from plait.accelerator import to_device
 from plait.data.balance import balance_samples, order_by_load
 from plait.data.integrity import BackgroundVerification
 from plait.data.micro_sizes import micro_sizes
@@ -220,5 +221,4 @@ def make_micro(
 
 
 def _tensor(values: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return to_device(torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)), device)

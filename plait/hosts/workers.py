@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from plait.checked_json import SingleLine, one_line, typed_value
+from plait.devices import traits_of
 from plait.errors import PlaitError
 from plait.hosts.checkpoints import CheckpointCollector
 from plait.hosts.connection import HostConnection
@@ -334,8 +335,10 @@ def default_host_shares(
     kinds = {machine.device for machine in machines}
     if len(kinds) > 1:
         by_kind = {machine.device: name for name, machine in zip(names, machines, strict=True)}
+        without, has = sorted(by_kind.items(), key=lambda one: traits_of(one[0]).is_accelerator)[:2]
+        lacks = "none that torch sees" if "cpu" in kinds else "another maker's"
         raise PlaitError(
-            f"{by_kind['cuda']} has GPUs and {by_kind['cpu']} has none that torch sees, and a run takes one kind; "
+            f"{has[1]} has GPUs and {without[1]} has {lacks}, and a run takes one kind; "
             'leave out one of the two, or write run.devices = "cpu"'
         )
     for name, machine in zip(names, machines, strict=True):

@@ -270,7 +270,7 @@ def cluster_of_machine(machine: Machine, measured_flops: float | None = None, *,
         raise PlaitError(
             f"{machine.name} is not in plait's catalogue; describe it in a cluster.json and pass --cluster"
         )
-    memory = machine.memory_bytes if machine.device == "cuda" else known.memory_bytes
+    memory = machine.memory_bytes if machine.has_accelerators else known.memory_bytes
     here = replace(known, name=machine.name, memory_bytes=memory)
     island = Island(device=here, per_node=per_node, nodes=1, inside=find_link(known.inside))
     return Cluster(name="this machine", islands=(island,), between=find_link(known.between))

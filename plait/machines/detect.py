@@ -46,15 +46,15 @@ def describe_machine(
     """What `detect_machine` returns, without a look at whether its GPUs are free: for a process that fills them."""
     library, host = library or TorchGpus(), detect_cpu_machine()
     present = library.count()
-    numbers = chosen_gpus(requested, present)
-    if not numbers:
+    numbers, name = chosen_gpus(requested, present), library.name()
+    if not numbers or name is None:
         return host
     gpus = [library.gpu(number) for number in numbers]
     least = min(gpus, key=lambda one: one.memory_bytes)
     oldest = min(one.capability for one in gpus)
     return replace(
         host,
-        device="cuda",
+        device=name,
         name=least.name,
         devices=len(gpus),
         memory_bytes=least.memory_bytes,

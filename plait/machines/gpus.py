@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from plait.accelerator import accelerator_count, accelerator_name, free_bytes, module_of
+from plait.devices import DeviceName
 from plait.errors import PlaitError
 from plait.units import counted, format_bytes
 
@@ -36,7 +38,7 @@ class Gpu:
     name: str
     memory_bytes: int
     capability: tuple[int, int]
-    """Its compute capability: (9, 0) for an H100."""
+    """NVIDIA's compute capability: (9, 0) for an H100. Other makers' GPUs have none: (0, 0)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,10 @@ class TorchBuild:
 
 class GpuLibrary(Protocol):
     """What plait asks torch about GPUs."""
+
+    def name(self) -> DeviceName | None:
+        """What torch calls this kind of GPU; None where there are none."""
+        ...
 
     def build(self) -> TorchBuild:
         """What it was compiled for."""
@@ -75,27 +81,38 @@ class GpuLibrary(Protocol):
 
 
 class TorchGpus:
-    """The GPUs of this process's torch."""
+    """The GPUs of this process's torch: NVIDIA's, AMD's in a build for ROCm, or Intel's."""
+
+    def __init__(self) -> None:
+        self._name: DeviceName | None = accelerator_name()
+
+    def name(self) -> DeviceName | None:
+        return self._name
 
     def build(self) -> TorchBuild:
-        kernels = torch.cuda.get_arch_list() if torch.cuda.is_available() else ()
+        kernels = module_of(self._name).get_arch_list() if self._name else ()
         return TorchBuild(version=torch.__version__, cuda=torch.version.cuda, kernels=tuple(kernels))
 
     def count(self) -> int:
-        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return accelerator_count()
 
     def gpu(self, number: int) -> Gpu:
-        found = torch.cuda.get_device_properties(number)
-        return Gpu(name=found.name, memory_bytes=found.total_memory, capability=(found.major, found.minor))
+        found = module_of(self._device(number)).get_device_properties(number)
+        capability = (getattr(found, "major", 0), getattr(found, "minor", 0))
+        return Gpu(name=found.name, memory_bytes=found.total_memory, capability=capability)
 
     def free_bytes(self, number: int) -> int | None:
         try:
-            return torch.cuda.mem_get_info(number)[0]
+            return free_bytes(self._device(number))
         except RuntimeError:  # "busy or unavailable": exclusive mode, or out of memory for a context
             return None
 
     def sum_of_ones(self, number: int, count: int) -> float:
-        return float(torch.ones(count, device=torch.device("cuda", number)).sum())
+        return float(torch.ones(count, device=self._device(number)).sum())
+
+    def _device(self, number: int) -> torch.device:
+        assert self._name is not None, "there are no GPUs to ask for"
+        return torch.device(self._name, number)
 
 
 def check_gpus_are_seen(library: GpuLibrary, host: Host) -> None:

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from plait.devices import DEVICE_TRAITS, DeviceName
 from plait.version import __version__
 
-MachineDevice = Literal["cpu", "cuda"]
 ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -25,7 +25,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 class Machine:
     """One host: its devices, cores and memory, and the software that its numerical results depend on."""
 
-    device: MachineDevice
+    device: DeviceName
     name: str
     """Name of the processor or of the GPUs."""
     devices: int
@@ -43,6 +43,11 @@ class Machine:
     """Arithmetic that one of the GPUs lacks: "bf16"."""
     uncompiled: str = ""
     """Why layers cannot be compiled for the GPUs, with what to do about it; empty where they can."""
+
+    @property
+    def has_accelerators(self) -> bool:
+        """Whether it trains on GPUs, with one worker each, and not on its processor."""
+        return DEVICE_TRAITS[self.device].is_accelerator
 
     def fingerprint(self) -> dict[str, Any]:
         """The values that must be equal for a plan, its speed and its bit-exact results to hold again."""

@@ -31,7 +31,7 @@ class RequestedWorkers:
         """How many workers there can be on a machine: the GPUs, or a processor's cores divided in several ways."""
         if self.workers != "auto":
             return [self.workers]
-        if machine.device == "cuda":
+        if machine.has_accelerators:
             return [machine.devices]
         most = machine.cores // self.threads if self.threads != "auto" else machine.cores
         powers = [2**k for k in range(most.bit_length()) if 2**k <= most]
@@ -44,7 +44,7 @@ class RequestedWorkers:
     def share_of(self, machine: Machine, workers: int) -> float:
         """The part of a processor's arithmetic that this many workers have; 1 where their number or threads are
         open."""
-        if self.is_open or machine.device == "cuda":
+        if self.is_open or machine.has_accelerators:
             return 1.0
         return min(1.0, workers * self.threads_of_each(machine, workers) / machine.cores)
 
@@ -109,7 +109,7 @@ def check_requested_workers(requested: RequestedWorkers, machine: Machine, where
         )
     if workers == "auto":
         return
-    if machine.device == "cpu" and workers > machine.cores:
+    if not machine.has_accelerators and workers > machine.cores:
         raise PlaitError(
             f'run.workers = {workers} are more than {where} has, {cores}; choose at most {machine.cores}, or "auto"'
         )

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plait.accelerator import has_cuda_kernels, to_device
 from plait.model.blocked_attention import attend_in_blocks, suits_blocks
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.matmul import attend_by_default_library
@@ -47,10 +48,10 @@ class Documents:
         """
         if self.ends is not None:
             return Documents(self.lengths, self.ends, longest)
-        if device.type != "cuda":
+        if not has_cuda_kernels(device):
             return self
-        ends = cumulative_lengths(self.lengths).pin_memory()
-        return Documents(self.lengths, of_any_length(ends.to(device, non_blocking=True)), longest)
+        ends = to_device(cumulative_lengths(self.lengths), device)
+        return Documents(self.lengths, of_any_length(ends), longest)
 
 
 def cumulative_lengths(lengths: tuple[int, ...]) -> Tensor:

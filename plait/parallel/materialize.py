@@ -6,14 +6,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.accelerator import own_device
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
 
 def materialize(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
     """Allocate the meta tensors' memory; their values come later, from the seed or a checkpoint."""
-    on_gpu = execution.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = own_device(execution.device)
     for chunk in sharded.chunks:
         if any(parameter.is_meta for parameter in chunk.parameters()):
             _allocate(chunk, device)

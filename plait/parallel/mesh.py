@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.accelerator import accelerator_name, choose_device, own_device, synchronize
+from plait.devices import ACCELERATORS, DEVICE_TRAITS
 from plait.layout import AXES, Layout
 from plait.machines.gpus import TorchGpus, check_gpu_computes
 from plait.parallel.communicator import ONE_PROCESS, Communicator
@@ -47,7 +49,7 @@ class LocalGroup(dist.ProcessGroup):
 
 
 LOCAL_BACKEND = "lone"
-dist.Backend.register_backend(LOCAL_BACKEND, LocalGroup, devices=["cpu", "cuda"])
+dist.Backend.register_backend(LOCAL_BACKEND, LocalGroup, devices=list(DEVICE_TRAITS))
 
 
 class GroupCommunicator:
@@ -74,7 +76,9 @@ class GroupCommunicator:
 
 def use_gpu(number: int) -> None:
     """Make a GPU this process's own; raises PlaitError where it does not compute."""
-    torch.cuda.set_device(number)
+    name = accelerator_name()
+    assert name is not None, "a plan for accelerators runs on a machine without"
+    choose_device(torch.device(name, number))
     check_gpu_computes(TorchGpus(), number)
 
 
@@ -158,15 +162,17 @@ def connect_ranks(group: dist.ProcessGroup) -> None:
     middle of a backward pass one of them may be waiting for a message that another sends only after its sum. gloo
     connects a group when it is made.
     """
-    gpu = _gpu_of_nccl()
-    if gpu is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(torch.zeros(1, device=gpu), group=group)
-        torch.cuda.synchronize(gpu)
+    device = accelerator_of_group(None)
+    if device is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        synchronize(device)
 
 
-def _gpu_of_nccl() -> torch.device | None:
-    """This rank's GPU, where the job's groups have NCCL."""
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend_config()) else None
+def accelerator_of_group(group: dist.ProcessGroup | None) -> torch.device | None:
+    """This rank's accelerator, where a group's backends carry its tensors; None: they carry a processor's alone. The
+    group of the whole job where none is given."""
+    backends = str(dist.get_backend_config(group))
+    return next((own_device(row.name) for row in ACCELERATORS if row.messages in backends), None)
 
 
 def make_groups(sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:

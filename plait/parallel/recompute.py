@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from plait.devices import DEVICE_TRAITS
 from plait.model.attention import Rows
 from plait.model.gpt import Layer, RunLayer, run_layer
 from plait.parallel.sharded_model import ShardedModel
@@ -57,7 +58,7 @@ def layer_runner(execution: Execution) -> RunLayer:
         return run_keeping_input
     # Attention over the axis `context` adds to its kernels' results in place, so it keeps its own way.
     kept = PRODUCT_OPERATIONS if execution.layout.context > 1 else PRODUCT_OPERATIONS + ATTENTION_OPERATIONS
-    if execution.device == "cuda" and execution.layout.context == 1:
+    if DEVICE_TRAITS[execution.device].kernels == "CUDA's" and execution.layout.context == 1:
         import torch.nn.attention.varlen  # registers the kernel for documents; a second of imports
 
         kept += (torch.ops.torch_attn._varlen_attn.default,)

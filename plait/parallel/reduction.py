@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.accelerator import is_accelerator, module_of
 from plait.parallel.collectives import expect_parts, reduce_scatter, send_parts, spread_own
 
 Transfer = Literal["float32", "bf16"]
@@ -252,7 +253,7 @@ class TransferStream(Protocol):
 
 def transfer_stream(device: torch.device) -> TransferStream:
     """The stream for transfers of tensors on this device."""
-    return SideStream(device) if device.type == "cuda" else NoStream()
+    return SideStream(device) if is_accelerator(device) else NoStream()
 
 
 class NoStream:
@@ -274,26 +275,28 @@ class NoStream:
 
 
 class SideStream:
-    """A CUDA stream beside the one that computes. Its priority is high, as what it runs is short and others wait."""
+    """A stream of an accelerator beside the one that computes. Its priority is high, as what it runs is short and
+    others wait."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._arrivals: torch.cuda.Stream | None = None
+        self._torch = module_of(device)
+        self._stream = self._torch.Stream(device, priority=-1)
+        self._arrivals: torch.Stream | None = None
         self._used = False
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
         """Run the block's operations here, after what the current stream has been given so far."""
         self.arrived()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(self._torch.current_stream(self._stream.device))
         self._used = True
-        with torch.cuda.stream(self._stream):
+        with self._torch.stream(self._stream):
             yield
 
     def arrived(self) -> None:
         """What arrives on another stream than the last did has this one wait for the last one's: Note [arrivals on two
         streams]."""
-        current = torch.cuda.current_stream(self._stream.device)
+        current = self._torch.current_stream(self._stream.device)
         if self._arrivals is not None and self._arrivals != current:
             self._stream.wait_stream(self._arrivals)
         self._arrivals = current
@@ -306,5 +309,5 @@ class SideStream:
         """The current stream waits for this one, without blocking the host. It waits for no stream that did nothing
         since: within the capture of a CUDA graph that would be an error."""
         if self._used:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._torch.current_stream(self._stream.device).wait_stream(self._stream)
             self._used = False

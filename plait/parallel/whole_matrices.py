@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plait.layout import Layout
 from plait.parallel.exchange import gather_json
-from plait.parallel.mesh import GroupCommunicator, make_groups
+from plait.parallel.mesh import GroupCommunicator, accelerator_of_group, make_groups
 from plait.parallel.sharded_model import OptimizerUnit
 from plait.partition.boxes import Box
 from plait.partition.matrix_owners import BATCH_NUMBERS, CopiesCompute, MatrixTask, Piece, PlacedPiece, assign_owners
@@ -226,5 +226,4 @@ def _rectangle(matrix: Tensor, box: Box) -> Tensor:
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Where the ranks of a group compute, for one that holds no piece."""
-    gpu = group is not None and "nccl" in str(dist.get_backend_config(group))
-    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    return (accelerator_of_group(group) if group is not None else None) or torch.device("cpu")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from plait.devices import DeviceName
 from plait.layout import Layout
 from plait.model.shape import ModelShape
 
@@ -17,7 +18,6 @@ tensor cores; sums stay float32."""
 MatmulBackend = Literal["default", "onednn"]
 """The library by which processors multiply float32 matrices: torch's default (MKL on x86), or oneDNN; attention of
 short rows keeps the default."""
-WorkerDevice = Literal["cpu", "cuda"]
 Compile = Literal["off", "blocks"]
 """Whether torch.compile compiles each layer."""
 GradientTransfer = Literal["float32", "bf16"]
@@ -72,7 +72,7 @@ class Execution:
 
     layout: Layout
     shape: ModelShape
-    device: WorkerDevice
+    device: DeviceName
     arithmetic: RunArithmetic
     whole_updates: WholeUpdates = "none"
     """Where ranks split gradients, such weights have buckets apart from those that are updated number by number."""

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from plait.devices import DEVICE_TRAITS, DeviceName
 from plait.layout import Layout, equal_share
 from plait.machines.machine import strip_name_number
 from plait.model.shape import ModelShape
 from plait.model.weights import hidden_matrix_numbers, trained_parameter_count
-from plait.partition.execution import Execution, MatmulBackend, RunArithmetic, WorkerDevice
+from plait.partition.execution import Execution, MatmulBackend, RunArithmetic
 from plait.partition.matrix_owners import CopiesCompute
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration, ForecastBasis, StepItems
 from plait.units import NEVER, Amount, Every
@@ -151,7 +152,7 @@ class Placement:
 class Machines:
     """The machines that a plan was made for."""
 
-    device: WorkerDevice
+    device: DeviceName
     gpus: tuple[int, ...] = ()
     """torch's numbers of the GPUs that a host's workers use, in the order of their local ranks; empty: all."""
     hosts: tuple[HostShare, ...] = ()
@@ -162,6 +163,11 @@ class Machines:
     """Arithmetic peak of all devices together, in FLOP/s; MFU is a share of it."""
     fingerprint: Mapping[str, Any]
     """Identifies the machine that the plan was made on."""
+
+    @property
+    def have_accelerators(self) -> bool:
+        """Whether they train on GPUs, with one worker each, and not on their processors."""
+        return DEVICE_TRAITS[self.device].is_accelerator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +240,7 @@ class Plan:
     @property
     def devices(self) -> int:
         """Number of devices for device-hours: GPUs, or machines that compute on their processor."""
-        return self.world_size if self.machines.device == "cuda" else max(1, len(self.machines.hosts))
+        return self.world_size if self.machines.have_accelerators else max(1, len(self.machines.hosts))
 
     def threads_of(self, rank: int) -> int:
         """Threads of one rank."""

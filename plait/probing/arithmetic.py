@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plait.devices import DevicePlace, traits_of
 from plait.machines.measured import WorkKind, WorkTiming
 from plait.model.attention import Documents, Rows, attend
 from plait.model.gpt import GPT, Embedding, Layer, row_positions
@@ -30,10 +31,10 @@ from plait.trainer.assemble import make_autocast
 from plait.trainer.loss import sum_of_losses
 from plait.trainer.optimizer.optim import make_optimizer, owned_squares, update
 
-MAX_HEAD_FLOPS: Mapping[str, float] = {"cpu": 1.6e10, "cuda": 4e13}
+MAX_HEAD_FLOPS: Mapping[DevicePlace, float] = {"host": 1.6e10, "accelerator": 4e13}
 HEAD_TOKENS = 256
 """A head is measured with a multiple of this many tokens, up to MAX_HEAD_FLOPS; each further token costs the same."""
-KEPT_LAYER_OUTPUTS: Mapping[str, int] = {"cpu": 4, "cuda": 1}
+KEPT_LAYER_OUTPUTS: Mapping[DevicePlace, int] = {"host": 4, "accelerator": 1}
 MORE_LAYERS = 3
 """Upper bound of what a backward pass holds temporarily besides KEPT_LAYER_OUTPUTS, in layers' memory."""
 MAX_TOUCHED_BYTES = 2**30
@@ -44,7 +45,7 @@ LAYERS_UPDATED = 2
 PROBED_OPTIMIZER = OptimizerPlan(
     lr=1e-4, warmup_steps=0, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, schedule="constant"
 )
-ATTENTION_TOKENS: Mapping[str, int] = {"cpu": 2048, "cuda": 16384}
+ATTENTION_TOKENS: Mapping[DevicePlace, int] = {"host": 2048, "accelerator": 16384}
 """Number of tokens in the attention that is timed besides that of the probed models."""
 COPY_BYTES = (2**18, 2**26)
 """A size that fits into a core's own cache, and one that does not."""
@@ -69,11 +70,11 @@ def arithmetic_runs(request: ProbeRequest, device: torch.device) -> PieceRuns:
     for sizes in request.products:
         runs |= product_runs(sizes, device, dtype)
     for length, heads, head_width in request.attentions:
-        sequences = max(1, ATTENTION_TOKENS[device.type] // length)
+        sequences = max(1, ATTENTION_TOKENS[traits_of(device.type).place] // length)
         runs |= attention_runs((sequences, length, heads, heads, head_width), device, dtype)
     runs |= memory_runs(device, dtype) | _update_runs(request, device)
     if device.type == "cpu":
-        wanted = (KEPT_LAYER_OUTPUTS["cpu"] + MORE_LAYERS) * sum(map(_layer_bytes, request.models))
+        wanted = (KEPT_LAYER_OUTPUTS["host"] + MORE_LAYERS) * sum(map(_layer_bytes, request.models))
         touch_memory(min(wanted, MAX_TOUCHED_BYTES))
     return runs
 
@@ -158,7 +159,7 @@ def _layer_runs(model: ProbedModel, request: ProbeRequest, device: torch.device,
     x_nd = random_tensor((model.tokens, shape.width), device, torch.float32).requires_grad_()
 
     # As in a model of several layers: what the backward pass needs was written a while ago, and into other memory.
-    kept: deque[Tensor] = deque(maxlen=KEPT_LAYER_OUTPUTS[device.type])
+    kept: deque[Tensor] = deque(maxlen=KEPT_LAYER_OUTPUTS[traits_of(device.type).place])
 
     def forward() -> None:
         with autocast():
@@ -188,7 +189,7 @@ def _let_backward_be_repeated() -> None:
 def _head_runs(model: ProbedModel, request: ProbeRequest, device: torch.device) -> PieceRuns:
     """The head with its loss, and the embedding; each runs forward and backward."""
     shape, autocast = model.shape, make_autocast(request.precision, device)
-    pieces = MAX_HEAD_FLOPS[device.type] / (6 * shape.width * shape.vocabulary * HEAD_TOKENS)
+    pieces = MAX_HEAD_FLOPS[traits_of(device.type).place] / (6 * shape.width * shape.vocabulary * HEAD_TOKENS)
     tokens = min(model.tokens, max(1, int(pieces)) * HEAD_TOKENS)
     hidden_nd = random_tensor((tokens, shape.width), device, torch.float32).requires_grad_()
     head_vd = random_tensor((shape.vocabulary, shape.width), device, torch.float32, scale=0.02).requires_grad_()

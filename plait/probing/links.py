@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.accelerator import is_accelerator
 from plait.machines.measured import CommOperation, LinkScope, MeasuredOverlap, MessageTiming
 from plait.parallel.collectives import all_gather, reduce_scatter, spread_own, swap_parts
 from plait.probing.timing import (
@@ -148,7 +149,7 @@ def _growing(
 def _timed_wait(bench: TimingSetup, timeout_s: float) -> WaitForMessage:
     """How a timed message is waited for. A GPU's queue waits, and the host only where the clock's last mark is: NCCL's
     own wait with a time limit looks once a millisecond, which is longer than a short message takes."""
-    return _queue_behind if bench.device.type == "cuda" else partial(_wait, timeout_s=timeout_s)
+    return _queue_behind if is_accelerator(bench.device) else partial(_wait, timeout_s=timeout_s)
 
 
 def _readings(run: Callable[[], object], bench: TimingSetup, count: int) -> list[tuple[float, float]]:
@@ -289,7 +290,7 @@ def time_overlap(
 
 
 def _product(bench: TimingSetup) -> Callable[[], object]:
-    rows = 8 * PRODUCT_WIDTH if bench.device.type == "cuda" else PRODUCT_WIDTH
+    rows = 8 * PRODUCT_WIDTH if is_accelerator(bench.device) else PRODUCT_WIDTH
     a, b = (
         torch.randn(rows, PRODUCT_WIDTH, device=bench.device),
         torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH, device=bench.device),

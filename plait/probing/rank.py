@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from plait.accelerator import is_accelerator, own_device
 from plait.checked_json import parse_json
+from plait.devices import DEVICE_TRAITS, DeviceName
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
 from plait.machines.detect import describe_machine
-from plait.machines.machine import MachineDevice, core_share
+from plait.machines.machine import core_share
 from plait.machines.measured import LinkScope, MeasuredLink, MeasuredOverlap, WorkTiming
 from plait.model.matmul import select_matmul_library
 from plait.parallel.mesh import make_groups, open_store, use_gpu
@@ -61,7 +63,7 @@ from plait.probing.timing import (
     SingleRank,
     TimingSetup,
     WallClock,
-    gpu_clock,
+    event_clock,
     processor_clock,
     tell_nobody,
     time_in_rounds,
@@ -188,7 +190,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Time limit for another rank's part of the probe."""
 
 
-def join_probe(context: RankContext, device_kind: MachineDevice, gpus: Sequence[int] = ()) -> ProbeRank:
+def join_probe(context: RankContext, device_name: DeviceName, gpus: Sequence[int] = ()) -> ProbeRank:
     """Find the other ranks and open the links to them; `gpus` are torch's numbers of a host's, empty: all.
 
     Raises RunFailed with the names of those that did not come.
@@ -197,14 +199,17 @@ def join_probe(context: RankContext, device_kind: MachineDevice, gpus: Sequence[
     store.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
     ranks = exchange_rank_places(store, context, within_s=RENDEZVOUS_TIMEOUT_S)
     hosts = group_ranks_by_host(ranks)
-    backend = "gloo"
     clock: Clock = WallClock()
-    if device_kind == "cuda":
+    if DEVICE_TRAITS[device_name].is_accelerator:
         use_gpu(gpus[context.local_rank] if gpus else context.local_rank)
-        backend, clock = "cpu:gloo,cuda:nccl", gpu_clock(COLLECTIVE_TIMEOUT.total_seconds())
+        clock = event_clock(own_device(device_name), COLLECTIVE_TIMEOUT.total_seconds())
     try:
         dist.init_process_group(
-            backend, store=store, rank=context.rank, world_size=context.world_size, timeout=COLLECTIVE_TIMEOUT
+            DEVICE_TRAITS[device_name].process_groups,
+            store=store,
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
         )
     except RuntimeError as error:
         names = " and ".join(host.name for host in hosts)
@@ -214,8 +219,7 @@ def join_probe(context: RankContext, device_kind: MachineDevice, gpus: Sequence[
         ) from error
     store.set_timeout(COLLECTIVE_TIMEOUT)
     assert dist.group.WORLD is not None
-    device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else "cpu"
-    bench = TimingSetup(device=torch.device(device), clock=clock, lockstep=GroupBarrier(dist.group.WORLD))
+    bench = TimingSetup(device=own_device(device_name), clock=clock, lockstep=GroupBarrier(dist.group.WORLD))
     return ProbeRank(rank=context.rank, hosts=hosts, store=store, bench=bench, tell=teller_of(context))
 
 
@@ -249,7 +253,8 @@ def _time_one_pair(
     place: ProbeRank, ends: tuple[int, int], message_bytes: Sequence[int]
 ) -> list[dict[str, Any]] | None:
     """The timings of one pair as JSON values; None where the link is dead."""
-    clock = gpu_clock(MESSAGE_TIMEOUT_S) if place.bench.device.type == "cuda" else place.bench.clock
+    device = place.bench.device
+    clock = event_clock(device, MESSAGE_TIMEOUT_S) if is_accelerator(device) else place.bench.clock
     bench = replace(place.bench, clock=clock)
     try:
         points = time_pair(ends, message_bytes, rank=place.rank, bench=bench, timeout_s=MESSAGE_TIMEOUT_S)

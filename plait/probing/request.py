@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from plait.checked_json import parse_json, typed_value
+from plait.devices import DEVICE_TRAITS, DeviceName, DevicePlace
 from plait.errors import PlaitError
 from plait.machines.machine import Machine
 from plait.model.shape import ModelShape
@@ -16,22 +17,22 @@ from plait.model.weights import attention_matrices, training_flops_per_token
 from plait.partition.execution import Compile, MatmulBackend
 from plait.planner.derive.resources import ProbeNeed
 
-TYPICAL: Mapping[str, tuple[tuple[str, int, int], ...]] = {
+TYPICAL: Mapping[DevicePlace, tuple[tuple[str, int, int], ...]] = {
     # Size, tokens of a sequence, sequences at a time. On a processor core these take some 2 s a round.
-    "cpu": (("1M", 256, 16), ("11M", 256, 4), ("11M", 256, 16), ("50M", 512, 2)),
-    "cuda": (("125M", 1024, 8), ("1B", 2048, 4), ("7B", 4096, 1), ("7B", 4096, 2)),
+    "host": (("1M", 256, 16), ("11M", 256, 4), ("11M", 256, 16), ("50M", 512, 2)),
+    "accelerator": (("125M", 1024, 8), ("1B", 2048, 4), ("7B", 4096, 1), ("7B", 4096, 2)),
 }
-LAYER_FLOPS: Mapping[str, float] = {"cpu": 6e10, "cuda": 2e13}
+LAYER_FLOPS: Mapping[DevicePlace, float] = {"host": 6e10, "accelerator": 2e13}
 """Largest FLOPs of one layer's step (per thread on a processor); larger micro-batches are measured in part."""
 MAX_CPU_MICROBATCH_TOKENS = 4096
 """Largest number of tokens in a measured micro-batch on a processor; larger ones gain nothing there."""
-EXTRA_PRODUCTS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
+EXTRA_PRODUCTS: Mapping[DevicePlace, tuple[tuple[int, int, int], ...]] = {
     # Products beside those of the layers, so that other shapes lie between measured ones: few rows, small and large.
-    "cpu": (
+    "host": (
         (64, 128, 128), (4096, 128, 128), (256, 512, 512), (64, 320, 896), (256, 1024, 1024), (1024, 1024, 1024),
         (128, 640, 1728), (256, 320, 8192),
     ),
-    "cuda": (
+    "accelerator": (
         (256, 1024, 1024), (512, 4096, 4096), (4096, 1024, 1024), (4096, 1024, 4096), (8192, 4096, 4096),
         (2048, 8192, 8192), (8192, 2048, 2048), (1024, 4096, 14336),
     ),
@@ -39,10 +40,10 @@ EXTRA_PRODUCTS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
 PROBED_MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)
 BRIEF_S = 0.5
 """ProbeRequest.seconds of a brief probe."""
-EXTRA_ATTENTIONS: Mapping[str, tuple[tuple[int, int, int], ...]] = {
+EXTRA_ATTENTIONS: Mapping[DevicePlace, tuple[tuple[int, int, int], ...]] = {
     # Attention beside that of the layers: length of a sequence or document, heads, head width.
-    "cpu": ((32, 4, 32), (128, 4, 64), (1024, 2, 64)),
-    "cuda": ((512, 16, 64), (2048, 16, 128), (8192, 8, 128)),
+    "host": ((32, 4, 32), (128, 4, 64), (1024, 2, 64)),
+    "accelerator": ((512, 16, 64), (2048, 16, 128), (8192, 8, 128)),
 }
 
 
@@ -63,7 +64,7 @@ class ProbedModel:
 class ProbeRequest:
     """Everything that the ranks of a probe measure; equal on all of them."""
 
-    device: Literal["cpu", "cuda"]
+    device: DeviceName
     precision: Literal["float32", "bf16"]
     threads: int
     """Threads of each worker."""
@@ -100,12 +101,12 @@ class ProbeRequest:
 
 
 def typical_probe_request(
-    device: Literal["cpu", "cuda"], threads: int, precision: Literal["float32", "bf16"] | None = None
+    device: DeviceName, threads: int, precision: Literal["float32", "bf16"] | None = None
 ) -> ProbeRequest:
     """The request for models of the usual sizes; in the device's usual precision where none is given."""
     models = [
         ProbedModel(shape=named_shape(size, vocabulary=8192, sequence=sequence), sequence=sequence, sequences=sequences)
-        for size, sequence, sequences in TYPICAL[device]
+        for size, sequence, sequences in TYPICAL[DEVICE_TRAITS[device].place]
     ]
     return _request(device, precision or ("float32" if device == "cpu" else "bf16"), threads, models)
 
@@ -115,7 +116,7 @@ def model_probe_request(
     *,
     sequence: int,
     sequences: int,
-    device: Literal["cpu", "cuda"],
+    device: DeviceName,
     precision: Literal["float32", "bf16"],
     threads: int,
 ) -> ProbeRequest:
@@ -187,8 +188,8 @@ def _request(device: Any, precision: Any, threads: int, models: list[ProbedModel
         precision=precision,
         threads=threads,
         models=tuple(models),
-        products=tuple(dict.fromkeys([*own, *cut, *EXTRA_PRODUCTS[device]])),
-        attentions=EXTRA_ATTENTIONS[device],
+        products=tuple(dict.fromkeys([*own, *cut, *EXTRA_PRODUCTS[DEVICE_TRAITS[device].place]])),
+        attentions=EXTRA_ATTENTIONS[DEVICE_TRAITS[device].place],
         messages=PROBED_MESSAGE_BYTES,
         seconds=6.0 if device == "cpu" else 15.0,
     )
@@ -205,10 +206,8 @@ def _cut_products(model: ProbedModel) -> list[tuple[int, int, int]]:
     return found
 
 
-def probed_sequences(
-    shape: ModelShape, sequence: int, sequences: int, *, device: Literal["cpu", "cuda"], threads: int
-) -> int:
+def probed_sequences(shape: ModelShape, sequence: int, sequences: int, *, device: DeviceName, threads: int) -> int:
     """The given number of sequences, or as many as keep one layer's training step within LAYER_FLOPS; at least 1."""
-    flops = LAYER_FLOPS[device] * (threads if device == "cpu" else 1)
+    flops = LAYER_FLOPS[DEVICE_TRAITS[device].place] * (threads if device == "cpu" else 1)
     each = training_flops_per_token(shape, sequence, "causal") / shape.layers * sequence
     return max(1, min(sequences, int(flops / each)))

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from plait.accelerator import module_of
 from plait.errors import RunFailed
 from plait.parallel.mesh import GroupCommunicator
 from plait.units import format_duration
@@ -101,7 +102,7 @@ def tell_nobody(share: float) -> None:
 
 
 class DeviceEvent(Protocol):
-    """A mark in a device's queue of work: torch.cuda.Event with timing."""
+    """A mark in a device's queue of work: an Event of torch.cuda or torch.xpu, with timing."""
 
     def record(self) -> None:
         """Put the mark behind all work that was submitted."""
@@ -152,9 +153,9 @@ class EventClock:
             time.sleep(EVENT_POLL_S)
 
 
-def gpu_clock(timeout_s: float) -> EventClock:
-    """The clock of this rank's GPU, which waits `timeout_s` at most."""
-    return EventClock(make_event=partial(torch.cuda.Event, enable_timing=True), timeout_s=timeout_s)
+def event_clock(device: torch.device, timeout_s: float) -> EventClock:
+    """The clock of this rank's accelerator, which waits `timeout_s` at most."""
+    return EventClock(make_event=partial(module_of(device).Event, enable_timing=True), timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from plait.accelerator import is_accelerator, module_of
+
 
 class LiveTensorPeak:
     """Context around one step: `.bytes` is the peak size of this process's live tensors on `device`.
@@ -26,11 +28,11 @@ class LiveTensorPeak:
     def __init__(self, device: torch.device, roots: Iterable[torch.Tensor] = ()) -> None:
         self.bytes = 0
         self._device = device
-        self._watch = None if device.type == "cuda" else _Watch(device, roots)
+        self._watch = None if is_accelerator(device) else _Watch(device, roots)
 
     def __enter__(self) -> Self:
         if self._watch is None:
-            torch.cuda.reset_peak_memory_stats(self._device)
+            module_of(self._device).reset_peak_memory_stats(self._device)
         else:
             self._watch.__enter__()
         return self
@@ -39,7 +41,7 @@ class LiveTensorPeak:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._watch is None:
-            self.bytes = torch.cuda.max_memory_allocated(self._device)
+            self.bytes = module_of(self._device).max_memory_allocated(self._device)
         else:
             self._watch.__exit__(kind, error, trace)
             self.bytes = self._watch.peak_bytes

@@ -45,7 +45,7 @@ class RunningRun:
 def run_on_this_machine(plan: Plan, folder: Path) -> RunningRun:
     """What a plan uses of this machine, which is the first of its hosts."""
     workers = plan.workers_beside(0)
-    gpus = tuple(map(plan.gpu_of, range(workers))) if plan.machines.device == "cuda" else ()
+    gpus = tuple(map(plan.gpu_of, range(workers))) if plan.machines.have_accelerators else ()
     return RunningRun(folder=str(folder.resolve()), workers=workers, threads=plan.threads_of(0), gpus=gpus)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.accelerator import has_cuda_kernels, own_device
 from plait.data.loader import Loader, Micro, SampleSelection, heldout_micros
 from plait.data.samples.opening import all_pairs, training_samples
 from plait.data.shards import Corpus, open_corpus
@@ -113,7 +114,7 @@ class Assembly:
         alone = layout.world_size == 1 and layout.recompute == "none"
         # In float32 each document is a kernel of its own.
         documents = job.documents == "join" or arithmetic.precision == "bf16"
-        return self.device.type == "cuda" and arithmetic.compile == "blocks" and usual and alone and documents
+        return has_cuda_kernels(self.device) and arithmetic.compile == "blocks" and usual and alone and documents
 
     def evaluate(self) -> Tensor:
         """[sum of losses, counted tokens] over the whole held-out split, with each of its tokens counted once; of pairs
@@ -166,11 +167,7 @@ def assemble(
     With `stages=()` and `sums=ONE_PROCESS` the result is one plain process without a mesh: the reference that layouts
     are verified against.
     """
-    device = (
-        torch.device(plan.machines.device, torch.cuda.current_device())
-        if plan.machines.device == "cuda"
-        else torch.device("cpu")
-    )
+    device = own_device(plan.machines.device)
     layout = plan.placement.layout if stages else Layout()
     # Described first, cut next, and only then given memory: a rank never holds more than its part.
     with torch.device("meta" if stages else device):

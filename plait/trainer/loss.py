@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from plait.devices import DevicePlace, traits_of
 from plait.model.linear import to_compute_precision
 from plait.parallel.sharded_model import WHOLE_VOCABULARY, VocabularySplit
 from plait.trainer.score_passes import InPlacePasses, LocalTargets, ScorePasses, exact_dtype
 
-_PIECE_NUMBERS = {"cuda": 2**27}
-"""Largest number of logits held at a time, by device: a quarter of a gigabyte of 16-bit ones on a GPU."""
-_USUAL_PIECE_NUMBERS = 2**21
-"""On all others: a few megabytes that stay in a core's cache."""
+_PIECE_NUMBERS: dict[DevicePlace, int] = {"accelerator": 2**27, "host": 2**21}
+"""Largest number of logits held at a time: a quarter of a gigabyte of 16-bit ones on an accelerator, and a few
+megabytes on a processor, which stay in a core's cache."""
 
 IN_PLACE = InPlacePasses()
 
@@ -53,7 +53,7 @@ def sum_of_losses(
 
 def loss_pieces(hidden_nd: Tensor, head_vd: Tensor, vocabulary: VocabularySplit) -> list[slice]:
     """The tokens whose logits are there at a time: the same on every rank that the vocabulary is split over."""
-    most = _PIECE_NUMBERS.get(hidden_nd.device.type, _USUAL_PIECE_NUMBERS)
+    most = _PIECE_NUMBERS[traits_of(hidden_nd.device.type).place]
     return even_pieces(len(hidden_nd), most // vocabulary.most_entries(len(head_vd)))
 
 

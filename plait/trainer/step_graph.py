@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from plait.accelerator import allocatable_bytes, is_accelerator
 from plait.data.samples.micro import Micro
 from plait.model.attention import cumulative_lengths, of_any_length
 from plait.trainer.step import Scalars
@@ -198,7 +199,7 @@ class _Inputs:
             targets=targets,
             positions=_cloned(micro.positions),
             lengths=(),
-            ends=of_any_length(ends) if ends.is_cuda else ends,
+            ends=of_any_length(ends) if is_accelerator(ends.device) else ends,
         )
 
     def fit(self, micros: Sequence[Micro]) -> bool:
@@ -216,7 +217,7 @@ class _Inputs:
             if kept.ends is not None and micro.lengths is not None:
                 empty = (0,) * (self.documents - len(micro.lengths))
                 ends = cumulative_lengths((*micro.lengths, *empty))
-                kept.ends.copy_(ends.pin_memory() if kept.ends.is_cuda else ends, non_blocking=True)
+                kept.ends.copy_(ends.pin_memory() if is_accelerator(kept.ends.device) else ends, non_blocking=True)
 
 
 def _room_for_documents(micros: Sequence[Micro]) -> int:
@@ -262,8 +263,7 @@ class CudaRecorder:
 
     def has_room(self) -> bool:
         held = torch.cuda.memory_allocated()
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held
-        return free > SPARE_ROOM * (torch.cuda.max_memory_allocated() - held)
+        return allocatable_bytes(self._stream.device) > SPARE_ROOM * (torch.cuda.max_memory_allocated() - held)
 
     def wait(self) -> None:
         torch.cuda.synchronize()

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from plait.devices import DEVICE_TRAITS
 from plait.errors import RunFailed
 from plait.launch.values.job import NOTE, RankContext
 from plait.model.matmul import select_matmul_library, select_matmul_precision
@@ -137,16 +138,18 @@ def process_group_for(context: RankContext, plan: Plan) -> Iterator[None]:
     torch.set_num_threads(plan.threads_of(context.rank))
     # Moments of embedding rows that stay without a gradient decay into denormal numbers, which CPUs compute slowly.
     torch.set_flush_denormal(True)
-    backend = "gloo"
     select_matmul_library(plan.matmul_backend_of(context.rank) if plan.machines.device == "cpu" else "default")
-    if plan.machines.device == "cuda":
+    if plan.machines.have_accelerators:
         use_gpu(plan.gpu_of(context.local_rank))
         select_deterministic_kernels(plan)
         select_matmul_precision(plan.execution.arithmetic.matmul_precision)
-        backend = "cpu:gloo,cuda:nccl"
     store = open_store(context.rendezvous, context.rank, context.world_size)
     dist.init_process_group(
-        backend, store=store, rank=context.rank, world_size=context.world_size, timeout=PEER_TIMEOUT
+        DEVICE_TRAITS[plan.machines.device].process_groups,
+        store=store,
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=PEER_TIMEOUT,
     )
     yield
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plait"
 FLOORS = {
     "errors": 0, "units": 0, "layout": 0, "private_folder": 0, "checked_json": 1, "regular_file": 0,
-    "version": 0,
+    "version": 0, "devices": 0, "accelerator": 0,
     "arguments": 1, "working_folder": 2,
     "model": 1,
     "partition": 2,

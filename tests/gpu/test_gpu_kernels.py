@@ -25,7 +25,7 @@ from plait.parallel.recompute import layer_runner
 from plait.partition.execution import Execution, RunArithmetic
 from plait.probing.arithmetic import arithmetic_runs
 from plait.probing.request import model_probe_request
-from plait.probing.timing import SingleRank, TimingSetup, WallClock, gpu_clock, time_in_rounds
+from plait.probing.timing import SingleRank, TimingSetup, WallClock, event_clock, time_in_rounds
 from plait.trainer.loss import sum_of_losses
 
 SHAPE = ModelShape(layers=2, width=64, heads=4, kv_heads=2, head_width=16, ffn=128, vocabulary=96, sequence=64)
@@ -175,7 +175,7 @@ def test_a_probe_times_what_the_run_computes(device: torch.device) -> None:
         shape, sequence=64, sequences=2, device="cuda" if kind == "cuda" else "cpu", precision="bf16", threads=1
     )
     request = replace(request, compile="blocks" if kind == "cuda" else "off", products=request.products[:1])
-    clock = gpu_clock(60.0) if kind == "cuda" else WallClock()
+    clock = event_clock(torch.device("cuda"), 60.0) if kind == "cuda" else WallClock()
     runs = arithmetic_runs(request, device)
     wanted = {key: run for key, run in runs.items() if key[0] in ("layer", "layer_backward", "launch")}
     found = time_in_rounds(wanted, TimingSetup(device=device, clock=clock, lockstep=SingleRank()), seconds=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from plait.devices import DeviceName
 from plait.machines.gpus import Gpu, TorchBuild
 
 CUDA_13 = TorchBuild(version="2.13.0", cuda="13.0", kernels=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
@@ -21,6 +22,9 @@ class DescribedGpus:
     sums: Mapping[int, float | str] = field(default_factory=dict)
     """What ones come to by number, or the error's text; all the others add well."""
     built: TorchBuild = CUDA_13
+
+    def name(self) -> DeviceName | None:
+        return "cuda" if self.gpus else None
 
     def build(self) -> TorchBuild:
         return self.built

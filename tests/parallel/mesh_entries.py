@@ -39,8 +39,7 @@ def refuses(group: dist.ProcessGroup) -> bool:
 def connect_groups(context: RankContext, argument: str) -> None:
     """Each rank tells the groups that it connects, in their order, as NCCL's would be; gloo sums in their place, and
     would wait for ever where two ranks had another order."""
-    mesh._gpu_of_nccl = lambda: torch.device("cpu")  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda device=None: None
+    mesh.accelerator_of_group = lambda group: torch.device("cpu")  # type: ignore[assignment]
     degrees, sets = json.loads(argument)
     connected: list[list[int]] = []
     sum_up = dist.all_reduce

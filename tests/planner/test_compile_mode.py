@@ -169,4 +169,4 @@ def test_the_price_of_a_compiled_loss_is_what_goes_into_its_kernels_and_comes_ou
     go_over(FusedPasses(kernel))
     constants: dict[str, float] = dict(constant_fields("software_profile_plait"))
     assert sum(moved) / (TOKENS * ENTRIES) == pytest.approx(constants["logit_bytes"], rel=0.02)
-    assert constants["logits_at_once"] == loss._PIECE_NUMBERS["cuda"]  # pyright: ignore[reportPrivateUsage]
+    assert constants["logits_at_once"] == loss._PIECE_NUMBERS["accelerator"]  # pyright: ignore[reportPrivateUsage]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from plait.accelerator import accelerator_name
 from plait.commands.evaluating.request import EvaluationAnswer, EvaluationRequest, read_rows, write_answer
 from plait.commands.models.opened_model import load_stored
 from plait.data.choices import ChoiceRow
@@ -29,7 +30,9 @@ def run_evaluation_rank(context: RankContext, argument: str) -> None:
     request = EvaluationRequest.from_json(argument)
     torch.set_num_threads(context.threads)
     torch.set_flush_denormal(True)  # as training does
-    device = torch.device("cuda", request.gpus[context.local_rank]) if request.gpus else torch.device("cpu")
+    device = torch.device("cpu")
+    if request.gpus:
+        device = torch.device(accelerator_name() or "cpu", request.gpus[context.local_rank])
     if device.type == "cpu":
         select_matmul_library(request.matmul_backend)
     model = load_stored(request.model, device)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from plait.accelerator import accelerator_count, accelerator_name
 from plait.checkpoint.store import read_manifest
 from plait.checkpoint.transfer import read_tensor
 from plait.commands.models.end_tokens import learnt_ends, stored_ends
@@ -66,7 +67,7 @@ def end_tokens(opened: OpenedModel) -> frozenset[int]:
 
 
 def _opened(found: FoundModel) -> OpenedModel:
-    device = device_to_sample_on(found.run.devices if found.run else "auto", torch.cuda.device_count())
+    device = device_to_sample_on(found.run.devices if found.run else "auto", accelerator_count())
     return OpenedModel(
         model=load_stored(found.stored, device),
         tokenizer=found.tokenizer,
@@ -107,7 +108,7 @@ def device_to_sample_on(requested: RequestedDevices, present: int) -> torch.devi
     if requested == "cpu" or not present:
         return torch.device("cpu")
     first = 0 if requested == "auto" else requested[0]
-    return torch.device("cuda", first if first < present else 0)
+    return torch.device(accelerator_name() or "cpu", first if first < present else 0)
 
 
 def devices_to_evaluate_on(requested: RequestedDevices, present: int) -> tuple[int, ...]:

@@ -180,7 +180,7 @@ def _useful_share(steps: Sequence[StepReport], wall_s: float) -> float | None:
 
 def device_with_price(plan: Plan) -> Device | None:
     """What the catalogue says of a plan's GPUs; None for processors, where hosts differ, and of GPUs it has not."""
-    if plan.machines.device != "cuda" or _has_several_host_kinds(plan):
+    if not plan.machines.have_accelerators or _has_several_host_kinds(plan):
         return None
     return find_device_by_driver_name(plan.machines.fingerprint["name"])
 

@@ -204,7 +204,7 @@ def recovery_text(incident: Incident, plan: Plan) -> str:
 
 def device_of(plan: Plan, rank: int | None) -> str | None:
     """The device of a rank in words."""
-    if rank is None or plan.machines.device != "cuda":
+    if rank is None or not plan.machines.have_accelerators:
         return None if rank is None else "processor"
     before = 0
     for share in plan.machines.hosts:

@@ -111,7 +111,7 @@ def planned_devices_text(plan: Plan) -> str:
         )
         return " + ".join(host.name for host in plan.machines.hosts) + without
     found = plan.machines.fingerprint
-    if plan.machines.device == "cuda":
+    if plan.machines.have_accelerators:
         return f"{plan.world_size} × {found['name']}"
     return f"{found['name']}, {counted(found['cores'], 'core')}"
 
@@ -119,7 +119,7 @@ def planned_devices_text(plan: Plan) -> str:
 def planned_workers_text(plan: Plan) -> str:
     """The number of workers, and of threads where they compute on a processor."""
     workers = counted(plan.world_size, "worker")
-    return workers if plan.machines.device == "cuda" else f"{workers} × {counted(plan.placement.threads, 'thread')}"
+    return workers if plan.machines.have_accelerators else f"{workers} × {counted(plan.placement.threads, 'thread')}"
 
 
 def _time_text(plan: Plan) -> str:

@@ -66,8 +66,8 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
     if plan.world_size == 1:
         return
     small = shrunk_plan(config, plan.job.shape, plan.placement.layout, plan.placement.shares)
-    if plan.machines.device == "cuda":
-        small = plan_for_device(small, "cuda", "float32")
+    if plan.machines.have_accelerators:
+        small = plan_for_device(small, plan.machines.device, "float32")
         small = replace(small, machines=replace(small.machines, gpus=plan.machines.gpus))
     objective = [config.finetune.objective, config.finetune.beta] if config.finetune.objective == "dpo" else []
     what = [
@@ -82,7 +82,7 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
     kept = workers.working_folder.cache / "verified" / f"{key}.json"
     if kept.exists():
         return
-    tolerances = FLOAT32_TOLERANCES if plan.machines.device == "cuda" else FLOAT64_TOLERANCES
+    tolerances = FLOAT32_TOLERANCES if plan.machines.have_accelerators else FLOAT64_TOLERANCES
     with screen.progress() as show:
         show(0, 0, "checking the layout's gradients (--no-check skips it)")
         verdict = check_gradients(config, small, workers, scope="gradients", tolerances=tolerances)

@@ -69,7 +69,7 @@ def reference_tensors(config: RunConfig, plan: Plan, scope: ReferenceScope, rout
     """What one plain process computes: no mesh, no process group, no stage. It leaves a mixture's routing in a file,
     or follows the one that it finds there."""
     torch.set_num_threads(plan.placement.threads)
-    if plan.machines.device == "cuda":
+    if plan.machines.have_accelerators:
         use_gpu(plan.gpu_of(0))
         select_matmul_precision(plan.execution.arithmetic.matmul_precision)
     assembly = assemble(config, plan, stages=(), sums=ONE_PROCESS)

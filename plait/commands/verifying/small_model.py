@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import lcm
-from typing import Literal
 
 from plait.commands.verifying.small_parts import shrunk_latent, shrunk_mixture, shrunk_objectives, widened_latent
+from plait.devices import DeviceName
 from plait.layout import Layout
 from plait.model.parts.objectives import OBJECTIVE_KEYS, objectives_of_keys
 from plait.model.requested_size import shape_of_size
@@ -135,7 +135,7 @@ def _shrunk_windows(shape: ModelShape, layers: int) -> tuple[int, ...]:
     return tuple(SHRUNK_WINDOW * (min(shape.windows) > 0 or layer % 2) for layer in range(layers))
 
 
-def plan_for_device(plan: Plan, device: Literal["cpu", "cuda"], precision: Precision) -> Plan:
+def plan_for_device(plan: Plan, device: DeviceName, precision: Precision) -> Plan:
     """A shrunk plan on a machine's own devices: with dims large enough for the kernels that large models use."""
     if device == "cpu":
         return replace(plan, arithmetic=replace(plan.arithmetic, precision=precision))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from plait.accelerator import free_bytes, is_accelerator, synchronize
 from plait.custom.gathering import gathering_nothing
 from plait.custom.group import Workers, alone
 from plait.custom.planning.plan import CustomPlan, MeasuredLayout, choose_measured
@@ -107,8 +108,7 @@ def _time_steps(program: Program, workers: Workers, layout: CustomLayout, micros
                     sums = losses.sum(index, micros, place)
                 kept = max(kept, held[0])
             losses.update(index, sums, place)
-        if workers.device.type == "cuda":
-            torch.cuda.synchronize(workers.device)
+        synchronize(workers.device)
         times.append(perf_counter() - begin)
     return median(times[1:]), kept + _held_bytes(program)
 
@@ -179,6 +179,6 @@ def _all_threads(workers: Workers) -> Iterator[None]:
 
 def _free_bytes(workers: Workers) -> float:
     """Memory that this worker may still take: of its own GPU, or an equal part of what its machine has free."""
-    if workers.device.type == "cuda":
-        return float(torch.cuda.mem_get_info(workers.device)[0])
+    if is_accelerator(workers.device):
+        return float(free_bytes(workers.device))
     return free_memory_bytes() / workers.size

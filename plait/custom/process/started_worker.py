@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from plait.accelerator import accelerator_count, accelerator_name, choose_device
 from plait.custom.process.launcher import RENDEZVOUS
 from plait.errors import PlaitError
 from plait.units import counted
@@ -90,9 +91,10 @@ def first_host(nodes: str) -> str:
 
 def gpu_or_processor(started: StartedWorker) -> torch.device:
     """This worker's own GPU, or the processor where the machine has none."""
-    if not torch.cuda.is_available():
+    name = accelerator_name()
+    if name is None:
         return torch.device("cpu")
-    count, own = torch.cuda.device_count(), started.local_rank
+    count, own = accelerator_count(), started.local_rank
     if started.local_size > count and started.host_gpus >= started.local_size:
         own = 0  # srun bound GPUs to each task (--gpus-per-task), which sees no others
     elif started.local_size > count:
@@ -100,8 +102,9 @@ def gpu_or_processor(started: StartedWorker) -> torch.device:
             f"{started.local_size} workers on a machine with {counted(count, 'GPU')}; start {count}, or hide the GPUs "
             "(CUDA_VISIBLE_DEVICES=) to use processors"
         )
-    torch.cuda.set_device(own)
-    return torch.device("cuda", own)
+    device = torch.device(name, own)
+    choose_device(device)
+    return device
 
 
 def environment_number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from plait.accelerator import synchronize
 from plait.custom.exact_norm.batch_norm import norm_waits_s
 from plait.custom.group import Workers
 from plait.custom.program import LossTerms, Program
@@ -80,8 +81,8 @@ def sum_gradients(
     began, waited_s = time.perf_counter(), _waits_s(program, place)
     passes = _LossPasses(program=program, strands=strands, workers=workers, index=index, place=place)
     own = passes.run_counted(micros) if place.divided_by == "own counts" else passes.run(micros)
-    if place.clock == "timed" and own.sums.device.type == "cuda":
-        torch.cuda.synchronize(own.sums.device)
+    if place.clock == "timed":
+        synchronize(own.sums.device)
     computed = time.perf_counter()
     own_s = strands.own_seconds(computed - began - own.waited_s - (_waits_s(program, place) - waited_s))
     reached = strands.reached(index)

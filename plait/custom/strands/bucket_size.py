@@ -9,6 +9,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from plait.accelerator import synchronize
 from plait.custom.group import Workers
 from plait.units import format_bytes
 
@@ -51,8 +52,7 @@ def _seconds(workers: Workers, nbytes: int) -> float:
     for number in range(1 + REPEATS):
         began = time.perf_counter()
         dist.all_reduce(values)
-        if workers.device.type == "cuda":
-            torch.cuda.synchronize(workers.device)
+        synchronize(workers.device)
         if number:  # the first makes connections
             times.append(time.perf_counter() - began)
     return float(workers.sums.largest(torch.tensor([median(times)], dtype=torch.float64)))

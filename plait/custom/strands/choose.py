@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch
-
+from plait.accelerator import is_accelerator, module_of
 from plait.custom.exact_norm.batch_norm import announce_norms
 from plait.custom.group import Workers
 from plait.custom.program import Program, parameters_of
@@ -31,11 +30,11 @@ def choose_layout(requested: RequestedLayout, program: Program, workers: Workers
             + ", ".join(f'"{name}"' for name in get_args(CustomLayout))
             + "; tensor, pipeline and context parallelism need plait's own models (plait train)"
         )
-    if workers.size == 1 or workers.device.type != "cuda":
+    if workers.size == 1 or not is_accelerator(workers.device):
         return "replicate", "it sends least, and the weights fit" if workers.size > 1 else "one process"
     weights = sum(parameter.nbytes for parameter in program.named_parameters().values())
     trained = sum(p.nbytes for optimizer in program.optimizers for p in parameters_of(optimizer) if p.requires_grad)
-    needed, room = weights + 3 * trained, torch.cuda.get_device_properties(workers.device).total_memory
+    needed, room = weights + 3 * trained, module_of(workers.device).get_device_properties(workers.device).total_memory
     text = f"weights, gradients and two moments need {format_bytes(needed)} of {format_bytes(room)}"
     if needed <= MEMORY_SHARE * room:
         return "replicate", text

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.accelerator import initialized_accelerator, module_of
 from plait.custom.program import Program
 from plait.custom.structure import leaves
 
@@ -139,5 +140,5 @@ def _floating(outputs: Any) -> Iterator[Tensor]:
 
 def _random_state() -> Tensor:
     """The states of the generators from which models draw."""
-    state = torch.get_rng_state()
-    return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
+    state, name = torch.get_rng_state(), initialized_accelerator()
+    return torch.cat([state, module_of(name).get_rng_state()]) if name else state

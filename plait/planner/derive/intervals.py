@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Literal
 
+from plait.devices import DEVICE_TRAITS, DeviceName
 from plait.errors import PlaitError
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.model_size import budget_of
@@ -98,7 +99,7 @@ def checkpoint_every(config: RunConfig) -> Derived[Every]:
     return Derived(value=Every(60, "seconds", cost_share), reasons=(reason,))
 
 
-def report_every_steps(config: RunConfig, device: str) -> int:
+def report_every_steps(config: RunConfig, device: DeviceName) -> int:
     """Steps between two fetches of the scalars: a GPU should not wait for each."""
     requested = config.report.every
     if requested != "auto":
@@ -106,7 +107,7 @@ def report_every_steps(config: RunConfig, device: str) -> int:
         if every.value == 0:
             raise PlaitError('report.every = "never" would lose the losses; write for example "100 steps"')
         return max(1, round(every.value))
-    return 10 if device == "cuda" else 1
+    return 10 if DEVICE_TRAITS[device].is_accelerator else 1
 
 
 def balance_every_steps(config: RunConfig, devices: Literal["alike", "unequal"]) -> int:

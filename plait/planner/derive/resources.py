@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
+from plait.devices import ON_PAPER, DeviceName
 from plait.machines.catalog import Device, find_device_by_driver_name
 from plait.machines.cluster import Cluster, cluster_of_machine, with_share_of_cores
 from plait.machines.machine import Machine
@@ -105,7 +106,7 @@ class Resources:
     def may_leave_devices_out(self) -> bool:
         """Whether a layout may use only some of the machines or GPUs. Those that torchrun started all take part; a
         processor's workers are no devices of their own."""
-        has_gpus = self.machine.device == "cuda" and self.fixed_workers is None
+        has_gpus = self.machine.has_accelerators and self.fixed_workers is None
         return self.has_known_devices and (self.cluster is not None or has_gpus)
 
     def as_cluster(self, workers: int) -> Cluster:
@@ -147,9 +148,9 @@ def on_paper(
 ) -> Resources:
     """A cluster that need not be there. One processor in it makes it a cluster of processors."""
     kinds = {island.device.kind for island in cluster.islands}
-    device = "cpu" if "cpu" in kinds else "cuda"
+    device: DeviceName = "cpu" if "cpu" in kinds else ON_PAPER
     has_bf16 = all("bf16" in island.device.peak_flops for island in cluster.islands)
-    precision = "bf16" if device == "cuda" and has_bf16 else "float32"
+    precision = "bf16" if device == ON_PAPER and has_bf16 else "float32"
     memory = min(int(island.device.memory_bytes) * island.per_node for island in cluster.islands)
     machine = Machine(
         device=device, name=cluster.name, devices=cluster.n_devices, cores=1, memory_bytes=memory, versions=()

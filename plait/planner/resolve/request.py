@@ -123,7 +123,7 @@ def request_of(
         )
     )
     workload = workload_of_job(job, arithmetic, resources, config.finetune.objective)
-    uncompiled = (resources.machine.device, arithmetic.compile) == ("cuda", "off")
+    uncompiled = resources.machine.has_accelerators and arithmetic.compile == "off"
     program = PLAIT_PROFILE.uncompiled if uncompiled else PLAIT_PROFILE
     basis: ForecastBasis = "clock" if resources.cluster and was_measured(workload, resources.cluster) else "formulas"
     # Steps with TF32 products, or by another library, say nothing about steps without.

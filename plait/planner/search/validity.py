@@ -84,7 +84,7 @@ def check_shares(shares: tuple[int, ...], layout: Layout, batch_sequences: int) 
 
 def check_devices(layout: Layout, machine: Machine) -> None:
     """Raise PlaitError where GPUs would be left over or missing; workers on processors may be as many as are named."""
-    if machine.device == "cuda" and layout.world_size != machine.devices:
+    if machine.has_accelerators and layout.world_size != machine.devices:
         raise PlaitError(
             f"the layout {layout} needs {counted(layout.world_size, 'GPU')}, and this machine has "
             f"{machine.devices}; name degrees "

@@ -5,12 +5,13 @@ Each change is decided on rank 0 by planner/rebalancing, and is on disk before t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
 import torch
 
+from plait.devices import DEVICE_TRAITS, DevicePlace
 from plait.parallel.collectives import message_from_before_s
 from plait.parallel.communicator import Communicator
 from plait.parallel.exchange import agree_on_any, first_ones, gather_json
@@ -25,9 +26,9 @@ from plait.trainer.state import TrainState
 
 GATHERED_STEPS = 4
 """Measurements of this many steps are gathered at once, so that they add next to nothing to a step."""
-MAX_STEPS_BETWEEN_GATHERS = {"cpu": GATHERED_STEPS, "cuda": 6}
-"""Largest number of steps between two gathers, by device, since a straggler is to be named within twenty steps; each
-gather waits for the GPU."""
+MAX_STEPS_BETWEEN_GATHERS: Mapping[DevicePlace, int] = {"host": GATHERED_STEPS, "accelerator": 6}
+"""Largest number of steps between two gathers, since a straggler is to be named within twenty steps; each gather waits
+for an accelerator's queue."""
 
 MoveLayers = Callable[[tuple[int, ...]], Meter]
 """Moves layers between the pipeline's stages, given the number of layers of each stage; returns the meter of the new
@@ -167,7 +168,7 @@ def is_watched(plan: Plan) -> bool:
 
 def watch_every_steps(plan: Plan) -> int:
     """Largest number of steps between two looks at all ranks' step times; 0: never."""
-    return MAX_STEPS_BETWEEN_GATHERS[plan.machines.device] if is_watched(plan) else 0
+    return MAX_STEPS_BETWEEN_GATHERS[DEVICE_TRAITS[plan.machines.device].place] if is_watched(plan) else 0
 
 
 def plan_at(plan: Plan, step: int, file: Path, world: Communicator) -> Plan:

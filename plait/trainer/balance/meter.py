@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.accelerator import is_accelerator, module_of
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.parallel.compile import outside_graphs
 from plait.parallel.pipeline import StagePipe
@@ -54,14 +55,17 @@ class CpuStepClock:
 
 
 class StreamClock:
-    """The clock of a GPU: work is queued long before it runs, so the marks are events in the stream."""
+    """The clock of an accelerator: work is queued long before it runs, so the marks are events in the stream."""
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+    def __init__(self, device: torch.device) -> None:
+        self._torch = module_of(device)
+
+    def mark(self) -> torch.Event:
+        event: torch.Event = self._torch.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, begin: torch.Event, end: torch.Event) -> float:
         return begin.elapsed_time(end) / 1000
 
 
@@ -215,7 +219,7 @@ class MeteredGradients:
 
 def clock_of(device: torch.device) -> StepClock:
     """The clock for work on a device."""
-    return StreamClock() if device.type == "cuda" else CpuStepClock()
+    return StreamClock(device) if is_accelerator(device) else CpuStepClock()
 
 
 def measures_waits(plan: Plan) -> bool:

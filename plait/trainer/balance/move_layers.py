@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.accelerator import allocatable_bytes, is_accelerator, module_of
 from plait.machines.machine import free_memory_bytes
 from plait.parallel.communicator import Communicator
 from plait.parallel.exchange import gather_json
@@ -62,9 +63,10 @@ def max_stage_layers(assembly: Assembly, sharers: int) -> int:
     """
     held = sum(len(chunk.layers) for chunk in assembly.model.chunks)
     state = sum(tensor.numel() * tensor.element_size() for tensor in assembly.tensors())
-    on_device = assembly.device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(assembly.device) if on_device else peak_rss_bytes()
-    free = SPARE_MEMORY * (_free_on(assembly.device) if on_device else free_memory_bytes() / sharers)
+    device = assembly.device
+    there = is_accelerator(device)
+    peak = module_of(device).max_memory_allocated(device) if there else peak_rss_bytes()
+    free = SPARE_MEMORY * (allocatable_bytes(device) if there else free_memory_bytes() / sharers)
     return int(min(free / (state / held), held + free / (max(peak, state) / held)))
 
 
@@ -100,9 +102,3 @@ def _move(old: Assembly, new: Assembly, world: Communicator) -> None:
 def _gather_places(world: Communicator, places: list[_Place]) -> list[list[_Place]]:
     """The places that every rank passes, gathered on every rank, in rank order."""
     return [[(key, tuple(offset)) for key, offset in some] for some in gather_json(places, world)]
-
-
-def _free_on(device: torch.device) -> int:
-    """Bytes that torch could still allocate on a GPU."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from plait.accelerator import is_accelerator
+
 
 @dataclass(slots=True, kw_only=True)
 class ParameterGroup:
@@ -50,9 +52,10 @@ class FusedOptimizer(ABC):
     def __init__(self, groups: Sequence[ParameterGroup], *, lr: float) -> None:
         self.groups = list(groups)
         device = self.groups[0].parameters[0].device if self.groups else torch.device("cpu")
-        # On a GPU it is a tensor, so that a recorded step reads the rate that it is replayed with (step_graph.py).
-        on_gpu = device.type == "cuda"
-        self.lr: float | Tensor = torch.full((), lr, device=device, dtype=torch.float32) if on_gpu else lr
+        # On an accelerator it is a tensor, so that a recorded step reads the rate that it is replayed with
+        # (step_graph.py).
+        there = is_accelerator(device)
+        self.lr: float | Tensor = torch.full((), lr, device=device, dtype=torch.float32) if there else lr
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None

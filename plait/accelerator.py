@@ -1,0 +1,86 @@
+"""What plait asks torch about the device on which this process computes: the host's processor, or an accelerator.
+
+Accelerators have torch's functions of one module each (torch.cuda, torch.xpu) under the same names. For the processor,
+on which work is done when a call returns, most of them do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.devices import ACCELERATORS, DEVICE_TRAITS, DeviceName
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether tensors on this device lie outside the host's memory, and work there is queued. Any device may be asked,
+    torch's "meta" among them."""
+    return any(row.name == device.type for row in ACCELERATORS)
+
+
+def has_cuda_kernels(device: torch.device) -> bool:
+    """Whether the device has what torch has for CUDA alone (`DeviceTraits.kernels`)."""
+    return any(row.name == device.type and row.kernels == "CUDA's" for row in ACCELERATORS)
+
+
+def accelerator_name() -> DeviceName | None:
+    """The kind of accelerator that torch sees; None where it sees none that plait trains on."""
+    for row in ACCELERATORS:
+        if module_of(row.name).is_available():
+            return row.name
+    return None
+
+
+def initialized_accelerator() -> DeviceName | None:
+    """The kind of accelerator that this process has used already."""
+    for row in ACCELERATORS:
+        if module_of(row.name).is_initialized():
+            return row.name
+    return None
+
+
+def accelerator_count() -> int:
+    """How many accelerators torch sees."""
+    name = accelerator_name()
+    return module_of(name).device_count() if name else 0
+
+
+def own_device(name: DeviceName | None) -> torch.device:
+    """The accelerator that this process has chosen (`choose_device`); the processor for "cpu" and None."""
+    if name is None or not DEVICE_TRAITS[name].is_accelerator:
+        return torch.device("cpu")
+    return torch.device(name, module_of(name).current_device())
+
+
+def choose_device(device: torch.device) -> None:
+    """Make an accelerator this process's own."""
+    module_of(device).set_device(device.index)
+
+
+def module_of(device: torch.device | DeviceName) -> Any:
+    """torch's module for an accelerator: torch.cuda, torch.xpu."""
+    return torch.get_device_module(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if is_accelerator(device):
+        module_of(device).synchronize(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of an accelerator that no process has."""
+    return int(module_of(device).mem_get_info(device)[0])
+
+
+def allocatable_bytes(device: torch.device) -> int:
+    """Bytes that torch could still allocate on an accelerator: the free ones, and those that it keeps for reuse."""
+    module = module_of(device)
+    return free_bytes(device) + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host's tensor on a device; the host does not wait for the copy to an accelerator."""
+    return tensor.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else tensor.to(device)
