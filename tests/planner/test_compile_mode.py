@@ -41,6 +41,14 @@ def test_compiled_where_it_can_work_and_eager_with_its_price_where_it_cannot(tmp
     assert planned(recipe(tmp_path, *SIZE, "train.compile=on"), WEB, ONE_H100).arithmetic.compile == "blocks"
 
 
+def test_gpus_on_which_plait_has_not_run_are_used_with_a_warning(tmp_path: Path) -> None:
+    intel = replace(ONE_H100, device="xpu", name="Intel(R) Arc(TM) B580 Graphics")
+    plan = planned(recipe(tmp_path, *SIZE), WEB, intel)
+    assert (plan.machines.device, plan.arithmetic.precision) == ("xpu", "bf16")
+    assert any("plait has not been run on GPUs like Intel(R) Arc(TM) B580" in why for why in plan.warnings)
+    assert not any("has not been run" in why for why in planned(recipe(tmp_path, *SIZE), WEB, ONE_H100).warnings)
+
+
 def test_what_is_asked_for_and_cannot_be_is_refused(tmp_path: Path) -> None:
     config = recipe(tmp_path, *SIZE, "train.compile=on")
     with pytest.raises(PlaitError, match="layers cannot be compiled here: there is no C compiler; install gcc"):

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from plait.devices import DEVICE_TRAITS
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.machines.cluster import Cluster
+from plait.machines.machine import Machine
 from plait.partition.execution import RunArithmetic
 from plait.planner.calibration.factors import ForecastBasis
 from plait.planner.derive.arithmetic import arithmetic_name
@@ -105,8 +107,8 @@ def request_of(
         rate = rate or rate_before_pricing(resources)
         sized = begun if begun and begun.holds_at(rate) else size_job(config, corpus, rate)
         job, chosen = sized.job, run_arithmetic(config, resources)
-        doubt = (resources.peak_doubt,) if resources.peak_doubt else ()
-        reasons, training_reasons, warnings = sized.reasons, sized.training_reasons, (*doubt, *sized.warnings)
+        doubts = [one for one in (_untried(resources.machine), resources.peak_doubt) if one]
+        reasons, training_reasons, warnings = sized.reasons, sized.training_reasons, (*doubts, *sized.warnings)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
     check_named_workers(resources, constraints.degrees)
     compiled = compile_of(config, resources.machines)
@@ -154,6 +156,16 @@ def request_of(
         notes=tuple(notes),
         training_notes=training_reasons,
         warnings=(*warnings, *compiled.warnings),
+    )
+
+
+def _untried(machine: Machine) -> str:
+    """What to say of devices for which plait was written and on which it has not run; empty for the others."""
+    if DEVICE_TRAITS[machine.device].proof == "tested":
+        return ""
+    return (
+        f'plait has not been run on GPUs like {machine.name} (torch\'s "{machine.device}"): compare the first losses '
+        'with those of run.devices = "cpu", and please report what you see'
     )
 
 
