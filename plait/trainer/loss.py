@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plait.devices import DevicePlace, traits_of
+from plait.accelerator import is_accelerator
+from plait.devices import DevicePlace
 from plait.model.linear import to_compute_precision
 from plait.parallel.sharded_model import WHOLE_VOCABULARY, VocabularySplit
 from plait.trainer.score_passes import InPlacePasses, LocalTargets, ScorePasses, exact_dtype
@@ -53,7 +54,7 @@ def sum_of_losses(
 
 def loss_pieces(hidden_nd: Tensor, head_vd: Tensor, vocabulary: VocabularySplit) -> list[slice]:
     """The tokens whose logits are there at a time: the same on every rank that the vocabulary is split over."""
-    most = _PIECE_NUMBERS[traits_of(hidden_nd.device.type).place]
+    most = _PIECE_NUMBERS["accelerator" if is_accelerator(hidden_nd.device) else "host"]
     return even_pieces(len(hidden_nd), most // vocabulary.most_entries(len(head_vd)))
 
 
