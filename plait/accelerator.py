@@ -70,7 +70,7 @@ def synchronize(device: torch.device) -> None:
         module_of(device).synchronize(device)
 
 
-def free_bytes(device: torch.device) -> int:
+def free_memory_of(device: torch.device) -> int:
     """Bytes of an accelerator that no process has."""
     return int(module_of(device).mem_get_info(device)[0])
 
@@ -78,7 +78,7 @@ def free_bytes(device: torch.device) -> int:
 def allocatable_bytes(device: torch.device) -> int:
     """Bytes that torch could still allocate on an accelerator: the free ones, and those that it keeps for reuse."""
     module = module_of(device)
-    return free_bytes(device) + module.memory_reserved(device) - module.memory_allocated(device)
+    return free_memory_of(device) + module.memory_reserved(device) - module.memory_allocated(device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from plait.accelerator import accelerator_count, accelerator_name, free_bytes, module_of
+from plait.accelerator import accelerator_count, accelerator_name, free_memory_of, module_of
 from plait.devices import DeviceName
 from plait.errors import PlaitError
 from plait.units import counted, format_bytes
@@ -103,7 +103,7 @@ class TorchGpus:
 
     def free_bytes(self, number: int) -> int | None:
         try:
-            return free_bytes(self._device(number))
+            return free_memory_of(self._device(number))
         except RuntimeError:  # "busy or unavailable": exclusive mode, or out of memory for a context
             return None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from plait.accelerator import free_bytes, is_accelerator, synchronize
+from plait.accelerator import free_memory_of, is_accelerator, synchronize
 from plait.custom.gathering import gathering_nothing
 from plait.custom.group import Workers, alone
 from plait.custom.planning.plan import CustomPlan, MeasuredLayout, choose_measured
@@ -180,5 +180,5 @@ def _all_threads(workers: Workers) -> Iterator[None]:
 def _free_bytes(workers: Workers) -> float:
     """Memory that this worker may still take: of its own GPU, or an equal part of what its machine has free."""
     if is_accelerator(workers.device):
-        return float(free_bytes(workers.device))
+        return float(free_memory_of(workers.device))
     return free_memory_bytes() / workers.size
