@@ -93,6 +93,11 @@ class RunFolder:
         return self.path / "rank-times.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """What the model wrote at certain steps; nothing that a run needs."""
+        return self.path / "samples.jsonl"
+
+    @property
     def incidents(self) -> Path:
         """One line for each time that the run was ended by a failure, whether it then went on by itself or not."""
         return self.path / "incidents.jsonl"

@@ -54,6 +54,7 @@ ENTRIES = EntryTable(
         "plait.probing.check_rank",
         "tensorboard.compat.proto.event_pb2",  # what rank 0 of a run needs
         "tensorboard.summary.writer.record_writer",
+        "tensorboard.plugins.hparams.plugin_data_pb2",
     ),
     optional={COMPILER: "torch._dynamo", SYMBOLIC_SHAPES: "torch.fx.experimental.symbolic_shapes"},
 )

@@ -76,7 +76,7 @@ def evaluate(
     adapter: AdapterName = None,
     field: TextField = None,
 ) -> None:
-    """Measure the loss of a run or a model on text. Prints one line of JSON."""
+    """Measure the loss of a run or a model on text. Prints one line of JSON, and a sentence to stderr."""
     from plait.commands.answering.choices import ask_choices
     from plait.commands.evaluate import evaluate, texts_of_field
 
@@ -94,6 +94,7 @@ def evaluate(
         how = {"heldout_of": heldout_of, "sequence": sequence, "adapter": adapter}
         found = evaluate(run, texts_of_field(texts, field), **how, screen=screen)
     OptionalOutput(sys.stdout).write(f"{found}\n")
+    screen.print(f"eval     {found.in_words()}")
 
 
 def export_command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from html import escape
-from math import isfinite
+from math import exp, inf, isfinite, nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,6 +25,9 @@ from plait.run_folder import find_run
 from plait.screen.screen import Screen, ShowProgress
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
+_LARGEST_EXPONENT = 709.0
+"""Of a float64's exp."""
+
 
 class Evaluation(dict[str, float]):
     """A run's loss, with the keys step, eval_loss and eval_nats_per_byte (in nats), tokens, bytes."""
@@ -32,6 +35,24 @@ class Evaluation(dict[str, float]):
     def __str__(self) -> str:
         """One line of JSON, as `plait eval` prints it."""
         return json.dumps(self)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the loss per token; not a number of choices that were asked."""
+        loss = self.get("eval_loss", nan)
+        return exp(loss) if loss < _LARGEST_EXPONENT else inf if loss >= _LARGEST_EXPONENT else nan
+
+    def in_words(self) -> str:
+        """What was found, in a sentence for a person."""
+        if "questions" in self:
+            return (
+                f"{self['choices_accuracy']:.1%} of {self['questions']:,} questions were answered right, and "
+                f"{self['choices_accuracy_per_byte']:.1%} where answers count by their log-probability per byte"
+            )
+        return (
+            f"over {self['tokens']:,} tokens the loss is {self['eval_loss']:.4g} nats per token, a perplexity of "
+            f"{self.perplexity:.4g}; that is {self['eval_nats_per_byte']:.4g} nats per byte of text"
+        )
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

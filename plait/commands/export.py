@@ -13,14 +13,7 @@ from typing import Any, Literal
 import torch
 
 from plait.checkpoint.transfer import read_tensor
-from plait.commands.models.end_tokens import (
-    GENERATION_CONFIG,
-    end_ids,
-    generation_config,
-    learnt_end_of_turn,
-    learnt_ends,
-    one_or_list,
-)
+from plait.commands.models.end_tokens import GENERATION_CONFIG, end_ids, generation_config, one_or_list
 from plait.commands.models.exported_run import (
     ExportedRun,
     find_exported,
@@ -29,6 +22,7 @@ from plait.commands.models.exported_run import (
     write_learnt_template,
 )
 from plait.commands.models.model_card import model_card
+from plait.data.preparation.end_tokens import learnt_end_of_turn, learnt_ends
 from plait.data.preparation.tokens import corpus_tokenizer, load_tokenizer
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError, disk_advice

@@ -46,6 +46,8 @@ from plait.recipe.load import RecipeSource, load_recipe, run_name_of
 from plait.report.metrics import read_metrics
 from plait.run_folder import NEW_PLAN_KEYS, check_changes, lock_run_folder, run_folder
 from plait.screen.screen import Screen
+from plait.tracking.processes import tracked
+from plait.tracking.trackers import refuse_missing_tools
 from plait.workers import (
     ENTRIES,
     HostWorkers,
@@ -81,6 +83,7 @@ def train(
     if serve_under_torchrun():
         return TrainingEnd(stopped_by="finished")
     config = load_recipe(recipe, overrides)
+    refuse_missing_tools(config.report.to)
     folder = run_folder(config.run.name, working)
     if isinstance(recipe, Path) and config.run.name == run_name_of(recipe) != recipe.stem.lower():
         screen.print(f"name     {config.run.name}, made from {recipe.name} (run.name)")
@@ -111,16 +114,17 @@ def train(
                 if sharing := running_runs_text(plan, folder):
                     screen.print(sharing)
                 plans.check(plan, elastic.workers)
-                return run_training(
-                    config,
-                    folder,
-                    elastic,
-                    plan,
-                    screen,
-                    details=details,
-                    is_replanned=renew != "nothing",
-                    require_present=require_present,
-                )
+                with tracked(config.report.to, folder.path, screen.print):
+                    return run_training(
+                        config,
+                        folder,
+                        elastic,
+                        plan,
+                        screen,
+                        details=details,
+                        is_replanned=renew != "nothing",
+                        require_present=require_present,
+                    )
         except Interrupted as interrupted:
             sentence = stopped_early_text(interrupted.signal, has_begun=folder.has_begun)
             screen.print(sentence)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from plait.page.growing_file import GrowingFile
+from plait.report.growing_file import GrowingFile
 
 VALUES = ("loss", "grad_norm", "lr", "step_s", "tokens_per_s", "mfu", "data_wait_s")
 """The keys of a line of metrics.jsonl that are drawn."""

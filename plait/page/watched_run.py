@@ -11,19 +11,21 @@ from plait.checked_json import printable
 from plait.commands.monitoring.finish import device_with_price
 from plait.commands.planning.introduction import layout_in_words, model_text, planned_devices_text, planned_workers_text
 from plait.errors import PlaitError
-from plait.page.growing_file import GrowingFile
 from plait.page.metrics_history import COLUMNS, MetricsHistory
 from plait.planner.plan import Plan
+from plait.report.growing_file import GrowingFile
 from plait.report.incidents import read_incidents
 from plait.report.rank_times_file import RankTimesLine, parse_rank_times
 from plait.report.receipt import ITEM_NAMES, Receipt
 from plait.report.receipt_file import read_receipt
+from plait.report.samples_file import SampleReport, read_samples
 from plait.report.shares_file import read_shares
 from plait.run_folder import RunFolder, RunTotals
 
 _T = TypeVar("_T")
 _RECENT_STEPS = 50
 """Steps that a page's "now" is the mean of."""
+_MOST_SAMPLES = 20
 _RECENT_LINES = 6
 """Lines of rank-times.jsonl that a page's "now" is the mean of: half a minute."""
 
@@ -72,6 +74,7 @@ class WatchedRun:
         self._receipt = KeptFile[Receipt | None](folder.receipt, lambda: read_receipt(folder.receipt), None)
         self._incidents = KeptFile(folder.incidents, lambda: read_incidents(folder.incidents)[0], ())
         self._shares = KeptFile(folder.shares, lambda: read_shares(folder.shares), ())
+        self._samples = KeptFile(folder.samples, lambda: read_samples(folder.samples), ())
         self._totals = KeptFile(folder.totals_file, lambda: folder.totals, RunTotals())
 
     def close(self) -> None:
@@ -90,7 +93,8 @@ class WatchedRun:
         self._read_rank_times()
         plan, receipt, incidents = self._plan.value(), self._receipt.value(), self._incidents.value()
         shares, totals = self._shares.value(), self._totals.value()
-        files = (self._plan, self._receipt, self._incidents, self._shares, self._totals)
+        samples = self._samples.value()
+        files = (self._plan, self._receipt, self._incidents, self._shares, self._samples, self._totals)
         problems += [kept.problem for kept in files if kept.problem]
         if self._metrics.damaged_lines:
             problems.append(f"{self._metrics.damaged_lines} damaged lines of metrics.jsonl are left out")
@@ -120,6 +124,7 @@ class WatchedRun:
             "memory": {"tensor_bytes": totals.peak_tensor_bytes, "process_bytes": totals.peak_rss_bytes},
             "shares": [asdict(one) for one in shares],
             "incidents": [_incident_view(one) for one in incidents],
+            "samples": [asdict(one) for one in _few(samples)],
             "receipt": receipt and {key: getattr(receipt, key) for key in ("wall_s", "cost_usd", "energy_wh")},
             "bottleneck": None,
         }
@@ -204,6 +209,11 @@ def _forecast_view(plan: Plan) -> Mapping[str, Any] | None:
         "bytes_per_device": forecast.bytes_per_device,
         "items": forecast.items and forecast.items.measurable_items(),
     }
+
+
+def _few(samples: Sequence[SampleReport]) -> Sequence[SampleReport]:
+    """The first sample, and the newest ones."""
+    return samples if len(samples) <= _MOST_SAMPLES else [samples[0], *samples[1 - _MOST_SAMPLES :]]
 
 
 def _mean_of_lines(lines: Sequence[RankTimesLine]) -> RankTimesLine | None:

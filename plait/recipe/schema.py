@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from plait.recipe.finetune import FinetuneSection
 from plait.recipe.model_section import ModelSection
@@ -25,9 +25,12 @@ from plait.recipe.values import (
     Positive,
     SequenceLength,
     Steps,
+    StepsText,
     TimeText,
     TokenCount,
 )  # fmt: skip
+
+ReportDestination = Literal["tensorboard", "csv", "wandb", "mlflow", "trackio"]
 
 
 class RunSection(RecipeSection):
@@ -198,7 +201,10 @@ class RecoverSection(RecipeSection):
 
 
 class ReportSection(RecipeSection):
-    """[report]: how often the run reports."""
+    """[report]: how often the run reports, and where besides metrics.jsonl."""
+
+    to: tuple[ReportDestination, ...] = ("tensorboard",)
+    """Where else: "tensorboard" and "csv" in the run's folder; "wandb", "mlflow", "trackio" if installed."""
 
     every: EveryText | Auto = "auto"
     """How often the scalars are fetched from the devices; every step has its line all the same."""
@@ -206,6 +212,17 @@ class ReportSection(RecipeSection):
     """How often the held-out loss is measured, besides at the end; in steps."""
     choices: str | None = None
     """File of multiple-choice questions (JSON lines) that are asked whenever the held-out loss is measured."""
+    samples: StepsText | Positive = "never"
+    """How often the model writes a sample: "100 steps", or 5 for five times over the run; "never"."""
+    prompt: str | None = None
+    """What samples begin with; in a run on chats a user's message. None: the beginning of the held-out text."""
+
+    @field_validator("to")
+    @classmethod
+    def _check_once(cls, to: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(to)) < len(to):
+            raise ValueError("each destination should be named once")
+        return to
 
 
 class RunConfig(RecipeSection):

@@ -82,6 +82,12 @@ def _check_name(text: str) -> None:
         )
 
 
+def _check_steps(text: str) -> None:
+    every = parse_every(text)
+    if every.unit != "steps":
+        raise PlaitError(f'"{text}" must count steps; write for example "100 steps", 5 for five times, or "never"')
+
+
 def _check_time(text: str) -> None:
     every = parse_every(text)
     if every.value and every.unit != "seconds":
@@ -90,6 +96,7 @@ def _check_time(text: str) -> None:
 
 AmountText = Annotated[str, _valid(parse_amount)]
 EveryText = Annotated[str, _valid(parse_every)]
+StepsText = Annotated[str, _valid(_check_steps)]
 TimeText = Annotated[str, _valid(_check_time)]
 SizeText = Annotated[str, _valid(_check_size)]
 Name = Annotated[str, _valid(_check_name)]

@@ -19,6 +19,7 @@ from plait.recipe.load import flat_values
 from plait.report.metrics import EvalReport, StepReport, read_metrics
 from plait.report.receipt import ITEM_NAMES, WORTH_NAMING, Receipt, receipt_rows
 from plait.report.receipt_file import read_receipt
+from plait.report.samples_file import SampleReport, read_samples
 from plait.run_files.account import TIME_IN_WORDS, RunAccount, account_of
 from plait.run_files.comparing import compare_folders, versions_of
 from plait.run_files.comparison import comparison_lines
@@ -106,6 +107,7 @@ class _ReadRun:
     receipt: Receipt | None
     steps: Sequence[StepReport]
     evaluations: Sequence[EvalReport]
+    samples: Sequence[SampleReport]
 
 
 def _read(folder: RunFolder, working: WorkingFolder) -> _ReadRun:
@@ -126,6 +128,7 @@ def _read(folder: RunFolder, working: WorkingFolder) -> _ReadRun:
         receipt=read_receipt(folder.receipt) if folder.receipt.exists() else None,
         steps=steps,
         evaluations=evaluations,
+        samples=read_samples(folder.samples),
     )
 
 
@@ -211,6 +214,8 @@ def _sections_of(run: _ReadRun) -> Iterator[ReportPart]:
     yield ReportPart(title="In short", facts=list(_short_facts(run)), facts_as="tiles")
     if len(run.steps) > 1:
         yield ReportPart(title="How it learned", lines=[_CURVE_WORDS], curves=[_curve_of(run)])
+    if run.samples:
+        yield _samples_section(run.samples)
     yield ReportPart(title="What was asked", lines=["The keys of the recipe that were set."], code=run.recipe)
     yield _plan_section(run.plan)
     if run.receipt is not None:
@@ -229,6 +234,17 @@ def _short_facts(run: _ReadRun) -> Iterator[tuple[str, str]]:
     yield "time", format_duration(run.account.wall_s)
     yield "speed", f"{format_count(summary.tokens_per_s)} tokens/s" if summary.tokens_per_s else "none yet"
     yield "model", f"{format_count(summary.parameters or 0)} parameters"
+
+
+def _samples_section(samples: Sequence[SampleReport]) -> ReportPart:
+    """The first sample and the last one."""
+    shown = dict.fromkeys([samples[0], samples[-1]])
+    texts = [
+        f"{'Before training' if one.step == 0 else f'After step {one.step:,}'}:\n{one.prompt}{one.text}"
+        for one in shown
+    ]
+    line = f"Each sample goes on from the same words: {samples[0].prompt!r}."
+    return ReportPart(title="What it writes", lines=[line], code="\n\n".join(texts))
 
 
 def _plan_section(plan: Plan) -> ReportPart:

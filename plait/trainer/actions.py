@@ -18,6 +18,7 @@ from plait.trainer.checkpointing.copies import StateCopies
 from plait.trainer.choices import ChoiceEvaluation
 from plait.trainer.loop import Agreement, LoopActions
 from plait.trainer.optimizer.optim import learning_rate
+from plait.trainer.samples import TrainingSampler
 from plait.trainer.state import TrainState, past_skipped
 
 
@@ -29,6 +30,7 @@ def loop_actions(
     prune: Callable[[], None],
     balance: Rebalancer,
     choices: ChoiceEvaluation | None,
+    sampler: TrainingSampler | None,
     skipped_steps: Collection[int] = (),
 ) -> LoopActions:
     """What the loop calls on one rank; `skipped_steps` take the batch after their own."""
@@ -54,6 +56,7 @@ def loop_actions(
     return LoopActions(
         step=lambda state: assembly.step(past_skipped(state, skipped_steps, plan.job.batch_sequences)),
         evaluate=lambda state: evaluate_held_out(assembly, state.step, choices),
+        sample=lambda state: sampler.sample(assembly, state.step) if sampler else None,
         save=saver.save_now,
         begin_save=begin_save,
         save_ended=saver.ended,

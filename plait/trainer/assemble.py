@@ -283,6 +283,14 @@ def _runners(sharded: ShardedModel, forward: Forward, loss_of: LossOf, casts: We
     )
 
 
+def evaluate_with(assembly: Assembly, micros: Sequence[Micro], loss_of: LossOf) -> None:
+    """Run these micro-batches forward as an evaluation does, with another function in the place of the loss. Every rank
+    must call it."""
+    forward = make_forward(make_autocast(assembly.plan.arithmetic.precision, assembly.device))
+    _, evaluate_micros = _runners(assembly.model, forward, loss_of, "each micro-batch")
+    evaluate_micros(micros)
+
+
 def weight_casts(plan: Plan) -> WeightCasts:
     """How often a plan's steps cast weights: once where the copies are there until the end of backward in any case.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.report.metrics import EvalReport, StepReport
+from plait.report.samples_file import SampleReport
 from plait.report.sinks import Sink
 from plait.trainer.checkpointing.background import SaveEnd
 from plait.trainer.checkpointing.pace import CheckpointPace, CopyPace
@@ -33,6 +34,8 @@ class LoopIntervals:
     report_every_steps: int
     evaluate_every_steps: int
     """0 evaluates only at the end."""
+    sample_every_steps: int = 0
+    """The model writes a sample this often, before the first step and at the end; 0: never."""
     checkpoint_every: Every
     copy_every: Every = NEVER
     """How often the state is copied into memory that outlives a worker; in steps."""
@@ -63,6 +66,8 @@ class LoopActions:
 
     step: Callable[[TrainState], tuple[TrainState, Scalars]]
     evaluate: Callable[[TrainState], EvalReport | None]
+    sample: Callable[[TrainState], SampleReport | None] = lambda _: None
+    """What the model writes; None on all ranks but 0."""
     save: Callable[[TrainState], SaveEnd | None]
     """Saves the state that the run ends with: returns when it is on the disk."""
     begin_save: Callable[[TrainState], None]
@@ -90,7 +95,9 @@ class LoopActions:
     """Maps tokens per second to model FLOP/s utilization (MFU); None where the peak FLOP/s are unknown."""
 
 
-LoopPhase = Literal["the agreement after the step", "balancing", "evaluation", "saving", "the copy of the state"]
+LoopPhase = Literal[
+    "the agreement after the step", "balancing", "evaluation", "a sample", "saving", "the copy of the state"
+]
 """What the loop does between steps; ranks may wait for each other in each of them."""
 
 
@@ -146,6 +153,8 @@ def run_loop(
     ]
     fetch_every = intervals.report_every_steps, intervals.balance_every_steps, intervals.watch_every_steps
     pending: list[_Pending] = []
+    if state.step == 0 and intervals.sample_every_steps:
+        _sample(state, actions, sink, observers)
     began = time.perf_counter()
     stop = False
     while state.step < intervals.steps and not stop:
@@ -160,8 +169,9 @@ def run_loop(
         agreed = saves.agree(state.step)
         stop = agreed.stop
         evaluate = last or _divides(intervals.evaluate_every_steps, state.step)
+        sample = intervals.sample_every_steps > 0 and (last or state.step % intervals.sample_every_steps == 0)
         fetch = any(_divides(every, state.step) for every in fetch_every)
-        if not (fetch or last or stop or agreed.save or evaluate or agreed.copy):
+        if not (fetch or last or stop or agreed.save or evaluate or sample or agreed.copy):
             continue
         state = _report(pending, state, began, actions.mfu, reporting)
         if numbers.first_bad is not None:
@@ -176,9 +186,17 @@ def run_loop(
             if report := actions.evaluate(state):
                 sink.evaluation(report)
                 saves.divergence.evaluated(report)
+        if sample:
+            _sample(state, actions, sink, observers)
         saves.save_if_due(state, agreed, run_ends=stop or last)
         began = time.perf_counter()
     return state, "stopped" if state.step < intervals.steps else "done"
+
+
+def _sample(state: TrainState, actions: LoopActions, sink: Sink, observers: Sequence[Observer]) -> None:
+    _enter("a sample", observers)
+    if report := actions.sample(state):
+        sink.sample(report)
 
 
 def _enter(phase: LoopPhase, observers: Sequence[Observer]) -> None:

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from plait.report.metrics import EvalReport, StepReport
-from plait.report.sinks import MetricsFile, Several, Sink, TensorBoard
+from plait.report.samples_file import SampleReport
+from plait.report.sinks import BestEffort, CsvFile, MetricsFile, SamplesFile, Several, Sink, TensorBoard
 
 
-def sinks_of_rank(rank: int, send: Callable[..., None], folder: Path, steps_done: int) -> Sink:
-    """Rank 0 writes the files and reports to the supervisor, which owns the terminal; the other ranks report
-    nothing."""
+def sinks_of_rank(
+    rank: int,
+    send: Callable[..., None],
+    folder: Path,
+    steps_done: int,
+    to: Collection[str],
+    settings: Mapping[str, float | str | bool],
+) -> Sink:
+    """Rank 0 writes the files and reports to the supervisor, which owns the terminal; the other ranks report nothing.
+
+    The run needs metrics.jsonl, and goes on without the others where they cannot be written. `to` are the recipe's
+    destinations, of which those outside the folder are the supervisor's (plait/tracking).
+    """
     if rank != 0:
         return Several([])
-    return Several(
-        [
-            MetricsFile(folder / "metrics.jsonl"),
-            TensorBoard(folder / "tensorboard", steps_done),
-            _SupervisorSink(send),
-        ]
-    )
+    metrics = folder / "metrics.jsonl"
+
+    def tensorboard() -> Sink:
+        return TensorBoard(folder / "tensorboard", steps_done, settings)
+
+    def say(text: str) -> None:
+        send("note", text=text)
+
+    sinks: list[Sink] = [MetricsFile(metrics)]
+    sinks.append(BestEffort("samples.jsonl", lambda: SamplesFile(folder / "samples.jsonl", steps_done), say))
+    if "csv" in to:
+        sinks.append(BestEffort("metrics.csv", lambda: CsvFile(folder / "metrics.csv", metrics), say))
+    if "tensorboard" in to:
+        sinks.append(BestEffort("TensorBoard", tensorboard, say))
+    return Several([*sinks, _SupervisorSink(send)])
 
 
 class _SupervisorSink:
@@ -36,6 +55,9 @@ class _SupervisorSink:
 
     def evaluation(self, report: EvalReport) -> None:
         self._send("evaluation", **_plain(asdict(report)))
+
+    def sample(self, report: SampleReport) -> None:
+        self._send("sample", **asdict(report))
 
     def note(self, text: str) -> None:
         self._send("note", text=text)

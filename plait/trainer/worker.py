@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from plait.model.matmul import select_matmul_library, select_matmul_precision
 from plait.parallel.mesh import PEER_TIMEOUT, make_mesh, open_store, use_gpu, world_communicator
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
-from plait.recipe.load import read_saved_recipe
+from plait.planner.settings import run_settings
+from plait.recipe.load import flat_values, read_saved_recipe
 from plait.report.rank_times_file import RankTimesFile
 from plait.trainer.actions import loop_actions
 from plait.trainer.assemble import Assembly, assemble
@@ -38,8 +40,10 @@ from plait.trainer.loop import LoopIntervals, Observer, run_loop
 from plait.trainer.observers import rank_observers
 from plait.trainer.pair_reference import KeptReference
 from plait.trainer.rank_sinks import sinks_of_rank
+from plait.trainer.samples import load_sampler
 from plait.trainer.state import TrainState
 from plait.trainer.step_graph import CudaRecorder, StepGraphs
+from plait.units import parse_every
 
 ObserveMore = Callable[[Assembly, Path], Sequence[Observer]]
 """Makes further observers of a rank, given its assembly and the run's folder."""
@@ -79,7 +83,8 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
             path = folder / "checkpoints" / requested["resume"]
             state = restore(assembly, path, verify_together(path, world, context.local_rank), world)
             whole.add(state.step)
-        sink = sinks_of_rank(context.rank, context.send, folder, state.step)
+        settings = run_settings(flat_values(config), plan)
+        sink = sinks_of_rank(context.rank, context.send, folder, state.step, config.report.to, settings)
         if plan.cadence.copy_every.value and (sentence := copies.begin()):
             sink.note(sentence)
         try:
@@ -117,10 +122,18 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
             keep, keep_s = plan.cadence.checkpoint_keep, plan.cadence.checkpoint_keep_s
             prune = partial(prune_old, folder / "checkpoints", keep, keep_s, world, whole, saver.fence)
             choices = load_choices(assembly, Path(plan.job.choices) if plan.job.choices else None, world)
+            sample_every = sample_every_steps(config.report.samples, plan.job.steps)
+            sampler = (
+                load_sampler(assembly, config.report.prompt, config.run.seed, config.data.overlong, world)
+                if sample_every
+                else None
+            )
             skipped = frozenset(requested["skipped"])
-            actions = loop_actions(context, assembly, saver, copies, prune, balance, choices, skipped)
+            actions = loop_actions(context, assembly, saver, copies, prune, balance, choices, sampler, skipped)
             observers = (*observe(assembly, folder), *rank_observers(context, assembly, balance, sink, whole))
-            _, end = run_loop(state, _pace(plan), actions, sink, NumberGuard(**requested["guard"]), observers)
+            _, end = run_loop(
+                state, _pace(plan, sample_every), actions, sink, NumberGuard(**requested["guard"]), observers
+            )
             if isinstance(end, BadStep) and context.rank == 0:
                 context.send("bad step", **asdict(end))
         finally:
@@ -201,8 +214,14 @@ def _verify_data(context: RankContext, assembly: Assembly) -> None:
         assembly.loader.verify_in_background()
 
 
-def _pace(plan: Plan) -> LoopIntervals:
+def sample_every_steps(samples: str | int, steps: int) -> int:
+    """Steps between samples, from the recipe's interval or their number over the run; 0 for none."""
+    return ceil(steps / samples) if isinstance(samples, int) else ceil(parse_every(samples).value)
+
+
+def _pace(plan: Plan, sample_every: int) -> LoopIntervals:
     return LoopIntervals(
+        sample_every_steps=sample_every,
         steps=plan.job.steps,
         report_every_steps=plan.cadence.report_every_steps,
         evaluate_every_steps=plan.cadence.evaluate_every_steps,

@@ -124,6 +124,9 @@ OTHER_VALUES = {
     "report.every": "9 steps",
     "report.evaluate": "13 steps",
     "report.choices": "choices.jsonl",
+    "report.to": '["csv", "wandb"]',
+    "report.samples": "3",
+    "report.prompt": "Once",
 }
 
 TUNED = ("model.size=auto", "model.from=.", "layout.pipeline=1")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,8 @@ def test_an_evaluation_reads_like_this() -> None:
         evaluation_of(0, 117_000.0, 30_000, 100_000),
         Evaluation(step=0, questions=1000, choices_accuracy=0.412, choices_accuracy_per_byte=0.5),
     )
-    assert_golden("eval", "\n".join(map(str, found)))
+    assert_golden("eval", "\n".join(f"{one}\n{one.in_words()}" for one in found))
+    assert evaluation_of(1, 1e6, 10, 10).perplexity == inf
 
 
 def test_a_conversation_reads_like_this() -> None:

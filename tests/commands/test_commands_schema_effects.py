@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from pydantic import BaseModel
 from plait.commands.monitoring.restarts import decision_after
 from plait.commands.preparing.base import base_folder
 from plait.commands.preparing.corpus import data_request
+from plait.data.preparation.tokens import train_bpe
 from plait.data.samples.sizes import CorpusSizes
+from plait.data.shards import Corpus, open_corpus
 from plait.machines.requested_workers import chosen_gpus
 from plait.model.gpt import GPT
 from plait.model.init import initialize
@@ -28,10 +31,15 @@ from plait.planner.plan import Plan
 from plait.planner.resolve.named import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
 from plait.run_folder import run_folder
+from plait.tracking.trackers import tracking_tools_of
 from plait.trainer.assemble import pair_losses_of
+from plait.trainer.rank_sinks import sinks_of_rank
+from plait.trainer.samples import sample_beginning
+from plait.trainer.worker import sample_every_steps
 from plait.working_folder import CURRENT_FOLDER
 from tests.commands.other_values import OTHER_VALUES, base_recipe, changed_recipe
 from tests.planner.machines import LAPTOP, ONE_H100, corpus, planned
+from tests.trainer.tiny import make_tiny
 
 FACTS = corpus(1_500_000, 1)
 BASE = named_shape("1M", vocabulary=4096, sequence=1024)
@@ -71,6 +79,24 @@ def beta_of_pairs(config: RunConfig) -> float | None:
     return None if losses is None else losses.beta
 
 
+@cache
+def tiny_corpus() -> Corpus:
+    with TemporaryDirectory() as folder:
+        _, plan = make_tiny(Path(folder))
+        return open_corpus(Path(plan.job.corpus))
+
+
+def beginning_of_samples(config: RunConfig) -> list[int]:
+    corpus = tiny_corpus()
+    return sample_beginning(corpus, train_bpe(["Once upon a time"], 270), config.report.prompt, 8, "refuse")
+
+
+def files_of_rank_0(config: RunConfig) -> set[str]:
+    with TemporaryDirectory() as folder:
+        sinks_of_rank(0, lambda *_, **__: None, Path(folder), 0, config.report.to, {}).close()
+        return {path.name for path in Path(folder).iterdir()}
+
+
 EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the plan": plan_of,
     "the data": data_request,
@@ -81,6 +107,9 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "kernels of GPUs": gpu_kernels,
     "the loss of pairs": beta_of_pairs,
     "the model's folder": lambda config: base_folder(config, CURRENT_FOLDER),
+    "files and tools": lambda config: (files_of_rank_0(config), tracking_tools_of(config.report.to)),
+    "when there are samples": lambda config: sample_every_steps(config.report.samples, 100),
+    "the beginning of samples": beginning_of_samples,
     "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
     "what follows a failure": lambda config: [decision_after(config.recover, n, "may pass") for n in range(1, 7)],
 }
@@ -92,6 +121,9 @@ def effect_of(what: str, config: RunConfig) -> object:
 
 
 ELSEWHERE = {
+    "report.to": "files and tools",
+    "report.samples": "when there are samples",
+    "report.prompt": "the beginning of samples",
     "model.from": "the model's folder",
     "finetune.beta": "the loss of pairs",
     "run.devices": "the GPUs",

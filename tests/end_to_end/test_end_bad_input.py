@@ -37,6 +37,9 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Place:
 TRAIN = ("train", "tiny.toml")
 CASES = {
     "a misspelt key on the command line": ((*TRAIN, "train.budgett=3 steps"), ["train.budgett", "train.budget?"]),
+    "a tool that is not installed": ((*TRAIN, 'report.to=["csv", "trackio"]'), ["report.to", "pip", "plait[trackio]"]),
+    "a destination that is none": ((*TRAIN, 'report.to=["wandb", "excel"]'), ["report.to", "tensorboard"]),
+    "samples by the clock": ((*TRAIN, "report.samples=5 minutes"), ["report.samples", "must count steps"]),
     "a misspelt key in the recipe": (("train", "typo.toml"), ["model.widht", "model.width?"]),
     "a key in the wrong section": ((*TRAIN, "train.lr=1"), ["train.lr", "optimizer.lr?"]),
     "devices that are none": ((*TRAIN, "run.devices=tpu"), ['"tpu" names no devices; write "auto", "cpu"']),

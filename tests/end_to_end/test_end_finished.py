@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable
 from io import StringIO
 from itertools import count
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,10 @@ def test_temperature_0_needs_no_seed(folder: Path) -> None:
 
 def test_eval_says_what_training_said(place: Place, name: str, folder: Path) -> None:
     run = place.run("eval", name)
-    assert run.code == 0 and not run.err
+    assert run.code == 0
     told = json.loads(run.out)
+    assert run.err == f"eval     {plait.evaluate(name).in_words()}\n"
+    assert f"a perplexity of {exp(told['eval_loss']):.4g}" in run.err
     named = {"nats_per_token", "nats_per_byte", "tokens", "bytes"}
     assert told.keys() == {"step", "eval_loss", "eval_nats_per_byte", *named}
     assert (told["nats_per_token"], told["nats_per_byte"]) == (told["eval_loss"], told["eval_nats_per_byte"])

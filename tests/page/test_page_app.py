@@ -18,6 +18,7 @@ from plait.page.app import page_app
 from plait.page.watched_runs import WatchedRuns
 from plait.report.metrics import read_metrics
 from plait.report.rank_times_file import RankTimesFile
+from plait.report.samples_file import SampleReport
 from plait.report.shares_file import SharesLine, append_shares
 from plait.run_folder import RunFolder, RunTotals, lock_run_folder
 from plait.working_folder import WorkingFolder
@@ -63,6 +64,18 @@ def test_each_run_has_its_row(page: TestClient, folder: RunFolder, working: Work
     assert {"name", "state", "step", "steps", "loss", "tokens_per_s", "updated", "command"} <= rows["first"].keys()
     assert (rows["first"]["step"], rows["first"]["steps"]) == (40, STEPS)
     assert rows["first"]["command"] == "plait train runs/first/recipe.toml"
+
+
+def test_samples_are_the_first_and_the_newest(page: TestClient, folder: RunFolder) -> None:
+    assert page.get("/api/runs/first").json()["samples"] == []
+    lines = [SampleReport(step=step, prompt="Now", text=f" {step}").to_line() for step in range(0, 300, 10)]
+    folder.samples.write_text("\n".join(lines) + '\n{"step": 300')
+    shown = page.get("/api/runs/first").json()["samples"]
+    assert [one["step"] for one in shown] == [0, *range(110, 300, 10)]
+    assert shown[1] == {"step": 110, "prompt": "Now", "text": " 110"}
+    folder.samples.write_text("damaged\n")
+    view = page.get("/api/runs/first").json()
+    assert view["samples"] == [] and any("samples.jsonl:1" in one for one in view["problems"])
 
 
 def test_a_run_is_what_its_files_say(page: TestClient, folder: RunFolder) -> None:

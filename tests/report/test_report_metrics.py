@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from plait.errors import PlaitError, RunFailed
 from plait.report.metrics import EvalReport, StepReport, read_last_metrics, read_metrics, trim_metrics
+from plait.report.samples_file import SampleReport
 from plait.report.sinks import MetricsFile, Several, TensorBoard
 
 
@@ -191,6 +192,9 @@ class Memory:
         self.seen.append(report)
 
     def evaluation(self, report: EvalReport) -> None:
+        self.seen.append(report)
+
+    def sample(self, report: SampleReport) -> None:
         self.seen.append(report)
 
     def note(self, text: str) -> None:

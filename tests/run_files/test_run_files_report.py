@@ -18,6 +18,7 @@ from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.report.incidents import append_incident
 from plait.report.receipt import ITEM_NAMES
+from plait.report.samples_file import SampleReport
 from plait.run_files.report_files import report_html, report_markdown
 from plait.run_files.run_report import CURVE_POINTS, run_report
 from plait.run_folder import find_run
@@ -145,6 +146,17 @@ def test_a_curve_of_many_steps_has_few_points_and_right_ends(here: WorkingFolder
     [curve] = next(section.curves for section in chapter[1] if section.curves)
     assert len(curve.steps) == CURVE_POINTS and curve.steps[-1][0] == 3000 * 1024
     assert curve.steps[0][1] == pytest.approx(2 * (2 - 5.5 / 3000)) and curve.held_out == [(3000 * 1024, 2.6 * 1.5)]
+
+
+def test_the_first_and_the_last_sample_are_shown_as_they_are(here: WorkingFolder) -> None:
+    folder = finished(here)
+    assert "What it writes" not in markdown_of("first")
+    texts = {0: " xq", 50: " left out", 100: f" king\n{EVIL}"}
+    lines = [SampleReport(step=step, prompt="The", text=text).to_line() for step, text in texts.items()]
+    folder.samples.write_text("\n".join(lines) + "\n")
+    shown = f"Before training:\nThe xq\n\nAfter step 100:\nThe king\n{EVIL}"
+    assert shown in markdown_of("first") and shown in "".join(Page(html_of("first")).words)
+    assert not Page(html_of("first")).tags & {"script", "img"}
 
 
 def test_several_runs_have_a_table_of_speed_by_workers(here: WorkingFolder) -> None:

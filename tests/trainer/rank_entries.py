@@ -31,6 +31,7 @@ from plait.trainer.assemble import Assembly, assemble
 from plait.trainer.balance.meter import attach_meter, clock_of
 from plait.trainer.checkpointing.background import CheckpointSaver, SaveEnd, saver_of
 from plait.trainer.checkpointing.persist import restore, verify_together
+from plait.trainer.samples import load_sampler
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward, make_loss
 from plait.trainer.worker import process_group_for
@@ -265,3 +266,35 @@ def meet_the_compiler(context: RankContext, argument: str) -> None:
             assembly.step(TrainState())
         assembly.loader.close()
     context.send("met", before=before, after=[name for name in SLOW_MODULES if name in sys.modules])
+
+
+def sample_and_lose(context: RankContext, argument: str) -> None:
+    """For each layout, without samples and with them: what was written before and after so many steps, the losses, and
+    the random state at the end."""
+    asked = json.loads(argument)
+    folder, told = Path(asked["folder"]), []
+    config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
+    with process_group_for(context, plan):
+        world = world_communicator()
+        for layout in asked["layouts"]:
+            here = replace(plan, placement=replace(plan.placement, layout=Layout(**layout), shares=()))
+            mesh = make_mesh(here.placement.layout, here.machines.device)
+            for sampled in (False, True):
+                torch.manual_seed(context.rank)
+                assembly = assemble(config, here, sums=world, mesh=mesh)
+                told.append(sampled_losses(assembly, asked["steps"], sampled=sampled))
+    context.send("told", cases=told)
+
+
+def sampled_losses(assembly: Assembly, steps: int, *, sampled: bool) -> dict[str, Any]:
+    """The losses of some steps, and the samples before and after them where there are some."""
+    sampler = load_sampler(assembly, None, 1, "refuse", assembly.sums) if sampled else None
+    state, losses = TrainState(), []
+    samples = [sampler.sample(assembly, 0)] if sampler else []
+    for _ in range(steps):
+        state, scalars = assembly.step(state)
+        losses.append([*scalars.totals.tolist(), float(scalars.norm)])
+    samples += [sampler.sample(assembly, state.step)] if sampler else []
+    assembly.loader.close()
+    texts = [[one.prompt, one.text] for one in samples if one is not None]
+    return {"losses": losses, "texts": texts, "random": torch.get_rng_state().tolist()}

@@ -20,6 +20,7 @@ from plait.parallel.communicator import ONE_PROCESS
 from plait.parallel.recompute import run_keeping_input
 from plait.parallel.sharded_model import ShardedModel, unsharded
 from plait.report.metrics import EvalReport, StepReport
+from plait.report.samples_file import SampleReport
 from plait.trainer.loop import Agreement, LoopActions, LoopIntervals, run_loop
 from plait.trainer.optimizer.fused import FusedOptimizer, ParameterGroup
 from plait.trainer.score_passes import FusedPasses, InPlacePasses, ScorePasses
@@ -132,6 +133,9 @@ class Reports:
 
     def evaluation(self, report: EvalReport) -> None:
         raise AssertionError("nothing was held out")
+
+    def sample(self, report: SampleReport) -> None:
+        raise AssertionError("no samples were asked for")
 
     def note(self, text: str) -> None:
         raise AssertionError(text)

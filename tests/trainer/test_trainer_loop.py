@@ -11,6 +11,7 @@ import torch
 
 from plait.errors import RunFailed
 from plait.report.metrics import EvalReport, StepReport
+from plait.report.samples_file import SampleReport
 from plait.trainer.checkpointing.background import SaveEnd
 from plait.trainer.loop import Agreement, LoopActions, LoopIntervals, Observer, run_loop
 from plait.trainer.state import TrainState
@@ -43,6 +44,7 @@ class Diary:
         return LoopActions(
             step=self.take_step,
             evaluate=self.evaluate,
+            sample=lambda state: SampleReport(step=state.step, prompt="", text=""),
             save=self.save,
             begin_save=self.begin_save,
             save_ended=self.save_ended,
@@ -97,6 +99,9 @@ class Diary:
     def evaluation(self, report: EvalReport) -> None:
         self.entries.append(f"evaluation {report.step}")
 
+    def sample(self, report: SampleReport) -> None:
+        self.entries.append(f"sample {report.step}")
+
     def note(self, text: str) -> None:
         self.entries.append(text)
 
@@ -106,6 +111,17 @@ class Diary:
 
 def run(diary: Diary, pace: LoopIntervals, state: TrainState | None = None) -> tuple[TrainState, str]:
     return run_loop(state or TrainState(), pace, diary.actions(), diary)
+
+
+def test_samples_come_before_the_first_step_at_their_interval_and_at_the_end() -> None:
+    diary = Diary()
+    run(diary, replace(PACE, sample_every_steps=4, evaluate_every_steps=4))
+    assert [entry for entry in diary.entries if "sample" in entry] == [f"sample {step}" for step in (0, 4, 8, 10)]
+    assert diary.entries.index("step 4") < diary.entries.index("evaluation 4") < diary.entries.index("sample 4")
+    assert diary.entries.index("sample 4") < diary.entries.index("step 5")
+    resumed = Diary()
+    run(resumed, replace(PACE, sample_every_steps=4), TrainState(step=4))
+    assert [entry for entry in resumed.entries if "sample" in entry] == ["sample 8", "sample 10"]
 
 
 def test_every_step_is_told_once_with_its_own_numbers_however_late_they_are_fetched() -> None:

@@ -11,11 +11,11 @@ from typing import Any, Literal, Protocol, TextIO
 import tokenizers
 
 from plait.commands.answering.pieces import write_pieces
-from plait.commands.models.end_tokens import end_of_turn
 from plait.commands.models.found_model import template_folders
 from plait.commands.models.opened_model import OpenedModel, end_tokens, open_each, open_model
 from plait.commands.sample import decode_incrementally
 from plait.data.conversations.chat_template import ChatTemplate, find_template, token_text, tokenizer_settings
+from plait.data.preparation.end_tokens import end_of_turn
 from plait.errors import PlaitError, check_utf8
 from plait.launch.local.output import OptionalOutput
 from plait.trainer.generate import generate

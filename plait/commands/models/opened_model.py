@@ -11,9 +11,10 @@ import torch
 from plait.accelerator import accelerator_count, accelerator_name
 from plait.checkpoint.store import read_manifest
 from plait.checkpoint.transfer import read_tensor
-from plait.commands.models.end_tokens import learnt_ends, stored_ends
+from plait.commands.models.end_tokens import stored_ends
 from plait.commands.models.found_model import FoundModel, StoredModel, TrainedBy, find_model, with_stored_adapter
 from plait.commands.models.stored_adapter import NO_ADAPTER, StoredAdapter
+from plait.data.preparation.end_tokens import learnt_ends
 from plait.data.preparation.tokens import Tokenizer
 from plait.interop.adapter_in import LoadedAdapter, read_adapter, with_adapter
 from plait.interop.base_model import BaseModel, read_base_model

@@ -13,6 +13,7 @@ from plait.errors import StopSignal, signal_in_words
 from plait.launch.values.job import DETAIL, NOTE, STOP_IN_WORDS, STOPPING, Job, JobResult, Message
 from plait.planner.plan import Plan
 from plait.report.metrics import EvalReport, StepReport
+from plait.report.samples_file import SampleReport
 from plait.run_folder import RunFolder
 from plait.screen.screen import StepDisplay
 from plait.trainer.divergence import BadStep
@@ -81,6 +82,8 @@ class Session:
             self._note_step(StepReport(**_parse_floats(values)))
         elif message.kind == "evaluation":
             self._display.evaluation(EvalReport(**_parse_floats(values)))
+        elif message.kind == "sample":
+            self._display.note(SampleReport(**values).in_short())
         elif message.kind == NOTE:
             self._display.note(values["text"])
         elif message.kind == DETAIL:

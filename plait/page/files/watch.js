@@ -472,6 +472,7 @@ class Page {
     this.items = new Part("Where a step's time goes", "items");
     this.ranks = new Part("What each rank does", "ranks");
     this.memory = new Part("Memory", "memory");
+    this.samples = new Part("What it writes", "samples");
     this.rate = new ChartPart("Learning rate", "rate", 140, (value, n = 3) => digits(value, n));
     this.norm = new ChartPart("Gradient norm", "norm", 140, (value, n = 3) => digits(value, n));
     this.shares = new Part("Shares of the batch", "shares");
@@ -482,6 +483,7 @@ class Page {
     this.content = [
       make("div", { className: "title" }, this.name, this.state), this.about, this.progress, this.notes, this.facts,
       this.compared.element, this.loss.element, pair(this.speed, this.items), pair(this.ranks, this.memory),
+      this.samples.element,
       this.incidents.element, this.shares.element, pair(this.rate, this.norm), this.command.element, this.reasons.element,
     ];
     this.main = document.getElementById("run");
@@ -557,6 +559,7 @@ class Page {
     this.drawItems(run.view);
     this.drawRanks(run.view);
     this.drawMemory(run.view);
+    this.drawSamples(run.view);
     this.drawShares(run.view);
     this.drawIncidents(run.view);
     const { state, command, plan } = run.view;
@@ -774,6 +777,23 @@ class Page {
       const whose = onGpu ? "a GPU's" : "a worker's share of this machine's";
       const note = `A row is ${bytes(limit)}, ${whose} memory${planned ? `; the dashed line is the plan's forecast, ${bytes(planned)}` : ""}.`;
       return [make("p", {}, note), bars(rows, limit), legend(keys)];
+    });
+  }
+
+  drawSamples(view) {
+    const { samples } = view;
+    this.samples.set(samples.length ? samples : null, () => {
+      const part = (one) => make(
+        "figure", { className: "sample" }, make("figcaption", {}, one.step ? `after step ${one.step.toLocaleString("en")}` : "before training"),
+        make("p", {}, make("span", {}, one.prompt), one.text),
+      );
+      const [first, ...later] = samples;
+      const newest = later.pop();
+      const between = later.reverse().map(part);
+      const all = [...(newest ? [part(newest)] : []), part(first)];
+      const note = "Each sample begins with the same words, in grey, and is drawn with the same random numbers.";
+      if (between.length) all.push(make("details", {}, make("summary", {}, `${between.length} between them`), ...between));
+      return [make("p", {}, note), make("div", { className: "samples" }, ...all)];
     });
   }
 

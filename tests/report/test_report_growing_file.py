@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.page.growing_file import GrowingFile
+from plait.report.growing_file import GrowingFile
 
 
 def new_lines(file: GrowingFile) -> list[bytes]:

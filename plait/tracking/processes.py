@@ -1,0 +1,72 @@
+"""Starts the processes that pass a run on to other tools, and ends them with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from plait.regular_file import append_to_file
+from plait.tracking.trackers import TRACKING_TOOLS, tracking_tools_of
+
+WAIT_AT_END_S = 20.0
+"""How long a command waits for the last steps to arrive."""
+
+
+@contextmanager
+def tracked(to: Collection[str], folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """While the block lasts, the run in this folder is passed on to the tools among a recipe's destinations. Their
+    sentences go to `say`, from threads; nothing that happens to them reaches the block."""
+    processes: dict[str, subprocess.Popen[str]] = {}
+    for name in tracking_tools_of(to):
+        try:
+            processes[name] = _start(name, folder)
+        except OSError as error:
+            say(f"warning  the run goes on without {TRACKING_TOOLS[name].title}: {error.strerror}")
+    listeners = [threading.Thread(target=_pass_on, args=(one, say), daemon=True) for one in processes.values()]
+    for one in listeners:
+        one.start()
+    try:
+        yield
+    finally:
+        for process in processes.values():
+            with suppress(OSError):
+                if process.stdin is not None:
+                    process.stdin.close()
+        until_s = time.monotonic() + WAIT_AT_END_S
+        for name, process in processes.items():
+            try:
+                process.wait(max(0.0, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                say(f"{name:<8} {TRACKING_TOOLS[name].title} still sends, and does so for ten minutes at most")
+        for one in listeners:
+            one.join(timeout=1.0)
+
+
+def _start(name: str, folder: Path) -> subprocess.Popen[str]:
+    # -P with our own sys.path: it finds the modules that we find, and nothing in the current folder.
+    command = [sys.executable, "-P", "-m", "plait.tracking.follow", str(folder.resolve()), name]
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    with append_to_file(folder / f"tracker-{name}.log") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the run; this one sends its last steps
+        )
+
+
+def _pass_on(process: subprocess.Popen[str], say: Callable[[str], None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        say(line.rstrip("\n"))
