@@ -49,11 +49,15 @@ def main() -> None:
             write_page(page, page_text((ROOT / document).read_text(encoding="utf-8"), Path(document), page, extra))
     write_page("decisions/index.md", decisions_text())
     write_gallery(extra)
-    for path, place in extra.items():
-        copy_linked(path, SOURCE / place)
+    copied: set[Path] = set()
+    while missing := extra.keys() - copied:  # a document among them may link to more
+        for path in sorted(missing):
+            copy_linked(path, SOURCE / extra[path], extra)
+        copied |= missing
     subprocess.run([zensical, "build", "--clean"], cwd=BUILD, check=True)
     shutil.rmtree(SITE, ignore_errors=True)
     shutil.copytree(BUILD / "site", SITE)
+    load_nothing_from_elsewhere(SITE)
     problems = sorted(set(broken_links(SITE)))
     if problems:
         sys.exit("docs: these links lead nowhere, or off the site:\n  " + "\n  ".join(problems))
@@ -129,16 +133,15 @@ def decisions_text() -> str:
     return "# Decisions\n\nWhy plait is as it is, one page a decision.\n\n" + "\n".join(rows) + "\n"
 
 
-def copy_linked(path: Path, place: Path) -> None:
+def copy_linked(path: Path, place: Path, extra: dict[Path, str]) -> None:
     """A file that a document links to; a folder as a page that lists its files."""
     if not (ROOT / path).exists():
         return  # the link check says so
     if not (ROOT / path).is_dir():
         place.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
-            place.write_text(
-                page_text((ROOT / path).read_text(encoding="utf-8"), path, str(place.relative_to(SOURCE)), {})
-            )
+            text, page = (ROOT / path).read_text(encoding="utf-8"), str(place.relative_to(SOURCE))
+            place.write_text(page_text(text, path, page, extra), encoding="utf-8")
         else:
             shutil.copy(ROOT / path, place)
         return
@@ -195,8 +198,11 @@ def recipe_text(recipe: Path, clusters: list[str], comment: str) -> str:
         parts.append(f"[The plan's own page]({drawn.name}) draws it: layout, time, memory and the other layouts.")
         parts.append(f'<iframe src="{drawn.name}" title="The plan of {recipe.stem}" style="{FRAME}"></iframe>')
     else:
-        print(f"docs: {recipe.name} was not planned: {done.stderr.strip()}")
-        parts.append(f"When these pages were made there was no plan: {done.stderr.strip().removeprefix('plait: ')}.")
+        print(f"docs: {recipe.name} has no plan: {done.stderr.strip().removeprefix('plait: ')}")
+        parts.append(
+            "The model or the chats that this recipe begins with were missing when these pages were made, so it was "
+            "not planned. `make pairs docs` brings them and makes the pages again."
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -205,6 +211,17 @@ FRAME = "width:100%;height:40rem;border:1px solid var(--md-default-fg-color--lig
 
 def indented(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.rstrip().splitlines())
+
+
+def load_nothing_from_elsewhere(site: Path) -> None:
+    """Zensical's pages load one script from a CDN, with which search works on pages opened from a folder; ours does."""
+    script = shutil.copy(HERE / "file-worker.js", site / "assets")
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(text.replace(FILE_WORKER, os.path.relpath(script, page.parent)), encoding="utf-8")
+
+
+FILE_WORKER = "https://unpkg.com/iframe-worker/shim"
 
 
 # The check of the result.

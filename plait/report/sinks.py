@@ -330,12 +330,14 @@ def _hparams(settings: Mapping[str, float | str | bool]) -> Iterator[Mapping[str
     """The summaries that TensorBoard's HPARAMS tab reads: which settings and metrics there are, and this run's."""
     from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
+    api: Any = api_pb2  # its classes are made when it is imported
+    plugin_data: Any = plugin_data_pb2
     kinds = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}
-    experiment: Any = api_pb2.Experiment(
-        hparam_infos=[{"name": name, "type": kinds.get(type(v), "DATA_TYPE_FLOAT64")} for name, v in settings.items()],  # type: ignore[arg-type]
-        metric_infos=[{"name": {"tag": tag}} for tag in ("loss", "eval_loss", "eval_nats_per_byte", "tokens_per_s")],  # type: ignore[arg-type]
+    experiment = api.Experiment(
+        hparam_infos=[{"name": name, "type": kinds.get(type(v), "DATA_TYPE_FLOAT64")} for name, v in settings.items()],
+        metric_infos=[{"name": {"tag": tag}} for tag in ("loss", "eval_loss", "eval_nats_per_byte", "tokens_per_s")],
     )
-    session: Any = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+    session = plugin_data.SessionStartInfo(start_time_secs=time.time())
     for name, value in settings.items():
         if isinstance(value, bool):
             session.hparams[name].bool_value = value
@@ -343,7 +345,7 @@ def _hparams(settings: Mapping[str, float | str | bool]) -> Iterator[Mapping[str
             session.hparams[name].string_value = value
         else:
             session.hparams[name].number_value = value
-    data: Any = plugin_data_pb2.HParamsPluginData
+    data = plugin_data.HParamsPluginData
     for tag, content in (
         ("_hparams_/experiment", data(version=0, experiment=experiment)),
         ("_hparams_/session_start_info", data(version=0, session_start_info=session)),

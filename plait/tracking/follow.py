@@ -13,11 +13,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from plait.report.samples_file import SampleReport
 from plait.run_folder import RunFolder
 from plait.tracking.trackers import TRACKING_TOOLS, MetricRow, OpenTracker, TrackedRun, Tracker
 
-LOOK_EVERY_S = 1.0
+PASS_ON_EVERY_S = 1.0
 FINISH_WITHIN_S = 600.0
 """A tool that does not end by then is given up: the next start sends the rest."""
 _MOST_ROWS = 500
@@ -117,7 +118,7 @@ class Follower:
 
 
 def _moved(arrived: Arrived, **to: int) -> Arrived:
-    return Arrived(**(asdict(arrived) | to))
+    return replace(arrived, **to)  # pyright: ignore[reportArgumentType]  only steps
 
 
 def _parsed(line: bytes) -> Mapping[str, Any]:
@@ -153,7 +154,7 @@ def follow(
     with _alone(folder.path / f".tracker-{name}.lock"):
         try:
             while not folder.has_begun:
-                if wait(LOOK_EVERY_S):
+                if wait(PASS_ON_EVERY_S):
                     return
             run = TrackedRun(
                 folder=folder.path,
@@ -162,16 +163,20 @@ def follow(
                 settings=run_settings(flat_values(folder.saved_config()), folder.saved_plan()),
             )
             tracker = open_tracker(run, read_arrived(note).run_id)
-            if tracker.address:
-                say(f"{name:<8} {tracker.address}")
+            say(f"{name:<8} {_without_passwords(tracker.address)}")
             follower = Follower(folder, note, tracker)
-            while not wait(LOOK_EVERY_S):
+            while not wait(PASS_ON_EVERY_S):
                 follower.pass_on()
             follower.pass_on()
             tracker.finish("finished" if folder.is_finished else "stopped")
         except Exception as error:  # of a library: whatever it is, the run goes on
-            why = one_line(str(error)).rstrip(".") or type(error).__name__
+            why = _without_passwords(one_line(str(error)).rstrip(".")) or type(error).__name__
             say(f"warning  the run goes on without {title}: {why[:300]}; its next start sends what is missing")
+
+
+def _without_passwords(text: str) -> str:
+    """The text without names and passwords in addresses, such as that of an MLflow server."""
+    return re.sub(r"(://)[^/@\s]+@", r"\1…@", text)
 
 
 @contextmanager
@@ -205,7 +210,8 @@ def main() -> None:
         return TRACKING_TOOLS[name].open()(run, run_id)
 
     follow(folder, name, open_tracker, ended.wait, say)
-    sentences.close()
+    with suppress(OSError):
+        sentences.close()
     os._exit(0)  # whatever threads the library has left
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from plait.report.samples_file import SampleReport
@@ -20,39 +21,33 @@ def open_mlflow(run: TrackedRun, run_id: str) -> MlflowTracker:
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # nothing goes anywhere but to the store
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-    import mlflow
-    from mlflow.entities import Param
-
+    mlflow: Any = import_module("mlflow")
     client = mlflow.MlflowClient()
     if run_id:
         client.update_run(run_id, status="RUNNING")
-        return MlflowTracker(client, run_id)
+        return MlflowTracker(mlflow, client, run_id)
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run.project)
     known = client.get_experiment_by_name(name)
     experiment = known.experiment_id if known else client.create_experiment(name)
     new = client.create_run(experiment, run_name=run.name)
-    params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in run.settings.items()]
+    params = [mlflow.entities.Param(key, str(value)[:_LONGEST_PARAM]) for key, value in run.settings.items()]
     for first in range(0, len(params), _MOST_PARAMS):
         client.log_batch(new.info.run_id, params=params[first : first + _MOST_PARAMS])
-    return MlflowTracker(client, new.info.run_id)
+    return MlflowTracker(mlflow, client, new.info.run_id)
 
 
 class MlflowTracker:
     """One run in MLflow."""
 
-    def __init__(self, client: Any, run_id: str) -> None:
-        import mlflow
-
-        self._client, self.run_id = client, run_id
+    def __init__(self, mlflow: Any, client: Any, run_id: str) -> None:
+        self._metric, self._client, self.run_id = mlflow.entities.Metric, client, run_id
         history = client.get_metric_history(run_id, "loss")
         self.last_step: int = max((one.step for one in history), default=0)
         self.address = f"run {run_id} at {mlflow.get_tracking_uri()}"
 
     def log(self, rows: Sequence[MetricRow]) -> None:
-        from mlflow.entities import Metric
-
         now_ms = int(1000 * time.time())
-        metrics = [Metric(name, value, now_ms, step) for step, values in rows for name, value in values.items()]
+        metrics = [self._metric(name, value, now_ms, step) for step, values in rows for name, value in values.items()]
         for first in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self.run_id, metrics=metrics[first : first + _MOST_METRICS])
 

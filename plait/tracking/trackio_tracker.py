@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from plait.report.samples_file import SampleReport
@@ -14,19 +15,18 @@ def open_trackio(run: TrackedRun, run_id: str) -> TrackioTracker:
     """The run in Trackio's project of the folder's name, or that of TRACKIO_PROJECT."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    import trackio
-
+    trackio: Any = import_module("trackio")
     project = os.environ.get("TRACKIO_PROJECT", run.project)
     resume = "allow" if run_id else "never"
     opened = trackio.init(project=project, name=run.name, resume=resume, config=dict(run.settings))
-    return TrackioTracker(opened, project)
+    return TrackioTracker(opened, trackio.Markdown, project)
 
 
 class TrackioTracker:
     """One run in Trackio."""
 
-    def __init__(self, run: Any, project: str) -> None:
-        self._run = run
+    def __init__(self, run: Any, markdown: Any, project: str) -> None:
+        self._run, self._markdown = run, markdown
         self.run_id: str = run.name
         self.last_step = 0
         self.address = f"trackio show --project {project}"
@@ -36,9 +36,7 @@ class TrackioTracker:
             self._run.log(dict(values), step=step)
 
     def sample(self, report: SampleReport) -> None:
-        import trackio
-
-        self._run.log({"sample": trackio.Markdown(f"{report.prompt}{report.text}")}, step=report.step)
+        self._run.log({"sample": self._markdown(f"{report.prompt}{report.text}")}, step=report.step)
 
     def finish(self, state: EndState) -> None:
         self._run.finish()

@@ -16,7 +16,7 @@ from plait.report.samples_file import SampleReport
 from plait.report.sinks import MetricsFile, SamplesFile
 from plait.run_folder import RunFolder
 from plait.tracking.follow import follow, read_arrived
-from plait.tracking.trackers import refuse_missing_tools, tracking_tools_of
+from plait.tracking.trackers import TrackedRun, Tracker, refuse_missing_tools, tracking_tools_of
 from plait.working_folder import WorkingFolder
 from tests.report.test_report_metrics import eval_report, step_report
 from tests.run_files.written_runs import written_run
@@ -105,6 +105,17 @@ def test_a_tool_that_fails_is_said_once_and_gets_the_rest_at_the_next_start(fold
     assert read_arrived(folder.path / "tracker-wandb.json").step == 3
     followed(folder, store, lambda: train(folder, range(9, 11)))
     assert sorted(set(steps_of(store))) == list(range(1, 11))
+
+
+def test_passwords_in_addresses_are_not_printed(folder: RunFolder) -> None:
+    def open_run(run: TrackedRun, run_id: str) -> Tracker:
+        raise ConnectionError("http://ada:secret@server/api is unreachable")
+
+    said: list[str] = []
+    follow(folder, "mlflow", open_run, lambda _: True, said.append)
+    assert [one.partition(";")[0] for one in said] == [
+        "warning  the run goes on without MLflow: http://…@server/api is unreachable"
+    ]
 
 
 def test_a_damaged_note_begins_a_new_run_in_the_tool(folder: RunFolder, store: Path) -> None:
