@@ -164,7 +164,10 @@ def write_gallery(extra: dict[Path, str]) -> None:
         summary = re.split(r"(?<=[.!?]) ", comment)[0]
         rows.append(f"| [{recipe.stem}](recipes/{recipe.stem}.md) | {summary} |")
         write_page(f"recipes/{recipe.stem}.md", recipe_text(recipe, machines[recipe.stem], comment))
-    text = "# Recipes\n\nEach of them is a file in `recipes/`, and runs as it is: `plait train recipes/NAME.toml`.\n\n"
+    text = (
+        "# Recipes\n\nEach of them is a file in `recipes/` and runs as it is: `plait train recipes/NAME.toml`. The "
+        "models of two papers are there to be planned. Every page has the plan of its recipe, in words and drawn.\n\n"
+    )
     write_page("recipes.md", text + "| recipe | what it does |\n|---|---|\n" + "\n".join(rows) + "\n")
 
 
@@ -189,11 +192,12 @@ def recipe_text(recipe: Path, clusters: list[str], comment: str) -> str:
         text=True,
         check=False,
     )
-    parts = [f"# {recipe.stem}", comment, f"    plait train recipes/{recipe.name}", "## The recipe"]
+    train = [] if recipe.stem.startswith("paper-") else [f"    plait train recipes/{recipe.name}"]
+    parts = [f"# {recipe.stem}", comment, *train, "## The recipe"]
     parts.append(indented(recipe.read_text(encoding="utf-8")))
     parts += ["## Its plan", f"    plait {' '.join(command)}"]
     if done.returncode == 0:
-        parts.append(indented(done.stdout))
+        parts.append(indented(re.sub(r"^working .*\n", "", done.stdout, flags=re.MULTILINE)))
         parts.append("## Its picture")
         parts.append(f"[The plan's own page]({drawn.name}) draws it: layout, time, memory and the other layouts.")
         parts.append(f'<iframe src="{drawn.name}" title="The plan of {recipe.stem}" style="{FRAME}"></iframe>')

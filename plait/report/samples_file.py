@@ -12,7 +12,7 @@ from plait.errors import PlaitError
 from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
 
-_SHOWN_CHARACTERS = 160
+_SHOWN_CHARACTERS, _SHOWN_OF_PROMPT = 160, 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,8 @@ class SampleReport:
         return json.dumps(asdict(self), ensure_ascii=False)
 
     def in_short(self) -> str:
-        """The beginning of the sample on one line, for a terminal."""
-        written = one_line(self.text)
+        """The beginning of the sample on one line, behind the end of its prompt, for a terminal."""
+        written = one_line(f"{self.prompt[-_SHOWN_OF_PROMPT:]}{self.text}")
         cut = f"{written[:_SHOWN_CHARACTERS]}…" if len(written) > _SHOWN_CHARACTERS else written
         return f"sample   step {self.step}: {cut}"
 

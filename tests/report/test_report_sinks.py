@@ -138,4 +138,4 @@ def test_a_damaged_line_of_samples_is_named(tmp_path: Path, line: str) -> None:
 
 def test_a_sample_in_short_is_one_line() -> None:
     short = sample_after(7, " a\n\nb" * 100).in_short()
-    assert short.startswith("sample   step 7: a b a b") and "\n" not in short and len(short) < 200
+    assert short.startswith("sample   step 7: Now a b a b") and "\n" not in short and len(short) < 200
