@@ -11,6 +11,7 @@ The noise comes from a generator of its own, so that training's random numbers s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -102,7 +103,8 @@ def sample_beginning(
 ) -> list[int]:
     """The tokens that samples go on from: of the prompt, or of the held-out text where there is none."""
     if prompt is None:
-        return _text_beginning(corpus, sequence, overlong) or list(tokenizer.beginning)
+        ids = _text_beginning(corpus, sequence, overlong) or list(tokenizer.beginning)
+        return ids if corpus.layout != "stream" else _whole_words(ids, tokenizer)
     if corpus.template:
         return _message_ids(corpus, tokenizer, prompt)
     return [*tokenizer.beginning, *tokenizer.encode(prompt)]
@@ -121,6 +123,13 @@ def _text_beginning(corpus: Corpus, sequence: int, overlong: Overlong) -> list[i
     learned = np.flatnonzero(rows.targets[0] != IGNORED_TARGET)
     count = PROMPT_TOKENS if corpus.layout == "stream" or not len(learned) else int(learned[0]) + 1
     return [int(token) for token in rows.inputs[0, :count]]
+
+
+def _whole_words(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The tokens without the words that they cut; as they are where they hold an end of text, or fewer than two words
+    between."""
+    words = re.search(r"\s(\S+\s.*\S)\s", tokenizer.decode(ids), re.DOTALL)
+    return ids if words is None or tokenizer.eot in ids else tokenizer.encode(words[1])
 
 
 def _message_ids(corpus: Corpus, tokenizer: Tokenizer, text: str) -> list[int]:

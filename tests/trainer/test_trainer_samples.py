@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from plait.data.preparation.tokens import train_bpe
 from plait.parallel.communicator import ONE_PROCESS
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.trainer.assemble import Assembly, assemble
-from plait.trainer.samples import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, load_sampler
+from plait.trainer.samples import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, _whole_words, load_sampler
 from plait.trainer.state import TrainState
 from tests.trainer.rank_entries import sampled_losses
 from tests.trainer.tiny import make_tiny
@@ -108,3 +109,13 @@ def test_scores_that_are_not_finite_end_a_sample(tmp_path: Path) -> None:
     report = sampler.sample(assembly, 3)
     assembly.loader.close()
     assert report is not None and report.text == ""
+
+
+def test_a_prompt_of_held_out_text_has_whole_words() -> None:
+    tokenizer = train_bpe(["wonders of the world abroad, than living dully"], 280)
+
+    def prompt_of(text: str) -> str:
+        return tokenizer.decode(_whole_words(tokenizer.encode(text), tokenizer))
+
+    assert prompt_of("e wonders of the world abroad,\nThan, living d") == "wonders of the world abroad,\nThan, living"
+    assert prompt_of("wonders of") == "wonders of" and prompt_of("") == ""

@@ -1,4 +1,4 @@
-"""What plait asks of the package trackio, done in a file of JSON lines in TRACKIO_DIR: for tests without the package."""
+"""What plait asks of the package trackio, done in a file of JSON lines in TRACKIO_DIR."""
 
 from __future__ import annotations
 
