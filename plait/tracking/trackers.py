@@ -86,7 +86,8 @@ def tracking_tools_of(to: Collection[str]) -> Sequence[str]:
 def refuse_missing_tools(to: Collection[str]) -> None:
     """Raise PlaitError where a recipe names a tool that is not installed."""
     for name in tracking_tools_of(to):
-        if find_spec(TRACKING_TOOLS[name].package) is None:
+        found = find_spec(TRACKING_TOOLS[name].package)
+        if found is None or found.origin is None:  # a folder of that name, such as W&B makes, is no package
             raise PlaitError(
                 f'report.to names "{name}", and {TRACKING_TOOLS[name].title} is not installed',
                 f"install it: {installing(f'plait[{name}]')}; or take it out of report.to",

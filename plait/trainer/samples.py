@@ -91,7 +91,7 @@ def load_sampler(
         ids = sample_beginning(corpus, tokenizer, prompt, sequence, overlong)
         first = len(tokenizer.beginning) if ids[: len(tokenizer.beginning)] == [*tokenizer.beginning] else 0
         shown = tokenizer.decode(ids[first:]).rstrip("\ufffd")
-        return {"ids": ids, "ends": learnt_ends(corpus, tokenizer), "prompt": shown if prompt is None else prompt}
+        return {"ids": ids, "ends": learnt_ends(corpus, tokenizer), "prompt": shown}
 
     found = first_ones(beginning, world)
     tokenizer = corpus_tokenizer(corpus) if world.index == 0 else None
