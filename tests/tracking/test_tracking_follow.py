@@ -139,7 +139,11 @@ def test_settings_hold_no_auto_and_nothing_about_where_a_run_writes(folder: RunF
     json.dumps(settings, allow_nan=False)
 
 
-def test_a_tool_that_is_not_installed_is_refused_with_the_command() -> None:
+def test_a_tool_that_is_not_installed_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trackio").mkdir()  # a folder of that name is no package
+    monkeypatch.syspath_prepend(str(tmp_path))
     refuse_missing_tools(["tensorboard", "csv"])
     assert tracking_tools_of(["tensorboard", "mlflow", "csv"]) == ["mlflow"]
     with pytest.raises(PlaitError, match=r'report.to names "trackio".*pip install.*plait\[trackio\]'):
