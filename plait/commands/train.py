@@ -46,7 +46,7 @@ from plait.recipe.load import RecipeSource, load_recipe, run_name_of
 from plait.report.metrics import read_metrics
 from plait.run_folder import NEW_PLAN_KEYS, check_changes, lock_run_folder, run_folder
 from plait.screen.screen import Screen
-from plait.tracking.processes import tracked
+from plait.tracking.processes import tools_behind, tracked
 from plait.tracking.trackers import refuse_missing_tools
 from plait.workers import (
     ENTRIES,
@@ -95,7 +95,9 @@ def train(
             refuse_impossible_layout(config, folder.saved_plan())
         if folder.has_begun and "train.budget" not in changed and folder.is_finished:
             refuse_other_text(prepared_corpus(config, working, screen), folder.saved_plan())
-            receipt = print_finished(folder, screen, details)
+            behind = tools_behind(config.report.to, folder.path, folder.saved_plan().job.steps)
+            with tracked(behind, folder.path, screen.print):
+                receipt = print_finished(folder, screen, details)
             dismiss_torchrun_ranks()
             return TrainingEnd(stopped_by="finished", receipt=receipt)
         plan_changed = any(key.startswith(NEW_PLAN_KEYS) for key in changed)

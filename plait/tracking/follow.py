@@ -51,6 +51,11 @@ class Arrived:
     sampled: int = -1
 
 
+def arrived_file(folder: Path, name: str) -> Path:
+    """Where it is noted what a tool has of the run in this folder."""
+    return folder / f"tracker-{name}.json"
+
+
 def read_arrived(path: Path) -> Arrived:
     """What was noted; that nothing has arrived where there is no file, or a damaged one."""
     try:
@@ -150,7 +155,7 @@ def follow(
     """Pass a run on to the tool until `wait`, which takes seconds, says that the run has ended; then what is left. The
     first failure is said in one sentence, and ends it."""
     title = TRACKING_TOOLS[name].title
-    note = folder.path / f"tracker-{name}.json"
+    note = arrived_file(folder.path, name)
     with _alone(folder.path / f".tracker-{name}.lock"):
         try:
             while not folder.has_begun:

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from plait.regular_file import append_to_file
+from plait.tracking.follow import arrived_file, read_arrived
 from plait.tracking.trackers import TRACKING_TOOLS, tracking_tools_of
 
 WAIT_AT_END_S = 20.0
@@ -46,6 +47,11 @@ def tracked(to: Collection[str], folder: Path, say: Callable[[str], None]) -> It
                 say(f"{name:<8} {TRACKING_TOOLS[name].title} still sends, and does so for ten minutes at most")
         for one in listeners:
             one.join(timeout=1.0)
+
+
+def tools_behind(to: Collection[str], folder: Path, steps: int) -> Sequence[str]:
+    """The tools among a recipe's destinations that do not have this many steps of the run yet."""
+    return [name for name in tracking_tools_of(to) if read_arrived(arrived_file(folder, name)).step < steps]
 
 
 def _start(name: str, folder: Path) -> subprocess.Popen[str]:

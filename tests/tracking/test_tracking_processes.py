@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plait.run_folder import RunFolder
-from plait.tracking.processes import tracked
+from plait.tracking.processes import tools_behind, tracked
 from plait.working_folder import WorkingFolder
 from tests.end_to_end.command import wait_until
 from tests.run_files.written_runs import written_run
@@ -64,6 +64,8 @@ def test_a_tool_that_fails_is_said_and_gets_the_rest_later(
     monkeypatch.delenv("TRACKIO_FAILS_AT")
     passed_on(folder, lambda: None)
     assert sorted({line["step"] for line in kept(tmp_path) if "loss" in line}) == [1, 2, 3, 4, 5]
+    assert tools_behind(["csv", "trackio"], folder.path, 5) == []
+    assert tools_behind(["csv", "trackio", "wandb"], folder.path, 6) == ["trackio", "wandb"]
 
 
 def test_the_process_sends_the_rest_and_ends_when_its_command_is_killed(folder: RunFolder, tmp_path: Path) -> None:
