@@ -125,6 +125,15 @@ def plan(
         Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with figures to this file.")
     ] = None,
     measured: MeasuredStep = None,
+    pool: Annotated[
+        Path | None,
+        typer.Option("--pool", metavar="FILE", help="Choose machines from the pool that this pool.toml describes."),
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option("--from", metavar="MACHINES", help='Choose among machines: "128xA100+384xV100".'),
+    ] = None,
+    prices: Annotated[bool, typer.Option("--prices", help="Print the catalogue's prices, with their sources.")] = False,
     prove: LayoutsToProve = None,
     why: Annotated[
         bool, typer.Option("--why", help="Also print the reasons, other layouts, and what would change the choice.")
@@ -135,17 +144,21 @@ def plan(
     from plait.commands import plan as planning
 
     if prove and recipe:
-        _prove(recipe, overrides or [], prove, json, elsewhere=bool(cluster or html or measured))
+        elsewhere = bool(cluster or html or measured or pool or from_)
+        _prove(recipe, overrides or [], prove, json, elsewhere=elsewhere)
         return
     if terms:
         _screen().print(planning.terms())
+    if prices:
+        _screen().print(planning.prices())
     if recipe:
-        options = {"json_file": json, "html_file": html, "measured": measured}
+        options: Any = {"json_file": json, "html_file": html, "measured": measured}
+        options |= {"pool_file": pool, "pool_text": from_}
         detail = "reasons" if why else "summary"
         planning.plan(
             recipe, overrides or [], clusters=cluster or [], top=top, detail=detail, **options, screen=_screen()
         )
-    elif not terms:
+    elif not terms and not prices:
         raise PlaitError("plait plan needs a recipe; name a .toml file, or write plait plan --terms")
 
 
@@ -153,7 +166,9 @@ def _prove(recipe: Path, overrides: list[str], count: int, json_file: Path | Non
     from plait.commands.prove import prove
 
     if elsewhere:
-        raise PlaitError("--prove runs layouts on this machine; leave --cluster, --html and --measured out")
+        raise PlaitError(
+            "--prove runs layouts on this machine; leave --cluster, --pool, --from, --html and --measured out"
+        )
     prove(recipe, overrides, count=count, json_file=json_file, screen=_screen())
 
 

@@ -33,7 +33,7 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 WORKER_KEYS = ("run.devices", "run.workers", "run.threads")
 NEW_PLAN_KEYS = ("layout.", "train.matmul_backend", *WORKER_KEYS)
 """Recipe keys that may change how a begun run is carried out: it is planned again."""
-CHANGEABLE_KEYS = ("train.budget", *NEW_PLAN_KEYS, "balance.", "checkpoint.", "recover.", "report.")
+CHANGEABLE_KEYS = ("train.budget", *NEW_PLAN_KEYS, "balance.", "checkpoint.", "recover.", "report.", "plan.")
 """Recipe keys that may differ when a begun run continues; `data.files` may move, too, as long as the text is the
 same."""
 

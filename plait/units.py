@@ -230,3 +230,9 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours:,} h {minutes} min"
     return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+
+
+def format_days(seconds: float) -> str:
+    """The time of a whole run: "3.1 days" where it takes two or more, else as format_duration has it."""
+    days = seconds / 86400
+    return f"{days:.1f} days" if days >= 2 else format_duration(seconds)

@@ -17,6 +17,14 @@ from plait.commands.planning.plan_report import (
     plan_summary_text,
     training_section,
 )
+from plait.commands.planning.pool_plan import (
+    PoolReport,
+    asked_pool,
+    pool_report,
+    pool_report_text,
+    pool_report_values,
+    prices_text,
+)
 from plait.commands.preparing.corpus import find_prepared_corpus
 from plait.errors import PlaitError
 from plait.machines.cluster import Cluster, read_cluster
@@ -49,16 +57,28 @@ def plan(
     json_file: Path | None,
     html_file: Path | None = None,
     measured: str | None = None,
+    pool_file: Path | None = None,
+    pool_text: str | None = None,
     detail: Literal["summary", "reasons"] = "summary",
     screen: Screen,
 ) -> None:
-    """Print the plan for each cluster, or for this machine where none is named; raises PlaitError in one sentence."""
+    """Print the plan for each cluster, for the best machines of a pool, or for this machine where nothing is named;
+    raises PlaitError in one sentence."""
     if measured is not None and len(clusters) > 1:
         raise PlaitError("--measured tells of a run on one cluster; name a single --cluster with it")
     check_output_file(json_file)
     check_output_file(html_file)
     measured_s = None if measured is None else seconds_of(measured)
+    pool = asked_pool(pool_file, pool_text)
+    if pool and (clusters or measured):
+        raise PlaitError("--pool and --from choose machines; leave --cluster and --measured out")
     config = load_recipe(recipe, overrides)
+    if pool:
+        with screen.progress() as show:
+            show(0, 0, f"{PLANNING} for {pool.name}")
+            chosen = pool_report(config, pool, top=top)
+        _show_pool(chosen, json_file, html_file, detail, screen)
+        return
     machines = [read_cluster(text) for text in clusters] or [None]
     with screen.progress() as show:
         reports = [plan_report(config, cluster, top=top, show=show) for cluster in machines]
@@ -77,6 +97,29 @@ def plan(
         write_output_file(json_file, json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n")
     if html_file:
         write_output_file(html_file, page_html(reports))
+
+
+def _show_pool(
+    report: PoolReport,
+    json_file: Path | None,
+    html_file: Path | None,
+    detail: Literal["summary", "reasons"],
+    screen: Screen,
+) -> None:
+    columns = screen.columns or REPORT_COLUMNS
+    text_of = plan_summary_text if detail == "summary" else plan_report_text
+    screen.print(pool_report_text(report, text_of(report.plan, columns), columns))
+    if detail == "summary":
+        screen.print(WHY_HINT)
+    if json_file:
+        write_output_file(json_file, json.dumps(pool_report_values(report), indent=2) + "\n")
+    if html_file:
+        write_output_file(html_file, page_html([report.plan]))
+
+
+def prices() -> str:
+    """The catalogue's prices, for a person who compares them with their own."""
+    return prices_text()
 
 
 def terms() -> str:

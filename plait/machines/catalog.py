@@ -33,6 +33,7 @@ _MEMORY = re.compile(r"\b(\d+)\s*gi?b\b")
 _MEMORY_AS_TYPED = re.compile(r"\b(\d+)\s*g(?:i?b)?\b")
 """People also write "A100-40G"; drivers do not, and "3g" in their names of MIG slices is no size."""
 
+_WITHOUT_PRICE: Mapping[str, Any] = {"price_per_hour": None, "price_source": ""}
 _NVIDIA_MACHINE = re.compile(r"(?:nvidia\s+)?[dh]gx[\s_-]+(.+)")
 _TPU_SLICE = re.compile(r"(?:google\s+)?(?:cloud\s+)?(?:tpu[\s_-]*)?(v\d+\s?[a-z]*|(?<=tpu)7x)-(\d+)")
 
@@ -74,6 +75,8 @@ class Device:
     """Whether products reach the `achievable` share in whole steps of plait, too, whatever power the device takes."""
     achievable_of: str = ""
     """The device whose `achievable` is assumed of this one; "" where it is its own."""
+    price_source: str = ""
+    """Where and when `price_per_hour` was read; "" where there is no price."""
 
     def __post_init__(self) -> None:
         rates = {f"peak_flops of {precision}": rate for precision, rate in self.peak_flops.items()}
@@ -199,7 +202,7 @@ def _mig_slice(whole: Device, units_of: Mapping[str, int], part: re.Match[str]) 
         memory_bytes=round(whole.memory_bytes * memory),
         memory_bytes_per_s=whole.memory_bytes_per_s * memory,
         units=whole.units and round(whole.units * share),
-        price_per_hour=None,
+        **_WITHOUT_PRICE,
     )
 
 
@@ -282,6 +285,7 @@ def _device(entry: Mapping[str, Any]) -> Device:
         watts=entry.get("watts"),
         units=entry.get("units"),
         source=entry["source"],
+        price_source=entry.get("price_source", ""),
     )
 
 
@@ -293,7 +297,7 @@ def _device_of_size(entries: Sequence[Mapping[str, Any]], memory_gb: int) -> Dev
         if memory_gb in _sizes(entry):
             base = re.sub(r" \d+GB$", "", entry["name"])
             # The price is that of the size which the entry describes.
-            return _device({**entry, "name": f"{base} {memory_gb}GB", "memory_gb": memory_gb, "price_per_hour": None})
+            return _device({**entry, "name": f"{base} {memory_gb}GB", "memory_gb": memory_gb, **_WITHOUT_PRICE})
     sizes = sorted({size for entry in entries for size in _sizes(entry)})
     plain = re.sub(r" \d+GB$", "", entries[0]["name"])
     raise PlaitError(f"no {plain} has {memory_gb} GB; the catalogue knows {' and '.join(map(str, sizes))} GB")

@@ -387,7 +387,7 @@ def _values(kind: type[Device] | type[Link], value: Any, where: str) -> dict[str
     annotations = {field.name: str(field.type) for field in fields(kind)}
     unknown = {name: None for name, annotation in annotations.items() if "None" in annotation}
     like = value.get("like") if isinstance(value, dict) else None
-    optional = {*unknown, "axes", "source", "all_reduce_reached", "clock_in_steps", "achievable_of"}
+    optional = {*unknown, "axes", "source", "all_reduce_reached", "clock_in_steps", "achievable_of", "price_source"}
     check_keys(value, set() if like else set(annotations) - optional, {"like", *annotations}, where)
     given = {name: value for name, value in value.items() if name != "like"}
     for name, value in given.items():

@@ -225,6 +225,20 @@ class ReportSection(RecipeSection):
         return to
 
 
+class MachineChoiceSection(RecipeSection):
+    """[plan]: which machines `plait plan` chooses from a pool; of no effect on training."""
+
+    objective: Literal["fastest", "cheapest", "balanced"] | Auto = "auto"
+    """"balanced": time multiplied by cost is least; "auto": the cheapest with a deadline, the fastest with a largest
+    cost, else balanced."""
+    deadline: TimeText = "never"
+    """Time within which the run must end: "3 days"."""
+    max_cost: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Most that the run may cost, in the pool's currency."""
+    min_tokens_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Fewest tokens a second."""
+
+
 class RunConfig(RecipeSection):
     """A whole recipe, checked."""
 
@@ -239,6 +253,7 @@ class RunConfig(RecipeSection):
     checkpoint: CheckpointSection = CheckpointSection()
     recover: RecoverSection = RecoverSection()
     report: ReportSection = ReportSection()
+    plan: MachineChoiceSection = MachineChoiceSection()
 
     def __str__(self) -> str:
         """TOML with every key written out, as it is saved with a run; keys that are None are left out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from typing import Literal
 
 from plait.devices import ON_PAPER, DeviceName
 from plait.machines.catalog import Device, find_device_by_driver_name
@@ -71,6 +72,8 @@ class Resources:
     """Measures several hosts; None where there is one."""
     cluster: Cluster | None = None
     """What the probe found, or the cluster on paper."""
+    devices_used: Literal["all", "some"] = "some"
+    """Whether a layout must use all devices, or may leave some out where that is allowed at all."""
     is_here: bool = True
     """Whether the machines exist and are reachable; False for a cluster that is only described."""
     arithmetic: ProcessorArithmetic | None = None
@@ -107,7 +110,7 @@ class Resources:
         """Whether a layout may use only some of the machines or GPUs. Those that torchrun started all take part; a
         processor's workers are no devices of their own."""
         has_gpus = self.machine.has_accelerators and self.fixed_workers is None
-        return self.has_known_devices and (self.cluster is not None or has_gpus)
+        return self.devices_used == "some" and self.has_known_devices and (self.cluster is not None or has_gpus)
 
     def as_cluster(self, workers: int) -> Cluster:
         """The machines as a cluster of this many devices."""

@@ -126,7 +126,7 @@ def _chapter(report: PlanReport, number: int) -> str:
     facts = {
         "the whole run takes": run_time_text(report.run),
         f"memory, of {format_bytes(report.capacity_bytes)}": format_bytes(report.chosen.bytes_per_device),
-        "money, at public prices": run_cost_text(report.run),
+        "money" if report.money else "money, at public prices": run_cost_text(report.run),
         "a step takes": format_duration(report.chosen.step_s),
         "tokens a second": format_count(report.tokens_per_s),
         "of the arithmetic peak (MFU)": f"{report.mfu:.0%}",

@@ -38,7 +38,7 @@ from plait.planner.search.model_error import RangeKind, expected_range
 from plait.planner.step_time.device_rates import USUAL_ACHIEVABLE_SHARE
 from plait.planner.step_time.device_time import was_measured
 from plait.report.plausibility import mfu_text
-from plait.units import counted, format_bytes, format_count, format_duration, format_si
+from plait.units import counted, format_bytes, format_count, format_days, format_duration, format_si
 
 JOULES_PER_WH = 3600
 RANGE_TEXTS: Mapping[RangeKind, str] = {
@@ -124,6 +124,8 @@ class PlanReport:
     """What a run on this machine does first; None for machines on paper."""
     measured: Diagnosis | None = None
     """Why a measured step differs from the forecast, where one was given."""
+    money: str = ""
+    """What the run costs by a pool's own prices, in words; empty: at the catalogue's prices."""
 
     @cached_property
     def summary(self) -> tuple[PlanSection, ...]:
@@ -274,8 +276,7 @@ def _time(report: PlanReport) -> str:
 
 def run_time_text(run: PlannedTotals) -> str:
     """The time of the whole run, in days where it takes two or more."""
-    days = run.wall_s / 86400
-    return f"{days:.1f} days" if days >= 2 else format_duration(run.wall_s)
+    return format_days(run.wall_s)
 
 
 def run_cost_text(run: PlannedTotals) -> str:
@@ -288,6 +289,8 @@ def run_cost_text(run: PlannedTotals) -> str:
 
 
 def _money(report: PlanReport) -> str:
+    if report.money:
+        return report.money
     cost = run_cost_text(report.run)
     if report.run.cost_usd is None:
         lacking = _names(report.search, "price_per_hour")

@@ -55,6 +55,11 @@ def comparison_table(reports: Sequence[PlanReport], columns: int) -> str:
         )
         for one in reports
     ]
+    return aligned_table(rows, columns)
+
+
+def aligned_table(rows: Sequence[Sequence[str]], columns: int) -> str:
+    """Rows of cells in lines of this many columns at most; the last cell goes on in the lines below it."""
     *narrow, _ = zip(*rows, strict=True)
     wide = [max(map(len, cells)) for cells in narrow]
     start = min(sum(wide) + 2 * len(wide), columns * 2 // 3)

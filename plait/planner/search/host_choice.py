@@ -57,7 +57,7 @@ def _searched_subsets(whole: Search, cluster: Cluster) -> Iterator[Search]:
     """Every natural subset that holds the job and may be about as fast as the whole."""
     workload, profile, within_s = whole.workload, whole.profile, (1 + whole.tolerance) * whole.best_step_s
     for subset in natural_subsets(workload, cluster, profile):
-        if cluster.measured is None and _least_step_s(workload, subset.cluster, profile) > within_s:
+        if cluster.measured is None and least_step_s(workload, subset.cluster, profile) > within_s:
             continue
         try:
             found = search(workload, subset.cluster, profile=profile, constraints=whole.constraints)
@@ -120,7 +120,7 @@ def _gpu_subsets_of_nodes(cluster: Cluster) -> Iterator[DeviceSubset]:
             yield DeviceSubset(nodes=(row[0],), cluster=node_alone(cluster, place, size))
 
 
-def _least_step_s(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> float:
+def least_step_s(workload: Workload, cluster: Cluster, profile: SoftwareProfile) -> float:
     """Seconds of a step if all devices did nothing but the largest products: no layout takes less."""
     rate = sum(
         island.n_devices * device_rates(island.device, workload.precision, profile, island.speed).linear_flops

@@ -1,0 +1,254 @@
+"""The answer to "which machines": priced choices from a pool, the one recommended, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+
+from plait.errors import PlaitError
+from plait.machines.pool import Pool
+from plait.model.shape import parameter_count
+from plait.planner.derive.intervals import steps_in_budget
+from plait.planner.derive.model_size import CorpusFacts, budget_of
+from plait.planner.derive.published_rules import EXPECTED_MFU, training_flops_of_weights
+from plait.planner.derive.training_job import SizedJob, rate_before_pricing, size_job
+from plait.planner.pools.choice import Aims, Choice, best_choice, check_prices, frontier, missing, objective_value
+from plait.planner.pools.choice_words import (
+    bound_text,
+    choice_text,
+    contrast_text,
+    cost_text,
+    nearest_text,
+)
+from plait.planner.pools.exploring import explore
+from plait.planner.pools.pricing import PoolPricer, resources_of_selection
+from plait.planner.pools.selection import Selection
+from plait.recipe.schema import RunConfig
+from plait.units import format_count, format_days, format_duration, parse_every
+
+CHOICES_SHOWN = 6
+"""Choices that an answer names, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolAnswer:
+    """What `plait plan` says of a pool."""
+
+    pool: Pool
+    aims: Aims
+    choices: tuple[Choice, ...]
+    """Those worth considering, the fastest first."""
+    recommended: int
+    """Index of the recommended one."""
+    explored: tuple[Choice, ...]
+    """All priced choices, of which the picture is drawn."""
+    notes: tuple[str, ...]
+    """How the job was sized, where that is not as for given machines."""
+    left_out: tuple[str, ...]
+    """Why kinds of devices and zones are not used, a sentence each."""
+
+    @property
+    def best(self) -> Choice:
+        """The recommended choice."""
+        return self.choices[self.recommended]
+
+    @property
+    def sentence(self) -> str:
+        """The recommendation."""
+        best, others = self.best, [one for one in self.choices if one is not self.best]
+        contrast = contrast_text(best, others, self.aims.objective)
+        return f"{choice_text(best)}{f'; {contrast}' if contrast else ''}"
+
+    def why(self, choice: Choice) -> str:
+        """What a choice gives up or gains beside the recommended one."""
+        if choice is self.best:
+            return self.purpose
+        return nearest_text(choice, self.best, missing(choice, self.aims))
+
+    @property
+    def purpose(self) -> str:
+        """What the recommended choice is best at."""
+        aims, currency = self.aims, self.pool.currency
+        what = {
+            "fastest": "the fastest",
+            "cheapest": "the cheapest",
+            "balanced": "the best balance: least time multiplied by cost",
+        }[aims.objective]
+        bounds = [bound_text(key, aims, currency) for key in bounds_of(aims)]
+        return f"{what} within {' and '.join(bounds)}" if bounds else what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolJob:
+    """A recipe's job with an amount of work that is the same for all choices."""
+
+    config: RunConfig
+    """The recipe with a budget in tokens or steps."""
+    sized: SizedJob
+    steps: int
+    notes: tuple[str, ...]
+
+
+def bounds_of(aims: Aims) -> list[str]:
+    """The recipe's keys of the bounds that are set."""
+    bounds = {
+        "plan.deadline": aims.deadline_s,
+        "plan.max_cost": aims.max_cost,
+        "plan.min_tokens_per_s": aims.min_tokens_per_s,
+    }
+    return [key for key, bound in bounds.items() if bound is not None]
+
+
+def aims_of(config: RunConfig, pool: Pool) -> Aims:
+    """What the recipe asks of a choice; raises PlaitError where it asks for money and a price is not known."""
+    asked = config.plan
+    deadline_s = parse_every(asked.deadline).value or None
+    has_prices = all(entry.price is not None for entry in pool.devices)
+    if asked.objective != "auto":
+        objective = asked.objective
+    elif deadline_s is not None and asked.max_cost is None and has_prices:
+        objective = "cheapest"
+    else:
+        objective = "balanced" if has_prices and asked.max_cost is None else "fastest"
+    aims = Aims(
+        objective=objective,
+        deadline_s=deadline_s,
+        max_cost=asked.max_cost,
+        min_tokens_per_s=asked.min_tokens_per_s,
+    )
+    check_prices(pool, aims)
+    return aims
+
+
+def pool_job(config: RunConfig, corpus: CorpusFacts, pool: Pool) -> PoolJob:
+    """The job for all choices. A budget of time says how long, not how much: it becomes the tokens that all devices are
+    expected to train in that time."""
+    everything = Selection(pool, tuple(entry.count for entry in pool.devices))
+    rate = rate_before_pricing(resources_of_selection(everything.cluster))
+    sized, notes = size_job(config, corpus, rate), tuple[str, ...]()
+    if sized.job.budget.unit == "seconds":
+        per_token = training_flops_of_weights(sized.job.shape)
+        tokens = max(sized.job.batch_tokens, round(sized.job.budget.value * rate.flops_per_s / per_token))
+        if sized.job.most_tokens is not None:
+            tokens = min(tokens, sized.job.most_tokens)
+        named = "the usual budget" if config.train.budget == "auto" else "train.budget"
+        notes = (
+            f"{named} of {format_duration(budget_of(config).value)} says how long, and choices are compared by the same "
+            f"work: {format_count(tokens)} tokens, as much as all {everything.n_devices} devices would train in that "
+            f"time at {EXPECTED_MFU:.0%} of their peak; train.budget in tokens or steps sets it",
+        )
+        size = f"{parameter_count(sized.job.shape)}" if config.model.size == "auto" and corpus.base is None else None
+        config = _with_tokens(config, tokens, size if _has_open_width(config) else None)
+        sized = size_job(config, corpus, rate)
+    job = sized.job
+    return PoolJob(
+        config=config,
+        sized=sized,
+        steps=max(1, steps_in_budget(job.budget, job.batch_tokens, step_s=None)),
+        notes=notes,
+    )
+
+
+def _has_open_width(config: RunConfig) -> bool:
+    return "auto" in (config.model.layers, config.model.width)
+
+
+def _with_tokens(config: RunConfig, tokens: int, size: str | None) -> RunConfig:
+    """The recipe with a budget in tokens, and with a model's size where plait chose one."""
+    train = config.train.model_copy(update={"budget": f"{tokens} tokens"})
+    updated: dict[str, object] = {"train": train}
+    if size is not None:
+        updated["model"] = config.model.model_copy(update={"size": size})
+    return config.model_copy(update=updated)
+
+
+def answer_of(job: PoolJob, corpus: CorpusFacts, pool: Pool, aims: Aims) -> PoolAnswer:
+    """Choose from a pool; raises PlaitError where nothing holds the job or meets the bounds, with the nearest choice."""
+    pricer = PoolPricer(job.config, corpus, job.sized, pool, job.steps)
+    try:
+        explored = explore(pool, pricer.price, pricer.price_bound, aims)
+    except PlaitError:
+        if pricer.refusals:  # the largest selection says it best
+            raise pricer.refusals[-1] from None
+        raise
+    best = best_choice(explored, aims)
+    if missed := missing(best, aims):
+        bounds = " and ".join(bound_text(key, aims, pool.currency) for key in bounds_of(aims))
+        needed = " and ".join(f"{key} = {_needed(key, best)}" for key in missed)
+        raise PlaitError(
+            f"nothing in {pool.name} meets {bounds}: the nearest is {choice_text(best)}; write {needed}, or a smaller "
+            "train.budget"
+        )
+    shown = shown_choices(explored, best)
+    return PoolAnswer(
+        pool=pool,
+        aims=aims,
+        choices=tuple(shown),
+        recommended=next(place for place, one in enumerate(shown) if one is best),
+        explored=tuple(explored),
+        notes=job.notes,
+        left_out=tuple(_left_out(pool, explored, best, aims)),
+    )
+
+
+def _needed(key: str, choice: Choice) -> str:
+    """The value of a bound that a choice would meet, as a recipe has it."""
+    if key == "plan.deadline":
+        hours = -(-choice.wall_s // 3600)
+        return f'"{hours:.0f} hours"'
+    if key == "plan.max_cost":
+        assert choice.cost is not None
+        return f"{choice.cost * 1.005:.3g}" if choice.cost < 1000 else f"{-(-choice.cost // 1):.0f}"
+    return f"{choice.tokens_per_s * 0.995:.0f}"
+
+
+def shown_choices(explored: Sequence[Choice], best: Choice) -> list[Choice]:
+    """A few of the choices that no other beats, as far apart as can be: the fastest, the cheapest, the best and some
+    between, the fastest first."""
+    known = [one for one in frontier(explored) if one is not best]
+    kept = list(dict.fromkeys((*known[:1], *known[-1:])))
+    rest = [one for one in known if one not in kept]
+    while rest and len(kept) < CHOICES_SHOWN - 1:
+        farthest = max(rest, key=lambda one: min(_distance(one, other) for other in (*kept, best)))
+        if min(_distance(farthest, other) for other in (*kept, best)) < LEAST_DISTANCE:
+            break
+        kept.append(farthest)
+        rest.remove(farthest)
+    return sorted((*kept, best), key=lambda one: (one.wall_s, one.cost or 0.0))
+
+
+LEAST_DISTANCE = log(1.1)
+"""Choices that are nearer to each other in time and cost are not both worth a line."""
+
+
+def _distance(one: Choice, other: Choice) -> float:
+    time = abs(log(one.wall_s / other.wall_s))
+    return time if not one.cost or not other.cost else max(time, abs(log(one.cost / other.cost)))
+
+
+def _left_out(pool: Pool, explored: Sequence[Choice], best: Choice, aims: Aims) -> list[str]:
+    """For each kind of device and each zone that the best choice does not use the best that was priced with it."""
+    lines = list[str]()
+    kinds = dict.fromkeys(entry.device.name for entry in pool.devices)
+    used = {entry.device.name for entry, _ in best.selection.taken}
+    for kind in (kind for kind in kinds if kind not in used):
+        with_it = [one for one in explored if any(entry.device.name == kind for entry, _ in one.selection.taken)]
+        lines.append(_left_out_text(kind, with_it, best, aims))
+    if len(pool.zones) > 1:
+        for zone in (zone for zone in pool.zones if zone not in best.selection.zones):
+            with_it = [one for one in explored if {zone} < set(one.selection.zones)]
+            lines.append(_left_out_text(zone, with_it, best, aims))
+    return lines
+
+
+def _left_out_text(what: str, with_it: Sequence[Choice], best: Choice, aims: Aims) -> str:
+    if not with_it:
+        return f"{what} is not used: no priced selection with it holds the job"
+    meets = [one for one in with_it if not missing(one, aims)]
+    other = min(meets or with_it, key=lambda one: objective_value(one, aims.objective))
+    short = "" if meets else ", which misses the bounds"
+    costs = "" if other.cost is None else f" for {cost_text(other)}"
+    return (
+        f"{what} is not used: the best with it, {other.selection}, would take {format_days(other.wall_s)}{costs}{short}"
+    )

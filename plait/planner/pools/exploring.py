@@ -1,0 +1,190 @@
+"""Which selections of a pool to price: a few thousand would be possible for a small pool, and no number for a large one.
+
+Note [exploring a pool]: single kinds in one zone and then in one zone more are priced first, at numbers of nodes that
+double; then the kinds together. From the best of each group of kinds the search goes on to neighbours, one entry of the
+pool at a time, as long as one is better. What cannot be better even if its devices did nothing but their largest
+products is not priced. Small pools are priced whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
+from math import inf, prod
+
+from plait.errors import PlaitError
+from plait.machines.pool import Pool
+from plait.planner.pools.choice import Aims, Choice, rank
+from plait.planner.pools.selection import Counts
+
+PriceSelection = Callable[[Counts], Sequence[Choice]]
+"""Prices devices of a pool, on demand and as spot machines; no choice where they cannot hold the job."""
+
+PRICED_WHOLE = 40
+"""Selections of a pool up to which all of them are priced."""
+CLIMBS = 3
+"""Groups of kinds from whose best selection the search goes on."""
+KINDS_TOGETHER = 4
+"""Kinds of which all groups are tried; of more only single ones, pairs and all."""
+
+
+def explore(pool: Pool, price: PriceSelection, price_bound: PriceSelection, aims: Aims) -> list[Choice]:
+    """Priced choices of a pool, among them the best by these aims; raises PlaitError where none holds the job.
+
+    `price_bound` prices a selection better than any layout can be, without a search.
+    """
+    explored = _Explored(price, price_bound, aims)
+    if prod(len(entry.sizes) + 1 for entry in pool.devices) - 1 <= PRICED_WHOLE:
+        for counts in every_selection(pool):
+            explored.add(counts)
+    else:
+        groups = _kind_groups(pool)
+        for kinds in groups:
+            for counts in _seeds(pool, kinds):
+                explored.add(counts)
+        for start in explored.best_of_groups(pool)[:CLIMBS]:
+            _climb(pool, explored, start)
+    choices = explored.choices
+    if not choices:
+        raise PlaitError(
+            f"no selection of {pool.name} holds this job; plait plan RECIPE --cluster with its largest devices says what "
+            "is missing"
+        )
+    return choices
+
+
+def every_selection(pool: Pool) -> Iterator[Counts]:
+    """All selections of at least one device."""
+    return (counts for counts in product(*((0, *entry.sizes) for entry in pool.devices)) if any(counts))
+
+
+class _Explored:
+    """The selections priced so far, with the best of them."""
+
+    def __init__(self, price: PriceSelection, price_bound: PriceSelection, aims: Aims) -> None:
+        self._price, self._price_bound, self._aims = price, price_bound, aims
+        self._priced: dict[Counts, Sequence[Choice]] = {}
+        self._best = (inf, inf)
+
+    @property
+    def choices(self) -> list[Choice]:
+        return [choice for some in self._priced.values() for choice in some]
+
+    def add(self, counts: Counts) -> tuple[float, float]:
+        """Price a selection; its rank."""
+        if counts not in self._priced:
+            self._priced[counts] = self._price(counts)
+        key = self.rank(counts)
+        self._best = min(self._best, key)
+        return key
+
+    def add_if_promising(self, counts: Counts) -> tuple[float, float]:
+        """Price a selection that may become the best; its rank, or that of its bound."""
+        if counts not in self._priced:
+            bound = min((rank(choice, self._aims) for choice in self._price_bound(counts)), default=(inf, inf))
+            if bound > self._best:
+                return bound
+        return self.add(counts)
+
+    def rank(self, counts: Counts) -> tuple[float, float]:
+        return min((rank(choice, self._aims) for choice in self._priced.get(counts, ())), default=(inf, inf))
+
+    def best_of_groups(self, pool: Pool) -> list[Counts]:
+        """The best selection of each group of kinds, the best group first."""
+        best: dict[frozenset[str], Counts] = {}
+        for counts in sorted(self._priced, key=self.rank):
+            kinds = frozenset(entry.device.name for entry, count in zip(pool.devices, counts, strict=True) if count)
+            best.setdefault(kinds, counts)
+        return [counts for counts in best.values() if self.rank(counts)[0] < inf]
+
+
+def _kind_groups(pool: Pool) -> list[tuple[str, ...]]:
+    kinds = tuple(dict.fromkeys(entry.device.name for entry in pool.devices))
+    sizes = range(1, len(kinds) + 1) if len(kinds) <= KINDS_TOGETHER else (1, 2, len(kinds))
+    return [group for size in sizes for group in combinations(kinds, size)]
+
+
+def _zone_chains(pool: Pool, kinds: Sequence[str]) -> list[list[str]]:
+    """The zones that have these kinds, in orders that begin with each of them and go on to the zone with the fastest
+    link to those before."""
+    zones = list(dict.fromkeys(entry.zone for entry in pool.devices if entry.device.name in kinds))
+    chains = list[list[str]]()
+    for first in zones:
+        chain, rest = [first], [zone for zone in zones if zone != first]
+        while rest:
+            chain.append(max(rest, key=lambda zone: _slowest_rate(pool, chain, zone)))
+            rest.remove(chain[-1])
+        chains.append(chain)
+    return chains
+
+
+def _slowest_rate(pool: Pool, chain: Sequence[str], zone: str) -> tuple[float, float]:
+    """The slowest link from a zone to some others, and then the cheapest traffic."""
+    links = [link for other in chain if (link := pool.link_between(other, zone))]
+    return min(link.link.bytes_per_s for link in links), -max(link.egress_price for link in links)
+
+
+def _seeds(pool: Pool, kinds: tuple[str, ...]) -> Iterator[Counts]:
+    """Selections of these kinds to begin with: of one kind numbers of devices that double, zone after zone; of several
+    all of them in one zone, in two and so on."""
+    for chain in _zone_chains(pool, kinds):
+        if len(kinds) == 1:
+            sizes = _doubling_sizes(pool, kinds[0], chain)
+            yield from (_filled(pool, kinds[0], size, chain) for size in sizes)
+        for n in range(1, len(chain) + 1):
+            yield tuple(
+                entry.count if entry.device.name in kinds and entry.zone in chain[:n] else 0 for entry in pool.devices
+            )
+
+
+def _doubling_sizes(pool: Pool, kind: str, chain: Sequence[str]) -> list[int]:
+    entries = [entry for entry in pool.devices if entry.device.name == kind and entry.zone in chain]
+    total, parts = (
+        sum(entry.count for entry in entries),
+        [size for size in entries[0].sizes if size < entries[0].per_node],
+    )
+    per_node = entries[0].per_node
+    return [*parts, *(per_node * 2**k for k in range((total // per_node).bit_length()))]
+
+
+def _filled(pool: Pool, kind: str, devices: int, chain: Sequence[str]) -> Counts:
+    """A number of devices of one kind, from the first zones that have them."""
+    counts, left = [0] * len(pool.devices), devices
+    for zone in chain:
+        for place, entry in enumerate(pool.devices):
+            if entry.zone == zone and entry.device.name == kind and left:
+                fits = max((size for size in entry.sizes if size <= left), default=0)
+                counts[place], left = fits, left - fits
+    return tuple(counts)
+
+
+def _climb(pool: Pool, explored: _Explored, start: Counts) -> None:
+    """Go from a selection to the best of its neighbours while that is better."""
+    here, key = start, explored.rank(start)
+    while True:
+        tried = {counts: explored.add_if_promising(counts) for counts in _neighbours(pool, here)}
+        best = min(tried, key=lambda counts: tried[counts], default=here)
+        if tried.get(best, (inf, inf)) >= key:
+            return
+        here, key = best, tried[best]
+
+
+def _neighbours(pool: Pool, counts: Counts) -> list[Counts]:
+    """Selections with one entry changed: by a size, to half, to twice, to none or to all; or moved to another entry."""
+    found = list[Counts]()
+    for place, entry in enumerate(pool.devices):
+        for count in _other_sizes((0, *entry.sizes), counts[place]):
+            found.append((*counts[:place], count, *counts[place + 1 :]))
+    for one, other in product(range(len(counts)), repeat=2):
+        if counts[one] and counts[other] == 0 and counts[one] in pool.devices[other].sizes:
+            moved = list(counts)
+            moved[one], moved[other] = 0, counts[one]
+            found.append(tuple(moved))
+    return [one for one in dict.fromkeys(found) if any(one) and one != counts]
+
+
+def _other_sizes(sizes: Sequence[int], count: int) -> list[int]:
+    at = sizes.index(count)
+    near = [sizes[place] for place in (at - 1, at + 1) if 0 <= place < len(sizes)]
+    far = [max(size for size in sizes if size <= wanted) for wanted in (count // 2, 2 * count)]
+    return [size for size in dict.fromkeys((*near, *far, 0, sizes[-1])) if size != count]

@@ -1,0 +1,76 @@
+"""A pool's answer as text and as plain values: what `plait plan` prints of it and writes with --json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plait.planner.pools.answer import PoolAnswer
+from plait.planner.pools.choice import Choice
+from plait.planner.pools.choice_words import cost_text
+from plait.planner.report.text import aligned_table
+from plait.units import counted, format_count, format_days, format_duration
+
+TABLE_HEADINGS = ("", "machines", "pay", "time", "cost", "tokens per", "step", "beside the recommended one")
+
+
+def answer_lines(answer: PoolAnswer, columns: int) -> list[str]:
+    """The recommendation, the table of choices, what is not used and what was assumed."""
+    currency = answer.pool.currency
+    unit = "$" if currency == "USD" else currency
+    headings = [f"{text} {unit}" if text == "tokens per" else text for text in TABLE_HEADINGS]
+    rows = [headings, *(_row(answer, choice) for choice in answer.choices)]
+    assumed = [phrase for choice in answer.choices for phrase in choice.assumed]
+    points = [*answer.left_out, *answer.notes]
+    lines = [
+        f"pool     {answer.pool.name}: {counted(answer.pool.n_devices, 'device')}"
+        f"{f' in {len(answer.pool.zones)} zones' if len(answer.pool.zones) > 1 else ''}",
+        f"rent     {answer.sentence}",
+        *(f"         · {point}" for point in points),
+    ]
+    assumptions = [
+        f"{'assumed' if place == 0 else '':8} · {phrase}" for place, phrase in enumerate(dict.fromkeys(assumed))
+    ]
+    return [*lines, "", aligned_table(rows, columns), "", *assumptions, *([""] if assumptions else [])]
+
+
+def _row(answer: PoolAnswer, choice: Choice) -> tuple[str, ...]:
+    per_cost = choice.tokens_per_cost
+    return (
+        "→" if choice is answer.best else "",
+        str(choice.selection),
+        choice.purchase,
+        format_days(choice.wall_s),
+        cost_text(choice),
+        "" if per_cost is None else format_count(per_cost),
+        format_duration(choice.step_s),
+        answer.why(choice),
+    )
+
+
+def answer_values(answer: PoolAnswer) -> dict[str, Any]:
+    """The keys that a pool adds to those of a plan."""
+    return {
+        "choices": [_values(answer, choice) for choice in answer.choices],
+        "recommended": answer.recommended,
+        "objective": answer.aims.objective,
+        "left_out_of_pool": list(answer.left_out),
+    }
+
+
+def _values(answer: PoolAnswer, choice: Choice) -> dict[str, Any]:
+    money = choice.money
+    parts = None if money is None else {"devices": money.devices, "egress": money.egress, "restarts": money.restarts}
+    return {
+        "devices": choice.selection.by_zone(),
+        "purchase": choice.purchase,
+        "layout": choice.layout,
+        "precision": choice.precision,
+        "step_s": choice.step_s,
+        "days": choice.days,
+        "cost": choice.cost,
+        "cost_parts": parts,
+        "currency": answer.pool.currency,
+        "tokens_per_cost": choice.tokens_per_cost,
+        "assumed": list(choice.assumed),
+        "why": answer.why(choice),
+    }
