@@ -133,6 +133,12 @@ def plan(
         str | None,
         typer.Option("--from", metavar="MACHINES", help='Choose among machines: "128xA100+384xV100".'),
     ] = None,
+    availability: Annotated[
+        str | None,
+        typer.Option(
+            "--availability", metavar="FILE", help='When the pool has which spot machines: a CSV file, or "seed:1".'
+        ),
+    ] = None,
     prices: Annotated[bool, typer.Option("--prices", help="Print the catalogue's prices, with their sources.")] = False,
     prove: LayoutsToProve = None,
     why: Annotated[
@@ -153,7 +159,7 @@ def plan(
         _screen().print(planning.prices())
     if recipe:
         options: Any = {"json_file": json, "html_file": html, "measured": measured}
-        options |= {"pool_file": pool, "pool_text": from_}
+        options |= {"pool_file": pool, "pool_text": from_, "availability": availability}
         detail = "reasons" if why else "summary"
         planning.plan(
             recipe, overrides or [], clusters=cluster or [], top=top, detail=detail, **options, screen=_screen()

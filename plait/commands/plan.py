@@ -59,6 +59,7 @@ def plan(
     measured: str | None = None,
     pool_file: Path | None = None,
     pool_text: str | None = None,
+    availability: str | None = None,
     detail: Literal["summary", "reasons"] = "summary",
     screen: Screen,
 ) -> None:
@@ -72,11 +73,13 @@ def plan(
     pool = asked_pool(pool_file, pool_text)
     if pool and (clusters or measured):
         raise PlaitError("--pool and --from choose machines; leave --cluster and --measured out")
+    if availability and not pool:
+        raise PlaitError("--availability is about the machines of a pool; name one with --pool or --from")
     config = load_recipe(recipe, overrides)
     if pool:
         with screen.progress() as show:
             show(0, 0, f"{PLANNING} for {pool.name}")
-            chosen = pool_report(config, pool, top=top)
+            chosen = pool_report(config, pool, top=top, availability=availability)
         _show_pool(chosen, json_file, html_file, detail, screen)
         return
     machines = [read_cluster(text) for text in clusters] or [None]

@@ -1,5 +1,6 @@
-"""Pools: devices that could be rented or used, by zone, with prices and the links between zones; from pool.toml and from
-short forms.
+"""Pools: devices that could be rented or used, by zone, with prices and the links between zones.
+
+A pool is read from a short form ("128xA100+384xV100") or from a pool.toml:
 
     currency = "USD"
 
@@ -46,14 +47,13 @@ CURRENCIES = (
     "SEK", "NOK", "DKK", "PLN", "CZK", "HUF", "RON", "TRY", "ILS", "AED", "SAR", "ZAR", "THB", "IDR", "MYR", "VND",
 )  # fmt: skip
 ASSUMED_BANDWIDTH = 1.2e9
-"""Bytes a second of a machine to another zone where nothing says so: between two regions of Google Cloud 1.0 to 1.3 GB/s
-were measured, between zones of one region 5.8 to 6.6 (Sailor, SOSP 2025)."""
+"""Bytes a second of a machine to another zone where nothing says so: between two regions of Google Cloud 1.0 to 1.3
+GB/s were measured, between zones of one region 5.8 to 6.6 (Sailor, SOSP 2025)."""
 ASSUMED_EGRESS_PRICE = 0.02
-"""US dollars a GB to another zone where nothing says so: Google Cloud's price between regions of one continent (the same
-source, 2025); between zones of one region it is half of that."""
+"""US dollars a GB to another zone where nothing says so: Google Cloud's price between regions of one continent (the
+same source, 2025); between zones of one region it is half of that."""
 ASSUMED_INTERRUPTIONS_PER_DAY = 0.1
-"""Of one spot machine: the middle of the 5 to 15 % a day that Google Cloud's documentation of preemptible machines gave
-as its average."""
+"""Of one spot machine: a judgement. Clouds publish no rate; it differs by kind, zone and hour."""
 MOST_DEVICE_ENTRIES = 64
 _MOST_PRICE = 1e9
 

@@ -340,8 +340,8 @@ _NOT_OF_THE_PLAN = ("run.name", "data.files", "recover.give_up_after", "plan.")
 def plan_key(
     config: RunConfig, content_hash: str, machine: Machine, workers: WorkerPool, others: Sequence[Machine] = ()
 ) -> str:
-    """Hash of a plan's inputs: the recipe but for its name, where its text lies, what follows a failure and what machines
-    to take from a pool, the text, and the machines."""
+    """Hash of a plan's inputs: the recipe, the text and the machines. Of the recipe its name, where its text lies, what
+    follows a failure and what a pool is for do not count."""
     named = flat_values(config).items()
     requested = {key: value for key, value in named if not key.startswith(_NOT_OF_THE_PLAN)}
     given = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,25 @@ from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.errors import PlaitError
 from plait.machines.catalog import device_names, find_device
 from plait.machines.pool import Pool, pool_of_short_form, read_pool
+from plait.planner.derive.intervals import checkpoint_every
+from plait.planner.pools.affordable import affordable_model, asks_for_model
 from plait.planner.pools.answer import PoolAnswer, aims_of, answer_of, pool_job
+from plait.planner.pools.availability import (
+    Availability,
+    SimulatedChoice,
+    generated_availability,
+    read_availability,
+    simulate,
+)
+from plait.planner.pools.choice import best_choice
 from plait.planner.pools.choice_words import cost_text
-from plait.planner.pools.pricing import resources_of_selection
-from plait.planner.pools.rendered import answer_lines, answer_values
+from plait.planner.pools.pricing import PoolPricer, resources_of_selection
+from plait.planner.pools.rendered import answer_lines, answer_values, simulated_text
 from plait.planner.report.report import PlanReport
 from plait.planner.report.report_json import report_values
 from plait.planner.report.text import aligned_table
 from plait.recipe.schema import RunConfig
+from plait.regular_file import SMALL_FILE_BYTES, read_regular_file
 from plait.screen.screen import wrapped
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -30,6 +41,10 @@ class PoolReport:
 
     answer: PoolAnswer
     plan: PlanReport
+    affordable: str = ""
+    """Which model the recipe's money pays for, in words; empty where the recipe names one."""
+    over_time: SimulatedChoice | None = None
+    """The run on spot machines that come and go, where that was asked for."""
 
 
 def asked_pool(pool_file: Path | None, short_form: str | None) -> Pool | None:
@@ -41,12 +56,28 @@ def asked_pool(pool_file: Path | None, short_form: str | None) -> Pool | None:
     return pool_of_short_form(short_form) if short_form else None
 
 
-def pool_report(config: RunConfig, pool: Pool, *, top: int, working: WorkingFolder = CURRENT_FOLDER) -> PoolReport:
-    """Choose machines from a pool and plan for them; raises PlaitError in one sentence."""
+def pool_report(
+    config: RunConfig,
+    pool: Pool,
+    *,
+    top: int,
+    availability: str | None = None,
+    working: WorkingFolder = CURRENT_FOLDER,
+) -> PoolReport:
+    """Choose machines from a pool and plan for them; raises PlaitError in one sentence.
+
+    With `availability`, a file or "seed:NUMBER", the run is also simulated on spot machines that come and go.
+    """
     corpus, assumed = corpus_facts_or_usual(config, working)
-    aims = aims_of(config, pool)
+    aims, affordable = aims_of(config, pool), ""
+    if asks_for_model(config, corpus):
+        aims = aims if config.plan.objective != "auto" else replace(aims, objective="balanced")
+        model = affordable_model(config, corpus, pool, aims)
+        config, affordable = model.config, model.sentence(aims, pool)
     job = pool_job(config, corpus, pool)
-    answer = answer_of(job, corpus, pool, aims)
+    pricer = PoolPricer(job.config, corpus, job.sized, pool, job.steps)
+    answer = answer_of(job, pricer, pool, aims)
+    over_time = _over_time(job.config, pool, answer, pricer, availability) if availability else None
     best = answer.best
     report = make_plan_report(job.config, resources_of_selection(best.selection.cluster), top=top, working=working)
     cost = best.cost if pool.currency == "USD" else None
@@ -56,7 +87,42 @@ def pool_report(config: RunConfig, pool: Pool, *, top: int, working: WorkingFold
         money=_money_text(answer),
         notes=tuple(dict.fromkeys((*pool.notes, *assumed, *report.notes))),
     )
-    return PoolReport(answer=answer, plan=report)
+    return PoolReport(answer=answer, plan=report, affordable=affordable, over_time=over_time)
+
+
+def _over_time(
+    config: RunConfig, pool: Pool, answer: PoolAnswer, pricer: PoolPricer, availability: str
+) -> SimulatedChoice:
+    """The run on spot machines that come and go, beside the best choice on demand."""
+    if all(entry.spot_price is None for entry in pool.devices):
+        raise PlaitError("--availability is about spot machines; add spot_price to a [[device]] of the pool")
+    there = _read_availability(availability, pool)
+    run = simulate(pool, answer.explored, pricer.price, pricer.price_bound, there, answer.aims, _checkpoint_s(config))
+    steady = [one for one in answer.explored if one.purchase == "on demand" and one.cost is not None]
+    beside = best_choice(steady, answer.aims) if steady else None
+    return SimulatedChoice(run=run, beside=beside, availability=there, currency=pool.currency)
+
+
+def _read_availability(text: str, pool: Pool) -> Availability:
+    if text.startswith("seed:"):
+        if not text[5:].isdecimal() or len(text) > 20:
+            raise PlaitError(f'--availability {text} has no seed; write for example "seed:1"')
+        return generated_availability(int(text[5:]), pool)
+    try:
+        rows = read_regular_file(Path(text), SMALL_FILE_BYTES).decode("utf-8")
+    except OSError as error:
+        raise PlaitError(
+            f'cannot read the availability {text}: {error.strerror}; name a file, or write "seed:1" for a generated one'
+        ) from error
+    except UnicodeDecodeError:
+        raise PlaitError(f"{text} is not text; --availability takes a CSV file in UTF-8") from None
+    return read_availability(rows, text, pool)
+
+
+def _checkpoint_s(config: RunConfig) -> float:
+    """Seconds between two checkpoints; steps between them count as a minute."""
+    every = checkpoint_every(config).value
+    return every.value if every.unit == "seconds" and every.value else 60.0
 
 
 def _money_text(answer: PoolAnswer) -> str:
@@ -73,13 +139,21 @@ def _money_text(answer: PoolAnswer) -> str:
 
 def pool_report_text(report: PoolReport, plan_text: str, columns: int = REPORT_COLUMNS) -> str:
     """The answer for people, and below it the text of the plan."""
-    lines = [line if "\n" in line else wrapped(line, columns) for line in answer_lines(report.answer, columns)]
+    first = [f"model    {report.affordable}"] if report.affordable else []
+    over_time = [f"spot     {simulated_text(report.over_time)}", ""] if report.over_time else []
+    said = [*first, *answer_lines(report.answer, columns), *over_time]
+    lines = [line if "\n" in line else wrapped(line, columns) for line in said]
     return "\n".join(lines) + "\n" + plan_text
 
 
 def pool_report_values(report: PoolReport) -> dict[str, Any]:
     """All keys of `plait plan --json` for a pool."""
-    return report_values(report.plan) | answer_values(report.answer)
+    values = report_values(report.plan) | answer_values(report.answer)
+    if report.affordable:
+        values["affordable_model"] = report.affordable
+    if report.over_time:
+        values["over_time"] = asdict(report.over_time.run) | {"pays": report.over_time.pays}
+    return values
 
 
 def prices_text(columns: int = REPORT_COLUMNS) -> str:

@@ -20,6 +20,7 @@ tenth of the run as warm-up, no weight decay). None of them asks how many device
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil, exp, floor, log2, sqrt
 
 from plait.model.adapter_shape import AdapterVariant
@@ -68,6 +69,24 @@ def reducible_loss(parameters: float, tokens: float, unique_tokens: int) -> floa
     trained = min(parameters, fresh / TOKENS_PER_PARAMETER)
     worth = _worth(parameters, trained, EXCESS_DECAY), _worth(tokens, fresh, REPEATS_DECAY)
     return LOSS_OF_PARAMETERS / worth[0] ** LOSS_EXPONENT + LOSS_OF_TOKENS / worth[1] ** LOSS_EXPONENT
+
+
+SCALING_LAWS: Mapping[str, tuple[float, float, float, float, float]] = {
+    "Hoffmann 2022": (1.69, 406.4, 0.34, 410.7, 0.28),
+    "Besiroglu 2024": (1.8172, 482.01, 0.3478, 2085.43, 0.3658),
+    "Muennighoff 2023": (1.87, LOSS_OF_PARAMETERS, LOSS_EXPONENT, LOSS_OF_TOKENS, LOSS_EXPONENT),
+}
+"""Published fits of the loss on web text in nats a token, E + A / N^a + B / D^b: (E, A, a, B, b). The second refits the
+runs of the first (2404.10102)."""
+
+
+def predicted_losses(parameters: float, tokens: float, unique_tokens: int) -> dict[str, float]:
+    """The loss that each published fit expects of a training, repeated text and excess parameters counted for what they
+    are worth."""
+    fresh = min(tokens, unique_tokens)
+    trained = min(parameters, fresh / TOKENS_PER_PARAMETER)
+    n, d = _worth(parameters, trained, EXCESS_DECAY), _worth(tokens, fresh, REPEATS_DECAY)
+    return {name: e + a / n**x + b / d**y for name, (e, a, x, b, y) in SCALING_LAWS.items()}
 
 
 def _worth(amount: float, full: float, decay: float) -> float:

@@ -134,9 +134,9 @@ def pool_job(config: RunConfig, corpus: CorpusFacts, pool: Pool) -> PoolJob:
             tokens = min(tokens, sized.job.most_tokens)
         named = "the usual budget" if config.train.budget == "auto" else "train.budget"
         notes = (
-            f"{named} of {format_duration(budget_of(config).value)} says how long, and choices are compared by the same "
-            f"work: {format_count(tokens)} tokens, as much as all {everything.n_devices} devices would train in that "
-            f"time at {EXPECTED_MFU:.0%} of their peak; train.budget in tokens or steps sets it",
+            f"{named} of {format_duration(budget_of(config).value)} says how long, and choices are compared by the "
+            f"same work: {format_count(tokens)} tokens, as much as all {everything.n_devices} devices would train in "
+            f"that time at {EXPECTED_MFU:.0%} of their peak; train.budget in tokens or steps sets it",
         )
         size = f"{parameter_count(sized.job.shape)}" if config.model.size == "auto" and corpus.base is None else None
         config = _with_tokens(config, tokens, size if _has_open_width(config) else None)
@@ -163,9 +163,8 @@ def _with_tokens(config: RunConfig, tokens: int, size: str | None) -> RunConfig:
     return config.model_copy(update=updated)
 
 
-def answer_of(job: PoolJob, corpus: CorpusFacts, pool: Pool, aims: Aims) -> PoolAnswer:
-    """Choose from a pool; raises PlaitError where nothing holds the job or meets the bounds, with the nearest choice."""
-    pricer = PoolPricer(job.config, corpus, job.sized, pool, job.steps)
+def answer_of(job: PoolJob, pricer: PoolPricer, pool: Pool, aims: Aims) -> PoolAnswer:
+    """Choose from a pool; raises PlaitError where nothing holds the job or meets the bounds."""
     try:
         explored = explore(pool, pricer.price, pricer.price_bound, aims)
     except PlaitError:

@@ -21,8 +21,8 @@ Purchase = Literal["on demand", "spot"]
 SAME = 0.01
 """Choices whose time, or cost, differs by less than this share count as equal: the other figure then decides."""
 INTERRUPTION_LOSS_S = 600.0
-"""Seconds that an interruption costs a run: to have a machine again, to start, and the steps since the last checkpoint; a
-judgement, as neither clouds nor papers agree."""
+"""Seconds that an interruption costs a run: to get a machine again, to start, and the steps since the last checkpoint.
+A judgement: published figures differ."""
 DAY_S = 86400.0
 
 

@@ -23,9 +23,9 @@ def bytes_between_zones(
 ) -> dict[ZonePair, float]:
     """Bytes of one step of a layout that leave each zone for each other one.
 
-    `zone_of_nodes` are the zones of the search's nodes as they were given. Gradients and sharded parameters travel around
-    rings of ranks, so what leaves a zone is what crosses its end of the ring; stages send what a batch's tokens are in
-    between. Replicas are taken to have equal shares.
+    `zone_of_nodes` are the zones of the search's nodes as they were given. Gradients and sharded parameters travel
+    around rings of ranks, so what leaves a zone is what crosses its end of the ring; stages send each other the
+    activations of all tokens, and their gradients. Replicas are taken to have equal shares.
     """
     if len(set(zone_of_nodes)) == 1:
         return {}

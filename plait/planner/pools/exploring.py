@@ -1,9 +1,9 @@
-"""Which selections of a pool to price: a few thousand would be possible for a small pool, and no number for a large one.
+"""Which selections of a pool to price: there are thousands for a small pool, and too many to count for a large one.
 
-Note [exploring a pool]: single kinds in one zone and then in one zone more are priced first, at numbers of nodes that
-double; then the kinds together. From the best of each group of kinds the search goes on to neighbours, one entry of the
-pool at a time, as long as one is better. What cannot be better even if its devices did nothing but their largest
-products is not priced. Small pools are priced whole.
+Note [exploring a pool]: single kinds in one zone, then in one zone more, are priced first, at numbers of devices that
+double; then the kinds together. From the best of each group of kinds the search goes on to neighbours, one entry of
+the pool at a time, as long as one is better. A selection is not priced where it could not become the best even if its
+devices did nothing but their largest products. Small pools are priced whole.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ PRICED_WHOLE = 40
 """Selections of a pool up to which all of them are priced."""
 CLIMBS = 3
 """Groups of kinds from whose best selection the search goes on."""
+MOST_ENTRIES_PAIRED = 3
+"""Entries of a pool up to which neighbours may differ in two of them."""
 KINDS_TOGETHER = 4
 """Kinds of which all groups are tried; of more only single ones, pairs and all."""
 
@@ -40,15 +42,20 @@ def explore(pool: Pool, price: PriceSelection, price_bound: PriceSelection, aims
     else:
         groups = _kind_groups(pool)
         for kinds in groups:
-            for counts in _seeds(pool, kinds):
-                explored.add(counts)
+            chains = _zone_chains(pool, kinds)
+            for chain in chains:
+                for counts in _seeds(pool, kinds, chain):
+                    if len(kinds) == 1 and chain is chains[0]:  # whatever the aims: the table shows them
+                        explored.add(counts)
+                    else:
+                        explored.add_if_promising(counts)
         for start in explored.best_of_groups(pool)[:CLIMBS]:
             _climb(pool, explored, start)
     choices = explored.choices
     if not choices:
         raise PlaitError(
-            f"no selection of {pool.name} holds this job; plait plan RECIPE --cluster with its largest devices says what "
-            "is missing"
+            f"no selection of {pool.name} holds this job; plait plan RECIPE --cluster with its largest devices says "
+            "what is missing"
         )
     return choices
 
@@ -124,17 +131,16 @@ def _slowest_rate(pool: Pool, chain: Sequence[str], zone: str) -> tuple[float, f
     return min(link.link.bytes_per_s for link in links), -max(link.egress_price for link in links)
 
 
-def _seeds(pool: Pool, kinds: tuple[str, ...]) -> Iterator[Counts]:
+def _seeds(pool: Pool, kinds: tuple[str, ...], chain: Sequence[str]) -> Iterator[Counts]:
     """Selections of these kinds to begin with: of one kind numbers of devices that double, zone after zone; of several
     all of them in one zone, in two and so on."""
-    for chain in _zone_chains(pool, kinds):
-        if len(kinds) == 1:
-            sizes = _doubling_sizes(pool, kinds[0], chain)
-            yield from (_filled(pool, kinds[0], size, chain) for size in sizes)
-        for n in range(1, len(chain) + 1):
-            yield tuple(
-                entry.count if entry.device.name in kinds and entry.zone in chain[:n] else 0 for entry in pool.devices
-            )
+    if len(kinds) == 1:
+        sizes = _doubling_sizes(pool, kinds[0], chain)
+        yield from (_filled(pool, kinds[0], size, chain) for size in sizes)
+    for n in range(1, len(chain) + 1):
+        yield tuple(
+            entry.count if entry.device.name in kinds and entry.zone in chain[:n] else 0 for entry in pool.devices
+        )
 
 
 def _doubling_sizes(pool: Pool, kind: str, chain: Sequence[str]) -> list[int]:
@@ -170,17 +176,25 @@ def _climb(pool: Pool, explored: _Explored, start: Counts) -> None:
 
 
 def _neighbours(pool: Pool, counts: Counts) -> list[Counts]:
-    """Selections with one entry changed: by a size, to half, to twice, to none or to all; or moved to another entry."""
-    found = list[Counts]()
-    for place, entry in enumerate(pool.devices):
-        for count in _other_sizes((0, *entry.sizes), counts[place]):
-            found.append((*counts[:place], count, *counts[place + 1 :]))
+    """Selections with one entry changed: by a size, to half, to twice, to none or to all; or moved to another entry. In
+    pools of few entries, also with two of them changed: under a bound one has to give way to another."""
+    found = _with_one_changed(pool, counts)
+    if len(pool.devices) <= MOST_ENTRIES_PAIRED:
+        found += [other for one in found for other in _with_one_changed(pool, one)]
     for one, other in product(range(len(counts)), repeat=2):
         if counts[one] and counts[other] == 0 and counts[one] in pool.devices[other].sizes:
             moved = list(counts)
             moved[one], moved[other] = 0, counts[one]
             found.append(tuple(moved))
     return [one for one in dict.fromkeys(found) if any(one) and one != counts]
+
+
+def _with_one_changed(pool: Pool, counts: Counts) -> list[Counts]:
+    return [
+        (*counts[:place], count, *counts[place + 1 :])
+        for place, entry in enumerate(pool.devices)
+        for count in _other_sizes((0, *entry.sizes), counts[place])
+    ]
 
 
 def _other_sizes(sizes: Sequence[int], count: int) -> list[int]:

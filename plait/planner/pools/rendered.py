@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from plait.planner.pools.answer import PoolAnswer
+from plait.planner.pools.availability import SimulatedChoice
 from plait.planner.pools.choice import Choice
-from plait.planner.pools.choice_words import cost_text
+from plait.planner.pools.choice_words import choice_text, cost_text, money_text
 from plait.planner.report.text import aligned_table
 from plait.units import counted, format_count, format_days, format_duration
 
@@ -27,9 +28,8 @@ def answer_lines(answer: PoolAnswer, columns: int) -> list[str]:
         f"rent     {answer.sentence}",
         *(f"         · {point}" for point in points),
     ]
-    assumptions = [
-        f"{'assumed' if place == 0 else '':8} · {phrase}" for place, phrase in enumerate(dict.fromkeys(assumed))
-    ]
+    said = list(dict.fromkeys(assumed))
+    assumptions = [f"{'assumed' if place == 0 else '':8} · {phrase}" for place, phrase in enumerate(said)]
     return [*lines, "", aligned_table(rows, columns), "", *assumptions, *([""] if assumptions else [])]
 
 
@@ -45,6 +45,22 @@ def _row(answer: PoolAnswer, choice: Choice) -> tuple[str, ...]:
         format_duration(choice.step_s),
         answer.why(choice),
     )
+
+
+def simulated_text(simulated: SimulatedChoice) -> str:
+    """Whether spot machines that come and go pay, with the figures."""
+    run, beside, currency = simulated.run, simulated.beside, simulated.currency
+    took = f"{format_days(run.wall_s)} and {money_text(run.cost, currency)}"
+    idle = f", {format_days(run.idle_s)} of it without any" if run.idle_s else ""
+    figures = (
+        f"with {simulated.availability.source} the run takes {took}{idle}, with "
+        f"{counted(run.interruptions, 'interruption')}, {counted(run.replans, 'new plan')} and "
+        f"{counted(run.lost_steps, 'step', ',')} done again"
+    )
+    if beside is None:
+        return figures
+    on_demand = f"{choice_text(beside)} on demand"
+    return f"{'pays here' if simulated.pays else 'does not pay here'}: {figures}; beside {on_demand}"
 
 
 def answer_values(answer: PoolAnswer) -> dict[str, Any]:
