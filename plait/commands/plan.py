@@ -20,6 +20,7 @@ from plait.commands.planning.plan_report import (
 from plait.commands.planning.pool_plan import (
     PoolReport,
     asked_pool,
+    pool_page_html,
     pool_report,
     pool_report_text,
     pool_report_values,
@@ -117,7 +118,7 @@ def _show_pool(
     if json_file:
         write_output_file(json_file, json.dumps(pool_report_values(report), indent=2) + "\n")
     if html_file:
-        write_output_file(html_file, page_html([report.plan]))
+        write_output_file(html_file, page_html([report.plan], pool_page_html(report)))
 
 
 def prices() -> str:

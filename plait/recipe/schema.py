@@ -229,8 +229,7 @@ class MachineChoiceSection(RecipeSection):
     """[plan]: which machines `plait plan` chooses from a pool; of no effect on training."""
 
     objective: Literal["fastest", "cheapest", "balanced"] | Auto = "auto"
-    """"balanced": time multiplied by cost is least; "auto": the cheapest with a deadline, the fastest with a largest
-    cost, else balanced."""
+    """"balanced" takes the least time multiplied by cost; "auto" follows from the bounds."""
     deadline: TimeText = "never"
     """Time within which the run must end: "3 days"."""
     max_cost: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

@@ -19,6 +19,7 @@ from plait.commands.preparing.corpus import data_request
 from plait.data.preparation.tokens import train_bpe
 from plait.data.samples.sizes import CorpusSizes
 from plait.data.shards import Corpus, open_corpus
+from plait.machines.pool import pool_of_short_form
 from plait.machines.requested_workers import chosen_gpus
 from plait.model.gpt import GPT
 from plait.model.init import initialize
@@ -28,6 +29,7 @@ from plait.parallel.sharded_model import unsharded
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
 from plait.planner.derive.training_job import compile_of
 from plait.planner.plan import Plan
+from plait.planner.pools.answer import aims_of
 from plait.planner.resolve.named import named_workers
 from plait.recipe.schema import RunConfig, SourceSection
 from plait.run_folder import run_folder
@@ -111,6 +113,7 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "when there are samples": lambda config: sample_every_steps(config.report.samples, 100),
     "the beginning of samples": beginning_of_samples,
     "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
+    "what a pool is for": lambda config: aims_of(config, pool_of_short_form("8xH100")),
     "what follows a failure": lambda config: [decision_after(config.recover, n, "may pass") for n in range(1, 7)],
 }
 
@@ -136,6 +139,7 @@ ELSEWHERE = {
     "data.": "the data",
     "recover.state_every": "the plan",
     "recover.": "what follows a failure",
+    "plan.": "what a pool is for",
 }
 NOT_JUST_THERE = {"data.mask_documents": "the plan"}
 

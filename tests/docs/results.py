@@ -310,6 +310,10 @@ def _gpu_row(turns: list[dict[str, float]], of_plait: list[dict[str, float]]) ->
     }
 
 
+def _rent(path: Path) -> Figures:
+    return json.loads(path.read_text())
+
+
 _READERS: dict[str, Callable[[Path], Figures]] = {
     "published": _published,
     "first-run": _first_run,
@@ -336,4 +340,5 @@ _READERS: dict[str, Callable[[Path], Figures]] = {
     "recovery-time": _standings,
     "save-stall": _standings,
     "recovery-cost": _recovery_cost,
+    "rent": _rent,
 }

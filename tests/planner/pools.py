@@ -7,7 +7,7 @@ from itertools import combinations
 from math import prod
 
 from plait.machines.pool import Pool, pool_from_toml
-from plait.planner.pools.choice import Choice
+from plait.planner.pools.choice import PoolChoice
 from plait.planner.pools.exploring import every_selection
 from plait.planner.pools.pricing import PoolPricer
 
@@ -42,6 +42,6 @@ def _random_text(drawn: random.Random) -> str:
     return text
 
 
-def all_choices(pool: Pool, pricer: PoolPricer) -> list[Choice]:
+def all_choices(pool: Pool, pricer: PoolPricer) -> list[PoolChoice]:
     """Every selection of a pool, priced."""
     return [choice for counts in every_selection(pool) for choice in pricer.price(counts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from plait.planner.pools.availability import (
     SimulatedChoice,
     generated_availability,
     read_availability,
-    simulate,
+    simulate_spot_run,
 )
 from plait.planner.pools.choice import best_choice
 from plait.planner.pools.choice_words import cost_text
+from plait.planner.pools.picture import picture_of_choices
 from plait.planner.pools.pricing import PoolPricer, resources_of_selection
 from plait.planner.pools.rendered import answer_lines, answer_values, simulated_text
+from plait.planner.report.page import figure_html
 from plait.planner.report.report import PlanReport
 from plait.planner.report.report_json import report_values
 from plait.planner.report.text import aligned_table
@@ -33,6 +36,9 @@ from plait.recipe.schema import RunConfig
 from plait.regular_file import SMALL_FILE_BYTES, read_regular_file
 from plait.screen.screen import wrapped
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
+
+LEAST_SHARE_NAMED = 0.005
+"""Share of a run's cost from which it is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +103,9 @@ def _over_time(
     if all(entry.spot_price is None for entry in pool.devices):
         raise PlaitError("--availability is about spot machines; add spot_price to a [[device]] of the pool")
     there = _read_availability(availability, pool)
-    run = simulate(pool, answer.explored, pricer.price, pricer.price_bound, there, answer.aims, _checkpoint_s(config))
+    run = simulate_spot_run(
+        pool, answer.explored, pricer.price, pricer.price_bound, there, answer.aims, _checkpoint_s(config)
+    )
     steady = [one for one in answer.explored if one.purchase == "on demand" and one.cost is not None]
     beside = best_choice(steady, answer.aims) if steady else None
     return SimulatedChoice(run=run, beside=beside, availability=there, currency=pool.currency)
@@ -131,9 +139,11 @@ def _money_text(answer: PoolAnswer) -> str:
     if best.money is None:
         lacking = dict.fromkeys(entry.device.name for entry, _ in best.selection.taken if entry.price is None)
         return f"unknown, because neither the pool nor the catalogue has a price of {' and '.join(lacking)}"
-    parts = [f"{best.money.egress / best.money.total:.0%} of it for traffic between zones"] if best.money.egress else []
-    if best.money.restarts:
-        parts.append(f"{best.money.restarts / best.money.total:.0%} for interruptions of spot machines")
+    shares = {
+        "traffic between zones": best.money.egress / best.money.total if best.money.egress else 0.0,
+        "interruptions of spot machines": best.money.restarts / best.money.total if best.money.restarts else 0.0,
+    }
+    parts = [f"{share:.0%} of it for {what}" for what, share in shares.items() if share >= LEAST_SHARE_NAMED]
     return "; ".join([f"{cost_text(best)} at the pool's prices", *parts])
 
 
@@ -154,6 +164,17 @@ def pool_report_values(report: PoolReport) -> dict[str, Any]:
     if report.over_time:
         values["over_time"] = asdict(report.over_time.run) | {"pays": report.over_time.pays}
     return values
+
+
+def pool_page_html(report: PoolReport) -> str:
+    """The recommendation and the picture of time against cost, for the plan's page."""
+    answer = report.answer
+    lines = [report.affordable, *([simulated_text(report.over_time)] if report.over_time else [])]
+    said = "".join(f'<p class="soft">{escape(line)}.</p>' for line in (*lines, *answer.left_out, *answer.notes) if line)
+    return (
+        f'<section>\n<h2 class="first">Which machines of {escape(answer.pool.name)}</h2>\n'
+        f'<p class="answer">{escape(answer.sentence)}</p>\n{said}{figure_html(picture_of_choices(answer))}\n</section>'
+    )
 
 
 def prices_text(columns: int = REPORT_COLUMNS) -> str:

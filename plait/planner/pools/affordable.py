@@ -17,7 +17,7 @@ from plait.planner.derive.published_rules import (
     useful_tokens,
 )
 from plait.planner.pools.answer import PoolJob, pool_job
-from plait.planner.pools.choice import Aims, Choice, best_choice
+from plait.planner.pools.choice import Aims, PoolChoice, best_choice
 from plait.planner.pools.choice_words import money_text
 from plait.planner.pools.exploring import explore
 from plait.planner.pools.pricing import PoolPricer
@@ -84,8 +84,8 @@ def affordable_model(config: RunConfig, corpus: CorpusFacts, pool: Pool, aims: A
     parameters = parameter_count(pool_job(sized, corpus, pool).sized.job.shape)
     if tokens < parameters:
         raise PlaitError(
-            f"plan.max_cost = {aims.max_cost:g} pays for {format_count(tokens)} tokens of a model of {size}, too few to "
-            f"learn from ({TOKENS_PER_PARAMETER} a parameter are usual); raise it, or name a smaller model.size"
+            f"plan.max_cost = {aims.max_cost:g} pays for {format_count(tokens)} tokens of a model of {size}, too few "
+            f"to learn from ({TOKENS_PER_PARAMETER} a parameter are usual); raise it, or name a smaller model.size"
         )
     return AffordableModel(
         config=sized,
@@ -96,12 +96,12 @@ def affordable_model(config: RunConfig, corpus: CorpusFacts, pool: Pool, aims: A
     )
 
 
-def _explored(job: PoolJob, corpus: CorpusFacts, pool: Pool, aims: Aims) -> list[Choice]:
+def _explored(job: PoolJob, corpus: CorpusFacts, pool: Pool, aims: Aims) -> list[PoolChoice]:
     pricer = PoolPricer(job.config, corpus, job.sized, pool, job.steps)
     return explore(pool, pricer.price, pricer.price_bound, replace(aims, deadline_s=None, max_cost=None))
 
 
-def _most_tokens(choices: Sequence[Choice], aims: Aims) -> float:
+def _most_tokens(choices: Sequence[PoolChoice], aims: Aims) -> float:
     """Tokens that the bounds pay for: with a deadline on the choice that trains most, else on the best by the
     objective."""
     if aims.deadline_s is not None:
@@ -109,7 +109,7 @@ def _most_tokens(choices: Sequence[Choice], aims: Aims) -> float:
     return _tokens_within(best_choice(choices, replace(aims, max_cost=None)), aims)
 
 
-def _tokens_within(choice: Choice, aims: Aims) -> float:
+def _tokens_within(choice: PoolChoice, aims: Aims) -> float:
     """Tokens that a choice trains within the bounds."""
     assert choice.cost is not None and aims.max_cost is not None
     share = aims.max_cost / choice.cost if choice.cost else 1.0

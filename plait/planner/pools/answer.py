@@ -13,7 +13,16 @@ from plait.planner.derive.intervals import steps_in_budget
 from plait.planner.derive.model_size import CorpusFacts, budget_of
 from plait.planner.derive.published_rules import EXPECTED_MFU, training_flops_of_weights
 from plait.planner.derive.training_job import SizedJob, rate_before_pricing, size_job
-from plait.planner.pools.choice import Aims, Choice, best_choice, check_prices, frontier, missing, objective_value
+from plait.planner.pools.choice import (
+    SAME,
+    Aims,
+    PoolChoice,
+    best_choice,
+    check_prices,
+    frontier,
+    missing,
+    objective_value,
+)
 from plait.planner.pools.choice_words import (
     bound_text,
     choice_text,
@@ -37,11 +46,11 @@ class PoolAnswer:
 
     pool: Pool
     aims: Aims
-    choices: tuple[Choice, ...]
+    choices: tuple[PoolChoice, ...]
     """Those worth considering, the fastest first."""
     recommended: int
     """Index of the recommended one."""
-    explored: tuple[Choice, ...]
+    explored: tuple[PoolChoice, ...]
     """All priced choices, of which the picture is drawn."""
     notes: tuple[str, ...]
     """How the job was sized, where that is not as for given machines."""
@@ -49,7 +58,7 @@ class PoolAnswer:
     """Why kinds of devices and zones are not used, a sentence each."""
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> PoolChoice:
         """The recommended choice."""
         return self.choices[self.recommended]
 
@@ -60,7 +69,7 @@ class PoolAnswer:
         contrast = contrast_text(best, others, self.aims.objective)
         return f"{choice_text(best)}{f'; {contrast}' if contrast else ''}"
 
-    def why(self, choice: Choice) -> str:
+    def why(self, choice: PoolChoice) -> str:
         """What a choice gives up or gains beside the recommended one."""
         if choice is self.best:
             return self.purpose
@@ -191,7 +200,7 @@ def answer_of(job: PoolJob, pricer: PoolPricer, pool: Pool, aims: Aims) -> PoolA
     )
 
 
-def _needed(key: str, choice: Choice) -> str:
+def _needed(key: str, choice: PoolChoice) -> str:
     """The value of a bound that a choice would meet, as a recipe has it."""
     if key == "plan.deadline":
         hours = -(-choice.wall_s // 3600)
@@ -202,7 +211,7 @@ def _needed(key: str, choice: Choice) -> str:
     return f"{choice.tokens_per_s * 0.995:.0f}"
 
 
-def shown_choices(explored: Sequence[Choice], best: Choice) -> list[Choice]:
+def shown_choices(explored: Sequence[PoolChoice], best: PoolChoice) -> list[PoolChoice]:
     """A few of the choices that no other beats, as far apart as can be: the fastest, the cheapest, the best and some
     between, the fastest first."""
     known = [one for one in frontier(explored) if one is not best]
@@ -221,33 +230,36 @@ LEAST_DISTANCE = log(1.1)
 """Choices that are nearer to each other in time and cost are not both worth a line."""
 
 
-def _distance(one: Choice, other: Choice) -> float:
+def _distance(one: PoolChoice, other: PoolChoice) -> float:
     time = abs(log(one.wall_s / other.wall_s))
     return time if not one.cost or not other.cost else max(time, abs(log(one.cost / other.cost)))
 
 
-def _left_out(pool: Pool, explored: Sequence[Choice], best: Choice, aims: Aims) -> list[str]:
-    """For each kind of device and each zone that the best choice does not use the best that was priced with it."""
+def _left_out(pool: Pool, explored: Sequence[PoolChoice], best: PoolChoice, aims: Aims) -> list[str]:
+    """For each kind of device that the best choice does not use the best choice that was priced with it; the same for
+    each zone that has other kinds."""
     lines = list[str]()
     kinds = dict.fromkeys(entry.device.name for entry in pool.devices)
     used = {entry.device.name for entry, _ in best.selection.taken}
     for kind in (kind for kind in kinds if kind not in used):
         with_it = [one for one in explored if any(entry.device.name == kind for entry, _ in one.selection.taken)]
         lines.append(_left_out_text(kind, with_it, best, aims))
-    if len(pool.zones) > 1:
-        for zone in (zone for zone in pool.zones if zone not in best.selection.zones):
-            with_it = [one for one in explored if {zone} < set(one.selection.zones)]
-            lines.append(_left_out_text(zone, with_it, best, aims))
+    has_used_kind = dict.fromkeys(entry.zone for entry in pool.devices if entry.device.name in used)
+    for zone in (zone for zone in has_used_kind if zone not in best.selection.zones):
+        with_it = [one for one in explored if zone in one.selection.zones]
+        lines.append(_left_out_text(zone, with_it, best, aims))
     return lines
 
 
-def _left_out_text(what: str, with_it: Sequence[Choice], best: Choice, aims: Aims) -> str:
+def _left_out_text(what: str, with_it: Sequence[PoolChoice], best: PoolChoice, aims: Aims) -> str:
     if not with_it:
-        return f"{what} is not used: no priced selection with it holds the job"
+        return f"{what} is not used: no selection with it holds the job, or comes near the recommended one"
     meets = [one for one in with_it if not missing(one, aims)]
     other = min(meets or with_it, key=lambda one: objective_value(one, aims.objective))
     short = "" if meets else ", which misses the bounds"
     costs = "" if other.cost is None else f" for {cost_text(other)}"
+    if objective_value(other, aims.objective) <= (1 + SAME) * objective_value(best, aims.objective) and meets:
+        return f"{what} would do as well: {choice_text(other)}"
     return (
         f"{what} is not used: the best with it, {other.selection}, would take {format_days(other.wall_s)}{costs}{short}"
     )

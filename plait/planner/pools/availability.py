@@ -16,11 +16,11 @@ from math import inf
 from plait.errors import PlaitError
 from plait.machines.catalog import find_device
 from plait.machines.pool import Pool
-from plait.planner.pools.choice import DAY_S, INTERRUPTION_LOSS_S, Aims, Choice, objective_value
+from plait.planner.pools.choice import DAY_S, INTERRUPTION_LOSS_S, Aims, PoolChoice, objective_value, rank
 from plait.planner.pools.exploring import PriceSelection
-from plait.planner.pools.selection import Counts
+from plait.planner.pools.selection import DeviceCounts
 
-COLUMNS = ("minute", "zone", "device", "count")
+AVAILABILITY_COLUMNS = ("minute", "zone", "device", "count")
 MOST_ROWS = 100_000
 MOST_CHANGES_SIMULATED = 200_000
 """Changes after which a run counts as never ending."""
@@ -36,7 +36,7 @@ class Availability:
 
     starts_s: tuple[float, ...]
     """When each state begins; the first at 0."""
-    states: tuple[Counts, ...]
+    states: tuple[DeviceCounts, ...]
     period_s: float
     """After which the first state follows the last one again."""
     source: str
@@ -68,7 +68,7 @@ class SimulatedChoice:
     """A simulated run, and the best choice on demand beside it."""
 
     run: SimulatedRun
-    beside: Choice | None
+    beside: PoolChoice | None
     """None where no selection has a price on demand."""
     availability: Availability
     currency: str
@@ -83,8 +83,8 @@ def read_availability(text: str, where: str, pool: Pool) -> Availability:
     """Read an availability file's text for a pool; raises PlaitError with the line that is wrong."""
     rows = csv.reader(io.StringIO(text))
     header = [name.strip() for name in next(rows, [])]
-    if header != list(COLUMNS):
-        raise PlaitError(f"{where} must begin with the line {','.join(COLUMNS)}")
+    if header != list(AVAILABILITY_COLUMNS):
+        raise PlaitError(f"{where} must begin with the line {','.join(AVAILABILITY_COLUMNS)}")
     by_entry: list[dict[float, int]] = [{} for _ in pool.devices]
     for number, row in enumerate(rows, 2):
         if not row:
@@ -112,8 +112,8 @@ def generated_availability(seed: int, pool: Pool) -> Availability:
 
 
 def _row(row: Sequence[str], where: str, pool: Pool) -> tuple[float, int, int]:
-    if len(row) != len(COLUMNS):
-        raise PlaitError(f"{where} has {len(row)} values; write {','.join(COLUMNS)}")
+    if len(row) != len(AVAILABILITY_COLUMNS):
+        raise PlaitError(f"{where} has {len(row)} values; write {','.join(AVAILABILITY_COLUMNS)}")
     minute_text, zone, name, count_text = (value.strip() for value in row)
     try:
         minute, count = float(minute_text), int(count_text)
@@ -137,7 +137,7 @@ def _availability(by_entry: Sequence[dict[float, int]], pool: Pool, where: str) 
             )
     minutes = sorted({minute for changes in by_entry for minute in changes})
     last = minutes[-1]
-    states, now = list[Counts](), [0] * len(pool.devices)
+    states, now = list[DeviceCounts](), [0] * len(pool.devices)
     starts = minutes[:-1] if len(minutes) > 1 else minutes
     for minute in starts:
         for place, changes in enumerate(by_entry):
@@ -151,9 +151,9 @@ def _availability(by_entry: Sequence[dict[float, int]], pool: Pool, where: str) 
     )
 
 
-def simulate(
+def simulate_spot_run(
     pool: Pool,
-    explored: Sequence[Choice],
+    explored: Sequence[PoolChoice],
     price: PriceSelection,
     price_bound: PriceSelection,
     availability: Availability,
@@ -164,7 +164,7 @@ def simulate(
     worth a restart; what was not saved is done again. Raises PlaitError where the run would never end."""
     choose = _Chooser(pool, explored, price, price_bound, aims)
     work = explored[0].work
-    here: Choice | None = None
+    here: PoolChoice | None = None
     clock = done = saved_at = cost = idle = 0.0
     interruptions = replans = lost = 0
     ready_at = 0.0  # when the present selection computes
@@ -219,30 +219,30 @@ class _Chooser:
     """The best spot selection of what is there, each state looked at once."""
 
     def __init__(
-        self, pool: Pool, explored: Sequence[Choice], price: PriceSelection, price_bound: PriceSelection, aims: Aims
+        self, pool: Pool, explored: Sequence[PoolChoice], price: PriceSelection, price_bound: PriceSelection, aims: Aims
     ) -> None:
         self._pool, self._price, self._price_bound, self._aims = pool, price, price_bound, aims
         self._known = [one for one in explored if one.purchase == "spot"]
-        self._by_state: dict[Counts, Choice | None] = {}
+        self._by_state: dict[DeviceCounts, PoolChoice | None] = {}
 
-    def __call__(self, state: Counts) -> Choice | None:
+    def __call__(self, state: DeviceCounts) -> PoolChoice | None:
         if state not in self._by_state:
             fits = [one for one in self._known if _fits(one.selection.counts, state)]
-            best = min(fits, key=self._value, default=None)
+            best = min(fits, key=self._rank, default=None)
             for counts in self._all_there(state):
-                if best is None or self._least(self._price_bound(counts)) < self._value(best):
+                if best is None or self._least(self._price_bound(counts)) < self._rank(best):
                     found = [one for one in self._price(counts) if one.purchase == "spot"]
-                    best = min([*found, *([best] if best else [])], key=self._value, default=None)
+                    best = min([*found, *([best] if best else [])], key=self._rank, default=None)
             self._by_state[state] = best
         return self._by_state[state]
 
-    def _value(self, choice: Choice) -> float:
-        return objective_value(choice, self._aims.objective)
+    def _rank(self, choice: PoolChoice) -> tuple[float, float]:
+        return rank(choice, self._aims)
 
-    def _least(self, choices: Sequence[Choice]) -> float:
-        return min((self._value(one) for one in choices if one.purchase == "spot"), default=inf)
+    def _least(self, choices: Sequence[PoolChoice]) -> tuple[float, float]:
+        return min((self._rank(one) for one in choices if one.purchase == "spot"), default=(inf, inf))
 
-    def _all_there(self, state: Counts) -> list[Counts]:
+    def _all_there(self, state: DeviceCounts) -> list[DeviceCounts]:
         """All devices of each kind of a state, then all of them."""
         whole = tuple(
             max(size for size in (0, *entry.sizes) if size <= there)
@@ -259,11 +259,11 @@ class _Chooser:
         return [counts for counts in dict.fromkeys((*each, whole)) if any(counts)]
 
 
-def _counts(choice: Choice | None) -> Counts:
+def _counts(choice: PoolChoice | None) -> DeviceCounts:
     return choice.selection.counts if choice else ()
 
 
-def _fits(counts: Counts, state: Counts) -> bool:
+def _fits(counts: DeviceCounts, state: DeviceCounts) -> bool:
     return all(used <= there for used, there in zip(counts, state, strict=True))
 
 
@@ -274,9 +274,11 @@ def _end_of_state(availability: Availability, number: int) -> float:
     return (rounds + 1) * availability.period_s
 
 
-def _is_worth_it(here: Choice, best: Choice | None, availability: Availability, aims: Aims) -> bool:
+def _is_worth_it(here: PoolChoice, best: PoolChoice | None, availability: Availability, aims: Aims) -> bool:
     """Whether a better selection gains more than a restart costs while a state usually lasts."""
     if best is None:
         return False
+    if rank(here, aims)[0] > rank(best, aims)[0]:  # as it is, the run would miss a bound
+        return True
     gain = 1 - objective_value(best, aims.objective) / objective_value(here, aims.objective)
     return gain * min(availability.mean_state_s, DAY_S) > INTERRUPTION_LOSS_S

@@ -45,11 +45,7 @@ class Work:
     """How much there is to do, whichever devices do it."""
 
     steps: int
-    batch_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        return self.steps * self.batch_tokens
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +65,7 @@ class RunMoney:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PoolChoice:
     """Devices of a pool with their best layout, and what the whole run takes on them."""
 
     selection: Selection
@@ -123,7 +119,7 @@ def choices_of(
     precision: str,
     sent: dict[ZonePair, float],
     search: Search | None = None,
-) -> list[Choice]:
+) -> list[PoolChoice]:
     """The ways to pay for these devices: on demand, and as spot machines where the pool has prices for them. `sent` are
     the bytes of a step between zones."""
     hours = work.steps * step_s / 3600
@@ -132,7 +128,7 @@ def choices_of(
     egress = work.steps * egress_cost(sent, links)
     purchases: list[Purchase] = ["on demand"]
     purchases += ["spot"] if any(entry.spot_price is not None for entry, _ in entries) else []
-    found = list[Choice]()
+    found = list[PoolChoice]()
     for purchase in purchases:
         lost = selection.spot_nodes_per_day * INTERRUPTION_LOSS_S / DAY_S if purchase == "spot" else 0.0
         if lost >= 1:  # taken back before it has caught up
@@ -146,7 +142,7 @@ def choices_of(
         if (rate := _rate(prices, [count for _, count in entries])) is not None:
             money = RunMoney(devices=rate * hours, egress=egress, restarts=rate * hours * (longer - 1))
         found.append(
-            Choice(
+            PoolChoice(
                 selection=selection,
                 purchase=purchase,
                 work=work,
@@ -180,7 +176,7 @@ def check_prices(pool: Pool, aims: Aims) -> None:
         )
 
 
-def missing(choice: Choice, aims: Aims) -> dict[str, float]:
+def missing(choice: PoolChoice, aims: Aims) -> dict[str, float]:
     """The bounds that a choice does not meet, each with the share by which it misses it."""
     bounds = {
         "plan.deadline": (choice.wall_s, aims.deadline_s),
@@ -191,18 +187,18 @@ def missing(choice: Choice, aims: Aims) -> dict[str, float]:
     return {key: share for key, share in excess.items() if share > 0}
 
 
-def objective_value(choice: Choice, objective: Objective) -> float:
+def objective_value(choice: PoolChoice, objective: Objective) -> float:
     """What the objective makes small; infinite where it needs a price that is not known."""
     cost = inf if choice.cost is None else choice.cost
     return {"fastest": choice.wall_s, "cheapest": cost, "balanced": choice.wall_s * cost}[objective]
 
 
-def rank(choice: Choice, aims: Aims) -> tuple[float, float]:
+def rank(choice: PoolChoice, aims: Aims) -> tuple[float, float]:
     """Key for comparing choices: first by how far bounds are missed, then by the objective."""
     return sum(missing(choice, aims).values()), objective_value(choice, aims.objective)
 
 
-def best_choice(choices: Sequence[Choice], aims: Aims) -> Choice:
+def best_choice(choices: Sequence[PoolChoice], aims: Aims) -> PoolChoice:
     """The choice that meets the bounds and serves the objective best; the one that misses the bounds least where none
     meets them. Of choices within SAME of the best, the cheapest (of the cheapest ones the fastest), then the one with
     fewest devices."""
@@ -211,20 +207,20 @@ def best_choice(choices: Sequence[Choice], aims: Aims) -> Choice:
     least = min(objective_value(choice, aims.objective) for choice in near)
     same = [choice for choice in near if objective_value(choice, aims.objective) <= (1 + SAME) * least]
 
-    def key(choice: Choice) -> tuple[float, int, str]:
+    def key(choice: PoolChoice) -> tuple[float, int, str]:
         other = choice.wall_s if aims.objective == "cheapest" else inf if choice.cost is None else choice.cost
         return other, choice.selection.n_devices, choice.purchase
 
     return min(same, key=key)
 
 
-def frontier(choices: Sequence[Choice]) -> list[Choice]:
+def frontier(choices: Sequence[PoolChoice]) -> list[PoolChoice]:
     """The choices that no other beats in both time and cost, the fastest first; without prices, in time and devices."""
 
-    def second(choice: Choice) -> float:
+    def second(choice: PoolChoice) -> float:
         return choice.selection.n_devices if choice.cost is None else choice.cost
 
-    found, least = list[Choice](), inf
+    found, least = list[PoolChoice](), inf
     for choice in sorted(choices, key=lambda one: (one.wall_s, second(one), one.selection.n_devices)):
         if second(choice) < least:
             found.append(choice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from plait.planner.pools.choice import Aims, Choice, Objective
+from plait.planner.pools.choice import Aims, Objective, PoolChoice
 from plait.planner.pools.selection import Selection
 from plait.units import format_days, plain_number
 
@@ -17,7 +17,7 @@ def money_text(amount: float, currency: str) -> str:
     return f"${digits}" if currency == "USD" else f"{digits} {currency}"
 
 
-def cost_text(choice: Choice) -> str:
+def cost_text(choice: PoolChoice) -> str:
     """What a choice costs."""
     return "unknown" if choice.cost is None else money_text(choice.cost, choice.selection.pool.currency)
 
@@ -39,14 +39,14 @@ def selection_text(selection: Selection) -> str:
     return f"{text} in {' and '.join(selection.zones)}"
 
 
-def choice_text(choice: Choice) -> str:
+def choice_text(choice: PoolChoice) -> str:
     """Devices, time and cost of a choice in a phrase."""
     money = "" if choice.cost is None else f" and {cost_text(choice)}"
     spot = ", as spot machines" if choice.purchase == "spot" else ""
     return f"{selection_text(choice.selection)}{spot}: {format_days(choice.wall_s)}{money}"
 
 
-def contrast_text(best: Choice, others: Sequence[Choice], objective: Objective) -> str:
+def contrast_text(best: PoolChoice, others: Sequence[PoolChoice], objective: Objective) -> str:
     """The recommended choice beside the fastest one; beside the cheapest one where it is the fastest itself."""
     if not others:
         return ""
@@ -61,11 +61,11 @@ def contrast_text(best: Choice, others: Sequence[Choice], objective: Objective) 
     return f"{_named(cheapest)} would cost {cost_text(cheapest)} and take {format_days(cheapest.wall_s)}"
 
 
-def _named(choice: Choice) -> str:
+def _named(choice: PoolChoice) -> str:
     return f"{selection_text(choice.selection)}{' as spot machines' if choice.purchase == 'spot' else ''}"
 
 
-def nearest_text(choice: Choice, best: Choice, missed: Collection[str]) -> str:
+def nearest_text(choice: PoolChoice, best: PoolChoice, missed: Collection[str]) -> str:
     """What another choice gains and gives up beside the recommended one, and which bounds it misses."""
     parts = list[str]()
     faster, longer = best.wall_s - choice.wall_s, choice.wall_s - best.wall_s

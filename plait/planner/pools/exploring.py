@@ -14,10 +14,10 @@ from math import inf, prod
 
 from plait.errors import PlaitError
 from plait.machines.pool import Pool
-from plait.planner.pools.choice import Aims, Choice, rank
-from plait.planner.pools.selection import Counts
+from plait.planner.pools.choice import Aims, PoolChoice, rank
+from plait.planner.pools.selection import DeviceCounts
 
-PriceSelection = Callable[[Counts], Sequence[Choice]]
+PriceSelection = Callable[[DeviceCounts], Sequence[PoolChoice]]
 """Prices devices of a pool, on demand and as spot machines; no choice where they cannot hold the job."""
 
 PRICED_WHOLE = 40
@@ -30,7 +30,7 @@ KINDS_TOGETHER = 4
 """Kinds of which all groups are tried; of more only single ones, pairs and all."""
 
 
-def explore(pool: Pool, price: PriceSelection, price_bound: PriceSelection, aims: Aims) -> list[Choice]:
+def explore(pool: Pool, price: PriceSelection, price_bound: PriceSelection, aims: Aims) -> list[PoolChoice]:
     """Priced choices of a pool, among them the best by these aims; raises PlaitError where none holds the job.
 
     `price_bound` prices a selection better than any layout can be, without a search.
@@ -60,7 +60,7 @@ def explore(pool: Pool, price: PriceSelection, price_bound: PriceSelection, aims
     return choices
 
 
-def every_selection(pool: Pool) -> Iterator[Counts]:
+def every_selection(pool: Pool) -> Iterator[DeviceCounts]:
     """All selections of at least one device."""
     return (counts for counts in product(*((0, *entry.sizes) for entry in pool.devices)) if any(counts))
 
@@ -70,14 +70,14 @@ class _Explored:
 
     def __init__(self, price: PriceSelection, price_bound: PriceSelection, aims: Aims) -> None:
         self._price, self._price_bound, self._aims = price, price_bound, aims
-        self._priced: dict[Counts, Sequence[Choice]] = {}
+        self._priced: dict[DeviceCounts, Sequence[PoolChoice]] = {}
         self._best = (inf, inf)
 
     @property
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[PoolChoice]:
         return [choice for some in self._priced.values() for choice in some]
 
-    def add(self, counts: Counts) -> tuple[float, float]:
+    def add(self, counts: DeviceCounts) -> tuple[float, float]:
         """Price a selection; its rank."""
         if counts not in self._priced:
             self._priced[counts] = self._price(counts)
@@ -85,7 +85,7 @@ class _Explored:
         self._best = min(self._best, key)
         return key
 
-    def add_if_promising(self, counts: Counts) -> tuple[float, float]:
+    def add_if_promising(self, counts: DeviceCounts) -> tuple[float, float]:
         """Price a selection that may become the best; its rank, or that of its bound."""
         if counts not in self._priced:
             bound = min((rank(choice, self._aims) for choice in self._price_bound(counts)), default=(inf, inf))
@@ -93,12 +93,12 @@ class _Explored:
                 return bound
         return self.add(counts)
 
-    def rank(self, counts: Counts) -> tuple[float, float]:
+    def rank(self, counts: DeviceCounts) -> tuple[float, float]:
         return min((rank(choice, self._aims) for choice in self._priced.get(counts, ())), default=(inf, inf))
 
-    def best_of_groups(self, pool: Pool) -> list[Counts]:
+    def best_of_groups(self, pool: Pool) -> list[DeviceCounts]:
         """The best selection of each group of kinds, the best group first."""
-        best: dict[frozenset[str], Counts] = {}
+        best: dict[frozenset[str], DeviceCounts] = {}
         for counts in sorted(self._priced, key=self.rank):
             kinds = frozenset(entry.device.name for entry, count in zip(pool.devices, counts, strict=True) if count)
             best.setdefault(kinds, counts)
@@ -131,7 +131,7 @@ def _slowest_rate(pool: Pool, chain: Sequence[str], zone: str) -> tuple[float, f
     return min(link.link.bytes_per_s for link in links), -max(link.egress_price for link in links)
 
 
-def _seeds(pool: Pool, kinds: tuple[str, ...], chain: Sequence[str]) -> Iterator[Counts]:
+def _seeds(pool: Pool, kinds: tuple[str, ...], chain: Sequence[str]) -> Iterator[DeviceCounts]:
     """Selections of these kinds to begin with: of one kind numbers of devices that double, zone after zone; of several
     all of them in one zone, in two and so on."""
     if len(kinds) == 1:
@@ -153,7 +153,7 @@ def _doubling_sizes(pool: Pool, kind: str, chain: Sequence[str]) -> list[int]:
     return [*parts, *(per_node * 2**k for k in range((total // per_node).bit_length()))]
 
 
-def _filled(pool: Pool, kind: str, devices: int, chain: Sequence[str]) -> Counts:
+def _filled(pool: Pool, kind: str, devices: int, chain: Sequence[str]) -> DeviceCounts:
     """A number of devices of one kind, from the first zones that have them."""
     counts, left = [0] * len(pool.devices), devices
     for zone in chain:
@@ -164,7 +164,7 @@ def _filled(pool: Pool, kind: str, devices: int, chain: Sequence[str]) -> Counts
     return tuple(counts)
 
 
-def _climb(pool: Pool, explored: _Explored, start: Counts) -> None:
+def _climb(pool: Pool, explored: _Explored, start: DeviceCounts) -> None:
     """Go from a selection to the best of its neighbours while that is better."""
     here, key = start, explored.rank(start)
     while True:
@@ -175,7 +175,7 @@ def _climb(pool: Pool, explored: _Explored, start: Counts) -> None:
         here, key = best, tried[best]
 
 
-def _neighbours(pool: Pool, counts: Counts) -> list[Counts]:
+def _neighbours(pool: Pool, counts: DeviceCounts) -> list[DeviceCounts]:
     """Selections with one entry changed: by a size, to half, to twice, to none or to all; or moved to another entry. In
     pools of few entries, also with two of them changed: under a bound one has to give way to another."""
     found = _with_one_changed(pool, counts)
@@ -189,7 +189,7 @@ def _neighbours(pool: Pool, counts: Counts) -> list[Counts]:
     return [one for one in dict.fromkeys(found) if any(one) and one != counts]
 
 
-def _with_one_changed(pool: Pool, counts: Counts) -> list[Counts]:
+def _with_one_changed(pool: Pool, counts: DeviceCounts) -> list[DeviceCounts]:
     return [
         (*counts[:place], count, *counts[place + 1 :])
         for place, entry in enumerate(pool.devices)

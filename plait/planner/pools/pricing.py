@@ -11,9 +11,9 @@ from plait.model.weights import trained_parameter_count
 from plait.planner.derive.model_size import CorpusFacts, TrainingRate
 from plait.planner.derive.resources import Resources, on_paper
 from plait.planner.derive.training_job import SizedJob
-from plait.planner.pools.choice import Choice, Work, choices_of
+from plait.planner.pools.choice import PoolChoice, Work, choices_of
 from plait.planner.pools.egress import bytes_between_zones
-from plait.planner.pools.selection import Counts, Selection
+from plait.planner.pools.selection import DeviceCounts, Selection
 from plait.planner.resolve.constrained_search import FoundLayout, found_layout, searched_devices
 from plait.planner.resolve.request import Request, request_of
 from plait.planner.search.host_choice import least_step_s
@@ -31,12 +31,12 @@ class PoolPricer:
 
     def __init__(self, config: RunConfig, corpus: CorpusFacts, sized: SizedJob, pool: Pool, steps: int) -> None:
         self._config, self._corpus, self._sized, self._pool = config, corpus, sized, pool
-        self.work = Work(steps=steps, batch_tokens=sized.job.batch_tokens)
+        self.work = Work(steps=steps, tokens=steps * sized.job.batch_tokens)
         self._found: dict[object, FoundLayout | PlaitError] = {}
         self.refusals: list[PlaitError] = []
         """Why selections hold no layout."""
 
-    def price(self, counts: Counts) -> list[Choice]:
+    def price(self, counts: DeviceCounts) -> list[PoolChoice]:
         """The ways to pay for these devices with their best layout; none where no layout fits them."""
         selection = Selection(self._pool, counts)
         found = self.found(selection.cluster)
@@ -55,7 +55,7 @@ class PoolPricer:
             search=one,
         )
 
-    def price_bound(self, counts: Counts) -> list[Choice]:
+    def price_bound(self, counts: DeviceCounts) -> list[PoolChoice]:
         """The same if the devices did nothing but their largest products."""
         selection = Selection(self._pool, counts)
         try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from plait.planner.pools.answer import PoolAnswer
 from plait.planner.pools.availability import SimulatedChoice
-from plait.planner.pools.choice import Choice
+from plait.planner.pools.choice import PoolChoice
 from plait.planner.pools.choice_words import choice_text, cost_text, money_text
 from plait.planner.report.text import aligned_table
 from plait.units import counted, format_count, format_days, format_duration
@@ -33,7 +33,7 @@ def answer_lines(answer: PoolAnswer, columns: int) -> list[str]:
     return [*lines, "", aligned_table(rows, columns), "", *assumptions, *([""] if assumptions else [])]
 
 
-def _row(answer: PoolAnswer, choice: Choice) -> tuple[str, ...]:
+def _row(answer: PoolAnswer, choice: PoolChoice) -> tuple[str, ...]:
     per_cost = choice.tokens_per_cost
     return (
         "→" if choice is answer.best else "",
@@ -73,7 +73,7 @@ def answer_values(answer: PoolAnswer) -> dict[str, Any]:
     }
 
 
-def _values(answer: PoolAnswer, choice: Choice) -> dict[str, Any]:
+def _values(answer: PoolAnswer, choice: PoolChoice) -> dict[str, Any]:
     money = choice.money
     parts = None if money is None else {"devices": money.devices, "egress": money.egress, "restarts": money.restarts}
     return {

@@ -10,7 +10,7 @@ from plait.machines.cluster import Cluster, Island, device_bytes_per_s
 from plait.machines.pool import Pool, PoolDevices, ZoneLink
 from plait.units import counted
 
-Counts = tuple[int, ...]
+DeviceCounts = tuple[int, ...]
 """Devices of each entry of a pool."""
 
 
@@ -19,7 +19,7 @@ class Selection:
     """Devices of a pool that a run would take."""
 
     pool: Pool
-    counts: Counts
+    counts: DeviceCounts
 
     @cached_property
     def taken(self) -> tuple[tuple[PoolDevices, int], ...]:
