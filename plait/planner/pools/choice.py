@@ -127,7 +127,8 @@ def choices_of(
     links = {frozenset(link.zones): link.egress_price for link in selection.links}
     egress = work.steps * egress_cost(sent, links)
     purchases: list[Purchase] = ["on demand"]
-    purchases += ["spot"] if any(entry.spot_price is not None for entry, _ in entries) else []
+    if any(entry.spot_price is not None for entry, _ in entries):
+        purchases.append("spot")
     found = list[PoolChoice]()
     for purchase in purchases:
         lost = selection.spot_nodes_per_day * INTERRUPTION_LOSS_S / DAY_S if purchase == "spot" else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -30,7 +30,7 @@ def bytes_between_zones(
     if len(set(zone_of_nodes)) == 1:
         return {}
     zones = _zone_of_ranks(found, zone_of_nodes)
-    sent = Counter[ZonePair]()
+    sent = defaultdict[ZonePair, float](float)
     for pair, amount in (
         *_around_rings(found, index, zones, parameters),
         *_between_stages(found, index, zones),
