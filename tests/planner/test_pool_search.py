@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from plait.machines.pool import Pool
+from plait.machines.pool import Pool, pool_from_toml
 from plait.planner.pools.answer import PoolJob, pool_job
-from plait.planner.pools.choice import Aims, best_choice, missing
+from plait.planner.pools.choice import Aims, Objective, best_choice, missing
 from plait.planner.pools.exploring import explore
 from plait.planner.pools.pricing import PoolPricer
 from tests.matrix import few_fast
@@ -49,3 +50,25 @@ def test_exhaustive_search_agrees_for_each_objective_and_bound(tmp_path: Path, s
         assert (found.selection.counts, found.purchase) == (whole.selection.counts, whole.purchase), aim
         assert (found.step_s, found.cost) == (whole.step_s, whole.cost)
         assert bool(missing(found, aim)) == bool(missing(whole, aim))
+
+
+FIVE_ZONES = "".join(
+    f'[[device]]\nname = "{name}"\ncount = {count}\nper_node = 4\nzone = "{zone}"\n'
+    for zone in "abcde"
+    for name, count in (("A100-40GB", 32), ("V100", 40), ("T4", 32))
+) + "".join(
+    f'[[link]]\nfrom = "{one}"\nto = "{other}"\nbandwidth = {1.2e9 if other == "e" else 6e9}\n'
+    for one, other in combinations("abcde", 2)
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["fastest", "cheapest", "balanced"])
+def test_520_devices_of_three_kinds_in_five_zones_take_few_searches(tmp_path: Path, objective: Objective) -> None:
+    """2.2 to 2.5 s of processor time on a busy machine; the number of searches is what a test can hold."""
+    pool = pool_from_toml(FIVE_ZONES.encode(), "five zones")
+    pricer = pricer_of(tmp_path, pool)
+    aims = Aims(objective=objective)
+    best = best_choice(explore(pool, pricer.price, pricer.price_bound, aims), aims)
+    assert pricer.clusters_searched <= 70
+    assert "e" not in best.selection.zones, "the zone behind the slow link"

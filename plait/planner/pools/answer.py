@@ -8,9 +8,8 @@ from math import log
 
 from plait.errors import PlaitError
 from plait.machines.pool import Pool
-from plait.model.shape import parameter_count
 from plait.planner.derive.intervals import steps_in_budget
-from plait.planner.derive.model_size import CorpusFacts, budget_of
+from plait.planner.derive.model_size import CorpusFacts, budget_of, chosen_size, has_open_size
 from plait.planner.derive.published_rules import EXPECTED_MFU, training_flops_of_weights
 from plait.planner.derive.training_job import SizedJob, rate_before_pricing, size_job
 from plait.planner.pools.choice import (
@@ -147,8 +146,8 @@ def pool_job(config: RunConfig, corpus: CorpusFacts, pool: Pool) -> PoolJob:
             f"same work: {format_count(tokens)} tokens, as much as all {everything.n_devices} devices would train in "
             f"that time at {EXPECTED_MFU:.0%} of their peak; train.budget in tokens or steps sets it",
         )
-        size = f"{parameter_count(sized.job.shape)}" if config.model.size == "auto" and corpus.base is None else None
-        config = _with_tokens(config, tokens, size if _has_open_width(config) else None)
+        size = chosen_size(config, corpus, rate) if has_open_size(config, corpus) else None
+        config = _with_tokens(config, tokens, size)
         sized = size_job(config, corpus, rate)
     job = sized.job
     return PoolJob(
@@ -157,10 +156,6 @@ def pool_job(config: RunConfig, corpus: CorpusFacts, pool: Pool) -> PoolJob:
         steps=max(1, steps_in_budget(job.budget, job.batch_tokens, step_s=None)),
         notes=notes,
     )
-
-
-def _has_open_width(config: RunConfig) -> bool:
-    return "auto" in (config.model.layers, config.model.width)
 
 
 def _with_tokens(config: RunConfig, tokens: int, size: str | None) -> RunConfig:

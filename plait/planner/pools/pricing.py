@@ -33,6 +33,7 @@ class PoolPricer:
         self._config, self._corpus, self._sized, self._pool = config, corpus, sized, pool
         self.work = Work(steps=steps, tokens=steps * sized.job.batch_tokens)
         self._found: dict[object, FoundLayout | PlaitError] = {}
+        self._requests: dict[frozenset[str], Request] = {}
         self.refusals: list[PlaitError] = []
         """Why selections hold no layout."""
 
@@ -58,8 +59,11 @@ class PoolPricer:
     def price_bound(self, counts: DeviceCounts) -> list[PoolChoice]:
         """The same if the devices did nothing but their largest products."""
         selection = Selection(self._pool, counts)
+        kinds = frozenset(entry.device.name for entry, _ in selection.taken)
         try:
-            request = self._request(selection.cluster)
+            if kinds not in self._requests:  # its arithmetic is that of all selections of these kinds
+                self._requests[kinds] = self._request(selection.cluster)
+            request = self._requests[kinds]
         except PlaitError:
             return []
         step_s = least_step_s(request.workload, selection.cluster, request.profile)

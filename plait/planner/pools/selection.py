@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from plait.machines.catalog import Link, find_link
 from plait.machines.cluster import Cluster, Island, device_bytes_per_s
@@ -46,7 +46,7 @@ class Selection:
     def cluster(self) -> Cluster:
         """The devices as the planner takes them: an island for each entry, joined by the slowest link of its zones."""
         islands = [_island(self.pool, entry, count) for entry, count in self.taken]
-        own = [(island.network or find_link(island.device.between), island.per_node) for island in islands]
+        own = [(island.network or _known_link(island.device.between), island.per_node) for island in islands]
         across = [(link.link, island.per_node) for link in self.links if len(set(link.zones)) > 1 for island in islands]
         between = _slowest(across or own)
         islands = [
@@ -94,6 +94,9 @@ class Selection:
         return f"{what} in {self.zones[0] if len(self.zones) == 1 else counted(len(self.zones), 'zone')}"
 
 
+_known_link = cache(find_link)
+
+
 def _island(pool: Pool, entry: PoolDevices, count: int) -> Island:
     per_node = min(entry.per_node, count)
     own = pool.link_between(entry.zone, entry.zone)
@@ -101,8 +104,8 @@ def _island(pool: Pool, entry: PoolDevices, count: int) -> Island:
         device=entry.device,
         per_node=per_node,
         nodes=count // per_node,
-        inside=find_link(entry.device.inside),
-        network=own.link if own else find_link(entry.device.between),
+        inside=_known_link(entry.device.inside),
+        network=own.link if own else _known_link(entry.device.between),
     )
 
 
