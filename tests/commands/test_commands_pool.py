@@ -55,7 +55,7 @@ def test_a_pool_from_the_command_to_json_and_page(folder: Path) -> None:
         "recipe.toml", "plan.objective=balanced", "--pool", "pool.toml", "--json", "out.json", "--html", "out.html",
         "--availability", "seed:3",
     )  # fmt: skip
-    assert "rent     all 4 A100 SXM 40GB in east, as spot machines: " in said
+    assert "take     all 4 A100 SXM 40GB in east, as spot machines: " in said
     assert "beside the recommended" in said or "beside the" in said
     assert "spot     pays here: with availability drawn with seed 3 the run takes " in said
     assert "T4 at $0.53 an hour (AWS on-demand list price, undated: g4dn.xlarge)" in said or "T4 is not used" in said
@@ -80,7 +80,7 @@ def test_the_catalogues_prices_are_printed_without_a_recipe() -> None:
 def test_bounds_are_kept(folder: Path) -> None:
     del folder
     said = plan("recipe.toml", "--from", "4xA100-40GB", "plan.deadline=100 days")
-    assert "rent     2 of your 4 A100 SXM 40GB: " in said and "the cheapest" in said
+    assert "take     2 of your 4 A100 SXM 40GB: " in said and "the cheapest" in said
 
 
 BAD = {

@@ -184,8 +184,8 @@ def test_the_answer_in_words(tmp_path: Path) -> None:
     pricer = PoolPricer(job.config, WEB, job.sized, pool, job.steps)
     answer = answer_of(job, pricer, pool, aims)
     lines = answer_lines(answer, 110)
-    assert lines[1].startswith("rent     your RTX 4090: ")
-    assert any(line.strip().startswith("· T4 is not used: the best with it, ") for line in lines)
+    assert lines[1].startswith("take     your RTX 4090: ")
+    assert any(line.strip().startswith("· T4 is not used: the best choice with it, ") for line in lines)
     assert any("→  1 × RTX 4090" in line for line in lines)
     assert any("RTX 4090 at $0.29 an hour (OpenRelay, 2026-09-20)" in line for line in lines)
 

@@ -25,7 +25,7 @@ def answer_lines(answer: PoolAnswer, columns: int) -> list[str]:
     lines = [
         f"pool     {answer.pool.name}: {counted(answer.pool.n_devices, 'device')}"
         f"{f' in {len(answer.pool.zones)} zones' if len(answer.pool.zones) > 1 else ''}",
-        f"rent     {answer.sentence}",
+        f"take     {answer.sentence}",
         *(f"         · {point}" for point in points),
     ]
     said = list(dict.fromkeys(assumed))

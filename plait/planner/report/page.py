@@ -47,7 +47,9 @@ TABLE_TITLES = ("machines", "the whole run", "money", "a step", "tokens a second
 def page_html(reports: Sequence[PlanReport], before: str = "") -> str:
     """The page's text; `before` is HTML that stands above the plans."""
     bodies = [_chapter(report, number) for number, report in enumerate(reports)]
-    return document_html(f"plait plan: {_subject(reports)}", [_opening(reports), before, *bodies, _terms()])
+    return document_html(
+        f"plait plan: {_subject(reports)}", [_opening(reports), *([before] if before else []), *bodies, _terms()]
+    )
 
 
 def document_html(name: str, bodies: Sequence[str]) -> str:
