@@ -255,4 +255,5 @@ def _left_out_text(what: str, with_it: Sequence[PoolChoice], best: PoolChoice, a
     costs = "" if other.cost is None else f" for {cost_text(other)}"
     if objective_value(other, aims.objective) <= (1 + SAME) * objective_value(best, aims.objective) and meets:
         return f"{what} would do as well: {choice_text(other)}"
-    return f"{what} is not used: the best choice with it, {other.selection}, would take {format_days(other.wall_s)}{costs}{short}"
+    time = format_days(other.wall_s)
+    return f"{what} is not used: the best choice with it, {other.selection}, would take {time}{costs}{short}"
