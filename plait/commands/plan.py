@@ -39,7 +39,7 @@ from plait.planner.resolve.named import named_workers
 from plait.planner.search.complexity import complexity_table
 from plait.probing.survey import resources_of, resources_on_paper, survey_machine
 from plait.recipe.load import load_recipe
-from plait.recipe.schema import RunConfig
+from plait.recipe.schema import MachineChoiceSection, RunConfig
 from plait.screen.screen import Screen, ShowProgress, ignore_progress
 from plait.workers import worker_pool
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -94,6 +94,10 @@ def plan(
         screen.print(text_of(report, columns))
     if len(reports) > 1:
         screen.print(f"{comparison_table(reports, columns)}\n")
+    usual = MachineChoiceSection()
+    if idle := [key for key in MachineChoiceSection.model_fields if getattr(config.plan, key) != getattr(usual, key)]:
+        keys = " and ".join(f"plan.{key}" for key in idle)
+        screen.print(f"{keys} changed nothing here: name machines to choose from with --pool or --from")
     if detail == "summary":
         screen.print(WHY_HINT)
     if json_file:

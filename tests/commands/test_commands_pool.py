@@ -83,6 +83,13 @@ def test_bounds_are_kept(folder: Path) -> None:
     assert "take     2 of your 4 A100 SXM 40GB: " in said and "the cheapest" in said
 
 
+def test_bounds_without_a_pool_are_said_to_change_nothing(folder: Path) -> None:
+    del folder
+    said = " ".join(plan("recipe.toml", "plan.max_cost=5", "--cluster", "4xT4").split())
+    assert "plan.max_cost changed nothing here: name machines to choose from with --pool or --from" in said
+    assert "changed nothing" not in plan("recipe.toml", "--cluster", "4xT4")
+
+
 BAD = {
     ("--from", "4xA100", "--pool", "pool.toml"): "--pool and --from both name a pool",
     ("--from", "4xA100", "--cluster", "8xH100"): "leave --cluster and --measured out",
