@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, make_dataclass
 from typing import Any
 
 from plait.checked_json import SingleLine
@@ -25,71 +25,22 @@ from plait.launch.values.job import Job
 from plait.launch.values.progress import RankProgress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Started:
-    rank: int
-    started: int
+def _event(**fields: Any) -> type[Any]:
+    """The type of an event with these fields; a pair is a type and the value of a field that is left out."""
+    parts = [(name, *kind) if isinstance(kind, tuple) else (name, kind) for name, kind in fields.items()]
+    return make_dataclass("Event", parts, frozen=True, slots=True, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sent:
-    rank: int
-    message: str
-    values: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Returned:
-    rank: int
-    returned: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Raised:
-    raised: RankRaised
-    rank: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
-    rank: int
-    ended: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Died:
-    died: int
-    code: int
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Over:
-    over: bool
-    reason: SingleLine | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Forked:
-    forked: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stop:
-    stop: StopSignal
-
-
-_Event = _Started | _Sent | _Returned | _Raised | _Ended | _Died | _Over | _Forked | _Stop
-_EVENTS: Mapping[str, type[_Event]] = {
-    "started": _Started,
-    "message": _Sent,
-    "returned": _Returned,
-    "raised": _Raised,
-    "ended": _Ended,
-    "died": _Died,
-    "over": _Over,
-    "forked": _Forked,
-    "stop": _Stop,
+_EVENTS: Mapping[str, type[Any]] = {
+    "started": _event(rank=int, started=int),
+    "message": _event(rank=int, message=str, values=Mapping[str, Any]),
+    "returned": _event(rank=int, returned=bool),
+    "raised": _event(raised=RankRaised, rank=(int | None, None)),
+    "ended": _event(rank=int, ended=bool),
+    "died": _event(died=int, code=int, at_s=float),
+    "over": _event(over=bool, reason=(SingleLine | None, None)),
+    "forked": _event(forked=bool),
+    "stop": _event(stop=StopSignal),
 }
 """What can happen at a joined host, by the key that says it: see Note [events] in launch/local/site.py."""
 
@@ -181,25 +132,16 @@ def parse_event(report: EventReport, job: Job) -> RankEvent:
     Raises UnexpectedMessage for what is no event, and for one of a rank that this host does not run.
     """
     kinds = [kind for key, kind in _EVENTS.items() if key in report.event]
-    event = parse_message(kinds[0] if kinds else _Forked, report.event)
-    _require_own(_ranks_of(event), job)
+    event = asdict(parse_message(kinds[0] if kinds else _EVENTS["forked"], report.event))
+    raised = event.get("raised", {})  # its rank is None for an error before there were ranks
+    _require_own([event.get("rank"), event.get("died"), raised.get("rank")], job)
     later_s = time.monotonic() - report.sent_at_s
-    if isinstance(event, _Died):
-        event = replace(event, at_s=event.at_s + later_s)
-    if isinstance(event, _Raised):
-        event = replace(event, raised=replace(event.raised, at_s=event.raised.at_s + later_s))
-    return asdict(event)
+    for dated in (event, raised):
+        if "at_s" in dated:
+            dated["at_s"] += later_s
+    return event
 
 
 def _require_own(ranks: Sequence[int | None], job: Job) -> None:
     if any(rank is not None and rank not in job.own_ranks for rank in ranks):
         raise UnexpectedMessage("it sent word of a rank that it does not run; install the same commit on both")
-
-
-def _ranks_of(event: _Event) -> list[int | None]:
-    """Every rank that an event speaks of; None for an error before there were ranks."""
-    if isinstance(event, _Raised):
-        return [event.rank, event.raised.rank]
-    if isinstance(event, _Died):
-        return [event.died]
-    return [] if isinstance(event, _Over | _Forked | _Stop) else [event.rank]
