@@ -28,8 +28,6 @@ class Document:
     name: str
     text_bytes: int
     content: bytes | Path
-    removal: str = ""
-    """What to do so that a file on disk is not read, in words for an error."""
     begin: int = 0
     """Where the text begins in a file on disk: behind its byte order mark."""
 
@@ -40,6 +38,16 @@ class Document:
             yield self.content[start:stop]
         else:
             yield from _read_range(self.content, self.begin + start, self.begin + stop)
+
+    def text(self, start: int = 0, stop: int | None = None) -> Iterator[str]:
+        """The same as text, in blocks; raises PlaitError where it has changed since it was found to be UTF-8."""
+        decode = codecs.getincrementaldecoder("utf-8")().decode
+        try:
+            for block in self.read(start, stop):
+                yield decode(block)
+            yield decode(b"", final=True)
+        except UnicodeDecodeError:
+            raise PlaitError(f"{self.name} was changed while it was read", "run the same command again") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +60,13 @@ class Record:
     """Why a line is no record; it has no values then."""
 
 
-def file_document(path: Path, removal: str) -> Iterator[Document]:
+def file_document(path: Path) -> Iterator[Document]:
     """A file as one document, without a byte order mark; none where it holds nothing else."""
     with open_regular_file(path) as file:
         begin = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
     text_bytes = path.stat().st_size - begin
     if text_bytes:
-        yield Document(name=str(path), text_bytes=text_bytes, content=path, removal=removal, begin=begin)
+        yield Document(name=str(path), text_bytes=text_bytes, content=path, begin=begin)
 
 
 def json_records(path: Path) -> Iterator[Record]:

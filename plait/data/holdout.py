@@ -5,10 +5,9 @@ The choice is a function of the documents' contents, never of chance, of their o
 
 from __future__ import annotations
 
-import codecs
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
@@ -16,7 +15,6 @@ from typing import Literal
 import numpy as np
 
 from plait.data.documents import Document
-from plait.errors import PlaitError
 
 HoldoutSplit = Literal["train", "heldout"]
 HoldoutRule = Literal["none", "documents", "tails"]
@@ -152,9 +150,9 @@ class HoldoutSurvey:
         self._documents = 0
 
     def add_document(self, document: Document, source: int, file: str) -> None:
-        """Read a document; raises PlaitError on binary or non-UTF-8 text."""
+        """Read a document whose text was checked before."""
         stratum = _Stratum(source, _length_class(document.text_bytes), file)
-        self._add(stratum, text_hash(_checked(document)), document.text_bytes)
+        self._add(stratum, text_hash(document.read()), document.text_bytes)
 
     def add_example(self, prompt_hash: int, nbytes: int, source: int, file: str) -> None:
         """Add an example of `nbytes` bytes of text."""
@@ -222,14 +220,6 @@ class HoldoutSurvey:
         return left
 
 
-def text_blocks(blocks: Iterable[bytes]) -> Iterator[str]:
-    """Decode UTF-8 blocks whose edges may split a character."""
-    decode = codecs.getincrementaldecoder("utf-8")().decode
-    for block in blocks:
-        yield decode(block)
-    yield decode(b"", final=True)
-
-
 def text_hash(blocks: Iterable[bytes]) -> int:
     """64 bits of a text's hash. Equal texts have equal hashes, so copies are in one split."""
     state = blake2b(digest_size=8)
@@ -264,30 +254,3 @@ def _tail_start(document: Document, at: int) -> int:
     line = nearest(rb"\n", "end", reach) if paragraph is None else paragraph
     space = nearest(rb"(?<=\S) (?=\S)", "start", reach) if line is None else line
     return _character_start(document, at) if space is None else space
-
-
-def _checked(document: Document) -> Iterator[bytes]:
-    if isinstance(document.content, bytes):  # came out of a decoder already
-        yield from document.read()
-        return
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(), document.begin
-    for block in document.read():
-        if b"\0" in block:
-            raise _not_text(document, "binary: it has a NUL byte", offset + block.index(b"\0"))
-        _decode_at(decoder, document, block, offset)
-        offset += len(block)
-        yield block
-    _decode_at(decoder, document, b"", offset)
-
-
-def _decode_at(decoder: codecs.IncrementalDecoder, document: Document, block: bytes, offset: int) -> None:
-    waiting = len(decoder.getstate()[0])
-    try:
-        decoder.decode(block, final=not block)
-    except UnicodeDecodeError as error:
-        raise _not_text(document, "not UTF-8 text", offset - waiting + error.start) from None
-
-
-def _not_text(document: Document, what: str, byte: int) -> PlaitError:
-    instead = f" or {document.removal}" if document.removal else ""
-    return PlaitError(f"{document.content} is {what} at byte {byte}; convert it to UTF-8 text{instead}")

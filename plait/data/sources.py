@@ -168,7 +168,7 @@ def _open_files(source: Source, files: tuple[Path, ...]) -> OpenSource:
         source=source,
         files=files,
         selection="",
-        documents=lambda: _file_documents(files, source),
+        documents=lambda: _file_documents(files, source.field),
         records=lambda: _file_records(files),
     )
 
@@ -196,12 +196,12 @@ def _matching_files(source: Source) -> tuple[Path, ...]:
     return tuple(Path(name) for name in found)
 
 
-def _file_documents(files: tuple[Path, ...], source: Source) -> Iterator[Document]:
+def _file_documents(files: tuple[Path, ...], field: str) -> Iterator[Document]:
     for file in files:
         if file.suffix.lower() in RECORD_SUFFIXES:
-            yield from text_documents(_file_records((file,), source.field), source.field)
+            yield from text_documents(_file_records((file,), field), field)
         else:
-            yield from file_document(file, source.removal(file))
+            yield from file_document(file)
 
 
 def _file_records(files: tuple[Path, ...], field: str = "") -> Iterator[Record]:

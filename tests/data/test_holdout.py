@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from plait.data import holdout as holdout_module
 from plait.data.documents import Document
-from plait.data.holdout import Holdout, HoldoutSurvey, text_blocks
+from plait.data.holdout import Holdout, HoldoutSurvey
 from plait.data.index import INDEX_FILE
 from plait.data.preparation.build import DataRequest
 from plait.data.preparation.prepare import prepare_corpus
@@ -209,7 +209,7 @@ def test_a_document_on_disk_and_one_in_memory_are_treated_alike(tmp_path: Path) 
         assert holdout == chosen([[*texts, text]], 0.05)
         assert holdout.spans(on_disk, 0, "") == holdout.spans(document(text), 0, "")
         assert len(holdout.spans(on_disk, 0, "")) == 2
-    assert "".join(text_blocks(on_disk.read())) == text
+    assert "".join(on_disk.text()) == text
 
 
 def prepared(folder: Path, tokenizer: Path, *sources: Source, holdout: float = 0.05) -> Corpus:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from plait.data import documents
-from plait.data.folders import find_text_files
-from plait.data.holdout import Holdout, HoldoutSurvey, text_hash
+from plait.data.file_faults import read_content
+from plait.data.folders import TEXT_SUFFIXES, find_text_files
+from plait.data.holdout import Holdout, text_hash
 from plait.data.sources import Source, open_source, open_sources
 from plait.errors import PlaitError
 
@@ -21,9 +22,13 @@ def texts(source: Source) -> list[str]:
 
 
 def read_all(source: Source) -> None:
-    survey = HoldoutSurvey(0.05, 1)
-    for document in open_source(source).documents():
-        survey.add_document(document, 0, "")
+    """Read a source as `plait data` does: first its text files as they are, then all documents."""
+    opened = open_source(source)
+    for file in opened.files:
+        if file.suffix in TEXT_SUFFIXES and (fault := read_content(file).fault_of(file)):
+            raise fault.error(source.removal(file))
+    for document in opened.documents():
+        assert "".join(document.text()).encode() == b"".join(document.read())
 
 
 def write(path: Path, content: bytes | str) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from plait.data.documents import Document
-from plait.data.holdout import Holdout, HoldoutSplit, text_blocks
+from plait.data.holdout import Holdout, HoldoutSplit
 from plait.data.preparation.build import (
     BuildRequest,
     SourceCounts,
@@ -79,7 +79,7 @@ def build_stream(work: BuildRequest, folder: Path) -> None:
 
 
 def _survey(work: BuildRequest) -> tuple[list[SourceCounts], Holdout]:
-    """Read every document once: unreadable text is found here, before hours of work."""
+    """Read every document once."""
     found, survey = [], begun_survey(work)
     for number, source in enumerate(work.sources):
         documents = text_bytes = 0
@@ -97,8 +97,8 @@ def _pieces(work: BuildRequest, holdout: Holdout, cut: re.Pattern[str]) -> Itera
     for number, source in enumerate(work.sources):
         for document, file in _documents(source):
             for span in holdout.spans(document, number, file):
-                blocks, before = text_blocks(document.read(span.start, span.stop)), ""
-                for text in cut_into_pieces(blocks, cut):
+                before = ""
+                for text in cut_into_pieces(document.text(span.start, span.stop), cut):
                     yield _Piece(
                         text=text,
                         split=span.split,
