@@ -174,16 +174,10 @@ def _overlap(boxes: list[StoredPart]) -> bool:
         for other in boxes[index + 1 :]:
             if other.offset[dim] >= one.offset[dim] + one.extent[dim]:
                 break
-            if all(
-                _overlap_in_one_dim(*sides)
-                for sides in zip(one.offset, one.extent, other.offset, other.extent, strict=True)
-            ):
+            sides = zip(one.offset, one.extent, other.offset, other.extent, strict=True)
+            if all(at < other_at + other_size and other_at < at + size for at, size, other_at, other_size in sides):
                 return True
     return False
-
-
-def _overlap_in_one_dim(offset: int, extent: int, other_offset: int, other_extent: int) -> bool:
-    return offset < other_offset + other_extent and other_offset < offset + extent
 
 
 def _scalar(value: int) -> str:

@@ -612,17 +612,13 @@ def _queue_sentence(workloads: Sequence[Mapping[str, Any]], name: str) -> str:
 def _warning_sentence(events: Sequence[Mapping[str, Any]], name: str) -> str:
     """The newest warning about a job or what it made, such as a quota that keeps pods away; empty where there is
     none."""
-    about = [one for one in events if _is_about(str(one.get("involvedObject", {}).get("name", "")), name)]
+    about = [one for one in events if f"{one.get('involvedObject', {}).get('name', '')}-".startswith(f"{name}-")]
     newest = max(about, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""), default=None)
     if newest is None:
         return ""
     said = _one_line(newest.get("message", ""))
     fix = "ask for less, or end other jobs of the namespace" if "exceeded quota" in said else "see kubectl get events"
     return f"it waits ({said}): {fix}"
-
-
-def _is_about(other: str, name: str) -> bool:
-    return other == name or other.startswith(f"{name}-")
 
 
 def _order(item: Mapping[str, Any]) -> tuple[int, str]:

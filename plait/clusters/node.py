@@ -237,8 +237,12 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
         ready = place.secret_file is None or _holds_text(place.secret_file)
         if ready and not was_there and place.secret_file is not None:
             was_there, deadline = True, time.monotonic() + LISTENS_AT_LATEST_S
-        if not ready and (was_there or _is_over(target)):
-            return _without_leader(target)
+        if not ready and _is_over(target):
+            return "finished"
+        if not ready and was_there:
+            raise RunFailed(
+                "node 0 ended before this node could join it; see what it printed, correct that, and submit again"
+            )
         if ready:
             try:
                 with _secret_in_environment(kept):
@@ -248,13 +252,6 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
                 pass
         time.sleep(_CONNECT_EVERY_S if ready else _LOOK_EVERY_S)
     raise RunFailed(f"node 0 ({leader}) did not listen at port {place.port} in time; see what it printed")
-
-
-def _without_leader(target: Sequence[str]) -> StoppedBy:
-    """Node 0 is gone before this node could join: "finished" if the run is, else RunFailed."""
-    if _is_over(target):
-        return "finished"
-    raise RunFailed("node 0 ended before this node could join it; see what it printed, correct that, and submit again")
 
 
 def _is_over(target: Sequence[str]) -> bool:

@@ -34,6 +34,7 @@ from plait.clusters.job import (
 from plait.clusters.machines import SERVER, NodeKind, cluster_of_node_kinds
 from plait.clusters.request import Option, SubmitRequest
 from plait.clusters.tools import archive_command, complaint_text, tool_answer, unpack_answer
+from plait.data.index import file_sha256
 from plait.errors import PlaitError, RunFailed
 from plait.hosts.handshake import new_secret
 from plait.machines.catalog import find_device_by_driver_name
@@ -306,7 +307,7 @@ def send_files(
     names = shlex.join([path.name for path in files])
     there = on_machine(machine, f"cd {folder} && sha256sum {names} 2>/dev/null || true")
     known = {line.split(maxsplit=1)[1].lstrip("*"): line.split()[0] for line in there.splitlines() if " " in line}
-    fresh = [path for path in files if known.get(path.name) != _sha256_of(path)]
+    fresh = [path for path in files if known.get(path.name) != file_sha256(path)]
     if not fresh and not texts:
         return
     command = [*SSH_WORDS, machine, f"mkdir -p {folder} && tar -x --no-same-owner -C {folder}"]
@@ -325,11 +326,6 @@ def send_files(
         complaint = process.stderr.read().decode(errors="replace")
     if process.returncode:
         raise PlaitError(f"{machine} does not take files: {complaint_text(complaint, 'ssh', process.returncode)}")
-
-
-def _sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # The machines, and a job that is sent.

@@ -309,7 +309,8 @@ def admitted_info(hello: Mapping[str, Any], leader: HostInfo) -> HostInfo:
     `leader` is the leading host at this moment. The part of a version after "+" (which build of torch it is) may
     differ.
     """
-    lead, install = leader.name, f"copy the wheel of its plait here and type: {_install_line(leader)}"
+    line = wheel_install_line(leader.plait, torch=leader.torch.partition("+")[0])
+    lead, install = leader.name, f"copy the wheel of its plait here and type: {line}"
     try:
         host = typed_value(HostInfo, hello)
     except ValueError:
@@ -347,10 +348,6 @@ def _why_not_its_program(here: str, there: str, lead: str) -> str | None:
     if here != there:
         return f"this host's program file is not {lead}'s; copy that file here, look at it, and join again"
     return None
-
-
-def _install_line(leader: HostInfo) -> str:
-    return wheel_install_line(leader.plait, torch=leader.torch.partition("+")[0])
 
 
 def failed_attempts_text(count: int) -> str:

@@ -165,7 +165,8 @@ class Hosts:
         self._jobs += 1
         members = [self.members[host - 1] for host in jobs if host > 0]
         for member in members:
-            _require_alive(member)
+            if member.link.lost is not None:
+                raise lost_host(str(member), member.link.lost)
         with ExitStack() as stack:
             meeting = self._meeting(stack) if len(jobs) > 1 else None
             sites: list[WorkerHost] = [stack.enter_context(self.server.start(jobs[0], meeting))] if 0 in jobs else []
@@ -195,11 +196,6 @@ def _jobs_of_hosts(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[i
     if len(jobs) > 1 and 0 not in jobs:
         raise ValueError("rank 0 of a job over several hosts must be on host 0, where the others meet it")
     return jobs
-
-
-def _require_alive(member: Member) -> None:
-    if member.link.lost is not None:
-        raise lost_host(str(member), member.link.lost)
 
 
 def _as_sentence(error: BaseException) -> str:

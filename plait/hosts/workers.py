@@ -177,7 +177,8 @@ class LeaderWorkers:
             return self._hosts.run(job, on_message=on_message, parts=[own_part(job, 1, job.threads), *idle])
         if job.entry in (PROBE_ENTRY, PRODUCTS_ENTRY, MACHINE_CHECK_ENTRY):
             assert job.world_size == self.fixed_workers.workers, job
-            return self._hosts.run(job, on_message=_of_rank_0(on_message), parts=self._probe_parts(job))
+            parts = [HostPart(ranks=s.workers, threads=s.threads, argument=job.argument) for s in self.host_shares]
+            return self._hosts.run(job, on_message=_of_rank_0(on_message), parts=parts)
         asked, training = read_job_argument(job.argument), job.entry == TRAINING_ENTRY
         folder = Path(asked.folder)
         if not training:  # made before anybody knew which host does what
@@ -218,10 +219,6 @@ class LeaderWorkers:
     def copied_steps(self, lineage: int) -> Sequence[int]:
         counts = [share.workers for share in self.host_shares]
         return copied_steps(self._hosts.server, self._hosts.members, counts, lineage)
-
-    def _probe_parts(self, job: Job) -> list[HostPart]:
-        """The part of every host in a probe: all its workers, and no files."""
-        return [HostPart(ranks=s.workers, threads=s.threads, argument=job.argument) for s in self.host_shares]
 
     def _renumber_hosts(self, host_order: tuple[int, ...]) -> None:
         """Give every host its number; cached values about the hosts stay in the order of admission."""

@@ -51,7 +51,8 @@ def _comparable(shape: ModelShape) -> dict[str, Any]:
     # A model whose position table has as many rows as its sequence need not say so.
     shape = replace(shape, mixture=_routed(shape.mixture)) if shape.mixture else shape
     plain = any(shape.mixture_of(layer) is None for layer in range(shape.layers))
-    unread = {**_unread(shape), **({} if plain else {"ffn": 0})}
+    unread = {"rope_theta": 0.0} if shape.positions == "learned" else {"learned_positions": 0}
+    unread |= {} if plain else {"ffn": 0}
     return {**shape.to_dict(), "learned_positions": shape.size_of("positions"), "sequence": 0, **unread}
 
 
@@ -59,11 +60,6 @@ def _routed(mixture: MixtureShape) -> MixtureShape:
     """A mixture without what only training reads."""
     kept = tuple(rule for rule in mixture.balance if rule == "bias")
     return replace(mixture, balance=kept, balance_rate=USUAL_BIAS_RATE, balance_weights=(), z_weight=0.0, capacity=None)
-
-
-def _unread(shape: ModelShape) -> dict[str, Any]:
-    """What a model with learned positions does not read."""
-    return {"rope_theta": 0.0} if shape.positions == "learned" else {"learned_positions": 0}
 
 
 def _gpt2_values(shape: ModelShape) -> dict[str, Any]:

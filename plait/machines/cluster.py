@@ -200,7 +200,10 @@ def cluster_from_json(text: str | bytes, where: str) -> Cluster:
         )
     check_value(values.get("name", ""), "str", f"{where}: name")
     islands = [_island(entry, f"{where}, island {i}") for i, entry in enumerate(values["islands"], 1)]
-    between = link_from_json(values["between"], f"{where}: between") if "between" in values else _usual_between(islands)
+    if "between" in values:
+        between = link_from_json(values["between"], f"{where}: between")
+    else:
+        between = _slowest([(find_link(island.device.between), island.per_node) for island in islands])
     name, measured_values = values.get("name", Path(where).stem), values.get("measured")
     measured = measurements_from_values(measured_values, f"{where}: measured") if measured_values is not None else None
     return Cluster(name=name, islands=tuple(islands), between=between, measured=measured)
@@ -219,11 +222,6 @@ def _island(values: Any, where: str) -> Island:
         speed=float(values.get("speed", 1)),
         network=link_from_json(values["network"], f"{where}: network") if "network" in values else None,
     )
-
-
-def _usual_between(islands: list[Island]) -> Link:
-    """The islands' usual link between nodes that is slowest per device."""
-    return _slowest([(find_link(island.device.between), island.per_node) for island in islands])
 
 
 def _slowest(links: list[tuple[Link, int]]) -> Link:

@@ -396,15 +396,9 @@ def _per_parameter_text(device: MeasuredDevice, work: WorkKind) -> str:
 
 
 def _copy_text(device: MeasuredDevice) -> str:
-    lines = [
-        f"{format_bytes(2 * one.sizes[0] / one.seconds)}/s ({format_bytes(one.sizes[0])})"
-        for one in _copies_by_size(device)
-    ]
-    return ", ".join(lines)
-
-
-def _copies_by_size(device: MeasuredDevice) -> Sequence[WorkTiming]:
-    return sorted(device.times_of("copy"), key=lambda one: one.sizes)
+    copies = sorted(device.times_of("copy"), key=lambda one: one.sizes)
+    rates = [f"{format_bytes(2 * one.sizes[0] / one.seconds)}/s ({format_bytes(one.sizes[0])})" for one in copies]
+    return ", ".join(rates)
 
 
 def _link_lines(links: Sequence[MeasuredLink]) -> list[str]:

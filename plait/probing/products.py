@@ -14,12 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from plait.checked_json import parse_object
+from plait.checked_json import parse_object, typed_value
 from plait.launch.values.job import RankContext
 from plait.machines.machine import core_share, detect_cpu_machine, usable_cores
 from plait.machines.measured import Arithmetic, ProductRate, ProductRates
 from plait.model.matmul import default_library_name, has_onednn, matmul_library
-from plait.model.shape import ModelShape
 from plait.parallel.mesh import open_store
 from plait.probing.request import ProbedModel, layer_products
 from plait.probing.timing import SingleRank, TimingSetup, processor_clock, time_in_rounds
@@ -224,7 +223,7 @@ def run_products_rank(context: RankContext, argument: str) -> None:
     torch.set_num_threads(context.threads)
     torch.set_flush_denormal(True)  # as training does
     torch.manual_seed(0)
-    model = _model_of(parse_object(argument))
+    model = typed_value(ProbedModel, parse_object(argument))
     clock = processor_clock(core_share(context.local_world_size))
     bench = TimingSetup(device=torch.device("cpu"), clock=clock, lockstep=SingleRank())
     rates = measure_product_rates(model, arithmetic_units(), bench, seconds=MEASURED_S)
@@ -251,7 +250,3 @@ def _reported(sent: bytes) -> dict[str, Any]:
         return parse_object(sent)
     except ValueError:
         return {}
-
-
-def _model_of(values: Mapping[str, Any]) -> ProbedModel:
-    return ProbedModel(**{**values, "shape": ModelShape.from_dict(values["shape"])})

@@ -39,7 +39,8 @@ def named_template(name: str, folders: Sequence[Path]) -> TemplateText:
     that names any. Raises PlaitError where there is none."""
     special = next((found for folder in folders if (found := special_tokens(tokenizer_settings(folder)))), {})
     if name in _TOKENS:
-        return TemplateText(text=_built_in(name), where=f"{_WHERE}{name}", special=special)
+        text = (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+        return TemplateText(text=text, where=f"{_WHERE}{name}", special=special)
     try:
         text = read_regular_file(Path(name), _MOST_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
@@ -61,7 +62,3 @@ def check_tokens(template: TemplateText, tokens: Iterable[str]) -> None:
             f'data.chat_template = "{name}" writes {missing[0]}, which the tokenizer has no token for; choose the '
             "template of the model's family, or add the token to its tokenizer.json"
         )
-
-
-def _built_in(name: str) -> str:
-    return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")

@@ -131,11 +131,12 @@ class ForkServer:
             )
         process = self._usable_process()
         with (
-            _private_directory() as directory,
+            # A folder that only this user can enter: whoever can write the rendezvous file can join the job.
+            tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as directory,
             _wires(job.ranks) as (ours, theirs),
             contextlib.closing(ProgressBoard(job.ranks)) as board,
         ):
-            here = meeting or Rendezvous(rendezvous=str(directory / "rendezvous"), interface="lo")
+            here = meeting or Rendezvous(rendezvous=f"{directory}/rendezvous", interface="lo")
             request = {"run": asdict(job), "rendezvous": here.rendezvous, "interface": here.interface}
             listeners = [here.listener] if here.listener is not None else []
             shared = board.descriptor, self._kept().descriptor
@@ -166,13 +167,6 @@ class ForkServer:
         if self._process is None:
             raise RuntimeError("a ForkServer serves only within its with block")
         return self._process
-
-
-@contextlib.contextmanager
-def _private_directory() -> Iterator[Path]:
-    """A folder that only this user can enter: whoever can write the rendezvous file can join the job."""
-    with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as name:
-        yield Path(name)
 
 
 @contextlib.contextmanager
