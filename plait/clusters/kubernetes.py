@@ -480,7 +480,7 @@ def _objects(record: Submitted, kind: str, *which: str) -> list[Mapping[str, Any
     try:
         return _items(parse_object(said.encode())) if said.strip() else []
     except ValueError as error:
-        raise PlaitError(f"the {kind} of {record.name}: kubectl answers what is no JSON ({error}); update it") from None
+        raise PlaitError(f"the {kind} of {record.name}: kubectl's answer is not JSON ({error}); update it") from None
 
 
 def _items(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -552,7 +552,7 @@ def _reader_pod(record: Submitted) -> dict[str, Any]:
 _WAITING = {
     "ErrImagePull": "its image cannot be had: check the name, and that the cluster may pull it (imagePullSecrets)",
     "ImagePullBackOff": "its image cannot be had: check the name, and that the cluster may pull it (imagePullSecrets)",
-    "InvalidImageName": "that is no name of an image: correct --with image=",
+    "InvalidImageName": "that is not the name of an image: correct --with image=",
     "CreateContainerConfigError": "something that it names is missing, most likely the secret: submit again",
     "CreateContainerError": "its container cannot be made: see kubectl describe pod",
 }

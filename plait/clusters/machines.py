@@ -99,7 +99,9 @@ def node_groups(cluster: Cluster, nodes: int, partition: str, scheduler: Schedul
                 f"plait plans for {device.name} on paper, and trains on processors and GPUs; describe those"
             )
         if scheduler == "kubernetes" and device.kind == "gpu" and device.vendor != "NVIDIA":
-            raise PlaitError(f"plait's pods ask for NVIDIA GPUs, and {device.name} is none; submit to Slurm or by ssh")
+            raise PlaitError(
+                f"plait's pods ask for NVIDIA GPUs, and {device.name} is not one; submit to Slurm or by ssh"
+            )
     if len(islands) > 1 and scheduler == "kubernetes":
         raise PlaitError("the pods of a job are equal; describe nodes of one kind, or submit to Slurm or by ssh")
     named = partitions * len(islands) if len(partitions) == 1 else partitions

@@ -97,7 +97,7 @@ def parse_scheduler(text: str) -> Scheduler:
     for scheduler in get_args(Scheduler):
         if text == scheduler:
             return scheduler
-    raise PlaitError(f'--on "{text}" is no scheduler that plait submits to; write slurm, ssh or kubernetes')
+    raise PlaitError(f'--on "{text}" is not a scheduler that plait submits to; write slurm, ssh or kubernetes')
 
 
 def parse_kind(text: str) -> JobKind:
@@ -105,7 +105,7 @@ def parse_kind(text: str) -> JobKind:
     for kind in get_args(JobKind):
         if text == kind:
             return kind
-    raise PlaitError(f'--kind "{text}" is no kind of job; write jobset, trainjob or job')
+    raise PlaitError(f'--kind "{text}" is not a kind of job; write jobset, trainjob or job')
 
 
 def parse_machines(text: str | None) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def parse_machines(text: str | None) -> tuple[str, ...]:
     names = [name.strip() for name in text.split(",")] if text else []
     for name in names:
         if not name or name.startswith("-") or any(sign.isspace() for sign in name):
-            raise PlaitError(f'--machines has "{name}", which is no name of a machine; write them as a,b,c')
+            raise PlaitError(f'--machines has "{name}", which is not the name of a machine; write them as a,b,c')
     return tuple(names)
 
 
@@ -133,7 +133,7 @@ def parse_time_s(text: str, *, option: str = "--time ", shortest_s: int = SHORTE
         except PlaitError:
             amount = None
         if amount is None or amount.unit != "seconds":
-            raise PlaitError(f'{option}"{text}" is no time; write for example "8 hours" or 08:00:00')
+            raise PlaitError(f'{option}"{text}" is not a length of time; write for example "8 hours" or 08:00:00')
         total = round(amount.value)
     if total < shortest_s:
         raise PlaitError(f'{option}"{text}" is too short to do anything in; write {shortest_s} s or more')

@@ -262,7 +262,7 @@ def input_files(target: Sequence[str], config: RunConfig | None) -> InputFiles:
     for path in paths:
         if not path.is_file():
             raise PlaitError(
-                f"{path} is no single file, and ssh sends single files; put the text on machine one yourself"
+                f"{path} is not a single file, and --on ssh copies single files only; copy it to the first machine"
             )
     settings = [f"data.files={json.dumps([path.name for path in paths])}"]
     for key, path in _other_inputs(target, config):
@@ -374,7 +374,7 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
     """What is typed on each machine; the first one leads."""
     port = options.get("port", str(USUAL_PORT))
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise PlaitError(f"--with port={port} is no port; write a number from 1024 to 65535, or leave it out")
+        raise PlaitError(f"--with port={port} is not a port; write a number from 1024 to 65535, or leave it out")
     machines = request.machines[: job.nodes]
     inputs = input_files(job.target, config)
     environment = environment_files(options.get("wheel")) if "python" not in options else None

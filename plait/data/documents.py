@@ -101,7 +101,7 @@ def _json_object(place: str, offset: int, line: bytes) -> dict[str, object]:
     except RecursionError:
         raise PlaitError(f"{place} nests its values too deeply", f"{_ONE_OBJECT}, with the text as one field") from None
     if not isinstance(values, dict):
-        raise PlaitError(f"{place} is no JSON object", _ONE_OBJECT)
+        raise PlaitError(f"{place} is not a JSON object", _ONE_OBJECT)
     return values
 
 

@@ -132,7 +132,7 @@ def _rows(path: Path, reader: Iterator[list[str]], before: int) -> Iterator[tupl
                     "close the quote that it begins with, or divide it into rows",
                 ) from None
             raise PlaitError(
-                f"{path} is no table from line {line} on ({first_line(error)})",
+                f"{path} is not a table from line {line} on ({first_line(error)})",
                 "put texts with quotes or line ends in quotes, and write each quote in them twice",
             ) from None
         if row is None:

@@ -307,7 +307,7 @@ class HostConnection:
 
     def _take_question(self, frame: Frame) -> None:
         if not self._handlers:
-            raise UnexpectedMessage("it asked what nobody asks of this host; install the same commit on both")
+            raise UnexpectedMessage("it sent a request to the host that leads; install the same commit on both")
         kind, nbytes = parse_message(Question, frame.values).kind, len(frame.blob)
         _check_blob(kind, nbytes, max((one.blob_bytes for one in self._handlers if one.name == kind), default=0))
         with self._unread:

@@ -156,7 +156,7 @@ def read_block(folder: Path, name: str, offset: int, nbytes: int) -> tuple[int, 
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise PlaitError(
-                f"{name!r} is no file, and only files are fetched", "install the same commit of plait on both"
+                f"{name!r} is not a file, and only files are fetched", "install the same commit of plait on both"
             )
         file = os.fdopen(descriptor, "rb")
     except BaseException:
@@ -199,7 +199,7 @@ def send_folder(peer: Peer, folder: Path, offer: Offer) -> tuple[str, int]:
     sizes = {fact.name: fact.nbytes for fact in offer.files}
     if unknown := set(found.lacking) - sizes.keys():
         raise PlaitError(
-            f"{peer.name} asked for {min(unknown)[:80]!r}, which nobody offered", "install the same commit on both"
+            f"{peer.name} asked for {min(unknown)[:80]!r}, which was not offered", "install the same commit on both"
         )
     for name in found.lacking:
         for offset, block in _blocks(folder / name, sizes[name]):
@@ -240,7 +240,7 @@ def fetch_file(
         size, wanted = None, _FIRST_BLOCK_BYTES
         while size is None or file.tell() < size:
             if is_cancelled():
-                raise PlaitError(f"nobody waits for {target.name} any more", "give the same command again")
+                raise PlaitError(f"{target.name} is not needed any more", "give the same command again")
             asked_at_s = time.monotonic()
             answer = peer.ask(request, replace(cast(Any, question), offset=file.tell(), bytes=wanted))
             took_s = time.monotonic() - asked_at_s
@@ -303,7 +303,7 @@ class IncomingFolder:
     def write_block(self, name: str, offset: int, data: bytes) -> None:
         """Append the next bytes of a file; after the last ones its hash is checked and it gets its name."""
         if name not in self.missing:
-            raise PlaitError(f"another host sent {name[:80]!r}, which nobody asked for", "give the same command again")
+            raise PlaitError(f"another host sent {name[:80]!r}, which was not requested", "give the same command again")
         path, fact = safe_path(self.folder, name), self._expected[name]
         if offset + len(data) > fact.nbytes:
             raise PlaitError(f"another host sent more of {name[:80]!r} than it offered", "give the same command again")

@@ -614,9 +614,9 @@ def check_job(job: Job, may_use: Callable[[Path], bool]) -> None:
         return
     asked = read_job_argument(job.argument)
     if asked.resume is not None and not CHECKPOINT_NAME.fullmatch(asked.resume):
-        raise PlaitError(f"{asked.resume[:80]!r} is no checkpoint, and {ODD_REQUEST_ADVICE}")
+        raise PlaitError(f"{asked.resume[:80]!r} is not a checkpoint, and {ODD_REQUEST_ADVICE}")
     if job.log_dir not in (None, asked.folder, f"{asked.folder}/logs") or not may_use(Path(asked.folder)):
-        raise PlaitError(f"{asked.folder[:200]} is no folder of this run on this host, and {ODD_REQUEST_ADVICE}")
+        raise PlaitError(f"{asked.folder[:200]} is not a folder of this run on this host, and {ODD_REQUEST_ADVICE}")
 
 
 class ReceivedFolders:

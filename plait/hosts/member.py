@@ -61,7 +61,7 @@ def connect(address: str, port: int, secret: Secret, *, local_address: str | Non
         connection = socket.create_connection((address, port), timeout=JOINER_S, source_address=source)
     except ConnectionRefusedError:
         raise LeaderNotReached(
-            f"nobody waits for hosts at {place}: host 0 still prepares its text, or the run has ended or has all its "
+            f"no run accepts hosts at {place}: host 0 still prepares its text, or the run has ended or has all its "
             "hosts; wait for the line that host 0 prints, and join with its address and secret"
         ) from None
     except (OSError, OverflowError, UnicodeError) as error:  # the last: what can be no name of a host

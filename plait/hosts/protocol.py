@@ -36,7 +36,7 @@ def parse_message(kind: type[_T], values: object) -> _T:
         return typed_value(kind, values)
     except ValueError as error:
         raise UnexpectedMessage(
-            f"it sent what plait does not send ({error}); install the same commit on both"
+            f"it sent an unknown message ({error}); install the same commit on both"
         ) from None
 
 
@@ -91,12 +91,12 @@ def answer_request(handlers: Handlers, name: str, values: object, blob: bytes) -
     """What this host answers; raises PlaitError for anything that host 0's plait never asks."""
     request = next((one for one in handlers if one.name == name), None)
     if request is None:
-        raise UnexpectedMessage("it was asked what nobody asks it; install the same commit on both")
+        raise UnexpectedMessage("it received an unknown request; install the same commit on both")
     try:
         question = typed_value(request.question, values)
     except ValueError as error:
         raise PlaitError(
-            f"the host that leads asked for what plait never asks ({error}); install the same commit on both"
+            f"the host that leads sent an invalid request ({error}); install the same commit on both"
         ) from None
     return handlers[request](question, blob)
 
@@ -107,7 +107,7 @@ def parse_reply(request: RequestKind[Any, _A], values: object, blob: bytes, host
         return Reply(values=typed_value(request.reply, values), blob=blob)
     except ValueError as error:
         raise PlaitError(
-            f"{host} replied what plait never replies ({error}); install the same commit on both"
+            f"{host} sent an invalid reply ({error}); install the same commit on both"
         ) from None
 
 

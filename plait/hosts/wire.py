@@ -274,7 +274,7 @@ class Wire:
         try:
             return parse_frame(bytes(body[_PREFIX.size : split]), bytes(body[split:]))
         except ValueError as error:
-            raise self._ended(f"it sent what is no message of plait ({error})") from None
+            raise self._ended(f"it sent something that is not a message of plait ({error})") from None
 
     def _foreign(self, how: str) -> WireEnded:
         return self._ended(f"its connection carried a frame {how}: altered on the way, or not from plait")

@@ -128,7 +128,7 @@ def _check_pair(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor]) -
     if a.ndim != 2 or b.ndim != 2 or not a.numel() or a.shape[0] != b.shape[1] or b.shape[0] % module.parts:
         raise PlaitError(
             f"{module.name} in {folder / ADAPTER_WEIGHTS} has the shapes {list(a.shape)} and {list(b.shape)}, which "
-            "are no adapter's: was it saved from one of several ranks?"
+            "cannot be an adapter's: was it saved from one of several ranks?"
         )
 
 

@@ -77,7 +77,7 @@ def read_json_file(file: Path, *, instead: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise PlaitError(f"{file} is not usable ({error}); download it again") from None
     if not isinstance(values, dict):
-        raise PlaitError(f"{file} is no table of keys and values; download it again")
+        raise PlaitError(f"{file} is not a table of keys and values; download it again")
     return values
 
 

@@ -52,7 +52,7 @@ def _checked_fields(gguf: Any, file: Path) -> dict[str, str]:
     try:
         reader = gguf.GGUFReader(file)
     except (ValueError, IndexError, OverflowError) as error:
-        raise PlaitError(f"{file} is no whole GGUF file ({error!s:.200}); download it again") from None
+        raise PlaitError(f"{file} is not a complete GGUF file ({error!s:.200}); download it again") from None
     family = _text(reader, "general.architecture")
     if family not in MODEL_FAMILIES:
         raise PlaitError(

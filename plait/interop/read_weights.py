@@ -85,7 +85,7 @@ def _refuse_not_finite(numbers: Tensor, stored: StoredTensor) -> None:
         return
     what = "NaN" if torch.isnan(numbers).any() else "infinity"
     raise PlaitError(
-        f"{stored.name} in {stored.file} holds {what}, which is no weight that a model can compute with; download the "
+        f"{stored.name} in {stored.file} holds {what}, which no model can compute with; download the "
         "file again, or take an earlier checkpoint of that model"
     )
 

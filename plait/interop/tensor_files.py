@@ -85,7 +85,7 @@ def read_header(file: Path) -> list[StoredTensor]:
     except ValueError as error:
         raise _damaged(file, str(error)) from None
     if not isinstance(table, dict):
-        raise _damaged(file, "its header is no table")
+        raise _damaged(file, "its header is not a table")
     table.pop("__metadata__", None)
     tensors = [_stored(file, name, entry, 8 + length) for name, entry in table.items()]
     end = 8 + length
@@ -125,7 +125,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     for name in places.values():
         if name != Path(name).name or name in ("", ".", "..") or "\0" in name or not name.endswith(".safetensors"):
             raise PlaitError(
-                f"{index} names {name!r}, which is no safetensors file of its own folder; download it again"
+                f"{index} names {name!r}, which is not a safetensors file of its own folder; download it again"
             )
     return places
 
@@ -149,7 +149,7 @@ def _only_file(folder: Path) -> Path:
 
 def _stored(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
     if not isinstance(entry, dict):
-        raise _damaged(file, f"its entry of {name[:80]} is no table")
+        raise _damaged(file, f"its entry of {name[:80]} is not a table")
     dtype, shape, places = entry.get("dtype"), _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
     if shape is None or places is None or len(places) != 2:
         raise _damaged(file, f"its entry of {name[:80]} lacks shape or data_offsets")

@@ -53,7 +53,7 @@ def interface_of(address: str) -> str:
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:
-        raise PlaitError(f"{address!r} is no IP address; {_choices()}") from None
+        raise PlaitError(f"{address!r} is not an IP address; {_choices()}") from None
     if wanted.is_loopback:
         return "lo"
     known = local_addresses()

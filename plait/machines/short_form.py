@@ -170,7 +170,7 @@ def _slices(name: str, kind: str, chips: int, counts: str, count: int) -> ShortF
     if not 0 < chips <= device.per_node or chips % part:
         each = " (two a chip)" if counts == "TensorCores" else ""
         raise PlaitError(
-            f'"{name}" is no slice: the number counts {counts}{each}, and a slice of {device.name} has {part} to '
+            f'"{name}" is not a slice: the number counts {counts}{each}, and a slice of {device.name} has {part} to '
             f"{device.per_node} chips{f', a multiple of {part}' if part > 1 else ''}; write the chips, as in "
             f"{max(part, min(device.per_node, chips // part * part))}x{device.name}"
         )

@@ -253,7 +253,7 @@ def test_where_a_job_stands_is_its_pods_sentences(kubernetes: KubernetesInAFolde
         (kubernetes.folder / "pods.json").write_text(empty)
         assert "it is not in the cluster any more" in (job_state_line("play") or ""), empty
     (kubernetes.folder / "pods.json").write_text("Flag --output is deprecated")
-    with pytest.raises(PlaitError, match="answers what is no JSON"):
+    with pytest.raises(PlaitError, match="answer is not JSON"):
         job_state_line("play")
 
 

@@ -261,7 +261,7 @@ def test_every_file_that_a_recipe_reads_is_sent_and_found_over_there(
     [
         (("model.from=model",), r"model\.from is the folder .*add model\.from=/ITS/PLACE/THERE"),
         (("data.tokenizer=model",), r"data\.tokenizer is the folder"),
-        (("data.files=texts",), "is no single file"),
+        (("data.files=texts",), "is not a single file"),
         (('data.files=["texts/a.txt", "a.txt"]',), "have the same name"),
     ],
 )

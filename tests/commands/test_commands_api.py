@@ -277,7 +277,7 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.submit("a.py", on="pbs"), r'on = .pbs. is not usable; give "slurm", "ssh" or "kubernetes"'),  # type: ignore[arg-type]
     (lambda: plait.submit("a.py", on="ssh", options={"machines": 3}), r"machines = 3 is .* give a list of texts"),
     (lambda: plait.submit("a.py", "--epochs 3", on="slurm"), r"give a list of texts, one for each argument"),
-    (lambda: plait.submit("a.py", on="ssh", options={"machines": ["-oProxy"]}), r"no name of a machine"),
+    (lambda: plait.submit("a.py", on="ssh", options={"machines": ["-oProxy"]}), r"not the name of a machine"),
     (lambda: plait.submit("a.py", on="slurm", options={"gpus": "8"}), r"gpus = '8' is not usable"),
     (lambda: plait.submit("a.py", on="slurm", nodes=0), r"nodes = 0 is too small"),
     (lambda: plait.submit("a.py", on="slurm", options=["a=b"]), r"options = .* give a dict"),  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ def test_hosts_that_share_the_folder_find_the_model_in_it(here: Path, tmp_path: 
     )
     with pytest.raises(PlaitError, match=r"^the hosts share .*/here, and the model in .*/elsewhere lies outside of it"):
         stage(same)
-    with pytest.raises(PlaitError, match="is no folder of this run on this host"):
+    with pytest.raises(PlaitError, match="is not a folder of this run on this host"):
         trains(same, here / HOME)
     same.depot.close()
 
@@ -128,7 +128,7 @@ def test_a_model_of_the_hosts_own_is_never_begun_with(here: Path, other: Neighbo
         Path(sent.job.base) / ".." / "x",
     ):
         other.attack("put", {"name": "plan.json"}, plan_text(changed(sent, base=str(base))).encode())
-        with pytest.raises(PlaitError, match="is no folder of this run on this host"):
+        with pytest.raises(PlaitError, match="is not a folder of this run on this host"):
             trains(other, theirs)
     other.attack("put", {"name": "plan.json"}, plan_text(sent).encode())
     trains(other, theirs)
@@ -148,7 +148,7 @@ def test_what_another_leader_sent_is_used_only_by_whoever_has_all_of_it(here: Pa
     ]
     for part in ([], entries[:1]):
         offer(other, part, sent.name)
-        with pytest.raises(PlaitError, match="is no folder of this run on this host"):
+        with pytest.raises(PlaitError, match="is not a folder of this run on this host"):
             trains(other, other.folder / HOME)
     with pytest.raises(PlaitError, match="the model offered lacks files of its own"):
         offer(other, entries[1:], sent.name)

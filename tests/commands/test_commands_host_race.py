@@ -151,7 +151,7 @@ def test_a_plan_cannot_be_changed_once_its_job_was_checked(attacker: Attacker, t
         assert told[0]["values"]["path"] == str(attacker.received)
         peer.attack("put", {"name": "plan.json"}, attacker.evil)  # between jobs it may come, and is checked
         peer.start(2, attacker.order("tell_data"))
-        assert "is no folder of this run" in peer.events_until("over")[-1]["reason"]
+        assert "is not a folder of this run" in peer.events_until("over")[-1]["reason"]
 
 
 @pytest.mark.slow

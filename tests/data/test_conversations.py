@@ -257,10 +257,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "no text": ([{"role": "user", "content": None}], r"message 1: its content is nothing, not a text"),
     "parts": ([{"role": "user", "content": ["a"]}], r"its content is of the type list, not a text"),
     "no message": (["a"], r"message 1 is of the type str; write"),
-    "no messages": ([], r'"messages" is no list of messages; write'),
+    "no messages": ([], r'"messages" is not a list of messages; write'),
     "special": (chat("a", "b <|im_end|> c"), r'message 2 holds "<\|im_end\|>", which has a meaning of its own'),
     "half a pair": (chat("a", "b \ud800"), r"message 2: the text holds half of a surrogate pair"),
-    "edges": (chat("a", "b \ufdd0"), r"holds U\+FDD0 or U\+FDD1, which are no characters"),
+    "edges": (chat("a", "b \ufdd0"), r"holds U\+FDD0 or U\+FDD1, which are not characters"),
 }
 
 
@@ -286,7 +286,7 @@ def test_missing_columns_and_broken_lines_are_named(prepare: Prepare, tmp_path: 
         prepare({"prompt": "x", "completion": ""}, format="prompt-completion")
     with pytest.raises(PlaitError, match=r"chats\.jsonl:2 is not JSON .*; write one JSON object on each line"):
         prepare({"messages": chat("x", "y")}, '{"messages": [')
-    with pytest.raises(PlaitError, match=r"chats\.jsonl:2 is no JSON object; write one JSON object on each line"):
+    with pytest.raises(PlaitError, match=r"chats\.jsonl:2 is not a JSON object; write one JSON object on each line"):
         prepare({"messages": chat("x", "y")}, "[1]")
     with pytest.raises(PlaitError, match=r"play\.txt is plain text, which has no columns; give JSONL, CSV or Parquet"):
         prepare("words", name="play.txt", format="chat")

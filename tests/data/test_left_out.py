@@ -61,7 +61,7 @@ SAID = [
     "         iconv -f latin1 -t utf-8 texts/old.txt > texts/old-utf8.txt",
     "left out texts/older.txt, which is not UTF-8 text at byte 0; convert it from Windows-1252:",
     "         iconv -f windows-1252 -t utf-8 texts/older.txt > texts/older-utf8.txt",
-    "left out texts/torn.csv, which is no table from line 2 on (unexpected end of data); correct it",
+    "left out texts/torn.csv, which is not a table from line 2 on (unexpected end of data); correct it",
     'left out texts/table.csv, which has no column "text" (its columns: a, b); name the file apart in data.files, with '
     "the column that holds its text as field",
 ]
@@ -106,7 +106,7 @@ def test_what_was_found_out_by_reading_is_remembered(folder: Path) -> None:
     [
         (["old.txt"], r"old\.txt is not UTF-8 text at byte 1; convert it .*iconv.* or take it out of data\.files$"),
         (["report.pdf"], r"report\.pdf is a PDF; make text of it \(pdftotext .*\) or take it out of data\.files$"),
-        (["torn.csv"], r"torn\.csv is no table from line 2 on \(unexpected end of data\); correct it or take it out"),
+        (["torn.csv"], r"torn\.csv is not a table from line 2 on \(unexpected end of data\); correct it or take"),
         (["table.csv"], r'table\.csv has no column "text"; name one of a, b$'),
         (
             ["old.txt", "report.pdf"],

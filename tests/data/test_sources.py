@@ -104,7 +104,7 @@ BAD_FILES = [
     ("a.txt", b"x" * 262_143 + "é".encode() + b"\xff", r"not UTF-8 text at byte 262145; convert"),
     ("a.txt", b"cut short \xe4\xb8", r"not UTF-8 text at byte 10; convert"),
     ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r'a.jsonl:2 has no field "text"; name the field'),
-    ("a.jsonl", b'{"text": "a"}\n["b"]\n', r"a.jsonl:2 is no JSON object; write one JSON object on each line"),
+    ("a.jsonl", b'{"text": "a"}\n["b"]\n', r"a.jsonl:2 is not a JSON object; write one JSON object on each line"),
     ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"a.jsonl:3 is not JSON \(.*\); write one JSON object on each line"),
     ("a.jsonl", b'{"text": "a"}\n{"text": 7}\n', r"a.jsonl:2: the text is int, not a string; choose a field"),
     ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', r"a.jsonl:2: the text is NoneType, not a string; choose a field"),
@@ -120,7 +120,7 @@ BAD_FILES = [
     ),
     ("a.csv", b"body\nx\n", r'a.csv has no column "text"; name one of body'),
     ("a.csv", b"text,n\na,1\nb\n", r"a.csv has 1 column in line 3 and 2 in its header; correct that line"),
-    ("a.csv", b'text,n\n"a,1\nb,2\n', r"a.csv is no table from line 2 on \(unexpected end of data\); put texts with"),
+    ("a.csv", b'text,n\n"a,1\nb,2\n', r"a.csv is not a table from line 2 on \(unexpected end of data\); put texts"),
     ("a.csv", b"text,text\na,b\n", r'a.csv has two columns with the name "text"; give one of them another name'),
 ]
 

@@ -41,9 +41,9 @@ def test_what_the_reader_would_drop_or_cannot_read_is_refused(tmp_path: Path) ->
     (tmp_path / "text.gguf").write_text("no model")
     for name, words in {
         "long.gguf": "stretches its rotary positions",
-        "cut.gguf": "is no whole GGUF file",
+        "cut.gguf": "is not a complete GGUF file",
         "other.gguf": "family 'falco', none of those that plait reads",
-        "text.gguf": "is no whole GGUF file",
+        "text.gguf": "is not a complete GGUF file",
         "none.gguf": "there is no file",
     }.items():
         with pytest.raises(PlaitError, match=words):

@@ -177,7 +177,7 @@ CASES: dict[str, tuple[Break, str]] = {
     ),
     "groups of inputs": (config(use_qalora=True), "use_qalora in .* is True, which plait does not compute"),
     "a kind yet to come": (config(newer_config={"a": 1}), "newer_config in .* which plait does not compute"),
-    "a pattern that is none": (config(alpha_pattern={"(": 1}), "has a key that is no regular expression"),
+    "a pattern that is none": (config(alpha_pattern={"(": 1}), "has a key that is not a regular expression"),
     "no alpha in the pattern": (
         config(alpha_pattern={".*": 0}),
         "alpha_pattern in .* is 0; it should be a number above",
@@ -203,7 +203,7 @@ CASES: dict[str, tuple[Break, str]] = {
     ),
     "an empty shard": (
         tensors(lambda found: found.update({f"{FIRST}.lora_A.weight": torch.zeros(0)})),
-        "which are no adapter's: was it saved from one of several ranks",
+        "which cannot be an adapter's: was it saved from one of several ranks",
     ),
     "another width": (
         tensors(lambda found: found.update({f"{FIRST}.lora_A.weight": torch.zeros(3, 999)})),

@@ -262,7 +262,7 @@ def test_host_0_answers_no_question(capfd: pytest.CaptureFixture[str]) -> None:
     with gate_and_attacker() as (link, attacker):
         attacker.send("ask", {"number": 1, "kind": "read", "values": {"name": "x"}})
         wait_until(lambda: link.lost is not None, within_s=10)
-        assert link.lost == "it asked what nobody asks of this host; install the same commit on both"
+        assert link.lost == "it sent a request to the host that leads; install the same commit on both"
     assert "Traceback" not in capfd.readouterr().err
 
 

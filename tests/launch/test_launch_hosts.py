@@ -496,7 +496,7 @@ def test_a_host_that_does_not_fit_is_told_why_and_others_still_join(waiting: tup
         words = ("install 0.1.0", "has all its hosts", "nobody waits", "broke off the connection")
         assert any(word in error for word in words)
         late = start_agent(hosts.join_address, secret, 5)
-        assert "nobody waits for hosts at 127.0.0.1:" in late.ended(2)["error"]
+        assert "no run accepts hosts at 127.0.0.1:" in late.ended(2)["error"]
         assert listening_sockets(os.getpid()) == set()
     finally:
         fit.close()

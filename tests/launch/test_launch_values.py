@@ -100,7 +100,7 @@ def test_lines_are_whole_or_not_at_all(wire: tuple[socket.socket, LineReader]):
 @pytest.mark.parametrize("line", [b"not json\n", b"[1]\n", b"\xff\n"])
 def test_garbage_is_refused_with_its_sender(wire: tuple[socket.socket, LineReader], line: bytes):
     wire[0].sendall(line)
-    with pytest.raises(RunFailed, match="rank 7 sent bytes that are no message"):
+    with pytest.raises(RunFailed, match="rank 7 sent bytes that are not a message"):
         wire[1].read()
 
 
@@ -162,7 +162,7 @@ def test_local_variables_may_be_absent() -> None:
         ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE = 5 in the environment should be at most WORLD_SIZE = 4"),
         ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK = 1 in the environment should be less than LOCAL_WORLD_SIZE = 1"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK = 2 in the environment should be at most RANK = 1"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT = 70000 in the environment is no port"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT = 70000 in the environment is not a port"),
         ({"RANK": "-1"}, "RANK = '-1' in the environment is not a number"),
     ],
 )

@@ -138,7 +138,7 @@ def chat_example(record: Record, column: str) -> ChatExample:
     if column in QUESTION_COLUMNS and isinstance(turns, str):
         turns = _turns_of_columns(record, column)
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise PlaitError(f'{place}: "{column}" is no list of messages', 'write [{"role": …, "content": …}, …]')
+        raise PlaitError(f'{place}: "{column}" is not a list of messages', 'write [{"role": …, "content": …}, …]')
     refuse_columns(record)
     messages = tuple(chat_message(f"{place}, message {number}", turn) for number, turn in enumerate(turns, start=1))
     check_turns(place, messages)

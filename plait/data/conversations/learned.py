@@ -98,7 +98,7 @@ class LearnedFinder:
         """The messages as transformers gives them to a template; raises PlaitError where an edge is among their
         text."""
         if self.edges == "possible" and holds_edges([messages, tools]):
-            raise PlaitError("a message holds U+FDD0 or U+FDD1, which are no characters; take them out")
+            raise PlaitError("a message holds U+FDD0 or U+FDD1, which are not characters; take them out")
         return [as_transformers_gives(message) for message in messages]
 
     def after_answer(self) -> str:

@@ -38,7 +38,9 @@ def tools_of(record: Record) -> object:
         except (ValueError, RecursionError):
             tools = None
     if not isinstance(tools, list):
-        raise PlaitError(f'{record.place}: "tools" is no list', "write a list of functions, as transformers takes them")
+        raise PlaitError(
+            f'{record.place}: "tools" is not a list', "write a list of functions, as transformers takes them"
+        )
     return tools
 
 

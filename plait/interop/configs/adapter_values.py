@@ -113,6 +113,6 @@ def _first_matches(file: Path, keys: list[str], modules: Sequence[str]) -> list[
     answer = json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr.strip()[-200:]}
     if isinstance(answer, dict):
         raise PlaitError(
-            f"alpha_pattern in {file} has a key that is no regular expression ({answer['error']}); correct it"
+            f"alpha_pattern in {file} has a key that is not a regular expression ({answer['error']}); correct it"
         )
     return [None if place is None else keys[place] for place in answer]

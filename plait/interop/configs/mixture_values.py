@@ -35,7 +35,7 @@ def _sparse_layers(values: ConfigValues, layers: int) -> tuple[int, int, tuple[i
     dense layers."""
     step, listed = count_of(values, "decoder_sparse_step"), values.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
-        raise PlaitError("mlp_only_layers in config.json is no list of layers; correct it")
+        raise PlaitError("mlp_only_layers in config.json is not a list of layers; correct it")
     dense = set(listed)
     sparse = [layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense]
     if not sparse:

@@ -93,4 +93,4 @@ class LineReader:
         return value
 
     def _garbled(self) -> RunFailed:
-        return RunFailed(f"{self._sender} sent bytes that are no message; run the same command again")
+        return RunFailed(f"{self._sender} sent bytes that are not a message; run the same command again")

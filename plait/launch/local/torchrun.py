@@ -67,7 +67,7 @@ def launch_variables(environment: Mapping[str, str]) -> LaunchVariables | None:
         )
     if not 0 < _number(environment, "MASTER_PORT") < 1 << 16:
         raise PlaitError(
-            f"MASTER_PORT = {environment['MASTER_PORT']} in the environment is no port; choose 1024 to 65535"
+            f"MASTER_PORT = {environment['MASTER_PORT']} in the environment is not a port; choose 1024 to 65535"
         )
     return LaunchVariables(
         rank=_number(environment, "RANK"),
