@@ -95,7 +95,7 @@ def test_a_joined_host_leaves_a_leader_that_sends_what_plait_does_not(
     link, agent = victim
     link._push("run", order(**{"argument": f"touch {tmp_path / 'harm'}", **change}), b"")
     error = agent.ended(1)["error"]
-    assert "it sent what plait does not send" in error and why in error
+    assert "it sent an unknown message" in error and why in error
     assert link.lost is not None and why in link.lost
     assert not list(tmp_path.iterdir())
 
@@ -158,9 +158,9 @@ def failure_of(hosts: Hosts) -> str:
         ([{"rank": 1, "raised": {**RAISED, "rank": 0}}], "it sent word of a rank that it does not run"),
         ([{"forked": True}, {"forked": True}], "it started its workers twice"),
         ([{"rank": 1, "raised": {**RAISED, "lost_peer": True}}] * 2, "it reported two errors of one rank"),
-        ([{"nonsense": 1}], "it sent what plait does not send"),
-        ([{}], "it sent what plait does not send"),
-        ([[]], "it sent what plait does not send"),
+        ([{"nonsense": 1}], "it sent an unknown message"),
+        ([{}], "it sent an unknown message"),
+        ([[]], "it sent an unknown message"),
         ([{"died": "1", "code": 0, "at_s": 1.0}], "died should be a whole number"),
         ([{"died": 1, "code": 0}], "at_s should be given"),
         ([{"rank": 1, "message": 5, "values": {}}], "message should be text"),
@@ -184,7 +184,7 @@ def test_host_0_leaves_a_host_that_reports_what_cannot_be(
 @pytest.mark.parametrize("changes", [{"number": "1"}, {"sent_at_s": None}, {"number": None}, {"more": 1}])
 def test_host_0_leaves_a_host_whose_report_is_none(changes: dict[str, Any]) -> None:
     with attacked([{"forked": True}], **changes) as hosts:
-        assert "it sent what plait does not send" in failure_of(hosts)
+        assert "it sent an unknown message" in failure_of(hosts)
 
 
 def test_what_another_host_says_cannot_speak_to_the_terminal() -> None:
@@ -206,7 +206,7 @@ def test_a_frame_for_the_connection_itself_must_be_one(
     link, agent = victim
     link._push(kind, values, b"")
     error = agent.ended(1)["error"]
-    assert "it sent what plait does not send" in error and "\n" not in error
+    assert "it sent an unknown message" in error and "\n" not in error
 
 
 def test_attempts_in_vain_are_said_when_the_last_host_is_in() -> None:
