@@ -68,14 +68,7 @@ from plait.report.atomic import replace_file
 from plait.run_folder import RunFolder, check_changes, lock_run_folder
 from plait.screen.screen import Log
 from plait.units import format_bytes
-from plait.workers import (
-    MACHINE_CHECK_ENTRY,
-    MEASURE_ENTRY,
-    PROBE_ENTRY,
-    PRODUCTS_ENTRY,
-    ROUTING,
-    TRAINING_ENTRY,
-)
+from plait.workers import MACHINE_CHECK_ENTRY, MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY, ROUTING, TRAINING_ENTRY
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 _T = TypeVar("_T")

@@ -39,12 +39,7 @@ from plait.probing.answer import (
     host_with_rank,
     read_report,
 )
-from plait.probing.arithmetic import (
-    arithmetic_runs,
-    device_failure,
-    select_comparison_runs,
-    timed_pieces,
-)
+from plait.probing.arithmetic import arithmetic_runs, device_failure, select_comparison_runs, timed_pieces
 from plait.probing.links import (
     DeadLink,
     begin_all_reduce,

@@ -21,11 +21,7 @@ from plait.planner.heterogeneous.host_permutations import cluster_of_nodes
 from plait.planner.resolve.named import named_workers
 from plait.planner.step_time.measured_network import slowest_measured_link
 from plait.probing.calibration_store import calibration_key, load_calibration, read_expert_load
-from plait.probing.measurements import (
-    ProbeFreshness,
-    StoredProbe,
-    pool_measurements,
-)
+from plait.probing.measurements import ProbeFreshness, StoredProbe, pool_measurements
 from plait.probing.measuring_time import UNLIMITED, MeasuringTime, Timing, with_skip_hint
 from plait.probing.request import brief_request, recipe_probe_request
 from plait.recipe.schema import RunConfig

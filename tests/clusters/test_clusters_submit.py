@@ -17,11 +17,7 @@ from typer.testing import CliRunner
 from plait.cli import app
 from plait.clusters.job import Submitted, cluster_job_name, find_record, keep_record
 from plait.clusters.kubernetes import kubernetes_nodes
-from plait.clusters.machines import (
-    NodeKind,
-    cluster_of_node_kinds,
-    scaled,
-)
+from plait.clusters.machines import NodeKind, cluster_of_node_kinds, scaled
 from plait.clusters.node import NodePlace
 from plait.clusters.request import (
     SubmitRequest,

@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait.data.loader import (
-    IGNORED_TARGET,
-    Loader,
-    Micro,
-    SampleSelection,
-    heldout_micros,
-    interleaved_replicas,
-)
+from plait.data.loader import IGNORED_TARGET, Loader, Micro, SampleSelection, heldout_micros, interleaved_replicas
 from plait.data.order import make_order
 from plait.data.packing import zigzag_columns
 from plait.data.samples.micro import DocumentMode

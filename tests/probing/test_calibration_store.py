@@ -16,12 +16,7 @@ from plait.commands.monitoring.forecast_monitor import ForecastMonitor, Predicte
 from plait.planner.calibration.factors import Calibration, Observation, StepItems
 from plait.planner.plan import Forecast, HostShare
 from plait.planner.resolve.resolve import updated_forecast
-from plait.probing.calibration_store import (
-    add_observation,
-    calibration_key,
-    load_calibration,
-    read_observations,
-)
+from plait.probing.calibration_store import add_observation, calibration_key, load_calibration, read_observations
 from plait.report.metrics import StepReport
 from plait.report.receipt_file import read_receipt
 from plait.report.straggler import RankTimes

@@ -26,10 +26,7 @@ from plait.model.sizes import explicit_shape
 from plait.planner.derive.resources import FixedWorkers
 from plait.probing.answer import parse_result
 from plait.probing.arithmetic import device_failure
-from plait.probing.measurements import (
-    StoredProbe,
-    measurements_from,
-)
+from plait.probing.measurements import StoredProbe, measurements_from
 from plait.probing.rank import teller_of
 from plait.probing.request import ProbeRequest, layer_products, model_probe_request, typical_probe_request
 from plait.probing.survey import MachineSurvey

@@ -15,15 +15,7 @@ from pathlib import Path
 
 from plait.checkpoint.arrival import part_files
 from plait.checkpoint.store import published_checkpoints
-from plait.commands.drilling.faults import (
-    FAILED_SAVE,
-    FAULT_FOLDER,
-    WRITING,
-    Fault,
-    FaultKind,
-    carried_out,
-    nan_file,
-)
+from plait.commands.drilling.faults import FAILED_SAVE, FAULT_FOLDER, WRITING, Fault, FaultKind, carried_out, nan_file
 from plait.commands.drilling.report import InjectedFault, outcome_of
 from plait.commands.drilling.running_ranks import RunningRanks, open_files
 from plait.errors import PlaitError
