@@ -81,7 +81,7 @@ def refuse_part(staging: Path, rank: int, sentence: str, why: RefusedFor = "anot
     aside = staging / partial_name(_refusal(rank, why))
     try:
         aside.write_text(sentence, encoding="utf-8")
-    except OSError:  # some of it may have been written, and half a sentence tells nobody anything
+    except OSError:  # part of it may have been written, and half a sentence is of no use
         aside.write_bytes(b"")
     aside.rename(staging / _refusal(rank, why))
 

@@ -77,7 +77,7 @@ def tensor_names(manifest: Manifest) -> list[str]:
 def safetensors_header(parts: Iterable[StoredPart]) -> tuple[bytes, list[StoredPart]]:
     """The header of the one safetensors file that holds these parts, and the parts in file order with `begin` set.
 
-    Writer and reader both derive the file's layout here, so nobody ever has to trust a header found on disk.
+    Writer and reader both derive the file's layout here, so a header found on disk is never trusted.
     """
     # Wide elements first: each part then starts at a multiple of its element size, as memory maps like it.
     ordered = sorted(parts, key=lambda part: (-ITEM_BYTES[part.dtype], part.key))

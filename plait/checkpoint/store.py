@@ -60,7 +60,7 @@ def publish(
     """Turn what all ranks wrote into a checkpoint by one rename; rank 0 alone calls this, after all others wrote.
 
     Raises RunFailed, with the staging folder gone and earlier checkpoints untouched, where that cannot be done, or
-    where nobody wrote one of the tensors that it `needs`.
+    where no rank wrote one of the tensors that it `needs`.
     """
     with clean_stop(staging):
         lists = [(rank, read_regular_file(staging / part_files(rank)[1])) for rank in range(world_size)]

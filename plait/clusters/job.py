@@ -25,18 +25,18 @@ RANK_VARIABLE = "PLAIT_NODE_RANK"
 LEADER_VARIABLE = "PLAIT_LEADER"
 """Name or address of node 0."""
 PORT_VARIABLE = "PLAIT_PORT"
-"""Where node 0 listens."""
+"""Port of node 0."""
 GPUS_VARIABLE = "PLAIT_GPUS"
-"""Number of GPUs that a node was given for the run."""
+"""Number of GPUs that the scheduler gave a node."""
 USUAL_PORT = 24717
 LONGEST_JOB_NAME = 40
-"""Kubernetes adds to it, and takes 63 characters in all."""
+"""Kubernetes appends to it and allows 63 characters in all."""
 SAVE_GRACE_S = 300
-"""Time that a run gets to save before its node is taken away."""
+"""Time for a run to save before its node is taken away."""
 SECRET_SUFFIX = ".secret"
 """Suffix of the file with the secret, which node 0 makes for the others."""
 AGAIN_SUFFIX = ".again"
-"""Suffix of the file by which node 0 says at its end that all is saved and more is to do."""
+"""Suffix of the file that node 0 leaves at its end if the run is saved and not finished."""
 HASH_DIGITS = 6
 
 
@@ -52,7 +52,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterJob:
-    """What runs on how many nodes; the first group has node 0."""
+    """A recipe or a program, and the nodes that it runs on; node 0 is in the first group."""
 
     name: str
     """The job's name, in characters that schedulers accept; see cluster_job_name."""
@@ -170,18 +170,18 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSystem:
-    """What plait needs of Slurm, Kubernetes or ssh; all of it raises PlaitError."""
+    """What plait does with Slurm, Kubernetes or ssh; each operation raises PlaitError."""
 
     options: Mapping[str, Option]
     """The keys of `--with`."""
     cluster: Callable[[SubmitRequest, Mapping[str, str]], Cluster]
-    """The machines that it has; the second value is what `--with` says."""
+    """The machines that it has; the second argument holds the values of `--with`."""
     prepare: Callable[[ClusterJob, SubmitRequest, Mapping[str, str], RunConfig | None], Outgoing]
     """The job as text; without a recipe for a program."""
     state: Callable[[Submitted], str]
     log_lines: Callable[[Submitted, WorkingFolder], Iterator[str]]
-    """What node 0 has printed so far."""
+    """The output of node 0 so far."""
     end: Callable[[Submitted], None]
-    """Ends the job; what runs is saved first."""
+    """Ends the job, which saves first."""
     copy: Callable[[Submitted, Path, WorkingFolder, Screen], None] | None = None
     """Copies the run's folder (relative to the working folder) here; None where it is here already."""

@@ -105,17 +105,17 @@ def _node_kind(item: Mapping[str, Any]) -> NodeKind:
 # The manifests.
 
 USER_ID = 10001
-"""User of the image that install/Containerfile makes, and of every pod."""
+"""User of the image built from install/Containerfile, and of every pod."""
 WORK_FOLDER = "/work"
-"""Where the volume with text, runs and prepared data lies, and where the command works."""
+"""Mount of the volume with text, runs and prepared data; also the working folder of the command."""
 INPUT_FOLDER = "/etc/plait"
 GPU_RESOURCE = "nvidia.com/gpu"
 RESTARTS_AT_MOST = 20
 NOT_AGAIN = (2, 93)
-"""Exit codes after which another try would end in the same way: bad input, and no progress."""
+"""Exit codes that a restart would repeat: bad input, and no progress."""
 _CONTAINER, _READER, _BLOCK = "node", "reader", "node"
 _READER_S = 3600
-"""A pod that only waits while files are copied ends by itself after this time."""
+"""Lifetime of the pod that only waits while files are copied."""
 _SECRET_KEY = "secret"
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
@@ -246,7 +246,7 @@ def _claim_name(job: ClusterJob, options: Mapping[str, str]) -> str:
 
 
 def _job_set(job: ClusterJob, inner: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """One set of pods, all made again when one is lost, but not after an end that another try would repeat."""
+    """One set of pods, all restarted when one is lost, but not after an exit code that a restart would repeat."""
 
     def rule(name: str, action: str, reason: str, *patterns: str) -> dict[str, Any]:
         matching = {"onJobFailureMessagePatterns": list(patterns)} if patterns else {}
@@ -470,7 +470,7 @@ def _is_there(record: Submitted) -> bool:
 
 
 def _objects(record: Submitted, kind: str, *which: str) -> list[Mapping[str, Any]]:
-    """Objects of a kind; none where the cluster does not know that kind, or does not tell."""
+    """Objects of one kind; empty where the cluster lacks that kind or denies access, unless these are pods."""
     try:
         said = _kubectl(record, "get", kind, *which, "--output", "json", about=f"the {kind} of {record.name}")
     except PlaitError:
@@ -495,7 +495,7 @@ def _log_lines(record: Submitted, working: WorkingFolder) -> Iterator[str]:
 
 
 def _end(record: Submitted) -> None:
-    """Delete what starts pods; they save first. Volume and recipe stay."""
+    """Delete the object that starts the pods, which save first; the volume and the recipe stay."""
     _kubectl(record, "delete", record.job, record.label, "--wait=false")
 
 
@@ -527,7 +527,7 @@ def _copy(record: Submitted, folder: Path, working: WorkingFolder, screen: Scree
 
 
 def _reader_pod(record: Submitted) -> dict[str, Any]:
-    """A pod that only waits, so that files of a run's volume can be copied once none of the run's own pods runs."""
+    """A pod that only waits, for copying files of the volume once the run's own pods have ended."""
     labels = {"app.kubernetes.io/name": "plait-fetch", "app.kubernetes.io/instance": record.label}
     container = {
         "name": _READER,
@@ -547,7 +547,7 @@ def _reader_pod(record: Submitted) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
 
 
-# The states of pods, as sentences: why one waits, why one ended, why there are none, and what helps.
+# The states of pods as sentences: why one waits or ended, why there are none, and how to fix that.
 
 _WAITING = {
     "ErrImagePull": "its image cannot be had: check the name, and that the cluster may pull it (imagePullSecrets)",

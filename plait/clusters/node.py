@@ -1,4 +1,4 @@
-"""`plait node`: what a scheduler starts on every node of a job. Node 0 leads, the others wait for it and join."""
+"""`plait node`, which a scheduler starts on every node of a job: node 0 leads, the others wait for it and join."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ JOIN_AT_LATEST_S = 3600.0
 EARLIER_START_ENDS_S = 600.0
 """A host that is alone finds the others lost within seconds; a network disk lets a lost host's locks go in minutes."""
 LISTENS_AT_LATEST_S = 900.0
-"""After its secret is there: node 0 listens at once, or when an earlier start has ended. Killed, it leaves it."""
+"""Time after its secret appears in which node 0 listens: at once, or when an earlier start has ended. A node 0 that was
+killed leaves its secret."""
 NAME_AT_LATEST_S = 180.0
-"""Names of pods are known some time after the pods are."""
+"""DNS knows the name of a pod only some time after the pod has started."""
 WATCHING_RANKS = 4
 """Nodes 1 to this one ask Slurm; not all of a large job."""
 FOUND_LOST_WITHIN_S = 1800.0
@@ -53,14 +54,14 @@ FOUND_LOST_WITHIN_S = 1800.0
 _LOOK_EVERY_S = 0.5
 _ASK_SLURM_EVERY_S = 5.0
 _CONNECT_EVERY_S = 0.1
-"""Once node 0 has begun: it listens within a second or two, and an attempt that comes too early costs it nothing."""
+"""Once node 0 has begun it listens within a second or two; an attempt that comes too early costs it nothing."""
 FRUITLESS_STARTS = 3
 """Starts of one Slurm job in a row that saved no new step, after which it is not queued again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Starts:
-    """What is kept between the starts of one Slurm job."""
+    """State that is kept between the starts of one Slurm job."""
 
     step: int = 0
     """The newest saved step."""
@@ -124,8 +125,8 @@ def queued_again(error: CannotGoOn, screen: Screen, environment: Mapping[str, st
 
 
 def tell_scheduler(target: Sequence[str], place: NodePlace, code: int) -> None:
-    """Node 0's word that all is saved and more is to do, beside the secret's file: the exit code that srun returns is
-    the highest of all nodes, and one of them may have been lost long ago.
+    """Leave a file beside the secret's if node 0 has saved and is not finished: srun itself returns the highest exit
+    code of all nodes, and one of them may have been lost long ago.
 
     Raises GaveUp where the job's last starts have saved no new step: it is not queued again.
     """
@@ -183,7 +184,7 @@ def require_promised_gpus(environment: Mapping[str, str], dev: Path = Path("/dev
 
 
 def _heed_warning() -> None:
-    """A batch script ignores SIGUSR1, so that a warning before this line ends nobody; what it starts inherits that."""
+    """Treat SIGUSR1 as SIGTERM: the batch script ignores it, and the processes that it starts inherit that."""
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
         signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGTERM))
 
@@ -263,7 +264,7 @@ def _is_over(target: Sequence[str]) -> bool:
 
 
 def _holds_text(file: Path) -> bool:
-    """Whether the file is there and written."""
+    """Whether the file exists and is not empty."""
     try:
         return file.name in names_now(file.parent) and file.read_bytes() != b""
     except OSError:
@@ -272,7 +273,7 @@ def _holds_text(file: Path) -> bool:
 
 @contextmanager
 def _secret_in_environment(secret: Secret | None) -> Iterator[None]:
-    """For one attempt: who reads the secret takes it out of the environment."""
+    """Set the secret for one attempt to join, which takes it out of the environment."""
     if secret is not None:
         os.environ[SECRET_VARIABLE] = secret.text
     try:

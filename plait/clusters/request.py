@@ -1,4 +1,4 @@
-"""What a person asks of a cluster: the options of `plait submit`, each read and checked here."""
+"""The options of `plait submit`, read and checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,4})(?::([0-5]\d))?(?::([0-5]\d))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest:
-    """What a person typed; None and empty where it is left to plait."""
+    """A submission as a person typed it; None or empty where plait chooses."""
 
     target: tuple[str, ...]
     scheduler: Scheduler
@@ -43,7 +43,7 @@ class Option:
     form: str = WORD
     """A regular expression of its values."""
     example: str = ""
-    """A value, for who wrote another form."""
+    """A valid value, for the error."""
 
 
 def request_from_call(

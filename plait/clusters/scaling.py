@@ -22,9 +22,10 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 MOST_NODES = 1024
 PAYS = 0.75
-"""A doubling pays while the new nodes do so much of what they would do alone: then it takes 2/3 of the time at most."""
+"""Twice the nodes pay while the added ones reach this share of their own speed: a run then takes at most 2/3 of the
+time."""
 _SHOWN_AFTER = 2
-"""How many doublings that do not pay any more are still shown."""
+"""Number of doublings that no longer pay and are still shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class NodesForecast:
     peak_flops: float
     """Peak FLOP/s of all devices together."""
     layout: Layout
-    """The part of the plan that decides where ranks are placed."""
+    """Decides where ranks are placed."""
     step_s: float
     run_s: float
     price: float | None
@@ -57,7 +58,7 @@ class Scaling:
     """The job's, for the fewest nodes that hold it."""
     rows: tuple[NodesForecast, ...]
     existing: int
-    """How many nodes there are; further rows are on paper."""
+    """Number of nodes that exist; rows with more are on paper."""
 
     @property
     def pays(self) -> int:
@@ -76,7 +77,7 @@ class Scaling:
         return next(row for row in self.rows if row.nodes == nodes)
 
     def efficiency(self, row: NodesForecast) -> float:
-        """Work in an hour for what the devices could do, compared with the fewest nodes."""
+        """Work per hour and peak FLOP/s, relative to the fewest nodes."""
         first = self.rows[0]
         return first.step_s * first.peak_flops / (row.step_s * row.peak_flops)
 

@@ -234,7 +234,7 @@ def _launch_lines(job: ClusterJob, options: Mapping[str, str]) -> list[str]:
 
 
 class _Shell(str):
-    """A word that the shell is to read as it stands."""
+    """A word for the shell that is not quoted."""
 
 
 def _survives_lost_nodes(job: ClusterJob, options: Mapping[str, str]) -> bool:
@@ -263,7 +263,7 @@ def _requeue_lines(job: ClusterJob) -> list[str]:
     ]
 
 
-# A job that is sent, and what becomes of it.
+# Submitting a job, and its state, output and end.
 
 _ENDED = (
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "NODE_FAIL", "PREEMPTED",
@@ -287,7 +287,7 @@ _REASONS = {
     "InvalidAccount": "it waits for ever: sacctmgr show associations lists the accounts that you may use",
     "InvalidQOS": "it waits for ever: sacctmgr show qos lists the qualities of service",
 }
-"""Slurm's reasons in words, those that newcomers meet most."""
+"""The most common of Slurm's reasons for waiting, in words."""
 
 
 def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str], config: RunConfig | None) -> Outgoing:

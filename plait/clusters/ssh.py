@@ -1,6 +1,6 @@
-"""Plain ssh: what is typed on each machine, what machines are sent, and a job's state, output and files.
+"""Plain ssh: shell commands for each machine, the files sent to them, and a job's state, output and files.
 
-The machines are looked at, sent what they lack, started and followed. No command holds the secret.
+Each machine is checked, sent what it lacks, started and followed. No command holds the secret.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ SSH_WORDS = (
     "ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15",
     "-o", "ServerAliveCountMax=4",
 )  # fmt: skip
-"""A machine that does not answer for a minute is lost: a connection that only stands still would be waited for."""
+"""A machine that does not answer for a minute counts as lost; without this a dead connection would be waited for."""
 _TELL_VERSION = f'import sys; print("{CHECK_MARK}", "%d.%d" % sys.version_info[:2])'
 
 
-# What is typed on each machine.
+# Shell commands for each machine.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ def _installation(place: SshPlace, wheel: str, lock: str) -> list[str]:
     return lines
 
 
-# What machines are sent.
+# Files for the machines.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,15 +243,15 @@ def lock_lines(package: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFiles:
-    """The recipe or the program and what it reads, and the settings by which they are found over there, where all lie
-    in one folder."""
+    """The recipe or the program with the files that it reads, and the settings that name these files on the machines,
+    where all are in one folder."""
 
     paths: tuple[Path, ...]
     settings: tuple[str, ...] = ()
 
 
 def input_files(target: Sequence[str], config: RunConfig | None) -> InputFiles:
-    """What node 0 is sent; raises PlaitError for what is a folder, or a text that is a name on the hub."""
+    """The files for node 0; raises PlaitError for a folder, and for a text that is a name on the hub."""
     if config is None:
         return InputFiles(paths=(Path(target[0]),))
     named = config.data.files
@@ -274,7 +274,7 @@ def input_files(target: Sequence[str], config: RunConfig | None) -> InputFiles:
 
 
 def _other_inputs(target: Sequence[str], config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Other files that the recipe names, by its key, except those whose place on the machines was typed."""
+    """Further files that the recipe names, by key, except those whose path on the machines was given."""
     read = {
         "model.from": config.model.from_,
         "data.tokenizer": config.data.tokenizer,
@@ -328,12 +328,12 @@ def send_files(
         raise PlaitError(f"{machine} does not take files: {complaint_text(complaint, 'ssh', process.returncode)}")
 
 
-# The machines, and a job that is sent.
+# The machines, and submitting a job.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshAnswer:
-    """What a machine has."""
+    """Python, environment, cores and GPUs of a machine."""
 
     python: tuple[int, int] | None
     has_environment: bool
@@ -342,7 +342,7 @@ class SshAnswer:
 
 
 def parse_ssh_answer(machine: str, said: str) -> SshAnswer:
-    """What `check_command` printed."""
+    """Parse the output of `check_command`."""
     lines = said[said.find(CHECK_MARK) :].splitlines() if CHECK_MARK in said else []
     if len(lines) < 3 or not lines[2].strip().isdecimal():
         raise PlaitError(
@@ -371,7 +371,7 @@ def _cluster(request: SubmitRequest, options: Mapping[str, str]) -> Cluster:
 
 
 def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str], config: RunConfig | None) -> Outgoing:
-    """What is typed on each machine; the first one leads."""
+    """The script for all machines; the first one leads."""
     port = options.get("port", str(USUAL_PORT))
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise PlaitError(f"--with port={port} is not a port; write a number from 1024 to 65535, or leave it out")
@@ -490,7 +490,7 @@ def _agent_state(record: Submitted, rank: int) -> str:
 
 
 def _end_agents(record: Submitted, ranks: Iterable[int]) -> list[PlaitError]:
-    """Tell machines to save and end; returns what was wrong with those that were not reached."""
+    """Tell machines to save and end; returns the errors of those that were not reached."""
     complaints = []
     for rank in ranks:
         try:
@@ -507,7 +507,7 @@ def _end(record: Submitted) -> None:
 
 
 def _state(record: Submitted) -> str:
-    """On which machines it runs."""
+    """The state of the agent on each machine."""
 
     def one(rank: int) -> str:
         machine = record.machines[rank]

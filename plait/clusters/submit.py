@@ -44,7 +44,7 @@ class SubmittedJob:
 
     @property
     def state(self) -> str:
-        """Where it stands by its scheduler's account; raises PlaitError where it was not submitted."""
+        """Its state as the scheduler reports it; raises PlaitError if it was not submitted."""
         with as_command():
             line = job_state_line(self.name)
         if line is None:
@@ -52,12 +52,12 @@ class SubmittedJob:
         return line
 
     def logs(self) -> str:
-        """What its first node printed so far."""
+        """The output of its first node so far."""
         with as_command():
             return "".join(f"{line}\n" for line in job_log_lines(self.name))
 
     def stop(self) -> None:
-        """End it; what it learned is saved, and the same call of `plait.submit` goes on with it."""
+        """End it; it saves first, and the same call of `plait.submit` continues it."""
         with as_command():
             end_job(self.name)
 
@@ -109,7 +109,7 @@ def submit_or_show(
     """Say how many nodes pay, then send the job, or `show` its files or write them to `out`; raises PlaitError before
     anything is sent.
 
-    What is shown is for other programs to read; what a person reads goes to the screen.
+    What is shown is for other programs; lines for a person go to the screen.
     """
     outgoing = outgoing_job(request, screen, working)
     if deed == "send":

@@ -1,4 +1,4 @@
-"""What became of a submitted job, by one name whatever scheduler has it: its state, output, end and files."""
+"""State, output, end and files of a submitted job, by its name, whatever its scheduler."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 SYSTEMS: Mapping[Scheduler, ClusterSystem] = {"slurm": SLURM, "kubernetes": KUBERNETES, "ssh": SSH}
 FETCHED_MARK = "fetched.json"
-"""In a run's folder: that it is a copy, which may be replaced."""
+"""Marks a run's folder as a copy, which may be replaced."""
 
 
 def job_state_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str | None:
-    """Where a submitted job stands by its scheduler's account; None where no job of that name was submitted."""
+    """The state of a submitted job as its scheduler reports it; None if no job of that name was submitted."""
     record = record_if_any(name, working)
     return (
         None if record is None else f"job      {name} on {record.scheduler}: {SYSTEMS[record.scheduler].state(record)}"
@@ -32,7 +32,7 @@ def job_state_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str | 
 
 
 def job_log_lines(name: str, working: WorkingFolder = CURRENT_FOLDER) -> Iterator[str]:
-    """What its first node printed so far; raises PlaitError where no such job was submitted."""
+    """The output of its first node so far; raises PlaitError if no such job was submitted."""
     record = find_record(name, working)
     return SYSTEMS[record.scheduler].log_lines(record, working)
 

@@ -1,4 +1,4 @@
-"""What a job runs, as it was typed: a recipe, a program's file, or `-m` and the name of a module."""
+"""The target of a job as it was typed: a recipe, a program's file, or `-m` and the name of a module."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class TargetProgram:
 
     @property
     def name(self) -> str:
-        """By which the job is found again."""
+        """The name under which the job is recorded."""
         return self.program.module or self.program.path.stem
 
 
 def is_program(target: Sequence[str]) -> bool:
-    """Whether what is to run is a person's own program, not a recipe."""
+    """Whether the target is a person's own program, not a recipe."""
     return target[0] == MODULE_OPTION or target[0].endswith(".py")
 
 

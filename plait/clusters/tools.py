@@ -54,12 +54,12 @@ _FIXES = (
     ("Read-only file system", "that folder cannot be written: name another by --with folder=FOLDER"),
     ("No space left on device", "its disk is full: free some space"),
 )  # fmt: skip
-"""What schedulers say, and what helps."""
+"""Error messages of schedulers and ssh, and how to fix each."""
 
 
 def tool_answer(command: Sequence[str], *, about: str, stdin: str = "", within_s: float = ANSWER_AT_LATEST_S) -> str:
-    """The standard output of a program; raises PlaitError that names what it is `about`, the program's own message, and
-    what helps."""
+    """The standard output of a program; raises PlaitError with what it is `about`, the program's own message and the
+    fix."""
     try:
         done = subprocess.run(
             list(command), input=stdin, capture_output=True, text=True, timeout=within_s, errors="replace", check=False
@@ -77,7 +77,7 @@ def tool_answer(command: Sequence[str], *, about: str, stdin: str = "", within_s
 
 
 def complaint_text(said: str, program: str, code: int) -> str:
-    """A program's error message in one sentence, with what helps where that is known."""
+    """A program's error message in one sentence, with the fix where one is known."""
     lines = [line.strip() for line in said.splitlines() if line.strip(" @\t")]
     fix = next((fix for mark, fix in _FIXES if mark in said), None)
     marked = next((line for line in lines if any(mark in line for mark, _ in _FIXES)), None)

@@ -12,7 +12,7 @@ import numpy as np
 from plait.data.shards import Shard
 
 # Note [every rank computes the same assignment]: each rank assigns the samples alone, from the same documents. A sample
-# that two ranks took, or none, would be a wrong gradient that nobody sees. So what decides is whole numbers, stable
+# that two ranks took, or none, would be a silently wrong gradient. So what decides is whole numbers, stable
 # sorts, and single operations on float64, which every processor rounds alike; never a long sum or a product of matrices
 # in floats, whose last bit depends on the width of the processor's vectors.
 

@@ -66,7 +66,7 @@ class CheckpointCollector:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is not None:  # nobody waits for parts on their way, and they may be large
+        if error is not None:  # parts on their way are not needed any more, and may be large
             self._cancelled.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         for staging in self._staging_folders:  # still there only where the checkpoint was not published

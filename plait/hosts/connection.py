@@ -41,7 +41,7 @@ from plait.units import format_bytes
 UNREAD_BYTES_AT_MOST = 8 << 20
 """Bytes of frames that may wait in this process until somebody reads or answers them; with more the connection ends."""
 NEWEST_ONLY = frozenset({"progress"})
-"""Kinds of frames of which only the newest is of interest: it replaces one that nobody has read."""
+"""Kinds of frames of which only the newest matters: it replaces an unread one."""
 _FRAME_OVERHEAD_BYTES = 1024
 _ROOM_BYTES = 1 << 20
 _PART_S = 3.0
@@ -253,7 +253,7 @@ class HostConnection:
             self._end(end.how)
 
     def forgotten(self) -> None:
-        """Free the sockets where nobody closes the connection any more."""
+        """Free the sockets of a connection that no caller will close."""
         if self._parting_until_s is not None:
             self._release()
 

@@ -1,5 +1,5 @@
-"""Whether the hosts of a run reach each other at ports of their choice, with packets of full size, as their workers
-will need to.
+"""Checks that the hosts of a run reach each other at any port and with packets of full size, as their workers need
+to.
 
 A firewall that drops incoming packets, the default of many systems, lets gloo and NCCL wait for minutes without a
 word. So does a way on which only small packets pass, because two of its ends take different sizes (MTU).
@@ -55,7 +55,7 @@ class ListenAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenListener:
-    """Where a host listens, and the firewall that it says it has, for the advice when nobody reaches it."""
+    """Where a host listens, and the firewall that it reports, for the advice if it cannot be reached."""
 
     at: ListenAddress
     firewall: Firewall = "unknown"
@@ -116,7 +116,7 @@ class ConnectivityListener:
         return Reply(values=OpenListener(at=at, firewall=own_firewall()))
 
     def _connect(self, asked: ConnectQuestion, blob: bytes) -> Reply[ConnectReply]:
-        """Try all addresses at once; the other kernel takes what is sent, so nobody needs to answer."""
+        """Try all addresses at once; the other kernel takes what is sent, so no process needs to answer."""
         with ThreadPoolExecutor(max(1, min(len(asked.addresses), AT_ONCE))) as pool:
             return Reply(values=ConnectReply(whys=tuple(pool.map(self._why_unreached, asked.addresses))))
 

@@ -413,7 +413,7 @@ def choose_address(requested: str | None) -> str:
 
 
 def network_text(address: str) -> str:
-    """The interface that a run's workers meet on here, and what they are told of it, with the reasons."""
+    """The interface on which a run's workers meet here, and the variables set for it, with the reasons."""
     facts = network_facts(interface_of(address), is_ipv6=":" in address)
     return "\n".join(network_lines(facts, os.environ, address=address, lost_after_s=DEFAULT_HEARTBEAT.lost_after_s))
 

@@ -220,14 +220,14 @@ def invited_hosts(
 ) -> Iterator[Hosts]:
     """Invite other hosts and wait until all have joined; the end of the block releases them.
 
-    With a `program`, which is the hash of its file, only hosts that run the same one may join, and are told to do it
-    with `join_options`.
+    With a `program`, the hash of its file, only hosts that run the same one may join; the invitation then has
+    `join_options`.
 
     Hosts in `previous_hosts`, matched by mark or name, keep their order; the others follow, sorted by address. A secret
     that is shown on a terminal is kept in the file `kept_secret`, for those that join later: with `joining` "open",
     unless `why_full` gives a sentence for the number of those that are in.
 
-    Raises PlaitError where the address, the port or the secret cannot be used, or nobody came for an hour.
+    Raises PlaitError where the address, the port or the secret cannot be used, or no host came for an hour.
     """
     address = choose_address(request.address)
     secret, advice = choose_secret(request.secret_file, kept=kept_secret)

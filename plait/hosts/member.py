@@ -47,7 +47,7 @@ _JOIN_AGAIN = "see what host 0 printed, start the run there again and join it"
 
 
 class LeaderNotReached(PlaitError):
-    """Nobody listens where host 0 should, or the way there is closed: it may come later."""
+    """Host 0 does not listen yet, or cannot be reached; a later attempt may succeed."""
 
 
 def connect(address: str, port: int, secret: Secret, *, local_address: str | None = None) -> Wire:
@@ -171,7 +171,7 @@ class _Agent:
 
     def _signal(self, order: SignalOrder) -> None:
         if self._site is not None and order.number == self._number:
-            with contextlib.suppress(RunFailed):  # a dead server is told of by its own event
+            with contextlib.suppress(RunFailed):  # the end of a dead server is an event of its own
                 self._site.signal(order.order)
             if order.why:
                 self._say("hosts", f"{self._leader} ends the workers: {order.why}")
@@ -204,7 +204,7 @@ class _Agent:
             return
         try:
             events = self._site.read()
-        except RunFailed as error:  # a rank's wire is garbled: better none than one that nobody understands
+        except RunFailed as error:  # the rank's wire is garbled, so no rank is better than this one
             self._site.kill()
             events = [{"over": True, "reason": str(error)}]
         if any("over" in event for event in events):

@@ -108,7 +108,7 @@ class Membership:
         on_failed: Callable[[int], None] = lambda count: None,
         joining: JoinPolicy = "closed",
     ) -> tuple[Member, ...]:
-        """Wait until all wanted hosts are in. If `joining` is "closed" nobody listens then, and the secret opens
+        """Wait until all wanted hosts are in. If `joining` is "closed" the port closes then, and the secret opens
         nothing any more; if it is "open" others may join later.
 
         Hosts are numbered by their addresses, except that those in `order`, host 0 first, come before all others in
@@ -187,7 +187,7 @@ class Membership:
         return self._listener.fileno()
 
     def look(self) -> None:
-        """Refuse those that may not join; the others wait, and are told so."""
+        """Refuse those that may not join; send the others a notice that they wait."""
         for arrival in [one for one in self._waiting if one.link.lost is not None]:
             arrival.link.close()
             self._waiting.remove(arrival)

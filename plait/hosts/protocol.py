@@ -1,4 +1,4 @@
-"""What the hosts of a run say to each other, as frozen values; what arrives is used only after it was checked here.
+"""The messages between the hosts of a run, as frozen values; what arrives is checked here before it is used.
 
 Host 0 sends orders, and requests that a joined host answers; a joined host sends reports about its ranks. A request
 stands with its question, its reply and its handler in the file of its subject.
@@ -23,7 +23,7 @@ _Q = TypeVar("_Q")
 _A = TypeVar("_A")
 _RENDEZVOUS = re.compile(r"tcp://(\[[0-9a-f:.]+\]|[0-9.]+):[0-9]{1,5}/job-[0-9]{1,9}")
 ODD_REQUEST_ADVICE = "the host that leads asks for it; install the same commit of plait on both"
-"""The end of a sentence about a request that plait never sends."""
+"""The end of a sentence about a request that plait does not send."""
 
 
 class UnexpectedMessage(PlaitError):
@@ -88,7 +88,7 @@ class Peer(Protocol):
 
 
 def answer_request(handlers: Handlers, name: str, values: object, blob: bytes) -> Reply[Any]:
-    """What this host answers; raises PlaitError for anything that host 0's plait never asks."""
+    """This host's reply; raises PlaitError for an unknown or invalid request."""
     request = next((one for one in handlers if one.name == name), None)
     if request is None:
         raise UnexpectedMessage("it received an unknown request; install the same commit on both")
@@ -102,7 +102,7 @@ def answer_request(handlers: Handlers, name: str, values: object, blob: bytes) -
 
 
 def parse_reply(request: RequestKind[Any, _A], values: object, blob: bytes, host: str) -> Reply[_A]:
-    """Another host's reply; raises PlaitError, with the host's name, for what is none."""
+    """Another host's reply; raises PlaitError, with the host's name, for an invalid one."""
     try:
         return Reply(values=typed_value(request.reply, values), blob=blob)
     except ValueError as error:

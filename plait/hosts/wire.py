@@ -170,15 +170,15 @@ class Wire:
         return bool(self._rest)
 
     def stood_still(self) -> WireEnded:
-        """What to raise where a frame's rest did not come."""
+        """The error for a frame whose rest did not come."""
         return self._ended(f"its connection stood still for {self.stall_s:g} s")
 
     def takes_no_data(self) -> WireEnded:
-        """What to raise where the other end read nothing for too long."""
+        """The error for an other end that read nothing for too long."""
         return self._ended(f"it took no data for {self.stall_s:g} s")
 
     def has_data(self) -> bool:
-        """Whether something has arrived that nobody has read, or the other end has closed."""
+        """Whether unread data has arrived, or the other end has closed."""
         try:
             return _ready(self._connection, select.POLLIN, 0)
         except OSError:

@@ -219,8 +219,8 @@ def _of_speed(facts: NetworkFacts) -> tuple[NetworkVariable, ...]:
 def network_lines(
     facts: NetworkFacts, environment: Mapping[str, str], *, address: str, lost_after_s: float
 ) -> list[str]:
-    """What a person is told: the interface, each variable with its reason or that their own value stays, RDMA, what may
-    be in its way, and when a host counts as lost."""
+    """Lines for a person: the interface, each variable with its reason or that the person's own value stays, RDMA, what
+    may be in its way, and when a host counts as lost."""
     size = f", packets of {facts.mtu:,} bytes at most (MTU)" if facts.mtu else ""
     speed = f", {facts.megabits / 1000:g} Gb/s" if facts.megabits else ""
     points = []

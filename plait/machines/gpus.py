@@ -72,7 +72,7 @@ class GpuLibrary(Protocol):
         ...
 
     def free_bytes(self, number: int) -> int | None:
-        """Free memory of one of them; None where it lets nobody in."""
+        """Free memory of one of them; None if it takes no other process."""
         ...
 
     def sum_of_ones(self, number: int, count: int) -> float:

@@ -76,7 +76,7 @@ class MatmulRate:
 
     @property
     def doubt(self) -> str:
-        """What to say of a rate that was measured while others worked; empty where nobody did."""
+        """A warning about a rate that was measured while other programs ran; empty if none did."""
         if self.granted >= UNDISTURBED_SHARE:
             return ""
         return (

@@ -92,7 +92,7 @@ def run_probe_rank(context: RankContext, argument: str) -> None:
         )
         context.send("probed", **asdict(result))
     place.bench.lockstep.barrier()
-    # Not after a failure, which must be told first: leaving may wait for peers.
+    # Not after a failure, which must be reported first: leaving may wait for peers.
     dist.destroy_process_group()
 
 

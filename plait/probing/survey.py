@@ -235,7 +235,7 @@ def _probe_or_load(
         show(0, 0, "comparing the hosts with an earlier probe")
         try:
             holds = kept.still_holds(workers, known, limit.part(BRIEF_SHARE))
-        except OutOfTime:  # unchecked, but better than a network that nobody measured
+        except OutOfTime:  # unchecked, but better than an unmeasured network
             return known
         if holds:
             kept.mark_checked(addresses)

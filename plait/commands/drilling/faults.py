@@ -67,7 +67,7 @@ def carried_out(file: Path) -> Path:
 class Fault:
     """One failure, which comes in the step after `step`, or `at_s` seconds after the run's first step.
 
-    `rank` is the worker; of "lose-host" the host; of "fill-disk" and "corrupt" nobody's. It comes in that `phase` of
+    `rank` is the worker; of "lose-host" the host; of "fill-disk" and "corrupt" it does not matter. It comes in that `phase` of
     the worker's step ("" as soon as the step begins), after that `fraction` of the time that the phase takes. `dice`
     decides what is left open: which byte of a checkpoint, for instance.
     """
@@ -106,7 +106,7 @@ class DrilledPlan:
 
 
 def parse_fault(kind: FaultKind, text: str) -> Fault:
-    """A fault from "RANK@STEP", or from "STEP" where it is nobody's; raises PlaitError for anything else."""
+    """A fault from "RANK@STEP", or from "STEP" if it has no rank; raises PlaitError for anything else."""
     if kind in WITHOUT_RANK:
         if (found := _STEP.fullmatch(text)) is None:
             raise PlaitError(f'--{kind} {text} is not a step; write it as "20"')

@@ -45,8 +45,8 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOutcome:
-    """What came of one fault; times are seconds from the fault on, None if it did not come to that. Nobody finds one
-    that is only slow."""
+    """The outcome of one fault; times are seconds since the fault, None if that did not happen. A rank that is only slow
+    is not found."""
 
     kind: str
     rank: int

@@ -76,7 +76,7 @@ def _received() -> Iterator[str]:
     source = sys.stdin.buffer
     while length := int.from_bytes(header := source.read(8), "little"):
         yield source.read(length).decode("utf-8")
-    if len(header) < 8:  # nobody is left who wants a tokenizer
+    if len(header) < 8:  # the parent has ended
         sys.exit(1)
 
 

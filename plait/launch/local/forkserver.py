@@ -236,7 +236,7 @@ def _forget_working_folder(packages: Sequence[str]) -> None:
     `packages` are imported before, so that plait itself is found where its checkout is the working folder.
     """
     for package in packages:
-        with contextlib.suppress(Exception):  # told by the job that needs it
+        with contextlib.suppress(Exception):  # the job that needs it reports it
             importlib.import_module(package)
     working = Path.cwd().resolve()
     written = (working / "runs", working / ".plait")

@@ -11,7 +11,7 @@ _READER_IS_GONE = (errno.EIO, errno.EPIPE)
 
 
 class OptionalOutput(io.TextIOBase):
-    """Writes to a stream of this process, and discards everything from when nobody can read it any more.
+    """Writes to a stream of this process, and discards everything once its reader is gone.
 
     A terminal that was closed, or a pipe whose reader has ended, is no reason to lose the steps since the last
     checkpoint. Any other error, as of a full disk, is raised.

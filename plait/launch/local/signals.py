@@ -27,8 +27,8 @@ _NAMES: dict[int, StopSignal] = {
 class StopRequests:
     """Tells a request to stop from the repetition of an earlier one.
 
-    Nobody asks to be stopped at once by SIGHUP: it says that the terminal has gone, also while a run is saving, and a
-    session that ends sends SIGTERM right before or after it. A scheduler that warns by SIGUSR1 sends SIGTERM later,
+    SIGHUP never means "stop at once": it says that the terminal has gone, also while a run is saving, and a session
+    that ends sends SIGTERM right before or after it. A scheduler that warns by SIGUSR1 sends SIGTERM later,
     which asks for nothing more.
     """
 
@@ -105,7 +105,7 @@ def ignore_stop_signals() -> None:
 
 
 def _signals_left_to_python() -> list[signal.Signals]:
-    """The stop signals that nobody has a handler of their own for, and that this thread can set one for."""
+    """The stop signals without a handler of the caller's, for which this thread can set one."""
     if threading.current_thread() is not threading.main_thread():
         return []
     return [each for each in STOP_SIGNALS if signal.getsignal(each) in (signal.SIG_DFL, signal.default_int_handler)]

@@ -59,5 +59,5 @@ class CopyStore(Protocol):
         ...
 
     def data(self, local_rank: int, copy: KeptCopy) -> memoryview:
-        """The data of a copy, mapped and not copied; what is written there is seen by nobody else."""
+        """The data of a copy, mapped and not copied; writes to it are private."""
         ...

@@ -18,7 +18,7 @@ class EntryTable:
     """The functions that ranks can run, by name, and the modules that they need.
 
     Each host has a table of its own, from the plait that is installed there. A job carries the name alone, so that
-    nobody on the network can choose what is imported.
+    no other host can choose what is imported.
     """
 
     functions: Mapping[str, str]

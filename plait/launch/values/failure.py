@@ -210,7 +210,7 @@ class FailureFacts:
 
 
 class WorkersFailed(RunFailed):
-    """Workers were lost by what may not happen again: not by what the user asked for, and told of by no PlaitError."""
+    """Workers were lost to something that may not happen again: neither a stop by the user nor a PlaitError of theirs."""
 
     def __init__(self, cause: str, facts: FailureFacts, advice: str = RESUME_ADVICE) -> None:
         super().__init__(cause, advice)

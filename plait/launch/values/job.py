@@ -133,7 +133,7 @@ class RankContext:
     progress: ProgressReport = NO_REPORT
     """Where the rank says how far it is, for whoever watches for ranks that hang."""
     memory: CopyStore | None = None
-    """Where copies of its state outlive it; None where nobody holds them, as under torchrun."""
+    """Keeps copies of its state that outlive it; None if no process holds them, as under torchrun."""
 
     def send(self, kind: str, **values: Any) -> None:
         """Send one message to the supervisor; values must be JSON, at most 1 MiB; may be called from any thread."""

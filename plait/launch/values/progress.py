@@ -31,7 +31,7 @@ class ProgressReport(Protocol):
 
 
 class NoReport:
-    """Where nobody listens: torchrun's ranks, and tests."""
+    """The report of ranks that are not watched: torchrun's, and tests'."""
 
     def phase(self, name: str) -> None:
         """Does nothing."""
@@ -53,9 +53,9 @@ NO_REPORT = NoReport()
 class RankProgress:
     """What is seen of one rank at one moment; `changes` counts what it published, so an equal count is silence.
 
-    `cpu_s` is the processor time that its process has used; None where nobody looked, as it had just published.
+    `cpu_s` is the processor time that its process has used; None if it was not looked up, as the rank had just published.
     `network_bytes` and `file_bytes` only ever grow, but for connections that close: what the process's TCP connections
-    have carried both ways (None where nobody looked, or the kernel does not say), and what the rank itself counts of
+    have carried both ways (None if it was not looked up, or the kernel does not say), and what the rank itself counts of
     files that it waits for.
     """
 
