@@ -67,8 +67,8 @@ def carried_out(file: Path) -> Path:
 class Fault:
     """One failure, which comes in the step after `step`, or `at_s` seconds after the run's first step.
 
-    `rank` is the worker; of "lose-host" the host; of "fill-disk" and "corrupt" it does not matter. It comes in that `phase` of
-    the worker's step ("" as soon as the step begins), after that `fraction` of the time that the phase takes. `dice`
+    `rank` is the worker, of "lose-host" the host; "fill-disk" and "corrupt" have none. It comes in that `phase` of the
+    worker's step ("" as soon as the step begins), after that `fraction` of the time that the phase takes. `dice`
     decides what is left open: which byte of a checkpoint, for instance.
     """
 

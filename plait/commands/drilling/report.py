@@ -45,8 +45,8 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOutcome:
-    """The outcome of one fault; times are seconds since the fault, None if that did not happen. A rank that is only slow
-    is not found."""
+    """The outcome of one fault; times are seconds since the fault, None if that did not happen. A rank that is merely
+    slow is not found."""
 
     kind: str
     rank: int

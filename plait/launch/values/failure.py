@@ -210,7 +210,7 @@ class FailureFacts:
 
 
 class WorkersFailed(RunFailed):
-    """Workers were lost to something that may not happen again: neither a stop by the user nor a PlaitError of theirs."""
+    """Workers were lost to something that may not happen again: no stop by the user, and no PlaitError of theirs."""
 
     def __init__(self, cause: str, facts: FailureFacts, advice: str = RESUME_ADVICE) -> None:
         super().__init__(cause, advice)

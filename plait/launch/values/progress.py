@@ -53,10 +53,10 @@ NO_REPORT = NoReport()
 class RankProgress:
     """What is seen of one rank at one moment; `changes` counts what it published, so an equal count is silence.
 
-    `cpu_s` is the processor time that its process has used; None if it was not looked up, as the rank had just published.
-    `network_bytes` and `file_bytes` only ever grow, but for connections that close: what the process's TCP connections
-    have carried both ways (None if it was not looked up, or the kernel does not say), and what the rank itself counts of
-    files that it waits for.
+    `cpu_s` is the processor time that its process has used; None right after the rank has published something, when it
+    is not looked up. `network_bytes` and `file_bytes` only ever grow, but for connections that close: what the
+    process's TCP connections have carried both ways (None if it was not looked up, or the kernel does not say), and
+    what the rank itself counts of files that it waits for.
     """
 
     rank: int
