@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, Literal, Protocol, TypeVar, cast
 
 from plait.checkpoint.arrival import partial_name
 from plait.checkpoint.durable import NoRoom
@@ -24,8 +24,8 @@ from plait.errors import PlaitError, disk_advice
 from plait.hosts.protocol import Nothing, Peer, ReadReply, RequestKind
 from plait.hosts.wire import BLOB_BYTES_AT_MOST
 from plait.private_folder import make_private_folder
-from plait.report.atomic import cannot_write
 from plait.units import format_bytes
+from plait.workers import ROUTING
 
 TRANSFER_BLOCK_BYTES = BLOB_BYTES_AT_MOST
 CHECKPOINT_NAME = re.compile(r"step-[0-9]{1,12}")
@@ -49,10 +49,14 @@ class FileEntry:
             raise ValueError(f"{self.name[:80]!r} has {self.nbytes} bytes")
 
 
+JOB_FILES = frozenset({"recipe.toml", "plan.json", ROUTING})
+"""The files that host 0 may send into the folder of a run or a job itself."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Which of these files are missing in a folder of the cache (prepared data, or a model to go on from), or in one
-    below the current folder?"""
+    """Which of these files are missing in a folder of the cache (prepared data, or a model to go on from), in one below
+    the current folder or, with an empty path, in the current folder itself?"""
 
     root: Literal["cache", "folder"]
     path: str
@@ -62,6 +66,8 @@ class Offer:
         if self.root == "cache":
             top, _, name = self.path.partition("/")
             require_valid(top in ("data", "models") and check_file_name(name), "Offer.path")
+        elif not self.path:
+            require_valid({file.name for file in self.files} <= JOB_FILES, "Offer.files")
         elif self.checkpoint is None:
             require_valid(check_file_name(self.path) and self.path not in _OWN_FOLDERS, "Offer.path")
 
@@ -193,8 +199,14 @@ def named_entries(folder: Path, names: Iterable[str], known_hashes: Mapping[str,
 
 
 def send_folder(peer: Peer, folder: Path, offer: Offer) -> tuple[str, int]:
-    """Send the files of a folder that the other host lacks; returns the folder's path there, and how many bytes
-    travelled. If it is cut off half-way, the next call continues after the last complete file."""
+    """Send the files of a folder that the other host lacks; returns as `send_files`."""
+    return send_files(peer, offer, lambda name: (folder / name).open("rb"))
+
+
+def send_files(peer: Peer, offer: Offer, opened: Callable[[str], BinaryIO]) -> tuple[str, int]:
+    """Send the files of an offer that the other host lacks, each as it is `opened` by its name; returns the folder's
+    path there, and how many bytes travelled. If it is cut off half-way, the next call continues after the last complete
+    file."""
     found = peer.ask(OFFER_FILES, offer).values
     sizes = {fact.name: fact.nbytes for fact in offer.files}
     if unknown := set(found.lacking) - sizes.keys():
@@ -202,7 +214,7 @@ def send_folder(peer: Peer, folder: Path, offer: Offer) -> tuple[str, int]:
             f"{peer.name} asked for {min(unknown)[:80]!r}, which was not offered", "install the same commit on both"
         )
     for name in found.lacking:
-        for offset, block in _blocks(folder / name, sizes[name]):
+        for offset, block in _blocks(opened(name), sizes[name]):
             peer.ask(SEND_BLOCK, BlockHeader(name=name, offset=offset), block)
     return found.folder, sum(sizes[name] for name in found.lacking)
 
@@ -317,23 +329,6 @@ class IncomingFolder:
                 self._still_missing.discard(name)
 
 
-def append_block(path: Path, offset: int, data: bytes, *, nbytes: int) -> None:
-    """Write the next bytes of a file that has `nbytes` in all; with the last of them it appears as `path`."""
-    part = path.with_name(partial_name(path.name))
-    if offset + len(data) > nbytes:
-        raise PlaitError(f"another host sent more of {path.name} than it has", "give the same command again")
-    try:
-        _write_at(part, offset, data)
-        if offset + len(data) == nbytes:
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
-            part.rename(path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink()
-        raise cannot_write(path, error, PlaitError) from error
-
-
 @contextmanager
 def convert_disk_errors(path: Path) -> Iterator[None]:
     """Context for writing a file from another host: an OSError deletes the file and becomes a PlaitError."""
@@ -357,9 +352,9 @@ def _has_file(folder: Path, entry: FileEntry) -> bool:
         return False
 
 
-def _blocks(path: Path, nbytes: int) -> Iterator[tuple[int, bytes]]:
+def _blocks(file: BinaryIO, nbytes: int) -> Iterator[tuple[int, bytes]]:
     """Offset and bytes of each block of a file; the receiver refuses a file that changed after it was hashed."""
-    with path.open("rb") as file:
+    with file:
         offset = 0
         while offset < nbytes or offset == 0:
             data = file.read(min(TRANSFER_BLOCK_BYTES, nbytes - offset))

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -23,14 +24,12 @@ from plait.hosts.files import (
     OFFER_FILES,
     READ_FILE,
     SEND_BLOCK,
-    TRANSFER_BLOCK_BYTES,
     BlockHeader,
     FileEntry,
     IncomingFolder,
     Offer,
     OfferReply,
     ReadRequest,
-    append_block,
     check_file_name,
     convert_disk_errors,
     fetch_file,
@@ -40,6 +39,7 @@ from plait.hosts.files import (
     refuse_links,
     require_valid,
     safe_path,
+    send_files,
     send_folder,
 )
 from plait.hosts.joining import HostInfo
@@ -77,7 +77,6 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 StagedKind = Literal["run", "job"]
-SmallFileName = Literal["recipe.toml", "plan.json", "routing.safetensors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +89,6 @@ class OpenRequest:
 
     def __post_init__(self) -> None:
         require_valid(check_file_name(self.name), "OpenRequest.name")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmallFile:
-    """A block of a file in the joined host's working folder; the block's bytes are the frame's blob. `nbytes` is the
-    size of the whole file; None if the blob is all of it."""
-
-    name: SmallFileName
-    offset: int = 0
-    nbytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +106,6 @@ class NamesReply:
 
 
 OPEN_FOLDER = RequestKind(name="open", question=OpenRequest, reply=FolderReply)
-PUT_FILE = RequestKind(name="put", question=SmallFile, reply=Nothing, blob_bytes=TRANSFER_BLOCK_BYTES)
 LIST_FILES = RequestKind(name="list", question=Nothing, reply=NamesReply)
 RELEASE_FOLDER = RequestKind(name="release", question=Nothing, reply=Nothing)
 
@@ -305,13 +293,14 @@ class FileStager:
             self._log_sent(nbytes, sent.path.name, member)
         plan = read_plan(folder / "plan.json")
         plan = replace(plan, job=replace(plan.job, corpus=corpus, base=base))
-        small: dict[SmallFileName, bytes] = {"recipe.toml": recipe.encode(), "plan.json": plan_text(plan).encode()}
+        small = {"recipe.toml": recipe.encode(), "plan.json": plan_text(plan).encode()}
         if (routing := folder / ROUTING).exists():  # of a proof: where one process sent a mixture's tokens
             small[ROUTING] = read_regular_file(routing)
-        for name, content in small.items():
-            for offset in range(0, max(1, len(content)), TRANSFER_BLOCK_BYTES):
-                header = SmallFile(name=name, offset=offset, nbytes=len(content))
-                member.ask(PUT_FILE, header, content[offset : offset + TRANSFER_BLOCK_BYTES])
+        entries = tuple(
+            FileEntry(name=name, nbytes=len(content), sha256=sha256(content).hexdigest())
+            for name, content in small.items()
+        )
+        send_files(member, Offer(root="folder", path="", files=entries), lambda name: BytesIO(small[name]))
         return JobFolder(path=path, is_shared=False)
 
     def _send_corpus(self, member: JoinedHost, staged: _StagedFiles) -> str:
@@ -401,7 +390,6 @@ class JoinedHostFiles:
             OPEN_FOLDER: self._open,
             OFFER_FILES: self._accept_offer,
             SEND_BLOCK: self._write_block,
-            PUT_FILE: self._write_file,
             RELEASE_FOLDER: self._release,
         }
         answers: Handlers = {READ_FILE: self._read, LIST_FILES: self._list}
@@ -516,7 +504,7 @@ class JoinedHostFiles:
         self._folders.forget(folder)
         self._incoming = IncomingFolder(folder, offer.files)
         self._folders.admit(self._incoming)
-        self._logs_arrival = in_cache or self._in_run_folder
+        self._logs_arrival = in_cache or bool(offer.checkpoint and self._in_run_folder)
         if not self._incoming.missing and in_cache and folder not in self._received:
             self._log(f"{offer.content:8} {folder}, here already")
         return Reply(values=OfferReply(folder=str(folder), lacking=self._incoming.missing))
@@ -530,18 +518,6 @@ class JoinedHostFiles:
         if self._incoming.is_complete and self._logs_arrival:
             self._received.add(self._incoming.folder)
             self._log(f"received {self._incoming.folder}")
-        return DONE
-
-    def _write_file(self, file: SmallFile, blob: bytes) -> Reply[Nothing]:
-        """The next bytes of a small file, which gets its name, and replaces an earlier one, with the last of them. One
-        that is here already, and came whole, needs no room on a disk that may be full by now."""
-        path = safe_path(self._current_folder, file.name)
-        whole = len(blob) if file.nbytes is None else file.nbytes
-        if len(blob) == whole:
-            with suppress(OSError, ValueError):
-                if read_regular_file(path) == blob:
-                    return DONE
-        append_block(path, file.offset, blob, nbytes=whole)
         return DONE
 
     def _read(self, asked: ReadRequest, blob: bytes) -> Reply[ReadReply]:

@@ -183,28 +183,11 @@ def _wait(work: dist.Work | None, timeout_s: float) -> None:
         raise DeadLink(str(error)) from error
 
 
-def _all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum a bucket of gradients as training does it where every rank keeps the whole bucket."""
-    begin_all_reduce(buffer, group).wait()
-
-
 def begin_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Begin the sum of a bucket of gradients."""
     work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
     return work
-
-
-def _all_gather(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    all_gather(buffer, _own_part(buffer, group).clone(), group=group)
-
-
-def _reduce_scatter(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    reduce_scatter(torch.empty_like(_own_part(buffer, group)), buffer, group=group)
-
-
-def _all_to_all(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    dist.all_to_all_single(torch.empty_like(buffer), buffer, group=group)
 
 
 def _swap_parts(buffer: Tensor, group: dist.ProcessGroup) -> None:
@@ -227,10 +210,12 @@ def _own_part(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 LIBRARY_COLLECTIVES: Mapping[CommOperation, BlockingOperation] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
+    "all_reduce": lambda buffer, group: begin_all_reduce(buffer, group).wait(),
+    "all_gather": lambda buffer, group: all_gather(buffer, _own_part(buffer, group).clone(), group=group),
+    "reduce_scatter": lambda buffer, group: reduce_scatter(
+        torch.empty_like(_own_part(buffer, group)), buffer, group=group
+    ),
+    "all_to_all": lambda buffer, group: dist.all_to_all_single(torch.empty_like(buffer), buffer, group=group),
 }
 CPU_COLLECTIVES: Mapping[CommOperation, BlockingOperation] = {"swap_parts": _swap_parts, "spread_own": _spread_own}
 

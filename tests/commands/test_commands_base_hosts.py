@@ -20,7 +20,7 @@ from plait.launch.values.job import HostRanks, Job
 from plait.planner.plan_file import plan_text, read_plan, write_plan
 from plait.recipe.load import recipe_text
 from plait.workers import TRAINING_ENTRY
-from tests.commands.neighbour import Neighbour
+from tests.commands.neighbour import Neighbour, put
 from tests.interop.folders import write_model
 from tests.matrix import few_fast
 from tests.plans import changed
@@ -127,10 +127,10 @@ def test_a_model_of_the_hosts_own_is_never_begun_with(here: Path, other: Neighbo
         Path(sent.job.base).parent,
         Path(sent.job.base) / ".." / "x",
     ):
-        other.attack("put", {"name": "plan.json"}, plan_text(changed(sent, base=str(base))).encode())
+        put(other, "plan.json", plan_text(changed(sent, base=str(base))).encode())
         with pytest.raises(PlaitError, match="is not a folder of this run on this host"):
             trains(other, theirs)
-    other.attack("put", {"name": "plan.json"}, plan_text(sent).encode())
+    put(other, "plan.json", plan_text(sent).encode())
     trains(other, theirs)
 
 

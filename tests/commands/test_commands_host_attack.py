@@ -14,7 +14,7 @@ from plait.errors import PlaitError
 from plait.hosts.shared_folder import SharedReply
 from plait.launch.values.job import HostRanks, Job
 from plait.workers import CHECK_ENTRY, MEASURE_ENTRY, PROBE_ENTRY, TIMING_ENTRY, TRAINING_ENTRY
-from tests.commands.neighbour import Neighbour
+from tests.commands.neighbour import Neighbour, put
 
 RECIPE = 'run.name = "x"\n[data]\nfiles = "a.txt"\n[train]\nbudget = "10 steps"\n'
 OWN = {
@@ -103,9 +103,9 @@ def test_of_checkpoints_only_those_go_that_were_sent(victim: Neighbour) -> None:
 
 
 @pytest.mark.parametrize("name", ["joined.json", ".lock", "metrics.jsonl", "evil.py", "../own/recipe.toml"])
-def test_only_recipe_and_plan_are_put_whole(victim: Neighbour, name: str) -> None:
+def test_only_recipe_and_plan_are_put_into_the_folder_itself(victim: Neighbour, name: str) -> None:
     open_run(victim)
-    refused(victim, "put", {"name": name}, b"evil")
+    refused(victim, "take", {"root": "folder", "path": "", "files": [{"name": name, "nbytes": 4, "sha256": "0" * 64}]})
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_folder_is_not_taken_for_shared_by_a_file_that_was_sent(
     victim: Neighbour, folder: str, name: str, content: str
 ) -> None:
     open_run(victim)
-    victim.attack("put", {"name": "recipe.toml"}, b"mine")
+    put(victim, "recipe.toml", b"mine")
     refused(victim, "see", {"nonces": [{"folder": folder, "name": name, "content": content}]})
     assert victim.attack("see", {"nonces": []}).values == SharedReply(shared=False)
 
@@ -184,7 +184,7 @@ def test_ranks_work_in_the_folder_of_the_run_alone(victim: Neighbour) -> None:
         ("open", {}), ("open", {"kind": "run", "name": 5, "recipe": RECIPE}), ("open", {"kind": "x", "name": "a"}),
         ("take", {"root": "cache", "path": "data/x", "files": [{"name": "a", "nbytes": -1, "sha256": ""}]}),
         ("take", {"root": "cache", "path": "data/x", "files": {"a": 1}}), ("take", {"root": [], "path": {}}),
-        ("block", {"name": [], "offset": "x"}), ("put", {}), ("read", {"name": None}), ("see", {"nonces": [1]}),
+        ("block", {"name": [], "offset": "x"}), ("read", {"name": None}), ("see", {"nonces": [1]}),
         ("read", {"name": "a", "offset": 10**400, "bytes": 1}), ("see", {}),
     ],
 )  # fmt: skip

@@ -28,7 +28,7 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("take", {"root": "cache", "path": "data/x", "files": [{"name": "a", "nbytes": 1, "sha256": "0" * 64}]}),
     ("take", {"root": "folder", "path": "checkpoints/step-1", "files": [{"name": "a", "nbytes": 1, "sha256": ""}]}),
     ("block", {"name": "a", "offset": 0}),
-    ("put", {"name": "recipe.toml"}),
+    ("take", {"root": "folder", "path": "", "files": [{"name": "plan.json", "nbytes": 1, "sha256": ""}]}),
     ("read", {"name": "recipe.toml", "offset": 0, "bytes": 10}),
     ("list", {}),
     ("release", {}),

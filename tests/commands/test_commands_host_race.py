@@ -23,7 +23,7 @@ from plait.hosts.protocol import EventReport, StartOrder
 from plait.launch.values.job import HostRanks, Job
 from plait.planner.plan_file import plan_text, read_plan
 from plait.recipe.load import recipe_text
-from tests.commands.neighbour import KINDS, Neighbour
+from tests.commands.neighbour import KINDS, Neighbour, put
 from tests.launch.processes import wait_until
 from tests.trainer.tiny import make_tiny
 
@@ -126,8 +126,8 @@ def send_all(attacker: Attacker, peer: Any) -> None:
     peer.attack("take", attacker.offer(*attacker.names()))
     for name in attacker.names():
         peer.attack("block", {"name": name, "offset": 0}, (attacker.data / name).read_bytes())
-    peer.attack("put", {"name": "recipe.toml"}, attacker.recipe.encode())
-    peer.attack("put", {"name": "plan.json"}, attacker.honest)
+    put(peer, "recipe.toml", attacker.recipe.encode())
+    put(peer, "plan.json", attacker.honest)
 
 
 def test_a_plan_cannot_be_changed_once_its_job_was_checked(attacker: Attacker, tmp_path: Path) -> None:
@@ -136,7 +136,6 @@ def test_a_plan_cannot_be_changed_once_its_job_was_checked(attacker: Attacker, t
         peer.start(1, attacker.order("tell_data_later"))
         peer.events_until("message", "waits")
         for kind, values in [
-            ("put", {"name": "plan.json"}),
             ("take", attacker.offer("index.json")),
             ("block", {"name": "index.json", "offset": 0}),
             ("open", {"kind": "job", "name": "x", "recipe": attacker.recipe}),
@@ -144,12 +143,12 @@ def test_a_plan_cannot_be_changed_once_its_job_was_checked(attacker: Attacker, t
             ("release", {}),
         ]:
             with pytest.raises(PlaitError, match="the files of a job change while it runs"):
-                peer.attack(kind, values, attacker.evil if kind in ("put", "block") else b"")
+                peer.attack(kind, values, attacker.evil if kind == "block" else b"")
         assert "plan.json" in peer.attack("list", {}).values.names  # what changes nothing is still answered
         (attacker.run / "logs" / "go").touch()
         told = [event for event in peer.events_until("over") if event.get("message") == "data"]
         assert told[0]["values"]["path"] == str(attacker.received)
-        peer.attack("put", {"name": "plan.json"}, attacker.evil)  # between jobs it may come, and is checked
+        put(peer, "plan.json", attacker.evil)  # between jobs it may come, and is checked
         peer.start(2, attacker.order("tell_data"))
         assert "is not a folder of this run" in peer.events_until("over")[-1]["reason"]
 
@@ -159,10 +158,10 @@ def test_no_race_lets_a_rank_read_another_plan(attacker: Attacker, tmp_path: Pat
     with joined(tmp_path / "victim") as peer:
         send_all(attacker, peer)
         for number in range(1, RACES + 1):
-            peer.attack("put", {"name": "plan.json"}, attacker.honest)
+            put(peer, "plan.json", attacker.honest)
             peer.start(number, attacker.order("tell_data"))
             try:  # whichever is first: the other is refused, or comes before the check
-                peer.attack("put", {"name": "plan.json"}, attacker.evil)
+                put(peer, "plan.json", attacker.evil)
             except PlaitError as error:
                 assert "while it runs" in str(error)
             read = [event["values"]["path"] for event in peer.events_until("over") if event.get("message") == "data"]
@@ -180,7 +179,7 @@ def is_admitted(attacker: Attacker, host: Neighbour) -> bool:
 def test_prepared_data_are_used_only_when_all_that_was_offered_is_there(attacker: Attacker, tmp_path: Path) -> None:
     host, names = Neighbour(tmp_path / "victim"), attacker.names()
     host.attack("open", {"kind": "run", "name": "x", "recipe": attacker.recipe})
-    host.attack("put", {"name": "plan.json"}, attacker.honest)
+    put(host, "plan.json", attacker.honest)
     host.attack("take", attacker.offer(*names))
     for name in names:
         assert not is_admitted(attacker, host)
@@ -202,7 +201,7 @@ def test_files_of_another_run_are_not_used_by_an_index_that_names_them(attacker:
     for name in names:  # of an earlier run, whose host 0 was another one
         (attacker.received / name).write_bytes((attacker.data / name).read_bytes())
     host.attack("open", {"kind": "run", "name": "x", "recipe": attacker.recipe})
-    host.attack("put", {"name": "plan.json"}, attacker.honest)
+    put(host, "plan.json", attacker.honest)
     with pytest.raises(PlaitError, match="the data offered lack files of"):
         host.attack("take", attacker.offer("index.json"))
     assert not is_admitted(attacker, host)
@@ -221,6 +220,6 @@ def test_a_plan_that_names_a_model_on_the_joined_host_is_not_carried_out(attacke
             read_plan(tmp_path / "attacker" / "evil.json").job, base=str(tmp_path / "victim" / "models" / "own")
         ),
     )
-    host.attack("put", {"name": "plan.json"}, plan_text(plan).encode())
+    put(host, "plan.json", plan_text(plan).encode())
     assert not is_admitted(attacker, host)
     host.depot.close()
