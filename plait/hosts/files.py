@@ -199,11 +199,11 @@ def named_entries(folder: Path, names: Iterable[str], known_hashes: Mapping[str,
 
 
 def send_folder(peer: Peer, folder: Path, offer: Offer) -> tuple[str, int]:
-    """Send the files of a folder that the other host lacks; returns as `send_files`."""
-    return send_files(peer, offer, lambda name: (folder / name).open("rb"))
+    """Send the files of a folder that the other host lacks; returns as `send_offer`."""
+    return send_offer(peer, offer, lambda name: (folder / name).open("rb"))
 
 
-def send_files(peer: Peer, offer: Offer, opened: Callable[[str], BinaryIO]) -> tuple[str, int]:
+def send_offer(peer: Peer, offer: Offer, opened: Callable[[str], BinaryIO]) -> tuple[str, int]:
     """Send the files of an offer that the other host lacks, each as it is `opened` by its name; returns the folder's
     path there, and how many bytes travelled. If it is cut off half-way, the next call continues after the last complete
     file."""

@@ -39,7 +39,7 @@ from plait.hosts.files import (
     refuse_links,
     require_valid,
     safe_path,
-    send_files,
+    send_offer,
     send_folder,
 )
 from plait.hosts.joining import HostInfo
@@ -300,7 +300,7 @@ class FileStager:
             FileEntry(name=name, nbytes=len(content), sha256=sha256(content).hexdigest())
             for name, content in small.items()
         )
-        send_files(member, Offer(root="folder", path="", files=entries), lambda name: BytesIO(small[name]))
+        send_offer(member, Offer(root="folder", path="", files=entries), lambda name: BytesIO(small[name]))
         return JobFolder(path=path, is_shared=False)
 
     def _send_corpus(self, member: JoinedHost, staged: _StagedFiles) -> str:
