@@ -39,8 +39,8 @@ from plait.hosts.files import (
     refuse_links,
     require_valid,
     safe_path,
-    send_offer,
     send_folder,
+    send_offer,
 )
 from plait.hosts.joining import HostInfo
 from plait.hosts.leader import HostPart

@@ -35,9 +35,7 @@ def parse_message(kind: type[_T], values: object) -> _T:
     try:
         return typed_value(kind, values)
     except ValueError as error:
-        raise UnexpectedMessage(
-            f"it sent an unknown message ({error}); install the same commit on both"
-        ) from None
+        raise UnexpectedMessage(f"it sent an unknown message ({error}); install the same commit on both") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +104,7 @@ def parse_reply(request: RequestKind[Any, _A], values: object, blob: bytes, host
     try:
         return Reply(values=typed_value(request.reply, values), blob=blob)
     except ValueError as error:
-        raise PlaitError(
-            f"{host} sent an invalid reply ({error}); install the same commit on both"
-        ) from None
+        raise PlaitError(f"{host} sent an invalid reply ({error}); install the same commit on both") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
