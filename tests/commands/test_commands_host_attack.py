@@ -83,7 +83,7 @@ def test_a_second_run_is_not_opened_and_so_not_released(victim: Neighbour) -> No
     [
         ("folder", "checkpoints"), ("folder", "logs"), ("folder", "../own/checkpoints"), ("folder", "checkpoints/own"),
         ("folder", "checkpoints/../../own"), ("cache", "data"), ("cache", "../runs/own"), ("cache", "data/../data/x"),
-        ("cache", "other/x"), ("elsewhere", "data/x"), ("folder", "."), ("folder", ""),
+        ("cache", "other/x"), ("elsewhere", "data/x"), ("folder", "."),
     ],
 )  # fmt: skip
 def test_files_are_offered_for_their_two_places_alone(victim: Neighbour, root: str, path: str) -> None:
