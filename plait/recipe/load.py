@@ -200,7 +200,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         if path.suffix in _TEXTS and path.is_file():
             raise PlaitError(
-                f'"{path}" is a text, no recipe; plait new NAME --text {path} writes one that learns from it'
+                f'"{path}" is a text, not a recipe; plait new NAME --text {path} writes one that learns from it'
             )
         return _parse_toml(read_regular_text(path, SMALL_FILE_BYTES), f'the recipe "{path}"')
     except FileNotFoundError:

@@ -57,7 +57,7 @@ CASES = {
     "a folder as recipe": (("train", "."), ["is a folder"]),
     "a recipe that is not TOML": (("train", "torn.toml"), ["is not valid TOML", "line 1"]),
     "a text without quotes": (("train", "bare.toml"), ["line 2", 'a text stands in quotes: files = "play.txt"']),
-    "a text in place of a recipe": (("train", "play.txt"), ["is a text, no recipe; plait new NAME --text play.txt"]),
+    "a text in place of a recipe": (("train", "play.txt"), ["is a text, not a recipe; plait new NAME --text play.txt"]),
     "a recipe without .toml": (("train", "torn"), ['did you mean "torn.toml"?']),
     "a recipe in place of a program": (("run", "tiny.toml"), ["is a recipe, no program; type plait train tiny.toml"]),
     "a recipe that came with plait": (
