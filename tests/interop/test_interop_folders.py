@@ -153,8 +153,8 @@ CASES: dict[str, tuple[Break, str]] = {
         index({"lm_head.weight": "model-1.safetensors"}),
         "names model-1.safetensors, which",
     ),
-    "an index of a file outside": (index({"x": "../model.safetensors"}), "no safetensors file of its own folder"),
-    "an index with a path": (index({"x": "/etc/passwd"}), "no safetensors file of its own folder"),
+    "an index of a file outside": (index({"x": "../model.safetensors"}), "not a safetensors file of its own folder"),
+    "an index with a path": (index({"x": "/etc/passwd"}), "not a safetensors file of its own folder"),
     "an index that is wrong": (index({"x": "model.safetensors"}), "says that x is in model.safetensors, and it is not"),
     "an index of nothing": (lambda folder: (folder / INDEX).write_text("[]") and None, "index.json is damaged"),
 }
