@@ -99,6 +99,7 @@ def main() -> None:
                         ("layers", 4), ("heads", 4), ("accumulate", 1)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{value} if left out")
     parser.add_argument("--rate", type=float, default=3e-3, help="the largest learning rate; 3e-3 if left out")
+    parser.add_argument("--muon", action="store_true", help="update the layers' matrices by Muon, at the same rate")
     parser.add_argument("--layout", default="auto", help="replicate, shard optimizer or shard parameters")
     parser.add_argument("--save", help="a folder to save in every 100 steps, and to go on from")
     asked = parser.parse_args()
@@ -111,19 +112,25 @@ def main() -> None:
 
     torch.manual_seed(1)
     model = Gpt(tokenizer.get_vocab_size(), asked.width, asked.layers, asked.heads)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
+    hidden = [p for p in model.layers.parameters() if p.dim() == 2] if asked.muon else []
+    matrices = [p for p in model.parameters() if p.dim() == 2 and all(p is not one for one in hidden)]
     others = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=asked.rate, betas=(0.9, 0.95))
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=asked.rate, betas=(0.9, 0.95))]
+    if hidden:
+        optimizers.append(plait.Muon(hidden, lr=asked.rate))
     warm = max(1, asked.steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda n: (n + 1) / warm if n < warm else 0.55 + 0.45 * math.cos(math.pi * min(1.0, (n - warm) / asked.steps)),
-    )
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            one,
+            lambda n: (n + 1) / warm if n < warm else 0.55 + 0.45 * math.cos(math.pi * min(1, (n - warm) / asked.steps)),
+        )
+        for one in optimizers
+    ]
 
     run = plait.spread(
-        model, optimizer, loss_sum=loss_sum, layout=asked.layout, clip=1.0, accumulate=asked.accumulate,
-        schedulers=[schedule],
+        model, optimizers, loss_sum=loss_sum, layout=asked.layout, clip=1.0, accumulate=asked.accumulate,
+        schedulers=schedules,
     )  # fmt: skip
     if asked.save:
         run.resume(asked.save, missing="begin")

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from plait.custom.collectives import all_reduce, broadcast, rank, size
     from plait.custom.cutting import BatchCut as BatchCut
     from plait.custom.exact_norm.batch_norm import convert_batch_norm
+    from plait.custom.muon import Muon as Muon
     from plait.custom.planning.plan import CustomPlan as CustomPlan
     from plait.custom.run import SpreadRun as SpreadRun
     from plait.custom.spread import spread
@@ -81,6 +82,7 @@ _TYPES = (
     "Cluster",
     "CustomPlan",
     "Interrupted",
+    "Muon",
     "PlaitError",
     "PlannedRun",
     "ProgramFailed",
@@ -98,6 +100,7 @@ _HOMES = {
     "Cluster": "plait.machines.cluster",
     "CustomPlan": "plait.custom.planning.plan",
     "Interrupted": "plait.errors",
+    "Muon": "plait.custom.muon",
     "PlaitError": "plait.errors",
     "ProgramFailed": "plait.errors",
     "SpreadRun": "plait.custom.run",

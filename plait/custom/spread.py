@@ -111,7 +111,8 @@ def spread(
     for one in program.models:
         one.to(workers.device)
     share_first_weights(program, workers)
-    chosen, reason = choose_layout(layout, program, workers)
+    kinds = compare_workers(workers)
+    chosen, reason = choose_layout(layout, program, workers, kinds.kinds)
     if workers.size > 1:
         workers.say(f'{workers.size} workers, layout "{chosen}": {reason}')
     if chosen == "shard parameters" and workers.size > 1:
@@ -123,7 +124,6 @@ def spread(
     for remark in first_remarks(program, workers.size):
         workers.say(remark)
     seed_everything(seed_from("program", seed))
-    kinds = compare_workers(workers)
     library = ProductLibrary(program, workers, "measured" if precision == "auto" else "default")
     return SpreadRun(
         program, strands, workers, chosen, choices=choices, cut=options.get("cut"), kinds=kinds, library=library

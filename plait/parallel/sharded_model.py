@@ -156,6 +156,10 @@ class OptimizerUnitPart:
     box: Box
     first: int
 
+    def within(self, numbers: Tensor) -> Tensor:
+        """The rectangle, as a view of the unit's numbers or of their gradient."""
+        return numbers.view(-1)[self.first : self.first + self.box.numbers].view(self.box.extent)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerUnit:

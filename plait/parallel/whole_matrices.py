@@ -34,7 +34,8 @@ class MatrixExchange:
     """Computes with whole matrices of which this rank holds pieces; alone in a process it holds them whole.
 
     `pieces` are the 2-dim parts of the units that it is given, in order. Every rank of the `group`, those that may
-    hold pieces of the same matrices, must make one, and call `results` in each step.
+    hold pieces of the same matrices, must make one, and call `results` in each step; or `wholes`, where something else
+    computes with the matrices, and then `parts`. `owned` are the tasks of this rank.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class MatrixExchange:
         self._group, self._rank = group, dist.get_rank(group) if group else 0
         everybodys = _gathered(own, group) if group else [own]
         self.tasks = assign_owners(everybodys, copies)
-        self._owned = [task for task in self.tasks if task.owner == self._rank]
+        self.owned = [task for task in self.tasks if task.owner == self._rank]
         self._to_owners = _Traffic.of_pieces(self.tasks, self._rank, len(everybodys))
         self._results = _Traffic.of_results(self.tasks, self._rank, len(everybodys))
 
@@ -57,9 +58,28 @@ class MatrixExchange:
         device = pieces[0].device if pieces else _device_of(self._group)
         arrived = self._arrived(pieces, dtype, device)
         leaving, places = _room(self._results.sent, dtype, device)
-        for batch in _batches(self._owned):
+        for batch in _batches(self.owned):
             yield from self._computed(batch, compute(self._stacked(batch, pieces, arrived, dtype, device)), places)
         del arrived
+        for (_, number), part in self._exchanged(self._results, leaving, MATRIX_TAG + 1).items():
+            yield number, part
+
+    def wholes(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The whole matrix of each task that this rank owns. Every rank of the group must call it; blocks."""
+        device = pieces[0].device if pieces else _device_of(self._group)
+        arrived, found = self._arrived(pieces, dtype, device), list[Tensor]()
+        for task in self.owned:
+            found.append(torch.empty(task.shape, dtype=dtype, device=device))
+            _fill(found[-1], task, self._rank, pieces, arrived)
+        return found
+
+    def parts(self, wholes: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """The number of each of this rank's pieces and the same rectangle of its matrix, as the owners have them, of
+        which this rank gives its own ones. Every rank of the group must exhaust it; blocks."""
+        device = wholes[0].device if wholes else _device_of(self._group)
+        leaving, places = _room(self._results.sent, dtype, device)
+        for task, whole in zip(self.owned, wholes, strict=True):
+            yield from self._own_parts(task, whole, places)
         for (_, number), part in self._exchanged(self._results, leaving, MATRIX_TAG + 1).items():
             yield number, part
 
@@ -73,13 +93,15 @@ class MatrixExchange:
     def _computed(self, batch: Sequence[MatrixTask], whole: Tensor, places: _Pieces) -> Iterator[tuple[int, Tensor]]:
         """This rank's own parts of a batch of results; those of others are copied to their places."""
         for task, result in zip(batch, whole, strict=True):
-            turned = result.T if _is_tall(task.shape) else result
-            for piece in task.receivers:
-                part = _rectangle(turned, piece.box)
-                if piece.rank == self._rank:
-                    yield piece.number, part
-                else:
-                    places[piece.rank, piece.number].copy_(part)
+            yield from self._own_parts(task, result.T if _is_tall(task.shape) else result, places)
+
+    def _own_parts(self, task: MatrixTask, whole: Tensor, places: _Pieces) -> Iterator[tuple[int, Tensor]]:
+        for piece in task.receivers:
+            part = _rectangle(whole, piece.box)
+            if piece.rank == self._rank:
+                yield piece.number, part
+            else:
+                places[piece.rank, piece.number].copy_(part)
 
     def _stacked(
         self,
@@ -93,10 +115,7 @@ class MatrixExchange:
         small, large = sorted(batch[0].shape)
         stack = torch.empty(len(batch), small, large, dtype=dtype, device=device)
         for matrix, task in zip(stack, batch, strict=True):
-            turned = matrix.T if _is_tall(task.shape) else matrix
-            for one in task.sources:
-                mine = one.rank == self._rank
-                _rectangle(turned, one.box).copy_(pieces[one.number] if mine else arrived[one.rank, one.number])
+            _fill(matrix.T if _is_tall(task.shape) else matrix, task, self._rank, pieces, arrived)
         return stack
 
     def _exchanged(self, traffic: _Traffic, leaving: Tensor, tag: int) -> _Pieces:
@@ -213,6 +232,13 @@ def _batches(tasks: Sequence[MatrixTask]) -> Iterator[list[MatrixTask]]:
     for (small, large), some in alike.items():
         many = max(1, BATCH_NUMBERS // (small * large))
         yield from (some[first : first + many] for first in range(0, len(some), many))
+
+
+def _fill(matrix: Tensor, task: MatrixTask, rank: int, pieces: Sequence[Tensor], arrived: _Pieces) -> None:
+    """Put a matrix together of this rank's pieces and of those that arrived."""
+    for one in task.sources:
+        piece = pieces[one.number] if one.rank == rank else arrived[one.rank, one.number]
+        _rectangle(matrix, one.box).copy_(piece)
 
 
 def _is_tall(shape: tuple[int, ...]) -> bool:

@@ -17,7 +17,7 @@ from plait.planner.calibration.factors import UNCALIBRATED, Calibration, Forecas
 from plait.units import NEVER, Amount, Every
 
 OptimizerKind = Literal["adamw", "muon", "sgd"]
-LearningRateSchedule = Literal["cosine", "wsd", "constant"]
+LearningRateSchedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,8 +121,8 @@ class OptimizerSection(RecipeSection):
     """SGD's, or Muon's, which is Nesterov's; 0 for none."""
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["never"] | Auto = "auto"
     """Largest global norm of the gradient."""
-    schedule: Literal["cosine", "wsd", "constant"] | Auto = "auto"
-    """How the learning rate falls; "wsd" is warm-up, stable, decay."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] | Auto = "auto"
+    """How the learning rate falls: "cosine" to a tenth, "linear" to zero; "wsd" is warm-up, stable, decay."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

@@ -17,6 +17,7 @@ import plait
 from plait.custom.process.launcher import RENDEZVOUS
 from plait.custom.run import SpreadRun
 from plait.launch.values.job import RankContext
+from plait.parallel.orthogonalize import orthogonalize
 from tests.custom.models import CASES, Layers
 
 EXAMPLES = 24
@@ -50,11 +51,57 @@ def build(asked: dict[str, Any], rank: int) -> SpreadRun:
     )  # fmt: skip
 
 
+def build_whole(asked: dict[str, Any], rank: int) -> SpreadRun:
+    """A run whose inner matrices are updated as a whole, and all else by AdamW."""
+    torch.manual_seed(3 + rank)
+    model = Layers().double()
+    inner = [p for p in model.layers.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if all(p is not one for one in inner)]
+    whole: dict[str, Any] = {
+        "plait.Muon": lambda: plait.Muon(inner, lr=0.05),
+        "torch.optim.Muon": lambda: torch.optim.Muon(inner, lr=0.05),
+        "Adafactor": lambda: torch.optim.Adafactor(inner, lr=0.05),
+        "by part": lambda: SGD_BY_PART(inner, lr=0.05),
+    }
+    optimizers = (whole[asked["whole"]](), torch.optim.AdamW(rest, lr=0.02))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 3, 0.5)
+    return plait.spread(
+        model, optimizers, loss_sum=loss_sum, layout=asked["layout"], clip=0.5, schedulers=[scheduler],
+        bucket_mib=0.0005, accumulate=asked.get("accumulate", 1),
+    )  # fmt: skip
+
+
+def _step_by_part(self: torch.optim.Optimizer, closure: None = None) -> None:
+    """Muon without momentum, of whatever part of a matrix this worker has."""
+    with torch.no_grad():
+        for parameter in self.param_groups[0]["params"]:
+            part = parameter.grad.reshape(len(parameter), -1)
+            turned = part.T if len(part) > part.shape[1] else part
+            found = orthogonalize(turned.clone()[None])[0]
+            parameter.sub_((found if turned is part else found.T).reshape(parameter.shape), alpha=0.05)
+
+
+SGD_BY_PART: Any = type(
+    "SGD", (torch.optim.SGD,), {"__module__": "torch.optim.by_part", "step": _step_by_part, "__doc__": "A wrong Muon."}
+)
+"""Passes for an optimizer of torch's that treats each number alone, and does not."""
+
+
+def verify_whole(context: RankContext, argument: str) -> None:
+    """A run's proof, told by each rank."""
+    asked = json.loads(argument)
+    os.environ[RENDEZVOUS] = context.rendezvous
+    run = build_whole(asked, context.rank)
+    for batch in run.batches(data(), batch=24, shares=[1, 3]):
+        verdict = run.verify(batch)
+        context.send("verdict", ok=verdict.ok, failed=[one.kind for one in verdict.findings if not one.passes])
+
+
 def train(context: RankContext, argument: str) -> None:
     """Steps of a run; rank 0 tells the losses and writes the weights."""
     asked = json.loads(argument)
     os.environ[RENDEZVOUS] = context.rendezvous
-    run = build(asked, context.rank)
+    run = (build_whole if "whole" in asked else build)(asked, context.rank)
     if asked.get("resume"):
         run.resume(asked["resume"])
     losses = []
@@ -155,6 +202,10 @@ def call_a_part(context: RankContext, argument: str) -> None:
         run.step(batch)
 
 
+class Custom(torch.optim.SGD):
+    """An optimizer of a person's own, of which plait knows nothing."""
+
+
 def refuse(context: RankContext, argument: str) -> None:
     """Layouts that cannot carry a model or an optimizer; each rank tells the sentences."""
     os.environ[RENDEZVOUS] = context.rendezvous
@@ -162,7 +213,7 @@ def refuse(context: RankContext, argument: str) -> None:
     for name, layout, kind in (
         ("mixed", "shard parameters", "SGD"),
         ("one_memory", "shard optimizer", "SGD"),
-        ("mlp", "shard optimizer", "Adafactor"),
+        ("mlp", "shard optimizer", "Custom"),
         ("across", "shard parameters", "SGD"),
     ):
         if name == "across":
@@ -174,7 +225,8 @@ def refuse(context: RankContext, argument: str) -> None:
             model = CASES[name]().model
         try:
             options: Any = {"layout": layout}
-            plait.spread(model, getattr(torch.optim, kind)(model.parameters(), lr=0.1), loss_sum=loss_sum, **options)
+            made = Custom if kind == "Custom" else torch.optim.SGD
+            plait.spread(model, made(model.parameters(), lr=0.1), loss_sum=loss_sum, **options)
         except plait.PlaitError as refusal:
             told.append(str(refusal))
     context.send("told", told=told)

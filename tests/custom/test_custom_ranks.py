@@ -133,7 +133,7 @@ def test_layouts_that_cannot_carry_a_program_say_so(server: RanksOf) -> None:
     mixed, memory, whole, across = first["told"]
     assert "gathers weights of one dtype together" in mixed
     assert "views of one memory" in memory
-    assert "Adafactor may need whole ones" in whole
+    assert "Custom may need all of them" in whole
     assert "is shared by" in across
 
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from plait.commands.planning.plan_report import make_plan_report
 from plait.machines.cluster import Cluster, read_cluster
 from plait.model.names import is_hidden_matrix
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape, weight_sizes
 from plait.partition.matrix_owners import orthogonalization_flops
+from plait.planner.derive.resources import on_paper
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Orthogonalization, Workload, workload_of
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.orthogonalization import layer_matrices, orthogonalization_time
 from plait.planner.step_time.step_time import estimate_step_time
+from plait.units import format_bytes
 from tests.planner.cost_inputs import inputs
+from tests.planner.machines import recipe
 
 SHAPE = ModelShape(
     layers=24, width=2048, heads=16, kv_heads=8, head_width=128, ffn=5504, vocabulary=32768, sequence=2048
@@ -82,3 +87,20 @@ def test_copies_over_a_slow_cable_compute_for_themselves_unless_they_differ() ->
 def test_every_layout_has_a_price(row: dict[str, int | str]) -> None:
     found = orthogonalization_time(priced(read_cluster("2xH100"), row))
     assert np.isfinite(found.step_s[0]) and found.step_s[0] > 0
+
+
+@pytest.mark.parametrize("words", ["8xH100", "1xH100"])
+def test_a_plan_says_what_muon_is_what_it_costs_and_what_it_saves(words: str, tmp_path: Path) -> None:
+    asked = ("model.size=1B", "train.budget=20B tokens", "model.vocabulary=50304")
+    muon, adamw = (
+        make_plan_report(recipe(tmp_path, *asked, *more), on_paper(read_cluster(words)), top=0)
+        for more in (("optimizer.kind=muon",), ())
+    )
+    own = [reason for reason in muon.reasons if "Muon" in reason]
+    assert not any("Muon" in reason for reason in adamw.reasons)
+    assert any("each orthogonalized as a whole (Jordan 2024)" in reason for reason in own)
+    (spent,) = [reason for reason in own if reason.startswith("Muon's products and messages take")]
+    assert ("one device orthogonalizes each matrix" in spent) == (words == "8xH100")
+    (state,) = [reason for reason in own if reason.startswith("optimizer state takes")]
+    assert format_bytes(muon.memory["optimizer"]) in state and format_bytes(adamw.memory["optimizer"]) in state
+    assert muon.memory["optimizer"] < 0.7 * adamw.memory["optimizer"]

@@ -13,10 +13,10 @@ from plait.model.init import initialize
 from plait.model.names import is_hidden_matrix
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape, weight_sizes
+from plait.parallel.orthogonalize import COEFFICIENTS, orthogonalize
 from plait.parallel.sharded_model import OptimizerUnit, plain_unit, unsharded
 from plait.partition.boxes import whole_box
 from plait.planner.plan import OptimizerPlan
-from plait.trainer.optimizer.muon import COEFFICIENTS, orthogonalize
 from plait.trainer.optimizer.optim import make_optimizer, moment_names, update, updates_counted
 
 SHAPE = ModelShape(

@@ -141,7 +141,7 @@ def course(schedule: str, steps: int = 100, warmup: int = 10) -> list[float]:
     return [learning_rate(plan, step, steps) for step in range(steps)]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_warm_up_climbs_evenly_to_the_peak_and_is_never_left_above_it(schedule: str) -> None:
     rates = course(schedule)
     assert rates[:10] == pytest.approx([0.001 * k for k in range(1, 11)])
@@ -164,11 +164,15 @@ def test_wsd_is_flat_and_then_falls_in_a_line_over_the_last_fifth() -> None:
     assert rates[80:] == pytest.approx([0.01 * left / 20 for left in range(20, 0, -1)])
 
 
+def test_linear_falls_in_a_line_to_zero_behind_the_last_step() -> None:
+    assert course("linear")[10:] == pytest.approx([0.01 * left / 90 for left in range(90, 0, -1)])
+
+
 def test_constant_stays() -> None:
     assert course("constant")[10:] == pytest.approx([0.01] * 90)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 2), (3, 50), (5, 5)])
 def test_short_runs_and_long_warm_ups_stay_in_bounds(schedule: str, steps: int, warmup: int) -> None:
     assert all(0 < rate <= 0.01 + 1e-12 for rate in course(schedule, steps, warmup))

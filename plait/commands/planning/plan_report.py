@@ -13,7 +13,9 @@ from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.errors import PlaitError
 from plait.layout import Layout, layout_summary
 from plait.planner.calibration.factors import calibration_text
+from plait.planner.derive.hyperparameters import muon_reason
 from plait.planner.derive.resources import Resources
+from plait.planner.explain.muon_update import muon_lines
 from plait.planner.memory.state_copies import with_copies
 from plait.planner.plan import Placement, Plan
 from plait.planner.report.page import page_html
@@ -54,6 +56,8 @@ def make_plan_report(
     warnings = (f"warning: {warning}" for warning in plan.warnings)
     notes = list(dict.fromkeys((*read_as, *assumed, *warnings, *lines_without_effect(config, [chosen]))))
     reasons = [*drafted.request.notes]
+    if plan.job.optimizer.kind == "muon":
+        reasons += [muon_reason(config.optimizer), *muon_lines(found)]
     learned = calibration_text(forecast.calibration, forecast.items, forecast.basis)
     copies = with_copies(config.recover, plan, found.cluster.n_nodes)[1]
     reasons += [line for line in (learned, copies) if line]

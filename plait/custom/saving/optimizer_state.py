@@ -56,10 +56,11 @@ def _collect_cut(
             continue
         entry: dict[str, Any] = {}
         for key, (kind, value) in known.items():
-            if kind == "cut":
+            if kind in ("cut", "of the whole"):
                 here = held.get(name)
                 parts = {name: (here.first, optimizer.state[here.parameter][key])} if here else {}
-                like = {name: torch.empty(shape, dtype=TENSOR_DTYPES[value], device="meta")}
+                dtype, of_all = (value, shape) if kind == "cut" else value
+                like = {name: torch.empty(tuple(of_all), dtype=TENSOR_DTYPES[dtype], device="meta")}
                 whole = whole_of(parts, like, workers)[name]
                 if workers.rank == 0:
                     entry[key] = to_plain(whole.cpu(), f"{name}/{key}", tensors)
@@ -72,13 +73,16 @@ def _collect_cut(
 
 
 def _described(state: Mapping[str, Any], piece: HeldPiece) -> dict[str, tuple[str, Any]]:
-    """What kind each entry of a weight's state is: cut as the weight is, a 0-dim tensor, or a number."""
+    """What kind each entry of a weight's state is: cut as the weight is, a tensor of another shape (of a weight that
+    one worker has whole), a 0-dim tensor, or a number."""
     found: dict[str, tuple[str, Any]] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
             if value.shape == piece.parameter.shape and value.dim():
                 found[key] = ("cut", dtype)
+            elif value.dim():
+                found[key] = ("of the whole", [dtype, list(value.shape)])
             else:
                 found[key] = (dtype, value.item())
         else:

@@ -7,8 +7,9 @@ from typing import Literal, get_args
 from plait.accelerator import is_accelerator, module_of
 from plait.custom.exact_norm.batch_norm import announce_norms
 from plait.custom.group import Workers
+from plait.custom.likeness import Kinds
 from plait.custom.program import Program, parameters_of
-from plait.custom.strands.description import ELEMENTWISE, CustomLayout, StrandChoices
+from plait.custom.strands.description import CustomLayout, StrandChoices, update_unit
 from plait.custom.strands.program_strands import Strands, local_strands
 from plait.custom.strands.units import recompute_units
 from plait.errors import PlaitError
@@ -20,7 +21,9 @@ MEMORY_SHARE = 0.5
 DEFAULT_CHOICES = StrandChoices()
 
 
-def choose_layout(requested: RequestedLayout, program: Program, workers: Workers) -> tuple[CustomLayout, str]:
+def choose_layout(
+    requested: RequestedLayout, program: Program, workers: Workers, kinds: Kinds = "alike"
+) -> tuple[CustomLayout, str]:
     """The layout and the reason for it; raises PlaitError for one that there is not."""
     if requested in ("replicate", "shard optimizer", "shard parameters"):
         return requested, "as asked"
@@ -30,6 +33,9 @@ def choose_layout(requested: RequestedLayout, program: Program, workers: Workers
             + ", ".join(f'"{name}"' for name in get_args(CustomLayout))
             + "; tensor, pipeline and context parallelism need plait's own models (plait train)"
         )
+    units = {update_unit(optimizer) for optimizer in program.optimizers}
+    if kinds != "alike" and "whole weights" in units and "unknown" not in units:
+        return "shard optimizer", "one worker updates each weight, as unlike devices would round its update differently"
     if workers.size == 1 or not is_accelerator(workers.device):
         return "replicate", "it sends least, and the weights fit" if workers.size > 1 else "one process"
     weights = sum(parameter.nbytes for parameter in program.named_parameters().values())
@@ -38,7 +44,7 @@ def choose_layout(requested: RequestedLayout, program: Program, workers: Workers
     text = f"weights, gradients and two moments need {format_bytes(needed)} of {format_bytes(room)}"
     if needed <= MEMORY_SHARE * room:
         return "replicate", text
-    if any(type(optimizer).__name__ not in ELEMENTWISE for optimizer in program.optimizers):
+    if "unknown" in units:
         return "replicate", f"{text}, and the optimizer needs whole weights"
     if weights + trained + 2 * trained / workers.size <= MEMORY_SHARE * room:
         return "shard optimizer", text

@@ -60,11 +60,17 @@ ELEMENTWISE = (
 """torch's optimizers that treat every number alone, so that a part of a weight is updated as the whole would be."""
 
 
-def require_elementwise(optimizer: object, layout: CustomLayout) -> None:
-    """Raise PlaitError for an optimizer whose update of a part of a weight may need the rest of it."""
+WHOLE_WEIGHTS = (("torch", "Muon"), ("torch", "Adafactor"), ("plait", "Muon"))
+"""Optimizers, by package and class, that look at a whole weight and at no other one."""
+
+UpdateUnit = Literal["numbers", "whole weights", "unknown"]
+"""What an optimizer's update is a function of: each number by itself, each weight, or plait does not know."""
+
+
+def update_unit(optimizer: object) -> UpdateUnit:
+    """What an optimizer treats alone."""
     kind = type(optimizer)
-    if kind.__name__ not in ELEMENTWISE or kind.__module__.partition(".")[0] != "torch":
-        raise PlaitError(
-            f'layout "{layout}" updates parts of weights, and {kind.__name__} may need whole ones; take "replicate", '
-            f"or one of {', '.join(ELEMENTWISE)}"
-        )
+    package = kind.__module__.partition(".")[0]
+    if package == "torch" and kind.__name__ in ELEMENTWISE:
+        return "numbers"
+    return "whole weights" if (package, kind.__name__) in WHOLE_WEIGHTS else "unknown"

@@ -3,7 +3,7 @@ updates all of them, or an equal part (ZeRO-1), after which weights are gathered
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
 import torch.distributed as dist
@@ -12,9 +12,10 @@ from torch import nn
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.strands.arrivals import Arrivals
-from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm, require_elementwise
+from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces
 from plait.custom.strands.program_strands import LossStrand, Strands, UpdatedPiece, whole_updates
+from plait.custom.strands.whole_weights import GatheredGradients, as_matrix, names_updated_whole, whole_weights
 from plait.parallel.gradient_buckets import SharedWeight
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.sharded_model import OptimizerUnit
@@ -23,34 +24,64 @@ from plait.partition.boxes import whole_box
 
 def replicated_strands(program: Program, workers: Workers, choices: StrandChoices, form: StrandForm) -> Strands:
     """The strands of layout "replicate", of form "whole", and of layout "shard optimizer", of form "cut"."""
-    if form == "cut":
-        for optimizer in program.optimizers:
-            require_elementwise(optimizer, "shard optimizer")
-        check_apart(program, "shard optimizer")
+    if form == "whole":
+        losses = [_whole_strand(program.trained_by(index), workers, choices) for index in range(len(program.losses))]
+        return Strands(program, workers, form, losses)
+    whole = names_updated_whole(program, "shard optimizer")
+    check_apart(program, "shard optimizer")
     losses = []
     for index in range(len(program.losses)):
         trained, groups = program.trained_by(index), groups_by_name(program, index)
         arrivals = Arrivals(list(trained.values()))
-        reducer = reducer_of(trained, workers, choices, form)
-        updates = whole_updates(trained) if form == "whole" else own_updates(reducer.split_units())
-        if form == "cut":
-            update_pieces(program.optimizers_of(index), groups, [one.piece for one in updates])
-        losses.append(LossStrand(gradients=reducer, updates=updates, arrivals=arrivals, holds=[reducer]))
+        reducer = reducer_of(trained, workers, choices, form, whole)
+        by_number, by_weight = partition_units(reducer.split_units(), whole)
+        owned = whole_weights(by_weight, {name: p for name, p in trained.items() if name in whole}, "everywhere")
+        updates = [*own_updates(by_number), *(update for one in owned for update in one.updates)]
+        update_pieces(program.optimizers_of(index), groups, [one.piece for one in updates])
+        gradients = GatheredGradients(reducer, owned) if owned else reducer
+        losses.append(LossStrand(gradients=gradients, updates=updates, arrivals=arrivals, holds=[reducer]))
     return Strands(program, workers, form, losses)
 
 
+def _whole_strand(trained: Mapping[str, nn.Parameter], workers: Workers, choices: StrandChoices) -> LossStrand:
+    arrivals = Arrivals(list(trained.values()))
+    reducer = reducer_of(trained, workers, choices, "whole")
+    return LossStrand(gradients=reducer, updates=whole_updates(trained), arrivals=arrivals, holds=[reducer])
+
+
+def partition_units(
+    units: Sequence[OptimizerUnit], whole: Collection[str]
+) -> tuple[list[OptimizerUnit], list[OptimizerUnit]]:
+    """The units of weights that are updated number by number, and those of weights that are updated `whole`."""
+    by_weight = [unit for unit in units if any(part.name in whole for part in unit.parts)]
+    return [unit for unit in units if not any(part.name in whole for part in unit.parts)], by_weight
+
+
 def reducer_of(
-    trained: Mapping[str, nn.Parameter], workers: Workers, choices: StrandChoices, form: StrandForm
+    trained: Mapping[str, nn.Parameter],
+    workers: Workers,
+    choices: StrandChoices,
+    form: StrandForm,
+    whole: Collection[str] = (),
 ) -> GradientReducer:
-    """What sums the gradients of weights that every worker has, to update all or a part of them. Every worker must call
-    it; where they are cut, the weights move into the memory that travels."""
+    """What sums the gradients of weights that every worker has, to update all or a part of them; `whole` names those
+    that are updated as a whole. Every worker must call it; where they are cut, the weights move into the memory that
+    travels."""
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     everybody = tuple(range(workers.size))
     ranks, groups, split = (everybody, {everybody: world}, None) if form == "whole" else ((workers.rank,), {}, world)
     weights = [
-        # The box is the run of all its numbers, whatever its dims.
-        SharedWeight(name=name, parameter=p, box=whole_box((p.numel(),)), chunk=0, ranks=ranks, decays=True)
+        SharedWeight(
+            name=name,
+            parameter=p,
+            # Else the run of all its numbers, whatever its dims.
+            box=whole_box(as_matrix(p.shape) if name in whole else (p.numel(),)),
+            chunk=0,
+            ranks=ranks,
+            decays=True,
+            updated="as a whole" if name in whole else "by number",
+        )
         for name, p in trained.items()
     ]
     return GradientReducer(weights, groups, split, choices.bucket_bytes, choices.transfer, room="moved")

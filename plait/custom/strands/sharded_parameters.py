@@ -14,11 +14,12 @@ from plait.checked_json import one_line
 from plait.custom.group import Workers
 from plait.custom.program import Program
 from plait.custom.strands.arrivals import Arrivals
-from plait.custom.strands.description import HeldPiece, StrandChoices, require_elementwise
+from plait.custom.strands.description import HeldPiece, StrandChoices
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces
 from plait.custom.strands.program_strands import ForwardClock, LossStrand, Strands, UpdatedPiece
 from plait.custom.strands.replicated import own_updates, reducer_of
 from plait.custom.strands.unit_reach import UnitReach, sum_zeros
+from plait.custom.strands.whole_weights import GatheredGradients, as_rows, names_updated_whole, whole_weights
 from plait.custom.strands.units import check_one_dtype, check_shared, find_units, units_text
 from plait.errors import PlaitError
 from plait.parallel.fully_sharded import (
@@ -32,6 +33,7 @@ from plait.parallel.fully_sharded import (
 )
 from plait.parallel.gradient_buckets import SharedWeight
 from plait.parallel.gradient_reducer import GradientReducer
+from plait.parallel.sharded_model import OptimizerUnit, plain_unit
 from plait.partition.boxes import whole_box
 
 
@@ -43,8 +45,7 @@ def sharded_parameter_strands(program: Program, workers: Workers, choices: Stran
             f'layout "shard parameters" trains by one loss, and this program has {len(program.losses)}; take '
             '"replicate" or "shard optimizer"'
         )
-    for optimizer in program.optimizers:
-        require_elementwise(optimizer, "shard parameters")
+    whole = names_updated_whole(program, "shard parameters")
     check_apart(program, "shard parameters")
     groups = groups_by_name(program, 0)
     gathered = [unit for model in program.models for unit in _shard(model, workers, choices)]
@@ -55,15 +56,20 @@ def sharded_parameter_strands(program: Program, workers: Workers, choices: Stran
     trained = [rows[name] for name in program.trained_names[0] if name in rows]
     # Nobody else keeps these rows, so that there is nothing to sum over others.
     sharded = ShardedGradients(program.models, trained, GradientReducer([one.local for one in trained], {}))
-    own = [held[one.local.name] for one in trained if one.local.parameter.numel()]
-    updates = [UpdatedPiece(piece=piece, source=piece.parameter) for piece in own]
+    own = [one for one in trained if one.local.parameter.numel()]
+    by_number = [held[one.local.name] for one in own if one.local.name not in whole]
+    updates = [UpdatedPiece(piece=piece, source=piece.parameter) for piece in by_number]
+    parts = [_part(one) for one in own if one.local.name in whole]
+    owned = whole_weights(parts, {name: p for name, p in program.trained_by(0).items() if name in whole}, "nowhere")
+    updates += [update for one in owned for update in one.updates]
     # Single numbers have no rows: each worker has them, and one of them updates each, as in "shard optimizer".
     single = {name: p for name, p in program.trained_by(0).items() if not p.dim()}
     numbers = reducer_of(single, workers, choices, "cut")
     updates += own_updates(numbers.split_units())
     update_pieces(program.optimizers, groups, [one.piece for one in updates])
+    gradients = _RowsAndNumbers(rows=sharded, numbers=numbers)
     strand = LossStrand(
-        gradients=_RowsAndNumbers(rows=sharded, numbers=numbers),
+        gradients=GatheredGradients(gradients, owned) if owned else gradients,
         updates=updates,
         arrivals=Arrivals(list(single.values())),
         holds=[numbers],
@@ -164,3 +170,8 @@ def _piece(name: str, rows: WeightRows) -> HeldPiece:
     box = rows.local.box
     per_row = rows.sharded.shape[1:].numel()
     return HeldPiece(name=name, first=box.offset[0] * per_row, parameter=rows.local.parameter)
+
+
+def _part(rows: WeightRows) -> OptimizerUnit:
+    """This worker's rows of a weight that is updated as a whole."""
+    return plain_unit(rows.local.name, rows.local.parameter, as_rows(rows.local.box), decays=True, owned=True)

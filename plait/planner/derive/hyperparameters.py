@@ -70,7 +70,7 @@ def optimizer_plan(
             "(He 2015, Goyal 2017)"
         )
     if requested.kind == "muon":
-        why.append(_muon_text(requested))
+        why.append(muon_reason(requested))
         if requested.adamw_lr != "auto" and method == "auto":
             beside = _adamw_lr(requested.adamw_lr, flops, batch_tokens, key="optimizer.adamw_lr")
             warnings = (*warnings, *beside.warnings)
@@ -78,7 +78,8 @@ def optimizer_plan(
     return Derived(value=tuned.value, reasons=(*why, *tuned.reasons), warnings=warnings)
 
 
-def _muon_text(requested: OptimizerSection) -> str:
+def muon_reason(requested: OptimizerSection) -> str:
+    """What Muon updates, and at what rate AdamW updates the rest."""
     rate = (
         "whose learning rate Muon takes, too: its updates have the size of AdamW's (Liu 2025)"
         if requested.adamw_lr == "auto"

@@ -20,6 +20,7 @@ from plait.planner.explain.compared_layouts import (
     time_compared,
 )
 from plait.planner.explain.experts import load_lines
+from plait.planner.explain.muon_update import muon_lines
 from plait.planner.explain.unequal_devices import unequal_lines, unequal_reasons
 from plait.planner.heterogeneous.host_permutations import node_alone
 from plait.planner.problem.candidates import SCHEDULES
@@ -63,7 +64,7 @@ NEEDED_FOR = (
 def short_reasons(found: Search) -> tuple[str, ...]:
     """The choice in a few sentences, for the head of a run: why this layout, what limits it, what would change it."""
     if found.cluster.n_devices == 1:
-        return (*left_out_lines(found), *limits(found)[:1])
+        return (*left_out_lines(found), *muon_lines(found), *limits(found)[:1])
     return (
         chosen_because(found),
         *left_out_lines(found),
@@ -71,6 +72,7 @@ def short_reasons(found: Search) -> tuple[str, ...]:
         *unequal_lines(found, found.chosen),
         *unequal_reasons(found),
         *load_lines(found),
+        *muon_lines(found),
         *limits(found)[:2],
         *([] if found.constraints else tipping_sentences(found)[:2]),
     )

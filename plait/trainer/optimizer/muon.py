@@ -12,30 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plait.parallel.sharded_model import OptimizerUnit, OptimizerUnitPart
+from plait.parallel.orthogonalize import RMS_OF_ADAMW, orthogonalize
+from plait.parallel.sharded_model import OptimizerUnit
 from plait.parallel.whole_matrices import MatrixExchange
-from plait.partition.matrix_owners import NEWTON_SCHULZ_STEPS
 from plait.trainer.optimizer.fused import FusedAdamW
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: chosen for the steepest slope at 0; singular values end between about 0.7 and 1.2."""
-EPSILON = 1e-7
-"""Least norm by which a matrix is divided."""
-RMS_OF_ADAMW = 0.2
-"""Root mean square of AdamW's updates at a learning rate of 1, as Liu et al. measured it."""
-
-
-def orthogonalize(x_bmn: Tensor) -> Tensor:
-    """The matrices with their singular values brought close to 1, by Newton-Schulz iterations in their own dtype; m is
-    at most n. Overwrites what it is given."""
-    a, b, c = COEFFICIENTS
-    norms_b11 = torch.linalg.vector_norm(x_bmn, dim=(1, 2), keepdim=True)
-    x_bmn = x_bmn.div_(norms_b11.clamp(min=EPSILON))  # under one name, so that at most two of them are in memory
-    for _ in range(NEWTON_SCHULZ_STEPS):
-        gram_bmm = x_bmn @ x_bmn.mT
-        factor_bmm = torch.baddbmm(gram_bmm, gram_bmm, gram_bmm, beta=b, alpha=c)
-        x_bmn = torch.baddbmm(x_bmn, factor_bmm, x_bmn, beta=a)
-    return x_bmn
 
 
 class MuonWithAdamW:
@@ -87,11 +67,11 @@ class MuonWithAdamW:
         for weight in weights:
             weight.mul_((1 - rate * self._weight_decay).to(weight.dtype))
         places = [(unit, part) for unit in self._units for part in unit.parts]
-        pieces = [_part_of(averaged[unit.parameter], part) for unit, part in places]
+        pieces = [part.within(averaged[unit.parameter]) for unit, part in places]
         for number, result in self._exchange.results(pieces, orthogonalize, self._dtype):
             unit, part = places[number]
             scale = (rate * RMS_OF_ADAMW * max(part.box.shape) ** 0.5).to(unit.parameter.dtype)
-            _part_of(unit.parameter, part).addcmul_(result.to(scale.dtype), scale, value=-1)
+            part.within(unit.parameter).addcmul_(result.to(scale.dtype), scale, value=-1)
             del result  # a view of a whole batch, which would stay beside the next one
 
     def _averaged_gradients(self) -> list[Tensor]:
@@ -110,8 +90,3 @@ class MuonWithAdamW:
             average.lerp_(gradient, 1 - self._momentum)
             found.append(gradient.lerp_(average, self._momentum))
         return found
-
-
-def _part_of(numbers: Tensor, part: OptimizerUnitPart) -> Tensor:
-    """The rectangle of a unit's numbers that is one of its parts."""
-    return numbers.view(-1)[part.first : part.first + part.box.numbers].view(part.box.extent)

@@ -132,6 +132,8 @@ def learning_rate(plan: OptimizerPlan, step: int, steps: int) -> float:
     after = (step - plan.warmup_steps) / max(1, steps - plan.warmup_steps)
     if plan.schedule == "cosine":
         return plan.lr * (FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + cos(pi * after)))
+    if plan.schedule == "linear":
+        return plan.lr * (1 - after)
     if plan.schedule == "wsd":
         left = (steps - step) / max(1.0, DECAY_FRACTION * steps)
         return plan.lr * min(1.0, left)

@@ -1,0 +1,112 @@
+"""`plait.Muon`: plait's Muon as an optimizer of torch's kind, for people's own programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from plait.errors import PlaitError
+from plait.parallel.orthogonalize import RMS_OF_ADAMW, orthogonalize
+from plait.partition.matrix_owners import BATCH_NUMBERS
+
+OrthogonalizedIn = Literal["auto", "bf16", "float32"]
+
+
+class Muon(Optimizer):
+    """Muon (Jordan et al. 2024) for matrices between hidden layers, scaled to the size of AdamW's updates (Liu et al.
+    2025), so that AdamW's learning rates and weight decay carry over. Embeddings, heads, norms and biases belong to
+    AdamW, a second optimizer.
+
+    Nesterov's momentum, five Newton-Schulz iterations, decoupled weight decay. A weight with more than two dims, as
+    a convolution's, counts as a matrix with one row for each index of its first dim. `orthogonalized_in` "auto" is
+    float64 for float64 weights, else bf16 on GPUs and float32 on processors; with "bf16" the updates are those of
+    `torch.optim.Muon(…, adjust_lr_fn="match_rms_adamw")`. Raises PlaitError for a weight that is no matrix.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        orthogonalized_in: OrthogonalizedIn = "auto",
+    ) -> None:
+        for name, value, most in (("lr", lr, 1e6), ("weight_decay", weight_decay, 1e6), ("momentum", momentum, 1.0)):
+            if not 0 <= value < most:
+                raise PlaitError(f"plait.Muon: {name} = {value}; give a number of 0 or more, momentum below 1")
+        if orthogonalized_in not in ("auto", "bf16", "float32"):
+            raise PlaitError(
+                f'plait.Muon: orthogonalized_in = "{orthogonalized_in}" is unknown; choose "auto", "bf16" or "float32"'
+            )
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "orthogonalized_in": orthogonalized_in,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add weights with options of their own."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dim() < 2 or not parameter.is_floating_point():
+                self.param_groups.pop()
+                raise PlaitError(
+                    f"plait.Muon updates matrices, and it was given a weight of shape {tuple(parameter.shape)} and "
+                    f"{parameter.dtype}; give norms, biases and embeddings to a second optimizer, such as AdamW"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every weight that has a gradient; returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            learning = [p for p in group["params"] if p.grad is not None]
+            averaged = [self._averaged(p, group["momentum"]) for p in learning]
+            for p in learning:
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+            for some in _batches(averaged):
+                dtype = _dtype(learning[some[0]], group["orthogonalized_in"])
+                stack = torch.stack([_lying(averaged[number]).to(dtype) for number in some])
+                for number, result in zip(some, orthogonalize(stack), strict=True):
+                    p, shape = learning[number], averaged[number].shape
+                    result = result.T if shape[0] > shape[1] else result
+                    p.add_(result.reshape(p.shape).to(p.dtype), alpha=-group["lr"] * RMS_OF_ADAMW * max(shape) ** 0.5)
+        return loss
+
+    def _averaged(self, parameter: Tensor, momentum: float) -> Tensor:
+        """The gradient moved towards its average, which takes it in (Nesterov's), as a matrix."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        average = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
+        return parameter.grad.lerp(average, momentum).flatten(1)
+
+
+def _batches(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The numbers of matrices with the same sides, dtype and device, as many together as BATCH_NUMBERS hold."""
+    alike: dict[Any, list[int]] = {}
+    for number, one in enumerate(matrices):
+        alike.setdefault((*sorted(one.shape), one.dtype, one.device), []).append(number)
+    for (small, large, *_), some in alike.items():
+        many = max(1, BATCH_NUMBERS // max(1, small * large))
+        yield from (some[first : first + many] for first in range(0, len(some), many))
+
+
+def _lying(matrix: Tensor) -> Tensor:
+    """The matrix, turned where it has more rows than columns."""
+    return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+
+
+def _dtype(parameter: Tensor, requested: OrthogonalizedIn) -> torch.dtype:
+    if requested == "auto":
+        if parameter.dtype == torch.float64:
+            return torch.float64
+        return torch.bfloat16 if parameter.device.type == "cuda" else torch.float32
+    return torch.bfloat16 if requested == "bf16" else torch.float32
