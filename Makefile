@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-browser test-sinks test-gpu test-cuda-build test-newest slurm faults check docs bench bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-browser test-sinks test-gpu test-cuda-build test-newest slurm faults check docs bench speedrun bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -149,6 +149,9 @@ check: env-dev  ## style and types
 
 bench: env-bench  ## speed, side by side with the peers
 	$(BIN)/python -m benchmarks.first_run
+
+speedrun: env  ## a record to beat: two cores learn Shakespeare to a fixed held-out loss, three seeds
+	$(BIN)/python -m benchmarks.speedrun
 
 bench-strands: env-bench  ## each strand beside torch's own means for it
 	$(BIN)/python -m benchmarks.strands

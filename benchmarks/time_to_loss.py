@@ -61,9 +61,9 @@ class Length:
 
 
 LENGTHS: Mapping[str, Length] = {
-    "1": Length(size="250K", steps=900, batch_tokens=1024),
-    "4": Length(size="500K", steps=940, batch_tokens=4096),
-    "12": Length(size="1M", steps=1500, batch_tokens=8192),
+    "1": Length(size="250K", steps=600, batch_tokens=1024),
+    "4": Length(size="250K", steps=940, batch_tokens=4096),
+    "12": Length(size="500K", steps=1700, batch_tokens=4096),
 }
 
 
@@ -146,11 +146,13 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("run", "screen", "report"))
-    parser.add_argument("choices", nargs="*", choices=(*CHOICES, []))
+    parser.add_argument("choices", nargs="*", metavar="CHOICE", help=f"of {', '.join(CHOICES)}")
     parser.add_argument("--length", choices=list(LENGTHS), default="1")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--share", type=float, default=1.0)
-    flags = parser.parse_args()
+    flags = parser.parse_intermixed_args()
+    if unknown := set(flags.choices) - CHOICES.keys():
+        parser.error(f"no choice is named {', '.join(sorted(unknown))}")
     if flags.what == "report":
         print(report(read_rows()))
         return
@@ -267,13 +269,23 @@ def read_rows(path: Path = RESULTS) -> list[Row]:
 
 def add_row(row: Row, path: Path = RESULTS) -> None:
     """Write the file with one row more."""
-    rows = [json.dumps({name: getattr(one, name) for name in Row.__dataclass_fields__}) for one in (*read_rows(path), row)]
+    rows = [
+        json.dumps({name: getattr(one, name) for name in Row.__dataclass_fields__}) for one in (*read_rows(path), row)
+    ]
     path.write_text('{"name": "time-to-loss", "rows": [\n' + ",\n".join(rows) + "\n]}\n")
 
 
 def report(rows: Sequence[Row]) -> str:
     """A Markdown table: each choice beside AdamW as derived, over the seeds that both have."""
-    heads = ["minutes", "choice", "share of the tokens", "seeds", "nats a byte", "less than AdamW", "a step over AdamW's"]
+    heads = [
+        "minutes",
+        "choice",
+        "share of the tokens",
+        "seeds",
+        "nats a byte",
+        "less than AdamW",
+        "a step over AdamW's",
+    ]
     lines = [heads, ["---"] * len(heads), *_table(rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -289,7 +301,15 @@ def _table(rows: Sequence[Row]) -> Iterator[list[str]]:
         cost = [some[seed].step_s / usual[seed].step_s for seed in both]
         gain = f"{statistics.mean(less):.4f}" + (f" ({min(less):.4f} … {max(less):.4f})" if len(less) > 1 else "")
         seeds, loss = ", ".join(map(str, sorted(some))), f"{_mean(some.values()):.4f}"
-        yield [minutes, name, f"{share:g}", seeds, loss, gain if both else "", f"{statistics.mean(cost):.2f}" if both else ""]
+        yield [
+            minutes,
+            name,
+            f"{share:g}",
+            seeds,
+            loss,
+            gain if both else "",
+            f"{statistics.mean(cost):.2f}" if both else "",
+        ]
 
 
 def _mean(rows: Sequence[Row] | object) -> float:

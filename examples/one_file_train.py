@@ -120,14 +120,11 @@ def main() -> None:
     if hidden:
         optimizers.append(plait.Muon(hidden, lr=asked.rate))
     warm = max(1, asked.steps // 20)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            one,
-            lambda n: (n + 1) / warm if n < warm else 0.55 + 0.45 * math.cos(math.pi * min(1, (n - warm) / asked.steps)),
-        )
-        for one in optimizers
-    ]
 
+    def course(n: int) -> float:
+        return (n + 1) / warm if n < warm else 0.55 + 0.45 * math.cos(math.pi * min(1.0, (n - warm) / asked.steps))
+
+    schedules = [torch.optim.lr_scheduler.LambdaLR(one, course) for one in optimizers]
     run = plait.spread(
         model, optimizers, loss_sum=loss_sum, layout=asked.layout, clip=1.0, accumulate=asked.accumulate,
         schedulers=schedules,

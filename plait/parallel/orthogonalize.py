@@ -1,5 +1,5 @@
-"""Newton-Schulz iterations, by which Muon (Jordan et al. 2024) makes the update of a matrix orthogonal, and the size that
-the update then gets (Liu et al. 2025, arXiv 2502.16982)."""
+"""Newton-Schulz iterations, by which Muon (Jordan et al. 2024) makes the update of a matrix orthogonal, and the size
+that the update then gets (Liu et al. 2025, arXiv 2502.16982)."""
 
 from __future__ import annotations
 

@@ -146,6 +146,6 @@ def test_verify_proves_it(server: RanksOf, whole: str, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", few_fast(LAYOUTS[1:], "shard optimizer"))
 def test_verify_finds_matrices_that_are_orthogonalized_by_part(server: RanksOf, layout: str) -> None:
-    assert told_by(server, "verify_whole", 2, whole="by part", layout=layout) == [
-        {"ok": False, "failed": ["update"]}
-    ] * 2
+    assert (
+        told_by(server, "verify_whole", 2, whole="by part", layout=layout) == [{"ok": False, "failed": ["update"]}] * 2
+    )

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor, nn
 
-from plait.errors import PlaitError
-
 if TYPE_CHECKING:  # one process needs none of torch.distributed
     from plait.parallel.reduction import Transfer
 

@@ -15,7 +15,7 @@ from plait.custom.strands.arrivals import Arrivals
 from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm
 from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces
 from plait.custom.strands.program_strands import LossStrand, Strands, UpdatedPiece, whole_updates
-from plait.custom.strands.whole_weights import GatheredGradients, as_matrix, names_updated_whole, whole_weights
+from plait.custom.strands.whole_weights import GatheredGradients, as_matrix, names_updated_whole, owned_whole
 from plait.parallel.gradient_buckets import SharedWeight
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.sharded_model import OptimizerUnit
@@ -35,7 +35,7 @@ def replicated_strands(program: Program, workers: Workers, choices: StrandChoice
         arrivals = Arrivals(list(trained.values()))
         reducer = reducer_of(trained, workers, choices, form, whole)
         by_number, by_weight = partition_units(reducer.split_units(), whole)
-        owned = whole_weights(by_weight, {name: p for name, p in trained.items() if name in whole}, "everywhere")
+        owned = owned_whole(by_weight, {name: p for name, p in trained.items() if name in whole}, "everywhere")
         updates = [*own_updates(by_number), *(update for one in owned for update in one.updates)]
         update_pieces(program.optimizers_of(index), groups, [one.piece for one in updates])
         gradients = GatheredGradients(reducer, owned) if owned else reducer

@@ -19,8 +19,8 @@ from plait.custom.strands.pieces import check_apart, groups_by_name, update_piec
 from plait.custom.strands.program_strands import ForwardClock, LossStrand, Strands, UpdatedPiece
 from plait.custom.strands.replicated import own_updates, reducer_of
 from plait.custom.strands.unit_reach import UnitReach, sum_zeros
-from plait.custom.strands.whole_weights import GatheredGradients, as_rows, names_updated_whole, whole_weights
 from plait.custom.strands.units import check_one_dtype, check_shared, find_units, units_text
+from plait.custom.strands.whole_weights import GatheredGradients, as_rows, names_updated_whole, owned_whole
 from plait.errors import PlaitError
 from plait.parallel.fully_sharded import (
     ShardedGradients,
@@ -60,7 +60,7 @@ def sharded_parameter_strands(program: Program, workers: Workers, choices: Stran
     by_number = [held[one.local.name] for one in own if one.local.name not in whole]
     updates = [UpdatedPiece(piece=piece, source=piece.parameter) for piece in by_number]
     parts = [_part(one) for one in own if one.local.name in whole]
-    owned = whole_weights(parts, {name: p for name, p in program.trained_by(0).items() if name in whole}, "nowhere")
+    owned = owned_whole(parts, {name: p for name, p in program.trained_by(0).items() if name in whole}, "nowhere")
     updates += [update for one in owned for update in one.updates]
     # Single numbers have no rows: each worker has them, and one of them updates each, as in "shard optimizer".
     single = {name: p for name, p in program.trained_by(0).items() if not p.dim()}

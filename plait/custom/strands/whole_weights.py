@@ -18,10 +18,10 @@ from plait.parallel.sharded_model import Gradients, OptimizerUnit
 from plait.parallel.whole_matrices import MatrixExchange
 from plait.partition.boxes import Box
 
-# Note [one owner a weight]: the sums of a step's gradients end as they do for any optimizer, in parts. The parts of such
-# a weight then go to its owner, and after the update the same parts of the new weight come back. The owner alone has the
-# optimizer's state, so that no copy can drift, and its optimizer sees a whole weight, as in one process. Owners are
-# balanced by the cost of Muon's products (partition/matrix_owners.py).
+# Note [one owner a weight]: the sums of a step's gradients end as they do for any optimizer, in parts. The parts of
+# such a weight then go to its owner, and after the update the same parts of the new weight come back. The owner alone
+# has the optimizer's state, so that no copy can drift, and its optimizer sees a whole weight, as in one process. Owners
+# are balanced by the cost of Muon's products (partition/matrix_owners.py).
 
 
 def names_updated_whole(program: Program, layout: CustomLayout) -> set[str]:
@@ -38,7 +38,9 @@ def names_updated_whole(program: Program, layout: CustomLayout) -> set[str]:
         if unit == "whole weights":
             found |= {name for names in groups for name in names}
     learning = {name for names in program.trained_names for name in names}
-    return {name for name, p in program.named_parameters().items() if name in found & learning and p.dim() and p.numel()}
+    return {
+        name for name, p in program.named_parameters().items() if name in found & learning and p.dim() and p.numel()
+    }
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
@@ -61,7 +63,10 @@ class WholeWeights:
     """
 
     def __init__(
-        self, units: Sequence[OptimizerUnit], weights: Mapping[str, nn.Parameter], held: Literal["everywhere", "nowhere"]
+        self,
+        units: Sequence[OptimizerUnit],
+        weights: Mapping[str, nn.Parameter],
+        held: Literal["everywhere", "nowhere"],
     ) -> None:
         world = dist.group.WORLD
         assert isinstance(world, dist.ProcessGroup)
@@ -73,8 +78,10 @@ class WholeWeights:
         self.updates: list[UpdatedPiece] = []
         for task in self._exchange.owned:
             shape = weights[task.name].shape
-            own = weights[task.name].detach() if held == "everywhere" else torch.zeros(
-                shape, dtype=self._dtype, device=device
+            own = (
+                weights[task.name].detach()
+                if held == "everywhere"
+                else torch.zeros(shape, dtype=self._dtype, device=device)
             )
             parameter = nn.Parameter(own)
             self._owned.append(parameter)
@@ -90,9 +97,7 @@ class WholeWeights:
     @torch.no_grad()
     def gather(self) -> None:
         """Bring the parts' gradients to the owners, and the weights, where nobody has them whole; blocks."""
-        gradients = [
-            part.within(torch.zeros_like(one) if one.grad is None else one.grad) for one, part in self._places
-        ]
+        gradients = [part.within(torch.zeros_like(one) if one.grad is None else one.grad) for one, part in self._places]
         for parameter, whole in zip(self._owned, self._exchange.wholes(gradients, self._dtype), strict=True):
             parameter.grad = whole.view(parameter.shape)
         if self._held == "nowhere":
@@ -114,7 +119,7 @@ class WholeWeights:
             part.within(parameter.detach()).copy_(new)
 
 
-def whole_weights(
+def owned_whole(
     units: Sequence[OptimizerUnit], weights: Mapping[str, nn.Parameter], held: Literal["everywhere", "nowhere"]
 ) -> list[WholeWeights]:
     """These weights, one WholeWeights for each dtype. Every worker must call it; blocks."""

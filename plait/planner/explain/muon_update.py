@@ -25,6 +25,6 @@ def muon_lines(found: Search) -> list[str]:
     own, usual = (float(one.memory(found.chosen).optimizer[0]) for one in (found, adamw))
     return [
         f"Muon's products and messages take {format_duration(spent_s)}, {spent_s / step_s:.1%} of a step{where}",
-        f"optimizer state takes {format_bytes(own)} a device, where AdamW's would take {format_bytes(usual)}: Muon keeps "
-        "one number beside each weight of a matrix, AdamW two",
+        f"optimizer state takes {format_bytes(own)} a device, where AdamW's would take {format_bytes(usual)}: Muon "
+        "keeps one number beside each weight of a matrix, AdamW two",
     ]
