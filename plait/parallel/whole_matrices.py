@@ -61,8 +61,7 @@ class MatrixExchange:
         for batch in _batches(self.owned):
             yield from self._computed(batch, compute(self._stacked(batch, pieces, arrived, dtype, device)), places)
         del arrived
-        for (_, number), part in self._exchanged(self._results, leaving, MATRIX_TAG + 1).items():
-            yield number, part
+        yield from self._from_owners(leaving)
 
     def wholes(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """The whole matrix of each task that this rank owns. Every rank of the group must call it; blocks."""
@@ -80,6 +79,10 @@ class MatrixExchange:
         leaving, places = _room(self._results.sent, dtype, device)
         for task, whole in zip(self.owned, wholes, strict=True):
             yield from self._own_parts(task, whole, places)
+        yield from self._from_owners(leaving)
+
+    def _from_owners(self, leaving: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Send the parts that others need, and receive this rank's, each with the number of its piece."""
         for (_, number), part in self._exchanged(self._results, leaving, MATRIX_TAG + 1).items():
             yield number, part
 
