@@ -2,6 +2,7 @@
 
     python -m benchmarks.time_to_loss run [--length 1|4|12] [--seeds 1 2 3] [--share 1.0] CHOICE ...
     python -m benchmarks.time_to_loss screen          # all choices at the one-minute length, one seed; skips known rows
+    python -m benchmarks.time_to_loss cost CHOICE ... # a step's processor seconds over the first choice's, in turns
     python -m benchmarks.time_to_loss report          # a table of all rows
 
 Machines are noisy and shared, so nothing is compared by the clock. A row is a run of a fixed number of tokens of recipe
@@ -148,7 +149,7 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("run", "screen", "report"))
+    parser.add_argument("what", choices=("run", "screen", "cost", "report"))
     parser.add_argument("choices", nargs="*", metavar="CHOICE", help=f"of {', '.join(CHOICES)}")
     parser.add_argument("--length", choices=list(LENGTHS), default="1")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
@@ -164,6 +165,9 @@ def main() -> None:
     select_matmul_library("onednn")
     with tempfile.TemporaryDirectory() as folder:
         corpus = _corpus(Path(folder))
+        if flags.what == "cost":
+            print_costs(flags.choices or ["adamw", "muon"], flags.length, corpus)
+            return
         for name in flags.choices or list(CHOICES):
             for seed in flags.seeds:
                 if (name, flags.length, seed, flags.share) in {row.key for row in read_rows()}:
@@ -219,6 +223,27 @@ def train(name: str, minutes: str, seed: int, share: float, corpus: Corpus) -> R
         },
         measured=_measured(),
     )  # fmt: skip
+
+
+def print_costs(names: Sequence[str], minutes: str, corpus: Corpus, rounds: int = 12) -> None:
+    """Steps of these choices in turns, so that all of them meet the same neighbours: each one's processor seconds over
+    the first one's, the median of the rounds with the least and the greatest."""
+    some = [
+        assemble(*planned(CHOICES[name], LENGTHS[minutes], 1, 1.0, corpus), sums=ONE_PROCESS, stages=())
+        for name in names
+    ]
+    states, spent = [TrainState()] * len(some), [list[float]() for _ in some]
+    for _ in range(rounds + 1):
+        for number, assembly in enumerate(some):
+            began = time.thread_time()
+            for _ in range(4):
+                states[number], _ = assembly.step(states[number])
+            spent[number].append((time.thread_time() - began) / 4)
+    for name, own in zip(names, spent, strict=True):
+        ratios = [one / usual for one, usual in zip(own[1:], spent[0][1:], strict=True)]  # the first round warms up
+        print(f"{name:32} {statistics.median(ratios):.3f} ({min(ratios):.3f} … {max(ratios):.3f})")
+    for assembly in some:
+        assembly.loader.close()
 
 
 def planned(choice: Choice, length: Length, seed: int, share: float, corpus: Corpus) -> tuple[RunConfig, Plan]:

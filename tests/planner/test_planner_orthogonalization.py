@@ -99,6 +99,7 @@ def test_a_plan_says_what_muon_is_what_it_costs_and_what_it_saves(words: str, tm
     own = [reason for reason in muon.reasons if "Muon" in reason]
     assert not any("Muon" in reason for reason in adamw.reasons)
     assert any("each orthogonalized as a whole (Jordan 2024)" in reason for reason in own)
+    assert any("less held-out loss than AdamW" in reason for reason in own)
     (spent,) = [reason for reason in own if reason.startswith("Muon's products and messages take")]
     assert ("one device orthogonalizes each matrix" in spent) == (words == "8xH100")
     (state,) = [reason for reason in own if reason.startswith("optimizer state takes")]
