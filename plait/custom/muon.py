@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from plait.accelerator import is_accelerator
 from plait.errors import PlaitError
 from plait.parallel.orthogonalize import RMS_OF_ADAMW, orthogonalize
 from plait.partition.matrix_owners import BATCH_NUMBERS
@@ -108,5 +109,5 @@ def _dtype(parameter: Tensor, requested: OrthogonalizedIn) -> torch.dtype:
     if requested == "auto":
         if parameter.dtype == torch.float64:
             return torch.float64
-        return torch.bfloat16 if parameter.device.type == "cuda" else torch.float32
+        return torch.bfloat16 if is_accelerator(parameter.device) else torch.float32
     return torch.bfloat16 if requested == "bf16" else torch.float32
