@@ -7,10 +7,10 @@
 
 Machines are noisy and shared, so nothing is compared by the clock. A row is a run of a fixed number of tokens of recipe
 01's text by one thread: its curve of held-out losses in nats a byte, the same to the bit each time, and the processor
-seconds of its median step. A length in minutes is the model and the number of tokens that plait derives for that budget
-on the reference machine (two cores of a Xeon with AVX-512; see LENGTHS). `--share 0.7` trains for 70 % of the tokens,
-with the schedule as short: what a choice needs to reach another one's loss. Rows are added to
-benchmarks/results/time-to-loss.json as they are ready, so a later session goes on where this one stopped.
+seconds of its median step. A length in minutes is about the model and the tokens of such a budget on two slow cores;
+they are fixed, so that rows stay comparable. `--share 0.7` trains for 70 % of the tokens, with the schedule as short:
+what a choice needs to reach another one's loss. Rows are added to benchmarks/results/time-to-loss.json as they are
+ready, so a later session goes on where this one stopped.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OUTPUTS = ("attention.o.weight", "feedforward.down.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """What plait derives for a budget of time: the size and the tokens."""
+    """A run's size and tokens."""
 
     size: str
     steps: int
