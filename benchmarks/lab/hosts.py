@@ -93,6 +93,10 @@ class Lab:
         """Put these hosts into a room of their own, with a road of so many bits a second to the others."""
         _carry_out(parting(self.name, hosts, rate))
 
+    def limit(self, rate: float) -> None:
+        """From now on cables of so many bits a second, whatever they were begun with."""
+        _carry_out(limiting(self.name, self.hosts, rate))
+
     def folder_of(self, host: Host) -> Path:
         """Where the files of a host really are, as seen from outside."""
         return self._work if self._files == "shared" or host.index == 0 else scratch_of(self.name) / f"{host.index}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +22,7 @@ from plait.report.receipt import ITEM_NAMES, Receipt
 from plait.report.receipt_file import read_receipt
 from plait.report.samples_file import SampleReport, read_samples
 from plait.report.shares_file import read_shares
+from plait.run_files.bottleneck import bottleneck_if_known
 from plait.run_folder import RunFolder, RunTotals
 
 _T = TypeVar("_T")
@@ -28,6 +31,7 @@ _RECENT_STEPS = 50
 _MOST_SAMPLES = 20
 _RECENT_LINES = 6
 """Lines of rank-times.jsonl that a page's "now" is the mean of: half a minute."""
+_LEAST_SECONDS_BETWEEN_FINDINGS = 60.0
 
 
 class KeptFile(Generic[_T]):
@@ -76,6 +80,7 @@ class WatchedRun:
         self._shares = KeptFile(folder.shares, lambda: read_shares(folder.shares), ())
         self._samples = KeptFile(folder.samples, lambda: read_samples(folder.samples), ())
         self._totals = KeptFile(folder.totals_file, lambda: folder.totals, RunTotals())
+        self._bottleneck = _KeptBottleneck(folder)
 
     def close(self) -> None:
         """Close the files that are held open."""
@@ -126,7 +131,7 @@ class WatchedRun:
             "incidents": [_incident_view(one) for one in incidents],
             "samples": [asdict(one) for one in _few(samples)],
             "receipt": receipt and {key: getattr(receipt, key) for key in ("wall_s", "cost_usd", "energy_wh")},
-            "bottleneck": None,
+            "bottleneck": self._bottleneck.value(),
         }
 
     def _measured_items(self, ranks: RankTimesLine | None, receipt: Receipt | None) -> Mapping[str, float] | None:
@@ -154,6 +159,29 @@ class WatchedRun:
             self._rank_lines = []
         if self._rank_times.version != version and stamp_of(self._folder.rank_times) is None:
             self._rank_lines = []
+
+
+class _KeptBottleneck:
+    """What limits a run, as JSON: found again where its ranks' times have grown, but not more often than once a
+    minute, as its layout is priced some dozens of times for it."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._stamp: tuple[object, ...] | None = None
+        self._found_at_s = -inf
+        self._value: Mapping[str, Any] | None = None
+
+    def value(self) -> Mapping[str, Any] | None:
+        """The bottleneck; None while nothing tells it."""
+        stamp = (stamp_of(self._folder.rank_times), stamp_of(self._folder.plan))
+        now_s = time.monotonic()
+        if stamp != self._stamp and (
+            self._value is None or now_s - self._found_at_s >= _LEAST_SECONDS_BETWEEN_FINDINGS
+        ):
+            self._stamp, self._found_at_s = stamp, now_s
+            found = bottleneck_if_known(self._folder)
+            self._value = found and asdict(found)
+        return self._value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

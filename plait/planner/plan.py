@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from plait.devices import DEVICE_TRAITS, DeviceName
 from plait.layout import Layout, equal_share
+from plait.machines.cluster import Cluster
 from plait.machines.machine import strip_name_number
 from plait.model.shape import ModelShape
 from plait.model.weights import hidden_matrix_numbers, trained_parameter_count
@@ -77,6 +78,9 @@ class Forecast:
     """Time of the embedding, in units of an average layer."""
     head_cost_in_layers: float | None = None
     """Time of the head and the loss, in units of an average layer; None in plans of earlier versions."""
+    cluster: Cluster | None = field(default=None, compare=False, repr=False)
+    """The devices of the layout as the cost model saw them, in the order of ranks: a change of the run can be priced
+    with them later. None in plans of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plait.checked_json import parse_json, typed_value
-from plait.regular_file import append_to_file
+from plait.regular_file import append_to_file, read_regular_file
 
 LEAST_SECONDS_BETWEEN_LINES = 5.0
+MOST_FILE_BYTES = 1 << 28
+"""Ten days of the fastest growth."""
 _RANKS_PER_SECOND = 10
 """A line of many ranks is longer, and written less often: the file grows by some 300 bytes a second at most."""
 
@@ -79,6 +81,21 @@ class RankTimesFile:
             file.write(json.dumps(asdict(line)) + "\n")
         self._sums, self._steps = [[0.0] * 4 for _ in self._sums], 0
         self._due_at_s = self._clock() + self._every_s
+
+
+def read_rank_times(path: Path) -> list[RankTimesLine]:
+    """All lines of a rank-times.jsonl that count, the oldest first; empty where there is none. What a run did after the
+    checkpoint that it went back to is left out."""
+    try:
+        lines = read_regular_file(path, MOST_FILE_BYTES).splitlines()
+    except (OSError, ValueError):  # people look at it, and a run does not need it
+        return []
+    kept: list[RankTimesLine] = []
+    for found in filter(None, map(parse_rank_times, lines)):
+        while kept and kept[-1].step >= found.step:
+            kept.pop()
+        kept.append(found)
+    return kept
 
 
 def parse_rank_times(line: bytes) -> RankTimesLine | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from plait.checked_json import printable
 from plait.layout import Layout
 from plait.partition.execution import MatmulBackend
+from plait.report.bottleneck import RunBottleneck, bottleneck_lines
 from plait.report.plausibility import efficiency_doubt, mfu_doubt
 from plait.units import compared_text, counted, format_bytes, format_count, format_duration, plain_number
 
@@ -97,6 +98,8 @@ class Receipt:
     """Steps between copies of the state in memory, on average, and the share of `wall_s` that they held workers up."""
     lost_by_cause: Mapping[str, float] | None = None
     """Seconds that failures cost, by their cause: found, back at work, and steps done again."""
+    bottleneck: RunBottleneck | None = None
+    """What limited the run at its end, and what a change would gain; None where no rank sent its times."""
 
     @property
     def step_error(self) -> float | None:
@@ -161,6 +164,7 @@ def receipt_rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("speed", speed),
         ("forecast", _forecast(receipt)),
         ("step time", _items(receipt)),
+        ("bottleneck", _bottleneck(receipt.bottleneck)),
         ("speed-up", _speedup(receipt)),
         ("MFU", _mfu(receipt)),
         ("peak of tensors", _peak(receipt.peak_tensor_bytes)),
@@ -208,6 +212,11 @@ def _items(receipt: Receipt) -> str:
     return ", ".join(
         f"{ITEM_NAMES[n]} {format_duration(measured[n])} (forecast {format_duration(predicted[n])})" for n in named
     )
+
+
+def _bottleneck(found: RunBottleneck | None) -> str:
+    sentence, *remedies = bottleneck_lines(found) or [""]
+    return sentence + (f" Faster would be {'; '.join(remedies)}." if remedies else "")
 
 
 def _rss_forecast(receipt: Receipt) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from plait.errors import PlaitError
 from plait.layout import AXES
 from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
+from plait.report.bottleneck import RunBottleneck
 from plait.report.receipt import ITEM_NAMES, Receipt
 
 DERIVED = ("step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency")
@@ -67,4 +68,6 @@ def _plain(value: Any) -> Any:
         return value if isfinite(value) else None
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, RunBottleneck):
+        return asdict(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

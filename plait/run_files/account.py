@@ -11,6 +11,7 @@ from typing import Any
 from plait.checkpoint.generation import read_generation
 from plait.checkpoint.store import published_checkpoints, read_manifest
 from plait.errors import PlaitError
+from plait.report.bottleneck import RunBottleneck
 from plait.report.incidents import (
     Incident,
     SkippedRange,
@@ -23,6 +24,7 @@ from plait.report.incidents import (
 )
 from plait.report.metrics import read_metrics
 from plait.report.receipt_file import read_receipt
+from plait.run_files.bottleneck import bottleneck_of
 from plait.run_files.summary import RunState, run_state
 from plait.run_folder import RunFolder
 
@@ -71,6 +73,8 @@ class RunAccount:
     """Samples that were left out on purpose, in the order of steps; they count neither as lost nor as repeated."""
     lost_by_cause: Mapping[str, float]
     """Seconds that failures cost, by their cause: found, back at work, and steps done again. Part of `seconds`."""
+    bottleneck: RunBottleneck | None
+    """What limits the run now, or limited it at its end; None while nothing tells it."""
     checked_checkpoints: Sequence[int]
     """Steps of the checkpoints whose cursor is where the ledger says."""
     incidents: Sequence[Incident]
@@ -121,6 +125,7 @@ def account_of(folder: RunFolder) -> RunAccount:
         samples_repeated=plan.job.batch_sequences * (len(steps) - len(set(steps))),
         skipped=tuple(one for one in skipped_ranges(incidents) if one.step <= max(steps, default=0)),
         lost_by_cause=lost_by_cause(incidents, back),
+        bottleneck=bottleneck_of(folder),
         checked_checkpoints=tuple(_checked_cursors(folder, plan.job.batch_sequences, skipped_steps(incidents))),
         incidents=incidents,
     )

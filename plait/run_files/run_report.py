@@ -212,6 +212,9 @@ _CURVE_WORDS = (
 
 def _sections_of(run: _ReadRun) -> Iterator[ReportPart]:
     yield ReportPart(title="In short", facts=list(_short_facts(run)), facts_as="tiles")
+    if (found := run.account.bottleneck) is not None:
+        remedies = [remedy.text for remedy in found.remedies]
+        yield ReportPart(title="What limits it", lines=[found.sentence], points=remedies)
     if len(run.steps) > 1:
         yield ReportPart(title="How it learned", lines=[_CURVE_WORDS], curves=[_curve_of(run)])
     if run.samples:

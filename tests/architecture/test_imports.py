@@ -59,7 +59,7 @@ INNER_FLOORS = {
                  "fully_sharded": 3, "sharding": 4, "replicate": 4, "apply": 5},
     "planner": {"calibration": 0, "plan": 1, "plan_file": 2, "settings": 2, "problem": 1, "step_time": 2,
                 "derive": 3, "memory": 3, "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6,
-                "resolve": 7, "report": 8, "pools": 9},
+                "resolve": 7, "bottleneck": 7, "report": 8, "pools": 9},
     "trainer": {"choices": 6, "samples": 6, "first_weights": 1, "state": 0, "optimizer": 0, "score_passes": 0,
                 "experts": 0, "loss": 1, "divergence": 0, "step": 3, "step_graph": 4, "assemble": 5, "rank_sinks": 5,
                 "checkpointing": 6, "pair_reference": 6, "loop": 7, "balance": 7, "auxiliary": 2, "preference": 2,

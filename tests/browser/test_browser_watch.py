@@ -27,7 +27,7 @@ from plait.working_folder import WorkingFolder
 from tests.end_to_end.command import Place, ended, kill_group
 from tests.end_to_end.test_end_watch import ADDRESS
 from tests.report.test_report_metrics import step_report
-from tests.run_files.written_runs import incident_of, written_run
+from tests.run_files.written_runs import incident_of, write_rank_times, written_run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="make test-browser brings it")
 pytestmark = pytest.mark.browser
@@ -153,6 +153,7 @@ def eventful(working: WorkingFolder) -> RunFolder:
     """A run with an incident and a change of shares, and a second run to compare it with."""
     written_run(working, "second", loss=2.4)
     folder = written_run(working, "first", steps_done=60)
+    write_rank_times(folder, steps=60, compute_s=0.02, data_s=0.02)
     append_shares(folder.shares, SharesLine(step=20, shares=(5, 3), reason="host b is slow", speeds=(2.0, 1.0)))
     line = incident_of(1, 40, decision="started again", resumed_from=30)
     folder.incidents.write_text(json.dumps({key: getattr(line, key) for key in line.__slots__}) + "\n")
@@ -168,6 +169,8 @@ def test_everybody_can_use_it(tab: Callable[..., Tab], working: WorkingFolder, e
         shown.page.wait_for_selector("#loss path.smooth")
         assert shown.page.evaluate("document.documentElement.scrollWidth") <= VIEWS[view]["viewport"]["width"]
         assert "was killed by SIGKILL" in shown.page.inner_text("#incidents")
+        assert "Waiting for training data takes 40%" in shown.page.inner_text("#limits .limit")
+        assert "1.7" in shown.page.inner_text("#limits .remedies")
         assert "host b is slow" in shown.page.inner_text("#shares")
         assert shown.page.inner_text("#command code") == "plait train runs/first/recipe.toml"
         assert shown.serious() == []

@@ -22,6 +22,7 @@ from plait.machines.measured import ProductRate, ProductRates
 from plait.planner.derive.arithmetic import ProcessorArithmetic, choose_backends, choose_precision
 from plait.planner.plan import HostShare, Plan
 from plait.proof import Finding, Verdict
+from plait.report.bottleneck import Remedy, RunBottleneck
 from plait.report.metrics import StepReport
 from plait.report.receipt import Receipt
 from plait.screen.screen import wrapped
@@ -54,6 +55,22 @@ RECEIPT = Receipt(
     energy_wh=None,
     versions={"plait": "0.1.0"},
     device="1 × a laptop's processor",
+)
+LIMITED = replace(
+    RECEIPT,
+    bottleneck=RunBottleneck(
+        cause="network",
+        share=0.41,
+        sentence="The cable to host b takes 41% of each step.",
+        remedies=(
+            Remedy(change="a network of 500 Mbit/s instead of 100 Mbit/s", gain=1.52, factor=5.0),
+            Remedy(
+                change='gradients sent in bf16, which rounds them (train.gradient_transfer = "bf16")',
+                gain=1.26,
+                setting="train.gradient_transfer=bf16",
+            ),
+        ),
+    ),
 )
 IMPOSSIBLE = replace(RECEIPT, mfu=1.13, one_device_step_s=0.7, eval_nats_per_byte=None)
 
@@ -100,6 +117,7 @@ def ends(folder: Path) -> dict[str, str]:
     return {
         "train-end": run_end(RECEIPT, RUN, LOSSES, "utf-8"),
         "train-end-ascii": run_end(RECEIPT, RUN, LOSSES, "ascii"),
+        "train-end-limited": run_end(LIMITED, RUN, LOSSES, "utf-8"),
         "train-end-impossible": run_end(IMPOSSIBLE, RUN, LOSSES, "utf-8"),
         "train-finished": f"{finished_text(RUN)}\n{run_end(RECEIPT, RUN, LOSSES, 'utf-8')}",
         "train-interrupted": "\n".join(stops),
@@ -131,7 +149,8 @@ def diverged_sentence() -> str:
     "name",
     [
         *("train-start", "train-start-why", "train-start-warned", "train-start-gpus", "train-start-hosts"),
-        *("train-resume", "train-end", "train-end-ascii", "train-end-impossible", "train-finished"),
+        *("train-resume", "train-end", "train-end-ascii", "train-end-impossible"),
+        *("train-end-limited", "train-finished"),
         *("train-interrupted", "train-diverged", "join-end", "data-end", "verify-end"),
     ],
 )

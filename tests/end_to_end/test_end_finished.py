@@ -31,7 +31,7 @@ RECEIPT = {
     "measured_items", "predicted_rss_bytes", "rss_error", "taught_by_runs", "timed_step_s", "untimed_step_s",
     "matmul_backend", "matmul_flops", "matmul_error", "choices_accuracy", "choices_accuracy_per_byte", "pair_accuracy",
     "incidents", "useful_share", "samples_skipped", "copy_every_steps", "copy_share",
-    "lost_by_cause", "optimizer",
+    "lost_by_cause", "optimizer", "bottleneck",
 }  # fmt: skip
 STEP_LINE = {"step", "tokens", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "mfu", "data_wait_s"}
 EVALUATION_LINE = {"step", "eval_loss", "eval_nats_per_byte"}

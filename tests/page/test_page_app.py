@@ -20,10 +20,11 @@ from plait.report.metrics import read_metrics
 from plait.report.rank_times_file import RankTimesFile
 from plait.report.samples_file import SampleReport
 from plait.report.shares_file import SharesLine, append_shares
+from plait.run_files.bottleneck import bottleneck_of
 from plait.run_folder import RunFolder, RunTotals, lock_run_folder
 from plait.working_folder import WorkingFolder
 from tests.report.test_report_metrics import eval_report, step_report
-from tests.run_files.written_runs import STEPS, fail, written_run
+from tests.run_files.written_runs import STEPS, fail, write_rank_times, written_run
 
 TOKEN = "a-token-of-this-test"
 ADDRESSES = ("/", "/watch.js", "/watch.css", "/icon.svg", "/api/runs", "/api/runs/first", "/api/runs/none", "/what")
@@ -137,6 +138,17 @@ def test_times_of_ranks_are_the_mean_of_the_last_lines(page: TestClient, folder:
     view = page.get("/api/runs/first").json()
     assert view["ranks"]["compute_s"] == pytest.approx([0.03, 0.01]) and view["ranks"]["step"] == 40
     assert view["items"] == pytest.approx({"compute_s": 0.03, "waiting_s": 0.01, "optimizer_s": 0.01, "data_s": 0.0})
+
+
+def test_what_limits_a_run_is_the_value_that_its_receipt_has(page: TestClient, folder: RunFolder) -> None:
+    write_rank_times(folder, steps=40, compute_s=0.02, data_s=0.02)
+    shown = page.get("/api/runs/first").json()["bottleneck"]
+    assert shown.keys() == {"cause", "share", "sentence", "remedies"}
+    assert (shown["cause"], shown["share"]) == ("data", pytest.approx(0.4))
+    assert [one.keys() for one in shown["remedies"]] == [{"change", "gain", "setting", "factor"}]
+    found = bottleneck_of(folder)
+    assert found is not None and found.sentence == shown["sentence"]
+    assert [one.gain for one in found.remedies] == [one["gain"] for one in shown["remedies"]]
 
 
 def test_incidents_shares_and_memory(page: TestClient, folder: RunFolder) -> None:

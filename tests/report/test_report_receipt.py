@@ -11,8 +11,9 @@ import pytest
 
 from plait.errors import PlaitError, RunFailed
 from plait.layout import Layout
+from plait.report.bottleneck import Remedy, RunBottleneck
 from plait.report.metrics import Speed, StepReport, median_speed
-from plait.report.receipt import Receipt
+from plait.report.receipt import Receipt, receipt_rows
 from plait.report.receipt_file import read_receipt, write_receipt
 
 RECEIPT = Receipt(
@@ -55,6 +56,25 @@ def test_a_receipt_comes_back_as_it_was(tmp_path):
         *Receipt.__slots__, "step_error", "memory_error", "rss_error", "speedup_vs_one", "efficiency", "sha256",
     ]  # fmt: skip
     assert [file.name for file in tmp_path.iterdir()] == ["receipt.json"]
+
+
+def test_a_bottleneck_is_written_as_the_contract_says(tmp_path):
+    path = tmp_path / "receipt.json"
+    remedy = Remedy(change="keeping activations", gain=1.31, setting="layout.recompute=none")
+    found = RunBottleneck(cause="recomputation", share=0.24, sentence="It takes 24% of each step.", remedies=(remedy,))
+    write_receipt(replace(RECEIPT, bottleneck=found), path)
+    assert json.loads(path.read_text())["bottleneck"] == {
+        "cause": "recomputation",
+        "share": 0.24,
+        "sentence": "It takes 24% of each step.",
+        "remedies": [
+            {"change": "keeping activations", "gain": 1.31, "setting": "layout.recompute=none", "factor": 1.0}
+        ],
+    }
+    back = read_receipt(path)
+    assert back.bottleneck == found
+    text = "It takes 24% of each step. Faster would be keeping activations: 1.3 times as fast."
+    assert dict(receipt_rows(back))["bottleneck"] == text
 
 
 def test_what_is_not_known_is_null(tmp_path):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ from plait.recipe.load import parse_config, requested_values
 from plait.recipe.schema import RunConfig
 from plait.report.incidents import Incident, StartLine, append_incident, append_start
 from plait.report.metrics import EvalReport, StepReport
+from plait.report.rank_times_file import RankTimesLine
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import write_receipt
 from plait.run_folder import RunFolder
@@ -85,6 +87,20 @@ def write_metrics(folder: RunFolder, losses: Sequence[float], held_out: float | 
     if held_out is not None and losses:
         lines.append(EvalReport(step=len(losses), eval_loss=2.6 * held_out, eval_nats_per_byte=held_out))
     folder.metrics.write_text("".join(line.to_line() for line in lines))
+
+
+def write_rank_times(
+    folder: RunFolder, *, steps: int, compute_s: float, wait_s: float = 0.0, data_s: float = 0.0, each: int = 10
+) -> None:
+    """The times of a run of one rank, a line each ten steps, in addition to those that are there."""
+    lines = [
+        RankTimesLine(
+            step=step, steps=each, compute_s=(compute_s,), wait_s=(wait_s,), inside_s=(0.0,), data_s=(data_s,)
+        )
+        for step in range(each, steps + 1, each)
+    ]
+    with folder.rank_times.open("a") as file:
+        file.writelines(json.dumps(asdict(line)) + "\n" for line in lines)
 
 
 def incident_of(generation: int, step: int, **values: object) -> Incident:

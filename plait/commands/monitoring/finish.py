@@ -28,11 +28,13 @@ from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Forecast, Plan
 from plait.probing.calibration_store import add_observation, store_expert_load
 from plait.recipe.schema import RunConfig
+from plait.report.bottleneck import bottleneck_rows
 from plait.report.incidents import lost_by_cause, read_incidents, skipped_ranges
 from plait.report.metrics import RECEIPT_WARM_UP_STEPS, StepReport, median_speed, read_metrics
 from plait.report.plausibility import efficiency_doubt, mfu_doubt
 from plait.report.receipt import Receipt
 from plait.report.receipt_file import read_receipt, write_receipt
+from plait.run_files.bottleneck import bottleneck_if_known
 from plait.run_folder import RunFolder
 from plait.screen.console import sparkline
 from plait.screen.screen import Screen
@@ -170,6 +172,7 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         copy_share=so_far.copy_s / so_far.wall_s if so_far.copies and so_far.wall_s > 0 else None,
         lost_by_cause=lost_by_cause(incidents, back) or None,
         useful_share=_useful_share(steps, so_far.wall_s),
+        bottleneck=bottleneck_if_known(folder),
     )
 
 
@@ -278,6 +281,7 @@ def run_end(receipt: Receipt, folder: Path, losses: Sequence[float], encoding: s
         f"in {format_duration(receipt.wall_s)}",
         f"loss     {_loss_text(receipt)}  {sparkline(losses, CURVE_COLUMNS, encoding)}".rstrip(),
         f"speed    {_speed_text(receipt)}",
+        *bottleneck_rows(receipt.bottleneck),
         f"saved    {folder}/checkpoints/step-{receipt.steps}; all figures: receipt.json",
         f"next     plait sample {name}",
         f"         plait eval {name}",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Literal
 
+from plait.report.bottleneck import bottleneck_rows
 from plait.report.incidents import Incident
 from plait.run_files.account import TIME_IN_WORDS, RunAccount, account_of, ledger_of
 from plait.run_folder import RunFolder, find_run
@@ -44,6 +45,7 @@ def status_lines(account: RunAccount) -> Iterator[str]:
         shares = {name: seconds / account.wall_s for name, seconds in account.seconds.items()}
         parts = [f"{share:.1%} {TIME_IN_WORDS[name]}" for name, share in shares.items() if share >= _WORTH_SAYING]
         yield f"time     {format_duration(account.wall_s)}: {', '.join(parts)}"
+    yield from bottleneck_rows(account.bottleneck)
     if account.lost_by_cause:
         causes = [f"{format_duration(seconds)} {cause}" for cause, seconds in account.lost_by_cause.items()]
         yield f"lost     by the causes of failures: {', '.join(causes)}"

@@ -466,6 +466,7 @@ class Page {
     const progress = make("div", { className: "progress" }, this.bar);
     this.progress = make("div", {}, progress, make("p", { className: "progress-words" }, this.reached, this.left));
     const tokens = (value, n = 3) => (n === 3 ? count(value) : `${count(value)}/s`);
+    this.limits = new Part("What limits it", "limits");
     this.compared = new Part("Side by side", "compared");
     this.loss = new ChartPart("Loss", "loss", 300, (value, n = 3) => digits(value, n), [lossControls()]);
     this.speed = new ChartPart("Tokens a second", "speed", 190, tokens);
@@ -482,8 +483,8 @@ class Page {
     const pair = (...parts) => make("div", { className: "pair" }, ...parts.map((one) => one.element));
     this.content = [
       make("div", { className: "title" }, this.name, this.state), this.about, this.progress, this.notes, this.facts,
-      this.compared.element, this.loss.element, pair(this.speed, this.items), pair(this.ranks, this.memory),
-      this.samples.element,
+      this.limits.element, this.compared.element, this.loss.element, pair(this.speed, this.items),
+      pair(this.ranks, this.memory), this.samples.element,
       this.incidents.element, this.shares.element, pair(this.rate, this.norm), this.command.element, this.reasons.element,
     ];
     this.main = document.getElementById("run");
@@ -554,6 +555,14 @@ class Page {
     if (this.main.firstChild !== this.content[0]) this.main.replaceChildren(...this.content);
     this.drawHead(run);
     this.drawFacts(run);
+    this.limits.set(run.view.bottleneck, ({ sentence, remedies }) => [
+      make("p", { className: "limit" }, sentence),
+      ...(remedies.length ? [
+        make("p", {}, remedies.length > 1 ? "What would make it faster, each change by itself:" : "What would make it faster:"),
+        make("ul", { className: "remedies" }, ...remedies.map((one) =>
+          make("li", {}, make("b", {}, `${digits(one.gain, 2)} ×`), make("span", { className: "unseen" }, " as fast: "), make("span", {}, one.change)))),
+      ] : []),
+    ]);
     this.drawCurves(shown);
     this.drawCompared(shown);
     this.drawItems(run.view);

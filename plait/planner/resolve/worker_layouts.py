@@ -210,6 +210,7 @@ def _forecast(request: Request, option: WorkerOption, found: Search, index: int)
         probe_digest=probe_digest(option.cluster),
         embedding_cost_in_layers=found.assigner.devices.embedding_cost_in_layers,
         head_cost_in_layers=found.assigner.devices.head_cost_in_layers,
+        cluster=found.cluster,
     )
 
 

@@ -1,0 +1,56 @@
+"""What limits a run, and what a change would gain: one value, which the page, the terminal and the receipt show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from plait.units import times_text
+
+BottleneckCause = Literal[
+    "products", "attention", "head", "memory rate", "optimizer", "kernel launches", "recomputation", "micro-batch",
+    "memory", "network", "slow host", "pipeline", "data", "start-up",
+]  # fmt: skip
+"""What binds: the first six are work that every run must do."""
+LEAST_REMEDY_GAIN = 1.05
+"""A change that makes a run less than this many times as fast is no remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """A change that a person can make, and how many times as fast the run would then be, by the fitted cost model."""
+
+    change: str
+    gain: float
+    setting: str = ""
+    """The change as an override of the recipe ("layout.recompute=none"); empty where it is one of the machines."""
+    factor: float = 1.0
+    """How many times the present rate of a network or a disk, or the present memory, the change takes; 1 elsewhere."""
+
+    @property
+    def text(self) -> str:
+        """The change and its gain in words."""
+        return f"{self.change}: {times_text(self.gain)} as fast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBottleneck:
+    """What limits a run; `remedies` are changes that gain 5 % or more, the best first, and none where nothing does."""
+
+    cause: BottleneckCause
+    share: float
+    """Of a step's time; of the run's for "start-up"."""
+    sentence: str
+    remedies: tuple[Remedy, ...] = ()
+
+
+def bottleneck_lines(found: RunBottleneck | None) -> Sequence[str]:
+    """The sentence and a line for each remedy; empty where nothing is known."""
+    return [] if found is None else [found.sentence, *(remedy.text for remedy in found.remedies)]
+
+
+def bottleneck_rows(found: RunBottleneck | None) -> Sequence[str]:
+    """The same for the aligned lines of a terminal."""
+    sentence, *remedies = bottleneck_lines(found) or [""]
+    return [f"limits   {sentence}", *(f"         {remedy}" for remedy in remedies)] if sentence else []
