@@ -16,7 +16,7 @@ COMMAND_GROUPS: Mapping[str, Sequence[str]] = {
     "Look at runs": ("runs", "watch", "status", "compare", "report", "remove"),
     "Use a model": ("sample", "eval", "chat", "export"),
     "Check layouts, machines and recovery": ("verify", "probe", "drill"),
-    "Own programs, several machines": ("run", "join"),
+    "Own programs, several machines": ("run", "join", "check"),
     "Clusters": ("submit", "logs", "stop", "fetch"),
 }
 """The commands in the order in which a newcomer meets them."""
@@ -40,6 +40,10 @@ COMMAND_EXAMPLES: Mapping[str, tuple[str, str]] = {
     "drill": ("plait drill first.toml --kill 1@20", 'plait drill first.toml train.budget="60 steps" --random 5'),
     "run": ("plait run program.py", "plait run program.py --workers 2 -- --epochs 3"),
     "join": ("plait join 10.0.0.1:24717", "plait join 10.0.0.1:24717 --secret-file secret.txt"),
+    "check": (
+        "plait check -- torchrun --nproc-per-node 2 train.py",
+        "plait check --workers 3 --steps 4 -- python train.py --epochs 1",
+    ),
     "submit": ("plait submit first.toml --on slurm --dry-run", "plait submit first.toml --on ssh --machines ada,bob"),
     "logs": ("plait logs first", "plait logs first | tail -n 20"),
     "stop": ("plait stop first", "plait stop first && plait fetch first"),

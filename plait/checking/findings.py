@@ -1,0 +1,166 @@
+"""What a check found: findings as values, and what is said of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FindingKind = Literal[
+    "world_size", "accumulation", "scale", "mean_of_means", "missing_sum", "never_summed", "lost_micro_batches",
+    "uneven_ranks", "weights_apart", "rates_apart", "same_batch", "repeated_samples", "samples_left_out",
+    "dropout_alike", "batch_norm", "partial_clipping", "clipping_before_sum", "schedule", "evaluation_data",
+    "stale_gradients", "update", "unexplained", "printed_loss", "same_order", "weight_decay",
+]  # fmt: skip
+FIXES: Mapping[FindingKind, str] = {
+    "world_size": "DistributedDataParallel and fully_shard already divide the sum by the number of ranks: divide or "
+    "multiply exactly once",
+    "accumulation": "divide the loss by the number of micro-batches of a step before backward",
+    "scale": "look for a factor that one process would not have, or a step that counts micro-batches wrongly",
+    "mean_of_means": "sum the losses of tokens, all_reduce their number over all ranks and micro-batches of the step, and "
+    "divide by that (times the number of ranks where DDP averages)",
+    "missing_sum": "let these parameters take part: all_reduce their gradients too, or have DDP know them",
+    "never_summed": "wrap the model in DistributedDataParallel, or all_reduce every gradient before optimizer.step()",
+    "lost_micro_batches": "call zero_grad() once a step, before the first micro-batch, and use no_sync() only around "
+    "micro-batches that another backward pass follows",
+    "uneven_ranks": "give each rank's examples the same weight: weigh by their number, not by rank",
+    "weights_apart": "seed every rank alike before the model is made, or broadcast the weights of rank 0 (DDP does)",
+    "rates_apart": "compute the learning rate from values that all ranks share",
+    "same_batch": "give the DataLoader a DistributedSampler, or take every N-th batch by rank",
+    "repeated_samples": "give the DataLoader a DistributedSampler, so that each example is drawn once in a pass",
+    "samples_left_out": "let num_replicas be the number of ranks that run, and rank this rank's number",
+    "dropout_alike": "seed with seed + rank after the model is made and wrapped",
+    "batch_norm": "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping (on processors: "
+    "plait.convert_batch_norm under plait.spread), or layers without batch statistics",
+    "partial_clipping": "clip all gradients by one norm: torch.nn.utils.clip_grad_norm_(model.parameters(), …) handles "
+    "DTensors; else all_reduce the sum of squares before the root",
+    "clipping_before_sum": "clip once a step, after the last backward pass and after the gradients are summed",
+    "schedule": "call scheduler.step() once for each optimizer step, or plan the schedule for as many calls",
+    "evaluation_data": "evaluate each example once: a DistributedSampler pads; leave out the padding (Accelerate: "
+    "gather_for_metrics), or evaluate all data on one rank",
+    "stale_gradients": "call optimizer.zero_grad() in every step",
+    "update": "let every rank take the same update from the same gradients, and share what an update computed",
+    "unexplained": "compare this parameter's gradients by hand: hooks, custom autograd functions, parts that only one "
+    "rank runs",
+    "printed_loss": "all_reduce the loss and its count before printing",
+    "same_order": "call sampler.set_epoch(epoch) at the beginning of each epoch",
+    "weight_decay": "put biases and norms into a parameter group with weight_decay=0 where that is meant",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramFinding:
+    """One thing that a program does otherwise than one process would, or that its author should know."""
+
+    kind: FindingKind
+    is_fault: bool
+    """Whether it makes the program differ; else it is a note."""
+    what: str
+    where: str = ""
+    """File and line of the call that did it, where that is known."""
+    parameter: str = ""
+    """The first parameter that it concerns, in the model's order."""
+    parameters: int = 0
+    """How many it concerns."""
+    step: int | None = None
+    one_process: str = ""
+
+    @property
+    def fix(self) -> str:
+        return FIXES[self.kind]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "fault": self.is_fault,
+            "what": self.what,
+            "where": self.where or None,
+            "parameter": self.parameter or None,
+            "parameters": self.parameters or None,
+            "step": self.step,
+            "one_process": self.one_process or None,
+            "fix": self.fix,
+        }
+
+
+CheckOutcome = Literal["proven", "differs", "cannot judge"]
+EXIT_CODES: Mapping[CheckOutcome, int] = {"proven": 0, "differs": 1, "cannot judge": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What `plait check` says of a program."""
+
+    outcome: CheckOutcome
+    workers: int
+    steps: int
+    """Optimizer steps that were compared."""
+    parameters: int
+    largest_error: float | None
+    """Of all gradients, as a share of what went into them."""
+    findings: tuple[ProgramFinding, ...] = ()
+    reasons: tuple[str, ...] = ()
+    """Why it cannot be judged, and what is not covered by a proof."""
+    changed: tuple[str, ...] = ()
+    """What was replaced so that the program runs here."""
+    wall_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == "proven"
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.outcome]
+
+    @property
+    def faults(self) -> tuple[ProgramFinding, ...]:
+        return tuple(one for one in self.findings if one.is_fault)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "outcome": self.outcome,
+            "workers": self.workers,
+            "steps": self.steps,
+            "parameters": self.parameters,
+            "largest_error": self.largest_error,
+            "findings": [one.as_json() for one in self.findings],
+            "reasons": list(self.reasons),
+            "changed": list(self.changed),
+            "wall_s": round(self.wall_s, 2),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(report_lines(self))
+
+
+def report_lines(report: CheckReport) -> Sequence[str]:
+    """The report as a person reads it."""
+    lines = [f"changed  {one}" for one in report.changed]
+    for finding in sorted(report.findings, key=lambda one: not one.is_fault):
+        lines += _finding_lines(finding)
+    of = (
+        f"{report.steps} steps on {report.workers} workers"
+        if report.steps != 1
+        else f"1 step on {report.workers} workers"
+    )
+    if report.outcome == "proven":
+        error = f", largest difference {report.largest_error:.0e}" if report.largest_error else ""
+        lines.append(f"proven   {of}: all {report.parameters} gradients and updates are those of one process{error}")
+    elif report.outcome == "differs":
+        count = len(report.faults)
+        lines.append(f"differs  {of}: {count} {'fault' if count == 1 else 'faults'}, see above")
+    else:
+        lines.append("cannot judge this program")
+    lines += [f"note     {one}" if report.outcome != "cannot judge" else f"because  {one}" for one in report.reasons]
+    return lines
+
+
+def _finding_lines(finding: ProgramFinding) -> list[str]:
+    lines = [f"{'fault' if finding.is_fault else 'note':8} {finding.what}"]
+    if finding.where:
+        lines.append(f"  where        {finding.where}")
+    if finding.one_process:
+        lines.append(f"  one process  {finding.one_process}")
+    lines.append(f"  usual fix    {finding.fix}")
+    return lines

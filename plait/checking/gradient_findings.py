@@ -1,0 +1,340 @@
+"""What the comparison of gradients means: known mistakes by name, from how gradients relate to those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from plait.checking.findings import FindingKind, ProgramFinding
+from plait.checking.recorded import CheckedStep, Event
+from plait.checking.reference import (
+    EXACT,
+    ROUNDED,
+    Comparison,
+    StepComparison,
+    compare_step,
+    named_factor,
+    one_process_factors,
+    passes_of,
+    unit_count,
+)
+
+_SAME = 2e-3
+"""Factors and norms that differ by less than this share are the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientVerdict:
+    """Findings about gradients, what is uncertain, and how far they were off at most."""
+
+    findings: Sequence[ProgramFinding]
+    unclear: Sequence[str]
+    notes: Sequence[str]
+    largest_error: float | None
+
+    def has(self, *kinds: FindingKind) -> bool:
+        return any(one.kind in kinds for one in self.findings)
+
+
+def judge_gradients(
+    steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]], follows_workers: Callable[[float], bool | None]
+) -> GradientVerdict:
+    """Compare all steps, and name what differs."""
+    tolerance = ROUNDED if _is_rounded(steps, events) else EXACT
+    findings: list[ProgramFinding] = []
+    notes: list[str] = []
+    if tolerance == ROUNDED:
+        notes.append("gradients were computed or sent in 16 bits, so they are compared to 3 %")
+    kinds_of_clips = [clip for step in steps for clip in _clip_findings(step, events)]
+    findings += kinds_of_clips[:1]
+    early = bool(kinds_of_clips) and kinds_of_clips[0].kind == "clipping_before_sum"
+    stale = next((step for step in steps if any(rank.event["stale"] for rank in step.ranks)), None)
+    if stale is not None:
+        findings.append(_stale_finding(stale))
+    compared = [
+        compare_step(step, tolerance=tolerance)
+        for step in steps
+        if not early and not any(rank.event["stale"] for rank in step.ranks)
+    ]
+    by_hand, explained = _clipped_by_hand(compared)
+    notes += [by_hand] * bool(by_hand)
+    for result in compared:
+        if result.differing and result.step.step not in explained:
+            found, note = _explain(result, compared, follows_workers)
+            findings += [one for one in found if one.kind not in {have.kind for have in findings}]
+            notes += [note] * (bool(note) and note not in notes)
+    errors = [result.largest_error for result in compared]
+    return GradientVerdict(findings=findings, unclear=(), notes=notes, largest_error=max(errors, default=None))
+
+
+def _is_rounded(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> bool:
+    if any(one["kind"] == "comm_hook" for rank in events for one in rank):
+        return True
+    return any(
+        tensor.dtype in (torch.bfloat16, torch.float16)
+        for step in steps[:1]
+        for rank in step.ranks
+        for tensor in rank.tensors.values()
+    )
+
+
+def _stale_finding(step: CheckedStep) -> ProgramFinding:
+    return ProgramFinding(
+        kind="stale_gradients", is_fault=True, where=step.site, step=step.step, parameter=step.name(0),
+        parameters=len(step.parameters),
+        what=f"gradients are never emptied: step {step.step + 1} still adds those of earlier steps to {step.name(0)} and "
+        "what follows",
+        one_process="it would use this step's gradients alone, where zero_grad() is called",
+    )  # fmt: skip
+
+
+# Clipping.
+
+
+def _clip_findings(step: CheckedStep, events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
+    """Clipping before the gradients are complete, and clipping by the norm of a part."""
+    for index, rank in enumerate(step.ranks):
+        for clip in rank.event["clips"]:
+            end = rank.event["number"]
+            later = [one for one in events[index] if clip["event"] < one["number"] < end]
+            summed = [one for one in later if one["kind"] == "message" and _sums_gradients(one)]
+            passes = [one for one in later if one["kind"] == "backward"]
+            if summed or passes:
+                before = f"all_reduce at {summed[0]['site']}" if summed else f"backward at {passes[0]['site']}"
+                return [
+                    ProgramFinding(
+                        kind="clipping_before_sum", is_fault=True, where=clip["site"], step=step.step,
+                        parameter=step.name(clip["parameters"][0]), parameters=len(clip["parameters"]),
+                        what=f"clipping comes before the sum: gradients are clipped at {clip['site']}, and {before} "
+                        f"changes them afterwards ({step.name(clip['parameters'][0])} and others)",
+                        one_process="it would clip the gradient of the whole batch, once",
+                    )
+                ]  # fmt: skip
+    lists = [sorted(tuple(clip["parameters"]) for clip in rank.event["clips"]) for rank in step.ranks]
+    if any(one != lists[0] for one in lists):
+        clips = [clip for rank in step.ranks for clip in rank.event["clips"]]
+        first = clips[0]["parameters"][0]
+        return [
+            _partial(step, clips[0]["site"], step.name(first), "ranks clip different parameters, each by its own norm")
+        ]
+    for rank in step.ranks:
+        for clip in rank.event["clips"]:
+            whole = [rank.tensor("unclipped", one) for one in clip["parameters"]]
+            present = [one for one in whole if one is not None]
+            sizes = [_size(step, one) for one in clip["parameters"]]
+            if clip["norm"] is None or clip["norm_type"] != 2.0 or any(size > 65_536 for size in sizes) or not present:
+                continue
+            norm = float(torch.stack([one.norm() for one in present]).norm())
+            if abs(norm - clip["norm"]) > 1e-2 * max(norm, 1e-12):
+                name = step.name(clip["parameters"][0])
+                what = f"the norm was taken as {clip['norm']:.4g}, and that of the whole gradient is {norm:.4g}"
+                return [_partial(step, clip["site"], name, what)]
+    return []
+
+
+def _sums_gradients(message: Event) -> bool:
+    if message["call"] not in ("all_reduce", "reduce_scatter_tensor", "reduce", "all_gather", "broadcast"):
+        return False
+    return bool(message["gradient"]) or (message["elements"] > 1 and "float" in message["number_kind"])
+
+
+def _size(step: CheckedStep, parameter: int) -> int:
+    size = 1
+    for one in step.parameters[parameter]["shape"]:
+        size *= one
+    return size
+
+
+def _partial(step: CheckedStep, where: str, name: str, what: str) -> ProgramFinding:
+    return ProgramFinding(
+        kind="partial_clipping", is_fault=True, where=where, step=step.step, parameter=name,
+        what=f"clipping by the norm of a part: {what} ({name} and others)",
+        one_process="it would clip by the norm of all gradients",
+    )  # fmt: skip
+
+
+def _clipped_by_hand(compared: Sequence[StepComparison]) -> tuple[str, set[int]]:
+    """Whether gradients are scaled down, step by step, to one norm: a program's own clipping, as one process has it."""
+    scaled: dict[int, float] = {}
+    norms: dict[int, float] = {}
+    for result in compared:
+        factors = [one.factor for one in result.differing]
+        if not factors:
+            continue
+        if any(one.relation != "scaled" for one in result.differing) or len(result.differing) < len(result.comparisons):
+            return "", set()
+        if max(factors) - min(factors) > _SAME * max(factors) or not 0 < max(factors) < 1:
+            return "", set()
+        scaled[result.step.step] = factors[0]
+        held = result.step.ranks[0]
+        parts = [held.tensor("gradient", one) for one in range(len(result.step.parameters))]
+        norms[result.step.step] = float(torch.stack([one.norm() for one in parts if one is not None]).norm())
+    if len(scaled) < 2 or max(norms.values()) - min(norms.values()) > 1e-2 * max(norms.values()):
+        return "", set()
+    if max(scaled.values()) - min(scaled.values()) <= _SAME * max(scaled.values()):
+        return "", set()
+    norm = next(iter(norms.values()))
+    return f"the program clips gradients itself, to a norm of {norm:.3g}; one process would, too", set(scaled)
+
+
+# Relations.
+
+
+def _explain(
+    result: StepComparison, compared: Sequence[StepComparison], follows_workers: Callable[[float], bool | None]
+) -> tuple[list[ProgramFinding], str]:
+    """The findings of one step, by groups of parameters that relate in the same way; and a note."""
+    step = result.step
+    worst: dict[int, Comparison] = {}
+    for one in result.differing:
+        worst.setdefault(one.parameter, one)
+    total = len({one.parameter for one in result.comparisons})
+    groups: dict[str, list[Comparison]] = {}
+    for one in worst.values():
+        key = f"{one.relation} {one.factor:.3g}" if one.relation == "scaled" else one.relation
+        groups.setdefault(key, []).append(one)
+    findings: list[ProgramFinding] = []
+    note = ""
+    for members in groups.values():
+        first = members[0]
+        if first.relation == "scaled":
+            found, note = _scaled(result, members, total, follows_workers)
+            findings += found
+        else:
+            findings.append(_related(result, members, total, compared))
+    return findings, note
+
+
+def _scaled(
+    result: StepComparison, members: Sequence[Comparison], total: int, follows_workers: Callable[[float], bool | None]
+) -> tuple[list[ProgramFinding], str]:
+    step, factor = result.step, members[0].factor
+    ranks, micros = len(step.ranks), passes_of(step)
+    name = named_factor(factor, ranks, micros)
+    own = result.literal_factor * (micros if result.unit != "as written" else 1)
+    is_own = len(members) == total and own > 0 and abs(factor / own - 1) < _SAME
+    if is_own and not name:
+        return [], f"the loss is {factor:.4g} times a mean, as the program writes it"
+    if is_own and abs(own - micros) > _SAME * micros and follows_workers(factor) is False:
+        return [], f"the loss is {factor:.4g} times a mean whatever the number of workers, as the program writes it"
+    by_micros = is_own and abs(own - micros) < _SAME * micros and micros > 1
+    kind: FindingKind = "scale"
+    if by_micros or ("accumulation" in name and "world" not in name):
+        kind = "accumulation"
+    elif "world" in name:
+        kind = "world_size"
+    words = "accumulation" if by_micros else name
+    number = f"{factor:.4g}"
+    because = f" ({words}: {_numbers(words, ranks, micros)})" if words else ""
+    return [
+        ProgramFinding(
+            kind=kind, is_fault=True, where=_where(step), step=step.step, parameter=step.name(members[0].parameter),
+            parameters=len(members),
+            what=f"gradients are {number} times too large{because}: {_names(step, members, total)}"
+            if factor > 1
+            else f"gradients are {number} of what they should be{because}: {_names(step, members, total)}",
+            one_process=_mean_of(result),
+        )
+    ], ""  # fmt: skip
+
+
+def _numbers(words: str, ranks: int, micros: int) -> str:
+    told = [f"{ranks} ranks"] * ("world" in words) + [f"{micros} micro-batches"] * ("accumulation" in words)
+    return ", ".join(told)
+
+
+def _related(
+    result: StepComparison, members: Sequence[Comparison], total: int, compared: Sequence[StepComparison]
+) -> ProgramFinding:
+    step, first = result.step, members[0]
+    names = _names(step, members, total)
+    kind: FindingKind
+    if first.relation == "mean of means":
+        counts = [unit_count(micro, result.unit) for micro in step.micros]
+        kind = "mean_of_means"
+        what = f"a mean of means: micro-batches of {min(counts):g} to {max(counts):g} elements, and {first.detail}: {names}"
+    elif first.relation == "own only":
+        kind = "never_summed" if len(members) == total else "missing_sum"
+        what = (
+            f"gradients are never summed over ranks: each rank keeps its own: {names}"
+            if kind == "never_summed"
+            else f"a sum is missing: each rank keeps its own gradient of {names}"
+        )
+        if first.detail:
+            what += f" ({first.detail})"
+    elif first.relation == "missing":
+        kind = "missing_sum"
+        what = f"the optimizer gets no gradient for {names}, though the loss depends on it"
+    elif first.relation == "micro-batches lost":
+        kind, what = "lost_micro_batches", f"micro-batches are lost: {first.detail}: {names}"
+    elif first.relation == "pieces uneven":
+        factors = ", ".join(f"{one:.3g}" for one in first.rank_factors)
+        kind = "partial_clipping"
+        what = f"clipping by the norm of a part: ranks scale their pieces by {factors}: {names}"
+    elif first.relation == "ranks uneven":
+        factors = ", ".join(f"{one:.3g}" for one in first.rank_factors)
+        if _clips_before_sum(compared):
+            kind = "clipping_before_sum"
+            what = f"clipping comes before the sum: each rank's own gradient is scaled first, by {factors}: {names}"
+        elif any(abs(one) < 1e-3 for one in first.rank_factors):
+            kind = "missing_sum"
+            what = f"a sum leaves ranks out: their gradients count {factors} times: {names}"
+        else:
+            kind, what = "uneven_ranks", f"ranks do not count alike: their gradients count {factors} times: {names}"
+    else:
+        kind = "unexplained"
+        what = f"gradients differ by {first.error:.1g} and fit no known mistake: {names}"
+    return ProgramFinding(
+        kind=kind, is_fault=True, where=_where(step), step=step.step, parameter=step.name(first.parameter),
+        parameters=len(members), what=what, one_process=_mean_of(result),
+    )  # fmt: skip
+
+
+def _clips_before_sum(compared: Sequence[StepComparison]) -> bool:
+    """Whether each rank's own gradient, as far as it counts, has one norm in all steps: clipped before it was summed."""
+    norms: list[float] = []
+    for result in compared:
+        step = result.step
+        factors = one_process_factors(step.micros, result.unit)
+        uneven = [one for one in result.differing if one.relation == "ranks uneven" and one.rank == 0]
+        if not uneven:
+            continue
+        for rank in range(len(step.ranks)):
+            squares = 0.0
+            for parameter in range(len(step.parameters)):
+                parts = [
+                    factor * own
+                    for micro, factor in zip(step.micros, factors, strict=True)
+                    if micro.rank == rank and (own := step.ranks[rank].local(micro, parameter)) is not None
+                ]
+                if parts:
+                    squares += float(torch.stack(parts).sum(0).norm()) ** 2
+            norms.append(abs(uneven[0].rank_factors[rank]) * squares**0.5)
+    if len(norms) < 2:
+        return False
+    largest = max(norms)
+    return sum(one > largest * (1 - 2e-2) for one in norms) >= max(2, len(norms) // 2)
+
+
+def _names(step: CheckedStep, members: Sequence[Comparison], total: int) -> str:
+    first = step.name(members[0].parameter)
+    if len(members) == total:
+        return f"{first} and all other parameters" if total > 1 else first
+    return first if len(members) == 1 else f"{first} and {len(members) - 1} more of {total} parameters"
+
+
+def _where(step: CheckedStep) -> str:
+    sites = list(dict.fromkeys(micro.site for micro in step.micros if micro.site))
+    return sites[0] if sites else step.site
+
+
+def _mean_of(result: StepComparison) -> str:
+    if result.unit == "as written":
+        return "it would add the losses of all micro-batches, as they are written"
+    total = sum(unit_count(micro, result.unit) for micro in result.step.micros)
+    what = {"valid": "elements", "elements": "elements", "rows": "examples"}[result.unit]
+    if all(micro.kind == "opaque" for micro in result.step.micros):
+        return f"it would take the mean over the step's {total:g} micro-batches"
+    return f"it would divide the sum over all {total:g} {what} of the step by {total:g}"

@@ -1,0 +1,159 @@
+"""A person's launch command, read: which program it runs, with which arguments, on how many workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from plait.errors import PlaitError
+
+_TORCHRUN_FLAGS = {"--standalone", "--no-python", "--no_python", "--run-path", "--run_path"}
+_PYTHON_VALUES = {"-X", "-W", "--check-hash-based-pycs"}
+_LAUNCH_MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun",
+                   "accelerate.commands.launch": "accelerate", "accelerate": "accelerate"}  # fmt: skip
+_OTHERS = {"srun": "Slurm", "mpirun": "MPI", "mpiexec": "MPI", "deepspeed": "DeepSpeed's launcher", "uv": "uv",
+           "poetry": "poetry", "conda": "conda", "bash": "a shell", "sh": "a shell"}  # fmt: skip
+OUTPUT_ARGUMENTS = ("output_dir", "out_dir", "save_dir", "checkpoint_dir", "ckpt_dir", "logging_dir", "log_dir",
+                    "save_folder", "output_folder", "checkpoint_folder")  # fmt: skip
+"""Arguments that name a folder for what a program writes, with - or _ between the words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedProgram:
+    """A program as somebody launches it, without its launcher."""
+
+    kind: Literal["file", "module"]
+    name: str
+    """The file's path, or the module's name."""
+    arguments: tuple[str, ...] = ()
+    workers: int | None = None
+    """As the launcher's options say; None where they do not."""
+    environment: Mapping[str, str]
+    python: str = ""
+    """The interpreter that the command names by a path; "" for the one that runs plait."""
+
+
+def read_launch_command(words: Sequence[str]) -> WatchedProgram:
+    """Read `torchrun …`, `python …`, `accelerate launch …`, or a program's file alone.
+
+    Raises PlaitError for a launcher that is not known, and for a file that is not there.
+    """
+    environment: dict[str, str] = {}
+    rest = list(words)
+    if rest and rest[0] == "env":
+        rest = rest[1:]
+    while rest and "=" in rest[0] and rest[0].partition("=")[0].isidentifier():
+        name, _, value = rest.pop(0).partition("=")
+        environment[name] = value
+    if not rest:
+        raise PlaitError("plait check needs the command that starts your program: plait check -- torchrun train.py")
+    first = Path(rest[0]).name
+    if first in _OTHERS:
+        raise PlaitError(
+            f"plait check starts the workers itself and cannot go through {_OTHERS[first]}",
+            "give it the torchrun, python or accelerate command inside: plait check -- python train.py",
+        )
+    if first == "torchrun":
+        program = _torchrun(rest[1:])
+    elif first == "accelerate":
+        program = _accelerate(rest[1:])
+    elif first.startswith(("python", "pypy")):
+        program = _python(rest[1:])
+        program = replace(program, python=rest[0] if "/" in rest[0] else "")
+    elif first.endswith(".py"):
+        program = _file(rest[0], rest[1:])
+    else:
+        raise PlaitError(
+            f"{rest[0]} is no launcher that plait check knows",
+            "use torchrun, python or accelerate launch, as in: plait check -- torchrun train.py",
+        )
+    return replace(program, environment={**program.environment, **environment})
+
+
+def with_outputs_in(program: WatchedProgram, folder: Path) -> tuple[WatchedProgram, tuple[str, ...]]:
+    """The program with a temporary folder in place of what arguments such as --output_dir name, and their names."""
+    changed: list[str] = []
+    arguments = list(program.arguments)
+    for index, word in enumerate(arguments):
+        option, equals, _ = word.partition("=")
+        if not option.startswith("--") or option[2:].replace("-", "_") not in OUTPUT_ARGUMENTS:
+            continue
+        place = str(folder / option[2:].replace("-", "_"))
+        if equals:
+            arguments[index] = f"{option}={place}"
+        elif index + 1 < len(arguments):
+            arguments[index + 1] = place
+        changed.append(option)
+    return replace(program, arguments=tuple(arguments)), tuple(changed)
+
+
+def _torchrun(words: Sequence[str]) -> WatchedProgram:
+    workers, kind, rest = None, "file", list(words)
+    while rest and rest[0].startswith("-"):
+        option, equals, value = rest.pop(0).partition("=")
+        if option in ("-m", "--module"):
+            kind = "module"
+        elif option not in _TORCHRUN_FLAGS:
+            value = value if equals else rest.pop(0) if rest else ""
+            if option.replace("_", "-") == "--nproc-per-node" and value.isdecimal():
+                workers = int(value)
+            if option == "--nnodes" and value not in ("", "1", "1:1"):
+                raise PlaitError(f"--nnodes {value}: plait check runs on one machine; leave --nnodes out")
+    found = _named(kind, rest, "torchrun")
+    return replace(found, workers=workers)
+
+
+def _accelerate(words: Sequence[str]) -> WatchedProgram:
+    rest = list(words[1:] if words and words[0] in ("launch", "accelerate-launch") else words)
+    workers, environment = None, {}
+    while rest and not rest[0].endswith(".py"):
+        option, equals, value = rest.pop(0).partition("=")
+        if option in ("-m", "--module"):
+            found = _named("module", rest, "accelerate launch")
+            return replace(found, workers=workers, environment=environment)
+        takes = equals or (rest and not rest[0].startswith("-") and not rest[0].endswith(".py"))
+        value = value if equals else rest.pop(0) if takes else ""
+        name = option.replace("-", "_")
+        if name == "__num_processes" and value.isdecimal():
+            workers = int(value)
+        elif name == "__mixed_precision":
+            environment["ACCELERATE_MIXED_PRECISION"] = "no" if value == "fp16" else value
+        elif name == "__gradient_accumulation_steps":
+            environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = value
+        elif name in ("__use_deepspeed", "__use_megatron_lm", "__use_fsdp", "__config_file"):
+            raise PlaitError(
+                f"accelerate launch {option} is not covered by plait check", "check the plain DDP form of the program"
+            )
+    return replace(_named("file", rest, "accelerate launch"), workers=workers, environment=environment)
+
+
+def _python(words: Sequence[str]) -> WatchedProgram:
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        if option == "-c":
+            raise PlaitError("python -c has no file to check", "write the program to a file")
+        if option == "-m":
+            module = rest[0] if rest else ""
+            if module in _LAUNCH_MODULES:
+                return _torchrun(rest[1:]) if _LAUNCH_MODULES[module] == "torchrun" else _accelerate(rest[1:])
+            return _named("module", rest, "python -m")
+        if option in _PYTHON_VALUES and rest:
+            rest.pop(0)
+    return _named("file", rest, "python")
+
+
+def _named(kind: str, rest: Sequence[str], launcher: str) -> WatchedProgram:
+    if not rest:
+        raise PlaitError(f"{launcher} names no program here", "write it behind: plait check -- torchrun train.py")
+    if kind == "module":
+        return WatchedProgram(kind="module", name=rest[0], arguments=tuple(rest[1:]), environment={})
+    return _file(rest[0], rest[1:])
+
+
+def _file(name: str, arguments: Sequence[str]) -> WatchedProgram:
+    if not Path(name).is_file():
+        raise PlaitError(f"{name}: there is no such file", "check the path, from the folder that you are in")
+    return WatchedProgram(kind="file", name=name, arguments=tuple(arguments), environment={})

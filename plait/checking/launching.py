@@ -1,0 +1,194 @@
+"""Runs a person's program under watch on several processes of this machine, and ends them when enough is seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from plait.checking.launch_command import WatchedProgram
+from plait.machines.machine import usable_cores
+
+RunEnding = Literal["ended", "enough", "failed", "silent", "out of time"]
+_POLL_S = 0.05
+_AFTER_FAILURE_S = 1.5
+"""How long the other ranks may still report after one has failed."""
+LIGHT_AT_LEAST_S = 5.0
+"""How long a program goes on after the checked steps, so that passes, schedules and evaluations come to their end;
+longer where the checked steps took longer."""
+OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
+           "HF_HUB_DISABLE_TELEMETRY": "1", "COMET_MODE": "offline", "NEPTUNE_MODE": "offline"}  # fmt: skip
+"""Set for the program, so that a check neither logs in anywhere nor fetches anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedRun:
+    """How a watched program came to its end."""
+
+    ending: RunEnding
+    wall_s: float
+    exit_codes: tuple[int | None, ...]
+
+
+def run_watched(
+    program: WatchedProgram,
+    folder: Path,
+    *,
+    workers: int,
+    steps: int,
+    silent_s: float,
+    limit_s: float,
+    after_s: float = LIGHT_AT_LEAST_S,
+) -> WatchedRun:
+    """Start the ranks, wait until the steps are checked and `after_s` longer, or as long as they took, and end them;
+    blocks.
+
+    Everything that they print goes to rank-N.log in `folder`. No rank outlives this call.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    request = folder / "request.json"
+    asked = {
+        "folder": str(folder),
+        "steps": steps,
+        "program": program.name,
+        "kind": program.kind,
+        "arguments": list(program.arguments),
+        "parent": os.getpid(),
+    }
+    request.write_text(json.dumps(asked), encoding="utf-8")
+    (folder / "outputs").mkdir(exist_ok=True)
+    began = time.monotonic()
+    started: list[subprocess.Popen[bytes]] = []
+    port = _free_port()
+    try:
+        for rank in range(workers):
+            with (folder / f"rank-{rank}.log").open("wb") as log:
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "plait.checking.watch.program", str(request), str(rank)],
+                        env=rank_environment(os.environ, program, folder, rank, workers, port),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        ending = _wait(started, folder, silent_s=silent_s, limit_s=limit_s, after_s=after_s)
+        codes = tuple(one.poll() for one in started)
+    finally:
+        _end(started)
+    return WatchedRun(ending=ending, wall_s=time.monotonic() - began, exit_codes=codes)
+
+
+def rank_environment(
+    own: Mapping[str, str], program: WatchedProgram, folder: Path, rank: int, workers: int, port: int
+) -> dict[str, str]:
+    """The variables of one rank: what torchrun sets, no GPU, and nothing that reaches out."""
+    threads = own.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // workers))
+    launched = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "plait-check",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+    processors = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_CPU": "true",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": threads,
+        "GLOO_SOCKET_IFNAME": own.get("GLOO_SOCKET_IFNAME", "lo"),
+        "PYTHONUNBUFFERED": "1",
+        "WANDB_DIR": str(folder / "outputs"),
+        "MLFLOW_TRACKING_URI": f"file:{folder / 'outputs' / 'mlflow'}",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {**own, **OFFLINE, **processors, **program.environment, **launched}
+
+
+def _wait(
+    started: Sequence[subprocess.Popen[bytes]], folder: Path, *, silent_s: float, limit_s: float, after_s: float
+) -> RunEnding:
+    """Watch the ranks' files of events grow, until the program is over or enough is seen."""
+    files = [folder / f"rank-{rank}" / "events.jsonl" for rank in range(len(started))]
+    sizes, checked = [0] * len(started), [False] * len(started)
+    began = grew = time.monotonic()
+    checked_at = failed_at = 0.0
+    while True:
+        now = time.monotonic()
+        for rank, file in enumerate(files):
+            with suppress(FileNotFoundError):
+                size = file.stat().st_size
+                if size != sizes[rank]:
+                    grew = now
+                    checked[rank] = checked[rank] or _mentions_end(file, sizes[rank])
+                    sizes[rank] = size
+        codes = [one.poll() for one in started]
+        if all(code is not None for code in codes):
+            return "failed" if any(codes) else "ended"
+        if any(code not in (None, 0) for code in codes):
+            failed_at = failed_at or now
+            if now - failed_at > _AFTER_FAILURE_S:
+                return "failed"
+        if all(checked):
+            checked_at = checked_at or now
+            if now - checked_at >= (max(after_s, checked_at - began) if after_s else 0.0):
+                return "enough"
+        elif now - grew > silent_s:
+            return "silent"
+        elif now - began > limit_s:
+            return "out of time"
+        time.sleep(_POLL_S)
+
+
+def _mentions_end(file: Path, start: int) -> bool:
+    with file.open("rb") as opened:
+        opened.seek(max(0, start - 20))
+        return b'"kind": "checked"' in opened.read()
+
+
+def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    for one in started:
+        with suppress(ProcessLookupError):
+            os.killpg(one.pid, signal.SIGKILL)  # with the processes of its DataLoaders
+    for one in started:
+        one.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def read_events(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """A rank's events in their order; a last line that was being written is left out."""
+    events: list[dict[str, Any]] = []
+    with suppress(FileNotFoundError):
+        for line in (folder / f"rank-{rank}" / "events.jsonl").read_text(encoding="utf-8").splitlines():
+            with suppress(json.JSONDecodeError):
+                events.append(json.loads(line))
+    return events
+
+
+def log_tail(folder: Path, rank: int, lines: int = 15) -> str:
+    """The last lines that a rank printed."""
+    with suppress(FileNotFoundError):
+        text = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+    return ""

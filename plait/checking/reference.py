@@ -1,0 +1,295 @@
+"""What one process would have computed in a step, from all ranks' own gradients, and how the program's result relates.
+
+Note [one process]: before any message, what a backward pass of rank r adds to a weight is what one process computes for
+that micro-batch. One process that had all of them would divide the sum over all elements (tokens, examples) by their
+number. So its gradient is a sum of the ranks' own gradients with factors that follow from how many elements each loss was
+a mean of, in float64. What the program gave its optimizer is compared with that; where it differs, other factors are
+tried, each of which is a known mistake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from plait.checking.recorded import CheckedStep, MicroBatch
+
+EXACT, ROUNDED = 1e-4, 3e-2
+"""Largest difference that is rounding, as a share of what was summed: in float32 and float64, and in 16 bits."""
+_FACTOR_TOLERANCE = 2e-3
+Unit = Literal["valid", "elements", "rows", "as written"]
+Relation = Literal[
+    "equal", "scaled", "mean of means", "own only", "micro-batches lost", "ranks uneven", "pieces uneven", "missing",
+    "unknown",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How one parameter's gradient on one rank relates to that of one process."""
+
+    parameter: int
+    rank: int
+    relation: Relation
+    factor: float
+    error: float
+    """Of the plain comparison."""
+    detail: str = ""
+    rank_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepComparison:
+    """All gradients of a step, compared."""
+
+    step: CheckedStep
+    unit: Unit
+    comparisons: Sequence[Comparison]
+    literal_factor: float
+    """What the program itself multiplied its mean by, on the way to backward; 1.0 for a plain mean."""
+
+    @property
+    def differing(self) -> list[Comparison]:
+        return [one for one in self.comparisons if one.relation != "equal"]
+
+    @property
+    def largest_error(self) -> float:
+        return max((one.error for one in self.comparisons if one.relation == "equal"), default=0.0)
+
+
+def compare_step(step: CheckedStep, *, tolerance: float, after_clipping: bool = False) -> StepComparison:
+    """Compare a step's gradients, as they were before clipping, with those of one process.
+
+    A sum that the program divided itself may have been divided by tokens, elements or examples, or be meant as a sum:
+    the reading that explains most is taken, the first one where several do.
+    """
+    kinds = {micro.kind for micro in step.micros}
+    units: Sequence[Unit] = ("valid", "elements", "rows", "as written") if kinds == {"sum"} else ("valid",)
+    results = [_compare_in(step, unit, tolerance, after_clipping) for unit in units]
+    return min(results, key=_complexity)
+
+
+_ORDER: Sequence[Relation] = ("equal", "scaled", "mean of means", "own only", "micro-batches lost", "ranks uneven",
+                              "pieces uneven", "missing", "unknown")  # fmt: skip
+
+
+def _complexity(result: StepComparison) -> tuple[float, float]:
+    """Explanations with fewer assumptions come first; a plain factor such as 3 before 0.0127."""
+    worst = max((_ORDER.index(one.relation) for one in result.comparisons), default=0)
+    count = sum(_ORDER.index(one.relation) for one in result.comparisons)
+    plain = 0.0
+    if worst == 1:
+        ranks, micros = len(result.step.ranks), passes_of(result.step)
+        factors = [one.factor for one in result.comparisons if one.relation == "scaled"]
+        plain = 0.0 if all(named_factor(one, ranks, micros) for one in factors) else 0.5
+    return worst + plain, count
+
+
+def named_factor(factor: float, ranks: int, micros: int) -> str:
+    """What a factor is made of: "world size", "1 / accumulation" …; "" where it is neither."""
+    names = {
+        "world size": float(ranks),
+        "1 / world size": 1.0 / ranks,
+        "accumulation": float(micros),
+        "1 / accumulation": 1.0 / micros,
+        "world size x accumulation": float(ranks * micros),
+        "1 / (world size x accumulation)": 1.0 / (ranks * micros),
+        "world size squared": float(ranks**2),
+        "1 / world size squared": 1.0 / ranks**2,
+        "accumulation squared": float(micros**2),
+        "1 / accumulation squared": 1.0 / micros**2,
+        "world size / accumulation": ranks / micros,
+        "accumulation / world size": micros / ranks,
+    }
+    for name, value in names.items():
+        if value != 1.0 and abs(factor / value - 1.0) < _FACTOR_TOLERANCE:
+            return name
+    return ""
+
+
+def passes_of(step: CheckedStep) -> int:
+    """Micro-batches of a step on a rank."""
+    return 1 + max((micro.place for micro in step.micros), default=0)
+
+
+def unit_count(micro: MicroBatch, unit: Unit) -> float:
+    """Elements of a micro-batch, counted in a unit."""
+    if micro.kind == "opaque":
+        return 1.0
+    if unit == "rows":
+        return micro.units.get("rows", 0.0)
+    if unit == "elements":
+        return micro.units.get("elements", 0.0)
+    return micro.units.get("valid", micro.units.get("elements", 0.0))
+
+
+def mean_factor(micro: MicroBatch, unit: Unit) -> float:
+    """What turns a micro-batch's gradient into that of the mean over its elements; 0.0 where nothing counts."""
+    if micro.kind == "sum":
+        divided = micro.coefficient * unit_count(micro, unit)
+        return 1.0 / divided if divided else 0.0
+    return 1.0 / micro.coefficient if micro.coefficient else 0.0
+
+
+def one_process_factors(micros: Sequence[MicroBatch], unit: Unit) -> list[float]:
+    """The factor of each micro-batch's gradient in that of one process; see Note [one process]."""
+    if unit == "as written":
+        return [1.0] * len(micros)
+    totals: dict[str, float] = {}
+    for micro in micros:
+        totals[micro.site] = totals.get(micro.site, 0.0) + unit_count(micro, unit)
+    return [
+        unit_count(micro, unit) / totals[micro.site] * mean_factor(micro, unit) if totals[micro.site] else 0.0
+        for micro in micros
+    ]
+
+
+def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping: bool) -> StepComparison:
+    factors = torch.tensor(one_process_factors(step.micros, unit), dtype=torch.float64)
+    alternatives = list(_alternatives(step, unit))
+    found: list[Comparison] = []
+    for parameter in range(len(step.parameters)):
+        owns = [step.ranks[micro.rank].local(micro, parameter) for micro in step.micros]
+        shape = next((one.shape for one in owns if one is not None), None)
+        for rank, held in enumerate(step.ranks):
+            got = None if after_clipping else held.tensor("unclipped", parameter)
+            got = held.tensor("gradient", parameter) if got is None else got
+            if shape is None and got is None:
+                continue
+            if shape is None:
+                norm = float(got.norm()) if got is not None else 0.0
+                if norm > 0:
+                    found.append(Comparison(parameter=parameter, rank=rank, relation="unknown", factor=1.0, error=1.0))
+                continue
+            rows = torch.stack([torch.zeros(shape, dtype=torch.float64) if one is None else one for one in owns])
+            if got is None:
+                if float((factors @ rows).norm()) > 0:
+                    found.append(Comparison(parameter=parameter, rank=rank, relation="missing", factor=0.0, error=1.0))
+                continue
+            about = step.parameters[parameter]
+            pieces = len(step.ranks) if about["sharded"] and got.numel() == math.prod(about["shape"]) else 1
+            cut = (pieces, about["shape"][0] if about["shape"] else 1)
+            found.append(_relate(parameter, rank, got, rows, factors, alternatives, step.micros, tolerance, cut))
+    literal = {round(_literal_factor(micro, unit), 6) for micro in step.micros}
+    return StepComparison(
+        step=step, unit=unit, comparisons=found, literal_factor=literal.pop() if len(literal) == 1 else 0.0
+    )
+
+
+def _literal_factor(micro: MicroBatch, unit: Unit) -> float:
+    factor = mean_factor(micro, unit)
+    return 1.0 / factor if factor else 0.0
+
+
+def _relate(
+    parameter: int,
+    rank: int,
+    got: Tensor,
+    rows: Tensor,
+    factors: Tensor,
+    alternatives: Sequence[tuple[Relation, str, Tensor]],
+    micros: Sequence[MicroBatch],
+    tolerance: float,
+    cut: tuple[int, int],
+) -> Comparison:
+    wanted = factors @ rows
+    size = float((factors.abs() * rows.norm(dim=1)).sum())
+    error = float((got - wanted).norm()) / size if size > 0 else float(got.norm() > 0)
+
+    def answer(relation: Relation, factor: float = 1.0, detail: str = "", of_ranks: Sequence[float] = ()) -> Comparison:
+        return Comparison(
+            parameter=parameter, rank=rank, relation=relation, factor=factor, error=error, detail=detail,
+            rank_factors=tuple(of_ranks),
+        )  # fmt: skip
+
+    if error <= tolerance:
+        return answer("equal")
+    if not size:
+        return answer("unknown")
+    if (factor := _multiple(got, wanted, size, tolerance)) is not None:
+        return answer("scaled", factor)
+    mine = torch.tensor([micro.rank == rank for micro in micros])
+    for relation, detail, other in alternatives:
+        chosen = other * mine if relation == "own only" else other
+        scale = float((chosen.abs() * rows.norm(dim=1)).sum())
+        if scale > 0 and (factor := _multiple(got, chosen @ rows, scale, tolerance)) is not None:
+            return answer(relation, factor, detail)
+    if cut[0] > 1 and (of_pieces := _pieces(got, wanted, cut, tolerance)) is not None:
+        return answer("pieces uneven", of_ranks=of_pieces)
+    ranks = sorted({micro.rank for micro in micros})
+    sums = torch.stack([torch.tensor([m.rank == one for m in micros]) * factors @ rows for one in ranks])
+    solved = torch.linalg.lstsq(sums.T, got.unsqueeze(1)).solution.squeeze(1)
+    if float((solved @ sums - got).norm()) <= tolerance * max(float(got.norm()), size * 1e-3):
+        return answer("ranks uneven", of_ranks=solved.tolist())
+    return answer("unknown")
+
+
+def _multiple(got: Tensor, of: Tensor, size: float, tolerance: float) -> float | None:
+    """The factor by which one tensor is another, None where it is not one."""
+    squared = float(of @ of)
+    if squared <= (1e-9 * size) ** 2:
+        return None
+    factor = float(got @ of) / squared
+    close = float((got - factor * of).norm()) <= tolerance * size * abs(factor)
+    return factor if close and factor != 0.0 else None
+
+
+def _pieces(got: Tensor, wanted: Tensor, cut: tuple[int, int], tolerance: float) -> list[float] | None:
+    """The factor of each rank's rows of a sharded parameter, where rows differ by rank and by nothing else; `cut` is
+    the number of pieces and of rows."""
+    factors = []
+    pieces, rows = cut
+    for one, other in zip(got.view(rows, -1).chunk(pieces), wanted.view(rows, -1).chunk(pieces), strict=False):
+        one, other = one.reshape(-1), other.reshape(-1)
+        factor = _multiple(one, other, float(other.norm()), 10 * tolerance)
+        if factor is None:
+            return None
+        factors.append(factor)
+    return factors
+
+
+def _alternatives(step: CheckedStep, unit: Unit) -> Iterator[tuple[Relation, str, Tensor]]:
+    """Factors that known mistakes give the micro-batches, with what to call them."""
+    micros = step.micros
+    right = torch.tensor(one_process_factors(micros, unit), dtype=torch.float64)
+    means = torch.tensor([mean_factor(micro, unit) for micro in micros], dtype=torch.float64)
+    counts = torch.tensor([unit_count(micro, unit) for micro in micros], dtype=torch.float64)
+    if unit != "as written":
+        yield "mean of means", "each micro-batch of each rank counts the same", means
+        yield "mean of means", "each rank counts the same", means * counts / _totals(micros, counts, "rank")
+        yield (
+            "mean of means",
+            "each round of micro-batches counts the same",
+            (means * counts / _totals(micros, counts, "place")),
+        )
+    yield "mean of means", "losses are added as they are", torch.ones_like(means)
+    yield "own only", "", right
+    yield "own only", "", means
+    last = passes_of(step) - 1
+    if last > 0:
+        places = torch.tensor([micro.place for micro in micros])
+        yield "micro-batches lost", "only the last micro-batch counts", right * (places == last)
+        yield "micro-batches lost", "only the first micro-batch counts", right * (places == 0)
+        yield "micro-batches lost", "the last micro-batch does not count", right * (places != last)
+        yield "micro-batches lost", "the first micro-batch does not count", right * (places != 0)
+        yield "own only", "only the last micro-batch counts", right * (places == last)
+        for rank in range(len(step.ranks)):
+            of_rank = torch.tensor([micro.rank == rank for micro in micros])
+            yield (
+                "own only",
+                f"earlier micro-batches are those of rank {rank} alone",
+                (right * ((places == last) / len(step.ranks) + (places != last) * of_rank)),
+            )
+
+
+def _totals(micros: Sequence[MicroBatch], counts: Tensor, by: Literal["rank", "place"]) -> Tensor:
+    totals: dict[int, float] = {}
+    keys = [micro.rank if by == "rank" else micro.place for micro in micros]
+    for key, count in zip(keys, counts.tolist(), strict=True):
+        totals[key] = totals.get(key, 0.0) + count
+    return torch.tensor([totals[key] or 1.0 for key in keys], dtype=torch.float64)

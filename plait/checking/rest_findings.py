@@ -1,0 +1,166 @@
+"""Findings beside gradients: batch statistics, random numbers, schedules, printed losses, weight decay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from plait.checking.findings import ProgramFinding
+from plait.checking.recorded import CheckedStep, Event, MicroBatch
+from plait.checking.reference import passes_of, unit_count
+
+
+def norm_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
+    """BatchNorm layers that see a rank's own samples alone."""
+    layers = [one for one in events[0] if one["kind"] == "batch_norm" and one["training"]]
+    if not layers or len(events) < 2:
+        return []
+    names = list(dict.fromkeys(one["name"] for one in layers))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [
+        ProgramFinding(
+            kind="batch_norm", is_fault=True, parameter=names[0], parameters=len(names),
+            where=next((one["site"] for one in events[0] if one["kind"] == "forward" and one["grad"]), ""),
+            what=f"BatchNorm over a part: {names[0]}{more} takes mean and variance over each rank's own samples",
+            one_process="it would take them over all ranks' samples",
+        )
+    ]  # fmt: skip
+
+
+def random_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
+    """Forward passes that draw random numbers, from the same state on all ranks."""
+    drew = [[one for one in rank if one["kind"] == "forward" and one["grad"] and one["rng"]] for rank in events]
+    pairs = list(zip(*drew, strict=False))
+    alike = [pair for pair in pairs if len({one["rng"] for one in pair}) == 1]
+    if len(events) < 2 or not pairs or len(alike) <= len(pairs) / 2:
+        return []
+    return [
+        ProgramFinding(
+            kind="dropout_alike", is_fault=True, where=pairs[0][0]["site"],
+            what="dropout is alike on all ranks: the forward pass draws random numbers from the same state everywhere, so "
+            "that all ranks drop the same places",
+            one_process="it would draw other numbers for each example",
+        )
+    ]  # fmt: skip
+
+
+def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
+    """Schedules that go several steps on for each step of the optimizer."""
+    ranks, micros = len(events), max((passes_of(step) for step in steps), default=1)
+    states = [one for one in events[0] if one["kind"] in ("step", "light_step") and one["optimizer"] == 0]
+    ended = next((one for one in events[0] if one["kind"] == "ended"), None)
+    for place in range(max((len(one["schedules"]) for one in states), default=0)):
+        seen = [one["schedules"][place] for one in states if len(one["schedules"]) > place]
+        gone = Counter(after["at"] - before["at"] for before, after in zip(seen, seen[1:], strict=False))
+        if len(seen) < 2 or not gone:
+            continue
+        stride, often = gone.most_common(1)[0]
+        if stride <= 1 or often < sum(gone.values()) / 2:
+            continue
+        about = seen[-1]
+        last = ended["schedules"][place]["at"] if ended and len(ended["schedules"]) > place else None
+        planned = about["total"]
+        if planned and last is not None and last <= planned * 1.01 + 1:
+            continue  # the schedule was made for as many calls
+        if stride == ranks and about["accelerate"] and last is None:
+            continue  # Accelerate does so on purpose, and the end would tell
+        reason = (
+            " (once for each rank)" if stride == ranks else " (once for each micro-batch)" if stride == micros else ""
+        )
+        planned_text = f", and it was made for {planned} steps" if planned else ""
+        return [
+            ProgramFinding(
+                kind="schedule", is_fault=True, where=str(states[0].get("site", "")),
+                what=f"the learning rate goes {stride} steps on in each step of the optimizer{reason}: {about['name']} is at "
+                f"{about['at']} after {len(states)} optimizer steps{planned_text}",
+                one_process="it would go on by one",
+            )
+        ]  # fmt: skip
+    return []
+
+
+def printed_findings(events: Sequence[Sequence[Event]], steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
+    """Losses that a rank prints of itself alone, where other ranks' differ."""
+    if len(events) < 2:
+        return []
+    for step in steps:
+        own, whole = _losses(step, 0), _whole_losses(step)
+        begins = min((micro.number for micro in step.micros if micro.rank == 0), default=0)
+        ends = next((one["number"] for one in events[0] if one["kind"] == "backward_begins"
+                     and one["number"] > step.ranks[0].event["number"]), float("inf"))  # fmt: skip
+        for event in events[0]:
+            if event["kind"] != "printed" or not begins < event["number"] < ends:
+                continue
+            for text in event["numbers"]:
+                if _shows(text, own) and not _shows(text, whole):
+                    return [
+                        ProgramFinding(
+                            kind="printed_loss", is_fault=False, where=event["site"], step=step.step,
+                            what=f"the printed loss {text} is that of rank 0 alone; over all ranks it is "
+                            f"{whole[0]:.{_decimals(text)}f}",
+                            one_process="it would print the mean over all ranks' batches",
+                        )
+                    ]  # fmt: skip
+    return []
+
+
+def _losses(step: CheckedStep, rank: int) -> list[float]:
+    micros = [micro for micro in step.micros if micro.rank == rank]
+    each = [loss for micro in micros for loss in (micro.loss, _plain(micro))]
+    sums = [sum(micro.loss for micro in micros), sum(_plain(micro) for micro in micros) / max(1, len(micros))]
+    return [*each, *sums]
+
+
+def _whole_losses(step: CheckedStep) -> list[float]:
+    """Over all ranks: by elements, by ranks, of each round of micro-batches, and as sums."""
+    counts = [unit_count(micro, "valid") for micro in step.micros]
+    total = sum(counts) or 1.0
+    by_elements = sum(_plain(micro) * count for micro, count in zip(step.micros, counts, strict=True)) / total
+    ranks = len(step.ranks)
+    found = [by_elements, sum(micro.loss for micro in step.micros) / ranks, sum(micro.loss for micro in step.micros)]
+    for place in range(passes_of(step)):
+        group = [micro for micro in step.micros if micro.place == place]
+        found += [sum(one.loss for one in group) / ranks, sum(_plain(one) for one in group) / ranks]
+    return found
+
+
+def _plain(micro: MicroBatch) -> float:
+    """A loss without what the program multiplied it with on the way to backward."""
+    return micro.loss / micro.coefficient if micro.kind != "sum" and micro.coefficient else micro.loss
+
+
+def _shows(text: str, values: Sequence[float]) -> bool:
+    decimals = _decimals(text)
+    try:
+        return any(abs(float(text) - value) <= 0.51 * 10**-decimals for value in values)
+    except ValueError:
+        return False
+
+
+def _decimals(text: str) -> int:
+    return len(text.lower().partition("e")[0].partition(".")[2])
+
+
+def weight_decay_findings(steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
+    """Vectors (biases, norms) that decay: reported, as many mean it."""
+    for step in steps[:1]:
+        names = list(_decayed_vectors(step.ranks[0].event["groups"], step.parameters))
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            return [
+                ProgramFinding(
+                    kind="weight_decay", is_fault=False, where=step.site, parameter=names[0], parameters=len(names),
+                    what=f"weight decay also shrinks biases or norms: {names[0]}{more}",
+                )
+            ]  # fmt: skip
+    return []
+
+
+def _decayed_vectors(groups: Sequence[Mapping[str, Any]], parameters: Sequence[Event]) -> Iterator[str]:
+    for group in groups:
+        if group.get("weight_decay"):
+            yield from (
+                parameters[one]["name"] for one in group["params"] if len(parameters[one]["shape"]) <= 1 and
+                parameters[one]["trained"]
+            )  # fmt: skip

@@ -1,0 +1,159 @@
+"""Whether each rank's update is what the optimizer makes of the gradients that it got, and whether weights stay alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.checking.findings import ProgramFinding
+from plait.checking.recorded import CheckedStep
+
+_ELEMENTWISE: Mapping[str, type[torch.optim.Optimizer]] = {
+    kind.__name__: kind
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
+                 torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta)
+}  # fmt: skip
+"""Optimizers whose update of an element follows from that element's gradients alone, so that samples suffice."""
+_UPDATE_TOLERANCE, _ROUNDING = 2e-3, 3e-7
+"""Shares of an update, and of the weights that it changes, that are float32's rounding."""
+_ROUNDING_16 = 8e-3
+_APART = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateVerdict:
+    """Findings about updates, and what was not recomputed."""
+
+    findings: Sequence[ProgramFinding]
+    notes: Sequence[str]
+
+
+def judge_updates(steps: Sequence[CheckedStep]) -> UpdateVerdict:
+    """Recompute all updates in float64 from the gradients that the optimizers got."""
+    notes: list[str] = []
+    for optimizer in sorted({step.optimizer for step in steps}):
+        own = [step for step in steps if step.optimizer == optimizer]
+        kind = str(own[0].ranks[0].event["optimizer_kind"])
+        if kind not in _ELEMENTWISE:
+            notes.append(f"the update rule {kind} was not recomputed; its weights were compared between ranks")
+            continue
+        if (finding := _first_wrong(own, _ELEMENTWISE[kind])) is not None:
+            return UpdateVerdict(findings=(finding,), notes=notes)
+    return UpdateVerdict(findings=(), notes=notes)
+
+
+def _first_wrong(steps: Sequence[CheckedStep], kind: type[torch.optim.Optimizer]) -> ProgramFinding | None:
+    for rank in range(len(steps[0].ranks)):
+        weights: list[Tensor] = []
+        optimizer: torch.optim.Optimizer | None = None
+        for step in steps:
+            held = step.ranks[rank]
+            before = [held.tensor("before", one) for one in range(len(step.parameters))]
+            if optimizer is None:
+                weights = [torch.nn.Parameter(one.clone()) for one in before if one is not None]
+                if len(weights) != len(before):
+                    return None
+                optimizer = kind(_groups(kind, held.event["groups"], weights))
+            for index, weight in enumerate(weights):
+                start = before[index]
+                assert start is not None, "a step has all weights before and after it"
+                weight.data.copy_(start)
+                weight.grad = held.tensor("gradient", index)
+            for group, about, rate in zip(
+                optimizer.param_groups, held.event["groups"], held.event["rates"], strict=False
+            ):
+                group["lr"] = rate
+                group["weight_decay"] = about.get("weight_decay", group.get("weight_decay", 0.0))
+            optimizer.step()
+            for index, weight in enumerate(weights):
+                after, start = held.tensor("after", index), before[index]
+                assert after is not None and start is not None, "as above"
+                wanted = weight.data - start
+                rounding = _ROUNDING if str(step.parameters[index]["dtype"]) in ("float32", "float64") else _ROUNDING_16
+                allowed = _UPDATE_TOLERANCE * float(wanted.norm()) + rounding * float(start.norm()) + 1e-12
+                if float((after - start - wanted).norm()) > allowed:
+                    return _finding(step, rank, index, after - start, wanted)
+    return None
+
+
+def _finding(step: CheckedStep, rank: int, index: int, got: Tensor, wanted: Tensor) -> ProgramFinding:
+    name = step.name(index)
+    size = float(wanted.norm())
+    if float(got.norm()) == 0:
+        what = f"{name} is not updated on rank {rank}, though its gradient is there"
+    else:
+        factor = float(got @ wanted) / size**2 if size else 0.0
+        what = f"the update of {name} on rank {rank} is not the optimizer's ({factor:.3g} times as large)"
+    return ProgramFinding(
+        kind="update", is_fault=True, where=step.site, parameter=name, step=step.step, parameters=1, what=what,
+        one_process="it would take the optimizer's update everywhere",
+    )  # fmt: skip
+
+
+def _groups(kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], weights: Sequence[Tensor]) -> Any:
+    known = set(inspect.signature(kind.__init__).parameters) - {"self", "params"}
+    quiet = {"foreach", "fused", "capturable", "differentiable"}
+    return [
+        {
+            "params": [weights[one] for one in group["params"]],
+            **{
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in group.items()
+                if key in known - quiet and key != "params"
+            },
+        }
+        for group in groups
+    ]
+
+
+def weight_findings(steps: Sequence[CheckedStep], gradients: Sequence[ProgramFinding]) -> list[ProgramFinding]:
+    """Weights that differ between ranks: from the beginning, or later although all got the same gradients."""
+    explained = any(one.kind in ("never_summed", "missing_sum", "unexplained", "lost_micro_batches", "uneven_ranks") or
+                    one.kind == "clipping_before_sum" for one in gradients)  # fmt: skip
+    for step in steps:
+        apart = [index for index in range(len(step.parameters)) if _is_apart(step, index)]
+        if not apart:
+            continue
+        at_first = step.step == 0
+        if not at_first and explained:
+            return []
+        name = step.name(apart[0])
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        when = "before the first step" if at_first else f"after step {step.step}"
+        return [
+            ProgramFinding(
+                kind="weights_apart", is_fault=True, where=step.site, parameter=name, parameters=len(apart), step=step.step,
+                what=f"the ranks' weights are apart {when}: {name}{more}",
+                one_process="it would have one set of weights",
+            )
+        ]  # fmt: skip
+    return []
+
+
+def _is_apart(step: CheckedStep, index: int) -> bool:
+    first = step.ranks[0].tensor("before", index)
+    others = [rank.tensor("before", index) for rank in step.ranks[1:]]
+    if first is None or any(one is None or one.shape != first.shape for one in others):
+        return False
+    return any(float((one - first).norm()) > _APART * float(first.norm()) for one in others if one is not None)
+
+
+def rate_findings(steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
+    """Learning rates that differ between ranks."""
+    for step in steps:
+        rates = [rank.event["rates"] for rank in step.ranks]
+        if any(one != rates[0] for one in rates):
+            text = ", ".join(f"{one[0]:.4g}" for one in rates if one)
+            return [
+                ProgramFinding(
+                    kind="rates_apart", is_fault=True, where=step.site, step=step.step, parameter=step.name(0),
+                    what=f"ranks take step {step.step + 1} with different learning rates: {text}",
+                    one_process="it would have one learning rate",
+                )
+            ]  # fmt: skip
+    return []

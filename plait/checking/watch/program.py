@@ -1,0 +1,57 @@
+"""The process of one rank of a program that `plait check` watches: sets the watch up, then runs the program as Python
+itself would."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from plait.checking.watch.data import DataWatch
+from plait.checking.watch.gradients import GradientWatch
+from plait.checking.watch.journal import Journal
+from plait.checking.watch.messages import MessageWatch
+from plait.checking.watch.on_processors import ProcessorStandIns
+from plait.launch.local.guard import die_with_parent
+
+
+def main() -> None:
+    """Arguments: a JSON file that says what to run, and this process's rank."""
+    asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    die_with_parent(int(asked["parent"]))
+    folder = Path(asked["folder"])
+    journal = Journal(folder / f"rank-{rank}")
+    gradients = GradientWatch(journal, int(asked["steps"]))
+    ProcessorStandIns(journal, rank, size, folder / "outputs").install()
+    gradients.install()
+    DataWatch(journal).install()
+    MessageWatch(journal, gradients).install()
+    name, is_module = str(asked["program"]), asked["kind"] == "module"
+    sys.argv = [name, *asked["arguments"]]
+    try:
+        if is_module:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(name).resolve().parent))
+            runpy.run_path(name, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            journal.write("failed", error=f"it ended itself with exit code {end.code}", site="")
+            raise
+    except BaseException as error:
+        frames = [one for one in traceback.extract_tb(error.__traceback__) if "site-packages" not in one.filename]
+        own = [one for one in frames if "/plait/checking/" not in one.filename and not one.filename.startswith("<")]
+        site = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+        text = str(error).partition("\n")[0].strip()
+        journal.write("failed", error=f"{type(error).__name__}: {text}" if text else type(error).__name__, site=site)
+        raise
+    journal.write("ended", schedules=gradients.scheduler_states())
+
+
+if __name__ == "__main__":
+    main()

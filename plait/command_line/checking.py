@@ -1,0 +1,43 @@
+"""The command that proves somebody's own distributed program: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from plait.command_line.models import screen_on
+from plait.launch.local.output import OptionalOutput
+
+
+def check_command(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND...", help="How you start your program: torchrun, python or accelerate launch."
+        ),
+    ],
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="NUMBER", help="Processes; as the launcher's own option says, else 2."),
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="NUMBER", help="Optimizer steps to compare.")] = 6,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    silent: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Give up when the program does nothing for so long.", min=1)
+    ] = 60,
+    limit: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Give up when the steps are not taken by then.", min=1)
+    ] = 600,
+) -> None:
+    """Prove your own distributed program: its gradients and updates against one process. No GPU needed.
+
+    Exit code 0: proven, 1: it differs, 2: it cannot be judged, and why.
+    """
+    from plait.commands.check import check, report_text
+
+    screen = screen_on(sys.stderr if json else sys.stdout)
+    report = check(command, workers=workers, steps=steps, silent_s=silent, limit_s=limit, screen=screen)
+    OptionalOutput(sys.stdout).write(report_text(report, as_json=json) + "\n")
+    raise typer.Exit(report.exit_code)

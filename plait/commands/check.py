@@ -1,0 +1,156 @@
+"""`plait check`: runs somebody's own distributed program on processors, and says whether it computes what one process
+would."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from plait.checking.findings import CheckReport, report_lines
+from plait.checking.launch_command import WatchedProgram, read_launch_command, with_outputs_in
+from plait.checking.launching import WatchedRun, log_tail, read_events, run_watched
+from plait.errors import PlaitError
+from plait.launch.local.guard import require_linux
+from plait.screen.screen import Screen
+
+WORKERS_AT_MOST = 64
+DEFAULT_WORKERS, DEFAULT_STEPS = 2, 6
+
+
+def check(
+    command: Sequence[str],
+    *,
+    workers: int | None = None,
+    steps: int = DEFAULT_STEPS,
+    silent_s: float = 60,
+    limit_s: float = 600,
+    screen: Screen,
+) -> CheckReport:
+    """Run a program under watch, and judge it; blocks until the steps are taken.
+
+    Raises PlaitError for a command that starts no Python program. A program that fails or hangs is a report that cannot
+    judge.
+    """
+    require_linux()
+    program = read_launch_command(command)
+    _check_python(program)
+    count = workers or program.workers or DEFAULT_WORKERS
+    if not 2 <= count <= WORKERS_AT_MOST:
+        raise PlaitError(f"{count} workers: a proof compares ranks; choose --workers 2 to {WORKERS_AT_MOST}")
+    if not 1 <= steps <= 1000:
+        raise PlaitError(f"--steps {steps}: choose 1 to 1000")
+    with TemporaryDirectory(prefix="plait-check-") as name:
+        folder = Path(name)
+        program, moved = with_outputs_in(program, folder / "outputs")
+        screen.print(_introduction(program, count, steps, moved))
+        run = run_watched(program, folder / "run", workers=count, steps=steps, silent_s=silent_s, limit_s=limit_s)
+        events = [read_events(folder / "run", rank) for rank in range(count)]
+        if (unable := _unable(run, events, folder / "run", limit_s, silent_s)) is not None:
+            report = CheckReport(
+                outcome="cannot judge", workers=count, steps=0, parameters=0, largest_error=None, reasons=(unable,),
+                changed=tuple(dict.fromkeys(e["what"] for rank in events for e in rank if e["kind"] == "stand_in")),
+                wall_s=run.wall_s,
+            )  # fmt: skip
+        else:
+            from plait.checking.judging import judge
+
+            report = judge(
+                folder / "run", events, wall_s=run.wall_s,
+                follows_workers=lambda factor: _follows_workers(program, folder / "more", count + 1, factor, limit_s),
+            )  # fmt: skip
+    offline = "the program ran offline (WANDB_MODE, HF_HUB_OFFLINE), without GPUs and without torch.compile"
+    return replace(report, changed=(offline, *(f"{one} went to a temporary folder" for one in moved), *report.changed))
+
+
+def report_text(report: CheckReport, *, as_json: bool) -> str:
+    """What goes to the terminal."""
+    if as_json:
+        return json.dumps(report.as_json(), indent=2)
+    return "\n".join(report_lines(report))
+
+
+def _introduction(program: WatchedProgram, workers: int, steps: int, moved: Sequence[str]) -> str:
+    where = "" if moved else "; what it writes itself (other than by torch.save) goes where it always goes"
+    return f"checks   {program.name}: {steps} steps on {workers} processes of this machine{where}"
+
+
+def _check_python(program: WatchedProgram) -> None:
+    if program.python and Path(program.python).resolve() != Path(sys.executable).resolve():
+        if Path(program.python).parent == Path(sys.executable).parent:
+            return
+        raise PlaitError(
+            f"the program runs in {program.python}, and plait in {sys.executable}",
+            f"install plait there, then: {Path(program.python).parent / 'plait'} check -- …",
+        )
+
+
+def _unable(
+    run: WatchedRun, events: Sequence[Sequence[dict[str, object]]], folder: Path, limit_s: float, silent_s: float
+) -> str | None:
+    """Why a run cannot be judged, None where it can: a program that fails after the checked steps has shown enough."""
+    is_checked = all(any(one["kind"] == "checked" for one in rank) for rank in events)
+    if is_checked or run.ending == "ended":
+        return None
+    spawned = next((one for rank in events for one in rank if one["kind"] == "unusable"), None)
+    if spawned is not None:
+        return (
+            f"the program starts {spawned['wanted']} processes of its own; give --workers {spawned['wanted']}, and each of "
+            "the check's processes plays one of them"
+        )
+    if run.ending == "failed":
+        return _failure(events, folder)
+    places = "; ".join(f"rank {rank} {_last_doing(one)}" for rank, one in enumerate(events))
+    if run.ending == "silent":
+        return (
+            f"nothing happened for {silent_s:.0f} s, as when ranks wait for different messages: {places}; see that all "
+            "ranks call the same collectives (--silent gives it more time)"
+        )
+    taken = min(sum(one["kind"] == "step" for one in rank) for rank in events)
+    return (
+        f"after {limit_s:.0f} s {taken} steps were taken: {places}; give it a smaller model or batch, or more time by "
+        "--limit"
+    )
+
+
+def _failure(events: Sequence[Sequence[dict[str, object]]], folder: Path) -> str:
+    failed = [(rank, one) for rank, own in enumerate(events) for one in own if one["kind"] == "failed"]
+    lost = ("Connection closed by peer", "Connection reset", "Broken pipe")
+    causes = [pair for pair in failed if not any(text in str(pair[1]["error"]) for text in lost)] or failed
+    if not causes:
+        tail = next((text for rank in range(len(events)) if (text := log_tail(folder, rank, 3))), "")
+        return f"the program ended early; its last lines are: {tail or 'none'}"
+    rank, cause = causes[0]
+    where = f" at {cause['site']}" if cause["site"] else ""
+    text = f"the program failed on rank {rank}{where}: {cause['error']}"
+    if "cuda" in text.lower() or "nvidia" in text.lower():
+        text += "; it needs a GPU there: let it fall back to the processor where torch.cuda.is_available() is false"
+    elif "HF_HUB_OFFLINE" in text or "offline" in text.lower():
+        text += "; the check runs offline: fetch what it needs first"
+    return text
+
+
+def _last_doing(events: Sequence[dict[str, object]]) -> str:
+    if not events:
+        return "has not begun to compute"
+    last = events[-1]
+    where = f" at {last['site']}" if last.get("site") else ""
+    names = {"message": f"is in {last.get('call')}", "backward_begins": "is in backward", "forward": "is after a forward pass",
+             "ended": "has ended", "step": "is after an optimizer step", "draw": "has drawn a batch"}  # fmt: skip
+    return names.get(str(last["kind"]), f"wrote {last['kind']} last") + where
+
+
+def _follows_workers(program: WatchedProgram, folder: Path, workers: int, factor: float, limit_s: float) -> bool | None:
+    """Run a step on another number of workers: whether a factor of the gradients changes with it, or is the program's
+    own. None where that run fails."""
+    from plait.checking.recorded import checked_steps
+    from plait.checking.reference import EXACT, compare_step
+
+    run = run_watched(program, folder, workers=workers, steps=1, silent_s=60, limit_s=limit_s, after_s=0)
+    steps = checked_steps(folder, [read_events(folder, rank) for rank in range(workers)])
+    if run.ending not in ("enough", "ended") or not steps:
+        return None
+    return any(abs(one.factor / factor - 1) > 2e-3 for one in compare_step(steps[0], tolerance=EXACT).comparisons)
