@@ -19,6 +19,7 @@ from plait.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from plait.api import (
+        check,
         join,
         load_recipe,
         plan,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         verify,
     )
     from plait.api_models import chat, evaluate, export, sample
+    from plait.checking.findings import CheckReport as CheckReport
     from plait.clusters.submit import SubmittedJob as SubmittedJob
     from plait.clusters.submit import submit
     from plait.commands.planning.plan_report import PlannedRun as PlannedRun
@@ -55,6 +57,7 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "chat",
+    "check",
     "compare_runs",
     "convert_batch_norm",
     "evaluate",
@@ -79,6 +82,7 @@ __all__ = [
 
 _TYPES = (
     "BatchCut",
+    "CheckReport",
     "Cluster",
     "CustomPlan",
     "Interrupted",
@@ -97,6 +101,7 @@ _TYPES = (
 )
 _HOMES = {
     "BatchCut": "plait.custom.cutting",
+    "CheckReport": "plait.checking.findings",
     "Cluster": "plait.machines.cluster",
     "CustomPlan": "plait.custom.planning.plan",
     "Interrupted": "plait.errors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +13,7 @@ from plait.errors import Interrupted, PlaitError
 from plait.working_folder import Place, named_folder
 
 if TYPE_CHECKING:
+    from plait.checking.findings import CheckReport
     from plait.commands.planning.plan_report import PlannedRun
     from plait.machines.cluster import Cluster
     from plait.planner.derive.model_size import CorpusFacts
@@ -180,6 +181,33 @@ def prepare_data(
     config, working = load_recipe(recipe, overrides), named_folder(folder)
     with as_command():
         return corpus_facts(prepared_corpus(config, working, screen_for(progress)))
+
+
+@known_keywords
+def check(
+    command: Sequence[str],
+    *,
+    workers: int | None = None,
+    steps: int = 6,
+    silent_s: float = 60,
+    limit_s: float = 600,
+    progress: ProgressDisplay = "off",
+) -> CheckReport:
+    """Run somebody's own distributed program, such as ["torchrun", "train.py"], on processes of this machine, and
+    compare its gradients and updates with one process.
+
+    The report's `ok` says whether it is proven; `str(report)` is what `plait check` prints. Raises PlaitError for a
+    command that starts no Python program; a program that fails or hangs is a report whose outcome is "cannot judge".
+    """
+    from plait.commands.check import check as prove
+
+    check_arguments(workers=workers, steps=steps, progress=progress)
+    if isinstance(command, str) or not all(isinstance(word, str) for word in command):
+        raise PlaitError(f'command = {command!r:.80} is not usable; give a list such as ["torchrun", "train.py"]')
+    with as_command():
+        return prove(
+            command, workers=workers, steps=steps, silent_s=silent_s, limit_s=limit_s, screen=screen_for(progress)
+        )
 
 
 @known_keywords

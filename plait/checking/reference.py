@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -70,8 +70,21 @@ def compare_step(step: CheckedStep, *, tolerance: float, after_clipping: bool = 
     """
     kinds = {micro.kind for micro in step.micros}
     units: Sequence[Unit] = ("valid", "elements", "rows", "as written") if kinds == {"sum"} else ("valid",)
-    results = [_compare_in(step, unit, tolerance, after_clipping) for unit in units]
+    sites = {micro.site for micro in step.micros}
+    # Backward at two lines: two losses that are added, or the halves of an unrolled loop.
+    readings = [step, replace(step, micros=_as_of_one_site(step.micros))] if len(sites) > 1 else [step]
+    results = [_compare_in(reading, unit, tolerance, after_clipping) for reading in readings for unit in units]
     return min(results, key=_complexity)
+
+
+def _as_of_one_site(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Micro-batches of one loss, whatever line their backward stands in."""
+    places: dict[int, int] = {}
+    merged = []
+    for micro in micros:
+        place = places[micro.rank] = places.get(micro.rank, -1) + 1
+        merged.append(replace(micro, site=micros[0].site, place=place))
+    return merged
 
 
 _ORDER: Sequence[Relation] = ("equal", "scaled", "mean of means", "own only", "micro-batches lost", "ranks uneven",

@@ -28,7 +28,7 @@ FLOORS = {
     "probing": 6, "run_files": 6, "tracking": 6,
     "custom": 7, "hosts": 7, "checking": 7,
     "commands": 8, "process_exit": 8, "clusters": 9, "page": 9,
-    "api": 10, "api_models": 10, "command_line": 10, "cli": 11, "__main__": 12,
+    "api": 10, "api_models": 10, "pytest_plugin": 11, "command_line": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
@@ -144,7 +144,7 @@ def test_no_import_circles() -> None:
 
 SAME_IDEA = {
     # The command, and who parses or exports it.
-    "evaluate", "join", "load_recipe", "plan", "probe", "sample", "train", "verify",
+    "check", "evaluate", "join", "load_recipe", "plan", "probe", "sample", "train", "verify",
     "main",  # what a program does when it is started
     "rank",  # the entry of a job, looked up by its name; and which rank one is
 }  # fmt: skip

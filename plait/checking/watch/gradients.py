@@ -54,6 +54,7 @@ class GradientWatch:
         self._weights: dict[int, Tensor] = {}
         self._optimizers: list[Optimizer] = []
         self._steps_of: dict[int, int] = {}
+        self._first_root: nn.Module | None = None
         self._depth = 0
         self._in_backward = 0
         self._in_step = 0
@@ -100,6 +101,7 @@ class GradientWatch:
     def _before_module(self, module: nn.Module, inputs: Any) -> None:
         self._depth += 1
         if self._depth > 1 or self._in_backward:
+            self._see_first_root()
             return
         if id(module) not in self._roots:
             self._roots[id(module)] = module
@@ -108,11 +110,18 @@ class GradientWatch:
                 for part in module.modules():
                     if hasattr(part, "unshard") and hasattr(part, "reshard"):  # FSDP2 gathers in a hook before ours
                         part.register_forward_pre_hook(self._after_unshard)
+                        self._first_root = module  # whose hooks of this call are chosen already
         if not self.is_over:
             self._watch_parameters(module.parameters())
         self._rng = _digest(torch.get_rng_state()) if module.training else ""
 
+    def _see_first_root(self) -> None:
+        root, self._first_root = self._first_root, None
+        if root is not None:
+            self._after_unshard(root, ())
+
     def _after_module(self, module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
+        self._see_first_root()
         self._depth -= 1
         if self._depth > 0 or self._in_backward:
             return
