@@ -15,6 +15,7 @@ from plait.checking.reference import (
     Comparison,
     StepComparison,
     compare_step,
+    divides_by_another_count,
     named_factor,
     one_process_factors,
     passes_of,
@@ -213,28 +214,34 @@ def _scaled(
     step, factor = result.step, members[0].factor
     ranks, micros = len(step.ranks), passes_of(step)
     name = named_factor(factor, ranks, micros)
+    if divides_by_another_count(result):
+        return [], "the loss is divided by another count than its elements, the same for all of them"
     own = result.literal_factor * (micros if result.unit != "as written" else 1)
     is_own = len(members) == total and own > 0 and abs(factor / own - 1) < _SAME
     if is_own and not name:
         return [], f"the loss is {factor:.4g} times a mean, as the program writes it"
-    if is_own and abs(own - micros) > _SAME * micros and follows_workers(factor) is False:
-        return [], f"the loss is {factor:.4g} times a mean whatever the number of workers, as the program writes it"
-    by_micros = is_own and abs(own - micros) < _SAME * micros and micros > 1
     kind: FindingKind = "scale"
-    if by_micros or ("accumulation" in name and "world" not in name):
-        kind = "accumulation"
+    if is_own and abs(own - micros) <= _SAME * micros:
+        kind, name = "accumulation", "accumulation"
+    elif is_own:
+        # Its own factor: half of a mean as its author means it, or one over the ranks or micro-batches?
+        follows = follows_workers(factor)
+        by_micros = micros > 1 and any(abs(factor / one - 1) < _SAME for one in (micros, 1 / micros))
+        if follows is False and not by_micros:
+            return [], f"the loss is {factor:.4g} times a mean whatever the number of workers, as the program writes it"
+        kind = "accumulation" if by_micros and not follows else "world_size"
+        name = "accumulation" if kind == "accumulation" else "world size"
     elif "world" in name:
         kind = "world_size"
-    words = "accumulation" if by_micros else name
+    elif "accumulation" in name:
+        kind = "accumulation"
     number = f"{factor:.4g}"
-    because = f" ({words}: {_numbers(words, ranks, micros)})" if words else ""
+    because = f" ({name}: {_numbers(name, ranks, micros)})" if name else ""
     return [
         ProgramFinding(
             kind=kind, is_fault=True, where=_where(step), step=step.step, parameter=step.name(members[0].parameter),
             parameters=len(members),
-            what=f"gradients are {number} times too large{because}: {_names(step, members, total)}"
-            if factor > 1
-            else f"gradients are {number} of what they should be{because}: {_names(step, members, total)}",
+            what=f"gradients are {number} times what they should be{because}: {_names(step, members, total)}",
             one_process=_mean_of(result),
         )
     ], ""  # fmt: skip

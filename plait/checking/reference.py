@@ -10,6 +10,7 @@ tried, each of which is a known mistake.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,6 +23,9 @@ from plait.checking.recorded import CheckedStep, MicroBatch
 EXACT, ROUNDED = 1e-4, 3e-2
 """Largest difference that is rounding, as a share of what was summed: in float32 and float64, and in 16 bits."""
 _FACTOR_TOLERANCE = 2e-3
+_NEARLY = 1.35
+"""A count of elements is off by less than this where it counts, say, the first token of each text; by ranks it is off by
+two or more."""
 Unit = Literal["valid", "elements", "rows", "as written"]
 Relation = Literal[
     "equal", "scaled", "mean of means", "own only", "micro-batches lost", "ranks uneven", "pieces uneven", "missing",
@@ -40,7 +44,13 @@ class Comparison:
     error: float
     """Of the plain comparison."""
     detail: str = ""
+    """Which variant of the relation."""
     rank_factors: tuple[float, ...] = ()
+
+    @property
+    def explanation(self) -> tuple[str, str, str]:
+        """What parameters with the same cause have in common."""
+        return self.relation, self.detail, f"{self.factor:.3g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +79,9 @@ def compare_step(step: CheckedStep, *, tolerance: float, after_clipping: bool = 
     the reading that explains most is taken, the first one where several do.
     """
     kinds = {micro.kind for micro in step.micros}
-    units: Sequence[Unit] = ("valid", "elements", "rows", "as written") if kinds == {"sum"} else ("valid",)
+    units: list[Unit] = ["valid", "elements", "rows"] if kinds == {"sum"} else ["valid"]
+    if kinds == {"sum"} and len({micro.coefficient for micro in step.micros}) == 1:
+        units.append("as written")  # by one number everywhere: a constant, or nothing
     sites = {micro.site for micro in step.micros}
     # Backward at two lines: two losses that are added, or the halves of an unrolled loop.
     readings = [step, replace(step, micros=_as_of_one_site(step.micros))] if len(sites) > 1 else [step]
@@ -99,8 +111,23 @@ def _complexity(result: StepComparison) -> tuple[float, float]:
     if worst == 1:
         ranks, micros = len(result.step.ranks), passes_of(result.step)
         factors = [one.factor for one in result.comparisons if one.relation == "scaled"]
-        plain = 0.0 if all(named_factor(one, ranks, micros) for one in factors) else 0.5
+        is_named = all(named_factor(one, ranks, micros) for one in factors)
+        plain = 0.2 if is_named and result.unit == "as written" else 0.0 if is_named else 0.5
+        plain = 0.1 if divides_by_another_count(result) else plain
     return worst + plain, count
+
+
+def divides_by_another_count(result: StepComparison) -> bool:
+    """Whether a program divides all its sums by one number that is nearly the elements' (transformers counts the first
+    token of each text, which nothing predicts): every element then counts the same, as in one process."""
+    micros = result.step.micros
+    scaled = [one for one in result.comparisons if one.relation == "scaled"]
+    if result.unit == "as written" or len(scaled) < len(result.comparisons) or not scaled:
+        return False
+    divisors = {micro.coefficient for micro in micros if micro.kind == "sum"}
+    if len(divisors) != 1 or any(micro.kind != "sum" for micro in micros):
+        return False
+    return all(1 / _NEARLY < one.factor < _NEARLY for one in scaled)
 
 
 def named_factor(factor: float, ranks: int, micros: int) -> str:
@@ -165,7 +192,7 @@ def one_process_factors(micros: Sequence[MicroBatch], unit: Unit) -> list[float]
 def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping: bool) -> StepComparison:
     factors = torch.tensor(one_process_factors(step.micros, unit), dtype=torch.float64)
     alternatives = list(_alternatives(step, unit))
-    found: list[Comparison] = []
+    found: list[Sequence[Comparison]] = []
     for parameter in range(len(step.parameters)):
         owns = [step.ranks[micro.rank].local(micro, parameter) for micro in step.micros]
         shape = next((one.shape for one in owns if one is not None), None)
@@ -177,12 +204,12 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
             if shape is None:
                 norm = float(got.norm()) if got is not None else 0.0
                 if norm > 0:
-                    found.append(Comparison(parameter=parameter, rank=rank, relation="unknown", factor=1.0, error=1.0))
+                    found.append([Comparison(parameter=parameter, rank=rank, relation="unknown", factor=1.0, error=1.0)])
                 continue
             rows = torch.stack([torch.zeros(shape, dtype=torch.float64) if one is None else one for one in owns])
             if got is None:
                 if float((factors @ rows).norm()) > 0:
-                    found.append(Comparison(parameter=parameter, rank=rank, relation="missing", factor=0.0, error=1.0))
+                    found.append([Comparison(parameter=parameter, rank=rank, relation="missing", factor=0.0, error=1.0)])
                 continue
             about = step.parameters[parameter]
             pieces = len(step.ranks) if about["sharded"] and got.numel() == math.prod(about["shape"]) else 1
@@ -190,8 +217,15 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
             found.append(_relate(parameter, rank, got, rows, factors, alternatives, step.micros, tolerance, cut))
     literal = {round(_literal_factor(micro, unit), 6) for micro in step.micros}
     return StepComparison(
-        step=step, unit=unit, comparisons=found, literal_factor=literal.pop() if len(literal) == 1 else 0.0
+        step=step, unit=unit, comparisons=_most_common(found), literal_factor=literal.pop() if len(literal) == 1 else 0.0
     )
+
+
+def _most_common(found: Sequence[Sequence[Comparison]]) -> list[Comparison]:
+    """Of each gradient's possible explanations the one that explains most others, too: that of a bias with one element
+    may be anything."""
+    counts = Counter(explanation for one in found for explanation in {each.explanation for each in one})
+    return [max(one, key=lambda each: counts[each.explanation]) for one in found]
 
 
 def _literal_factor(micro: MicroBatch, unit: Unit) -> float:
@@ -209,7 +243,7 @@ def _relate(
     micros: Sequence[MicroBatch],
     tolerance: float,
     cut: tuple[int, int],
-) -> Comparison:
+) -> list[Comparison]:
     wanted = factors @ rows
     size = float((factors.abs() * rows.norm(dim=1)).sum())
     error = float((got - wanted).norm()) / size if size > 0 else float(got.norm() > 0)
@@ -221,25 +255,28 @@ def _relate(
         )  # fmt: skip
 
     if error <= tolerance:
-        return answer("equal")
+        return [answer("equal")]
     if not size:
-        return answer("unknown")
+        return [answer("unknown")]
+    found: list[Comparison] = []
     if (factor := _multiple(got, wanted, size, tolerance)) is not None:
-        return answer("scaled", factor)
+        found.append(answer("scaled", factor))
     mine = torch.tensor([micro.rank == rank for micro in micros])
     for relation, detail, other in alternatives:
-        chosen = other * mine if relation == "own only" else other
+        chosen = other * mine if relation == "own only" and not detail.startswith("earlier") else other
         scale = float((chosen.abs() * rows.norm(dim=1)).sum())
         if scale > 0 and (factor := _multiple(got, chosen @ rows, scale, tolerance)) is not None:
-            return answer(relation, factor, detail)
+            found.append(answer(relation, factor, detail))
+    if found and got.numel() > 1:
+        return found
     if cut[0] > 1 and (of_pieces := _pieces(got, wanted, cut, tolerance)) is not None:
-        return answer("pieces uneven", of_ranks=of_pieces)
+        found.append(answer("pieces uneven", of_ranks=of_pieces))
     ranks = sorted({micro.rank for micro in micros})
     sums = torch.stack([torch.tensor([m.rank == one for m in micros]) * factors @ rows for one in ranks])
     solved = torch.linalg.lstsq(sums.T, got.unsqueeze(1)).solution.squeeze(1)
     if float((solved @ sums - got).norm()) <= tolerance * max(float(got.norm()), size * 1e-3):
-        return answer("ranks uneven", of_ranks=solved.tolist())
-    return answer("unknown")
+        found.append(answer("ranks uneven", of_ranks=solved.tolist()))
+    return found or [answer("unknown")]
 
 
 def _multiple(got: Tensor, of: Tensor, size: float, tolerance: float) -> float | None:

@@ -165,3 +165,122 @@ FIRST_FAULTS: Sequence[FaultyCase] = (
         kind="stale_gradients", parameter="fc1.weight",
     ),
 )  # fmt: skip
+
+_FSDP_LOSS = "        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n"
+_NO_SYNC = "            with nullcontext() if last else ddp.no_sync():\n"
+_LAST_PART = "    dist.destroy_process_group()\n\n\nmain()"
+
+SECOND_FAULTS: Sequence[FaultyCase] = (
+    FaultyCase(
+        name="FSDP2, loss multiplied by world size", program=texts.FSDP,
+        changes=[("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y) * world")],
+        kind="world_size", parameter="inp.weight",
+    ),
+    FaultyCase(
+        name="FSDP2, three micro-batches without division", program=texts.FSDP,
+        changes=[(_FSDP_LOSS, "        for a, b in zip(x.chunk(3), y.chunk(3)):\n"
+                              "            F.cross_entropy(model(a), b).backward()\n")],
+        kind="accumulation", parameter="inp.weight",
+    ),
+    FaultyCase(
+        name="FSDP2, ignored labels averaged by rank", program=texts.FSDP,
+        changes=[("yield x[rank::world], y[rank::world]",
+                  "y[: 2 * world : world] = -100\n        yield x[rank::world], y[rank::world]")],
+        kind="mean_of_means", parameter="inp.weight",
+    ),
+    FaultyCase(
+        name="FSDP2 without zero_grad", program=texts.FSDP, changes=[("        opt.zero_grad()\n", "")],
+        kind="stale_gradients", parameter="inp.weight",
+    ),
+    FaultyCase(
+        name="Accelerate, divided by accumulation twice", program=texts.ACCELERATE,
+        changes=[("accelerator.backward(loss)", "accelerator.backward(loss / 4)"),
+                 ("gradient_accumulation_steps=2", "gradient_accumulation_steps=4")],
+        kind="accumulation", parameter="0.weight", needs="accelerate",
+    ),
+    FaultyCase(
+        name="Accelerate, padding counted in accuracy", program=texts.ACCELERATE,
+        changes=[("torch.randn(80, 10)", "torch.randn(83, 10)"), ("accelerator.gather_for_metrics", "accelerator.gather")],
+        kind="evaluation_data", needs="accelerate",
+    ),
+    FaultyCase(
+        name="Accelerate, schedule planned in optimizer steps", program=texts.ACCELERATE,
+        changes=[("total_iters=len(train)", "total_iters=4")], kind="schedule", needs="accelerate",
+    ),
+    FaultyCase(
+        name="Trainer, tokens averaged by device", program=texts.TRAINER,
+        changes=[("average_tokens_across_devices=True", "average_tokens_across_devices=False")],
+        kind="mean_of_means", parameter="transformer.wte.weight", needs="transformers",
+    ),
+    FaultyCase(
+        name="Trainer, dropout with one seed", program=texts.TRAINER, changes=[("resid_pdrop=0.0", "resid_pdrop=0.1")],
+        kind="dropout_alike", needs="transformers",
+    ),
+    FaultyCase(
+        name="head outside of DDP", program=texts.CLASSIFIER,
+        changes=[("    model = DDP(net)\n", "    body, head = net, nn.Linear(5, 5)\n    model = DDP(body)\n"),
+                 ("torch.optim.SGD(model.parameters()", "torch.optim.SGD([*model.parameters(), *head.parameters()]"),
+                 ("logits = model(x)", "logits = head(model(x))")],
+        kind="missing_sum", parameter="weight",
+    ),
+    FaultyCase(
+        name="no_sync around every micro-batch", program=texts.LANGUAGE_MODEL,
+        changes=[(_NO_SYNC, "            with ddp.no_sync():\n"), ("loss * world / tokens", "loss / tokens")],
+        kind="never_summed", parameter="embed.weight",
+    ),
+    FaultyCase(
+        name="zero_grad before every micro-batch", program=texts.LANGUAGE_MODEL,
+        changes=[(_NO_SYNC, "            opt.zero_grad()\n" + _NO_SYNC)],
+        kind="lost_micro_batches", parameter="embed.weight",
+    ),
+    FaultyCase(
+        name="clipped after every micro-batch", program=texts.LANGUAGE_MODEL,
+        changes=[("                shown += loss.detach()\n",
+                  "                shown += loss.detach()\n"
+                  "                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)\n"),
+                 ("        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)\n        opt.step", "        opt.step")],
+        kind="clipping_before_sum", parameter="embed.weight",
+    ),
+    FaultyCase(
+        name="learning rate by rank", program=texts.LOOP, changes=[("lr=1e-2", "lr=1e-2 * (1 + rank)")],
+        kind="rates_apart", parameter="0.weight",
+    ),
+    FaultyCase(
+        name="last layer made again by rank", program=texts.LOOP,
+        changes=[("optimizer = torch", "torch.manual_seed(rank)\nmodel[2].reset_parameters()\noptimizer = torch")],
+        kind="weights_apart", parameter="2.weight",
+    ),
+    FaultyCase(
+        name="a sum as loss under DDP", program=texts.CLASSIFIER,
+        changes=[("F.cross_entropy(logits, y)", 'F.cross_entropy(logits, y, reduction="sum")')],
+        kind="world_size", parameter="fc1.weight",
+    ),
+    FaultyCase(
+        name="DDP and all_reduce", program=texts.CLASSIFIER,
+        changes=[("            loss.backward()\n",
+                  "            loss.backward()\n            for p in model.parameters():\n"
+                  "                dist.all_reduce(p.grad)\n")],
+        kind="world_size", parameter="fc1.weight",
+    ),
+    FaultyCase(
+        name="batches by one seed", program=texts.LOOP, changes=[("manual_seed(100 + rank)", "manual_seed(100)")],
+        kind="same_batch",
+    ),
+    FaultyCase(
+        name="schedule stepped for each micro-batch", program=texts.LANGUAGE_MODEL,
+        changes=[("        sched.step()\n", ""),
+                 ("                shown += loss.detach()\n",
+                  "                shown += loss.detach()\n                sched.step()\n")],
+        kind="schedule",
+    ),
+    FaultyCase(
+        name="evaluation drops the rest", program=texts.CLASSIFIER,
+        changes=[(_LAST_PART,
+                  "    held = TensorDataset(torch.randn(19, 16))\n"
+                  "    held_sampler = DistributedSampler(held, shuffle=False, drop_last=True)\n"
+                  "    with torch.no_grad():\n"
+                  "        for (x,) in DataLoader(held, batch_size=4, sampler=held_sampler):\n"
+                  "            model(x)\n" + _LAST_PART)],
+        kind="evaluation_data",
+    ),
+)  # fmt: skip

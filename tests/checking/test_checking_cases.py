@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faulty_cases import FIRST_FAULTS, FaultyCase
-from sound_cases import FIRST_SOUND, SoundCase
+from faulty_cases import FIRST_FAULTS, SECOND_FAULTS, FaultyCase
+from sound_cases import FIRST_SOUND, SECOND_SOUND, SoundCase
 
 from plait.checking.findings import CheckReport
 from plait.commands.check import check
@@ -22,7 +22,7 @@ def checked(text: str, folder: Path, workers: int, *arguments: str) -> CheckRepo
     return check(command, silent_s=240, screen=screen_for("off"))
 
 
-@pytest.mark.parametrize("case", FIRST_FAULTS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*FIRST_FAULTS, *SECOND_FAULTS], ids=lambda case: case.name)
 def test_a_fault_is_named(case: FaultyCase, tmp_path: Path) -> None:
     pytest.importorskip(case.needs or "torch")
     report = checked(case.text, tmp_path, 2)
@@ -34,7 +34,7 @@ def test_a_fault_is_named(case: FaultyCase, tmp_path: Path) -> None:
     assert [one.kind for one in report.faults] == [case.kind] * (not case.is_note), report
 
 
-@pytest.mark.parametrize("case", FIRST_SOUND, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*FIRST_SOUND, *SECOND_SOUND], ids=lambda case: case.name)
 def test_a_sound_program_is_proven(case: SoundCase, tmp_path: Path) -> None:
     pytest.importorskip(case.needs or "torch")
     report = checked(case.text, tmp_path, case.workers, *case.arguments)
