@@ -201,7 +201,7 @@ def check(
     """
     from plait.commands.check import check as prove
 
-    check_arguments(workers=workers, steps=steps, progress=progress)
+    check_arguments(workers=workers, steps=steps, silent_s=silent_s, limit_s=limit_s, progress=progress)
     if isinstance(command, str) or not all(isinstance(word, str) for word in command):
         raise PlaitError(f'command = {command!r:.80} is not usable; give a list such as ["torchrun", "train.py"]')
     with as_command():

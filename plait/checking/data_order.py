@@ -40,11 +40,11 @@ def data_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
         if any(one.use == "training" for one in passes):
             for finding in _training(passes, ranks):
                 found.setdefault(finding.kind, finding)
-        elif any(one.use == "evaluation" for one in passes) and (finding := _evaluation(passes, ranks)):
-            found.setdefault(finding.kind, finding)
-    if not by_rank or not any(by_rank):
-        if (finding := _same_inputs(events)) is not None:
-            found[finding.kind] = finding
+        elif any(one.use == "evaluation" for one in passes):
+            for finding in _evaluation(passes):
+                found.setdefault(finding.kind, finding)
+    if not any(by_rank) and (finding := _same_inputs(events)) is not None:
+        found[finding.kind] = finding
     if (finding := _same_order(by_rank[0] if by_rank else {})) is not None:
         found.setdefault(finding.kind, finding)
     return list(found.values())
@@ -177,27 +177,29 @@ def _one_dataset(passes: Sequence[_Pass]) -> bool:
     return True
 
 
-def _evaluation(passes: Sequence[_Pass], ranks: int) -> ProgramFinding | None:
+def _evaluation(passes: Sequence[_Pass]) -> list[ProgramFinding]:
     """Whether an evaluation that all ranks share counts each example once."""
     length = passes[0].about["dataset_length"]
     if not length or not all(one.ended and one.known for one in passes) or not _one_dataset(passes):
-        return None
+        return []
     each = [Counter(_flat(one.batches)) for one in passes]
     if any(len(one) == length == sum(one.values()) for one in each):
-        return None  # a rank that evaluates everything by itself
+        return []  # a rank that evaluates everything by itself
     together: Counter[int] = sum(each, Counter())
     doubled, missing = sum(together.values()) - len(together), length - len(together)
     if doubled and any(one.gathers for one in passes):
         doubled = 0
     if not doubled and not missing:
-        return None
+        return []
     told = [f"counts {doubled} of {length} examples twice"] * bool(doubled)
     told += [f"leaves out {missing} of {length} examples"] * bool(missing)
-    return ProgramFinding(
+    return [
+        ProgramFinding(
         kind="evaluation_data", is_fault=True, where=passes[0].about["site"],
         what=f"evaluation: it {' and '.join(told)}",
         one_process=f"it would count each of {length} examples once",
-    )  # fmt: skip
+    )
+    ]  # fmt: skip
 
 
 def _same_order(passes: Mapping[tuple[int, int], _Pass]) -> ProgramFinding | None:

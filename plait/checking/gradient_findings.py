@@ -187,7 +187,6 @@ def _explain(
     result: StepComparison, compared: Sequence[StepComparison], follows_workers: Callable[[float], bool | None]
 ) -> tuple[list[ProgramFinding], str]:
     """The findings of one step, by groups of parameters that relate in the same way; and a note."""
-    step = result.step
     worst: dict[int, Comparison] = {}
     for one in result.differing:
         worst.setdefault(one.parameter, one)

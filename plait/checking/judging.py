@@ -67,14 +67,9 @@ def judge(
 
 
 def _without_consequences(findings: Sequence[ProgramFinding]) -> list[ProgramFinding]:
-    """The same batch on two ranks is also a batch drawn twice, and gradients that nobody sums let weights drift."""
-    kinds = {one.kind for one in findings}
-    dropped = set()
-    if "same_batch" in kinds:
-        dropped |= {"repeated_samples"}
-    if kinds & {"never_summed", "missing_sum"}:
-        dropped |= {"printed_loss"} & set()
-    return [one for one in findings if one.kind not in dropped]
+    """The same batch on two ranks is also one that is drawn twice."""
+    is_same = any(one.kind == "same_batch" for one in findings)
+    return [one for one in findings if not (is_same and one.kind == "repeated_samples")]
 
 
 def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> list[str]:
@@ -86,6 +81,13 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
         return [
             "the program computed, and no optimizer of torch.optim took a step on all ranks; if it updates weights "
             "itself, or in another library, nothing can be compared"
+        ]
+    if any(one["kind"] == "fsdp1" for rank in events for one in rank):
+        return ["FullyShardedDataParallel (FSDP1) flattens weights, which is not covered; fully_shard (FSDP2) is"]
+    if any(_names(rank.event) != _names(step.ranks[0].event) for step in steps for rank in step.ranks):
+        return [
+            "the ranks' optimizers hold different parameters (a sharded optimizer written by hand), so that their steps "
+            "cannot be laid side by side"
         ]
     if any(one is None for one in groups):
         return [
@@ -109,8 +111,8 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
         return ["the loss is computed from other ranks' outputs (torch.distributed.nn), not batch by batch"]
     if any(one["contrastive"] for one in passes):
         return [
-            "the loss multiplies the batch's outputs with each other (contrastive): each rank sees its own samples as "
-            "the others' counterparts, and one process would see all"
+            "the loss multiplies the batch's outputs with each other (contrastive): each rank compares its own samples "
+            "alone, and one process would compare all of them"
         ]
     if any(not micro.is_linear for step in steps for micro in step.micros):
         site = next(micro.site for step in steps for micro in step.micros if not micro.is_linear)
@@ -119,3 +121,7 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
             "several batches would give together does not follow from each of them"
         ]
     return []
+
+
+def _names(step: Event) -> list[str]:
+    return [one["name"] for one in step["parameters"]]

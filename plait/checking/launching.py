@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from plait.checking.launch_command import WatchedProgram
 from plait.machines.machine import usable_cores
@@ -39,6 +39,37 @@ class WatchedRun:
     exit_codes: tuple[int | None, ...]
 
 
+class RankProcess(Protocol):
+    """A started rank, the leader of its own process group."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+        ...
+
+    def wait(self) -> int:
+        """Blocks until it has ended."""
+        ...
+
+
+StartRank = Callable[[Path, Mapping[str, str], Path], RankProcess]
+"""Starts a rank: takes the request's file, the rank's environment, and where its output goes."""
+
+
+def start_process(request: Path, environment: Mapping[str, str], log: Path) -> RankProcess:
+    """Start a rank in a fresh Python."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "plait.checking.watch.program", str(request)],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 def run_watched(
     program: WatchedProgram,
     folder: Path,
@@ -48,6 +79,7 @@ def run_watched(
     silent_s: float,
     limit_s: float,
     after_s: float = LIGHT_AT_LEAST_S,
+    start: StartRank = start_process,
 ) -> WatchedRun:
     """Start the ranks, wait until the steps are checked and `after_s` longer, or as long as they took, and end them;
     blocks.
@@ -67,21 +99,12 @@ def run_watched(
     request.write_text(json.dumps(asked), encoding="utf-8")
     (folder / "outputs").mkdir(exist_ok=True)
     began = time.monotonic()
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[RankProcess] = []
     port = _free_port()
     try:
         for rank in range(workers):
-            with (folder / f"rank-{rank}.log").open("wb") as log:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "plait.checking.watch.program", str(request), str(rank)],
-                        env=rank_environment(os.environ, program, folder, rank, workers, port),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
+            environment = rank_environment(os.environ, program, folder, rank, workers, port)
+            started.append(start(request, environment, folder / f"rank-{rank}.log"))
         ending = _wait(started, folder, silent_s=silent_s, limit_s=limit_s, after_s=after_s)
         codes = tuple(one.poll() for one in started)
     finally:
@@ -122,7 +145,7 @@ def rank_environment(
 
 
 def _wait(
-    started: Sequence[subprocess.Popen[bytes]], folder: Path, *, silent_s: float, limit_s: float, after_s: float
+    started: Sequence[RankProcess], folder: Path, *, silent_s: float, limit_s: float, after_s: float
 ) -> RunEnding:
     """Watch the ranks' files of events grow, until the program is over or enough is seen."""
     files = [folder / f"rank-{rank}" / "events.jsonl" for rank in range(len(started))]
@@ -162,7 +185,7 @@ def _mentions_end(file: Path, start: int) -> bool:
         return b'"kind": "checked"' in opened.read()
 
 
-def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(started: Sequence[RankProcess]) -> None:
     for one in started:
         with suppress(ProcessLookupError):
             os.killpg(one.pid, signal.SIGKILL)  # with the processes of its DataLoaders

@@ -204,12 +204,16 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
             if shape is None:
                 norm = float(got.norm()) if got is not None else 0.0
                 if norm > 0:
-                    found.append([Comparison(parameter=parameter, rank=rank, relation="unknown", factor=1.0, error=1.0)])
+                    found.append(
+                        [Comparison(parameter=parameter, rank=rank, relation="unknown", factor=1.0, error=1.0)]
+                    )
                 continue
             rows = torch.stack([torch.zeros(shape, dtype=torch.float64) if one is None else one for one in owns])
             if got is None:
                 if float((factors @ rows).norm()) > 0:
-                    found.append([Comparison(parameter=parameter, rank=rank, relation="missing", factor=0.0, error=1.0)])
+                    found.append(
+                        [Comparison(parameter=parameter, rank=rank, relation="missing", factor=0.0, error=1.0)]
+                    )
                 continue
             about = step.parameters[parameter]
             pieces = len(step.ranks) if about["sharded"] and got.numel() == math.prod(about["shape"]) else 1
@@ -217,7 +221,10 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
             found.append(_relate(parameter, rank, got, rows, factors, alternatives, step.micros, tolerance, cut))
     literal = {round(_literal_factor(micro, unit), 6) for micro in step.micros}
     return StepComparison(
-        step=step, unit=unit, comparisons=_most_common(found), literal_factor=literal.pop() if len(literal) == 1 else 0.0
+        step=step,
+        unit=unit,
+        comparisons=_most_common(found),
+        literal_factor=literal.pop() if len(literal) == 1 else 0.0,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from plait.checking.findings import ProgramFinding
@@ -52,7 +53,7 @@ def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[Checked
     ended = next((one for one in events[0] if one["kind"] == "ended"), None)
     for place in range(max((len(one["schedules"]) for one in states), default=0)):
         seen = [one["schedules"][place] for one in states if len(one["schedules"]) > place]
-        gone = Counter(after["at"] - before["at"] for before, after in zip(seen, seen[1:], strict=False))
+        gone = Counter(after["at"] - before["at"] for before, after in pairwise(seen))
         if len(seen) < 2 or not gone:
             continue
         stride, often = gone.most_common(1)[0]

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from plait.checking.findings import CheckReport, report_lines
 from plait.checking.launch_command import WatchedProgram, read_launch_command, with_outputs_in
-from plait.checking.launching import WatchedRun, log_tail, read_events, run_watched
+from plait.checking.launching import StartRank, WatchedRun, log_tail, read_events, run_watched, start_process
 from plait.errors import PlaitError
 from plait.launch.local.guard import require_linux
 from plait.screen.screen import Screen
@@ -29,6 +29,7 @@ def check(
     silent_s: float = 60,
     limit_s: float = 600,
     screen: Screen,
+    start: StartRank = start_process,
 ) -> CheckReport:
     """Run a program under watch, and judge it; blocks until the steps are taken.
 
@@ -47,7 +48,8 @@ def check(
         folder = Path(name)
         program, moved = with_outputs_in(program, folder / "outputs")
         screen.print(_introduction(program, count, steps, moved))
-        run = run_watched(program, folder / "run", workers=count, steps=steps, silent_s=silent_s, limit_s=limit_s)
+        limits = {"silent_s": silent_s, "limit_s": limit_s}
+        run = run_watched(program, folder / "run", workers=count, steps=steps, **limits, start=start)
         events = [read_events(folder / "run", rank) for rank in range(count)]
         if (unable := _unable(run, events, folder / "run", limit_s, silent_s)) is not None:
             report = CheckReport(
@@ -60,7 +62,7 @@ def check(
 
             report = judge(
                 folder / "run", events, wall_s=run.wall_s,
-                follows_workers=lambda factor: _follows_workers(program, folder / "more", count + 1, factor, limit_s),
+                follows_workers=lambda factor: _follows_workers(program, folder / "more", count + 1, factor, limits, start),
             )  # fmt: skip
     offline = "the program ran offline (WANDB_MODE, HF_HUB_OFFLINE), without GPUs and without torch.compile"
     return replace(report, changed=(offline, *(f"{one} went to a temporary folder" for one in moved), *report.changed))
@@ -149,7 +151,7 @@ def _follows_workers(program: WatchedProgram, folder: Path, workers: int, factor
     from plait.checking.recorded import checked_steps
     from plait.checking.reference import EXACT, compare_step
 
-    run = run_watched(program, folder, workers=workers, steps=1, silent_s=60, limit_s=limit_s, after_s=0)
+    run = run_watched(program, folder, workers=workers, steps=1, **limits, after_s=0, start=start)
     steps = checked_steps(folder, [read_events(folder, rank) for rank in range(workers)])
     if run.ending not in ("enough", "ended") or not steps:
         return None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from faulty_cases import FIRST_FAULTS, SECOND_FAULTS, FaultyCase
+from forked_rank import start_forked
 from sound_cases import FIRST_SOUND, SECOND_SOUND, SoundCase
 
 from plait.checking.findings import CheckReport
@@ -19,7 +20,7 @@ def checked(text: str, folder: Path, workers: int, *arguments: str) -> CheckRepo
     program = folder / "program.py"
     program.write_text(text, encoding="utf-8")
     command = ["torchrun", "--nproc-per-node", str(workers), str(program), *arguments]
-    return check(command, silent_s=240, screen=screen_for("off"))
+    return check(command, silent_s=240, screen=screen_for("off"), start=start_forked)
 
 
 @pytest.mark.parametrize("case", [*FIRST_FAULTS, *SECOND_FAULTS], ids=lambda case: case.name)

@@ -158,6 +158,8 @@ class GradientWatch:
             self._names.setdefault(id(parameter), name)
             self._hooked.setdefault(-id(parameter), parameter)  # kept alive, so that no other tensor gets its id
         for name, part in module.named_modules():
+            if type(part).__name__ == "FullyShardedDataParallel":
+                self._journal.write("fsdp1")
             if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
                 self._journal.write("batch_norm", name=_bare(name), training=part.training, affine=part.affine)
 

@@ -18,9 +18,9 @@ from plait.checking.watch.on_processors import ProcessorStandIns
 from plait.launch.local.guard import die_with_parent
 
 
-def main() -> None:
-    """Arguments: a JSON file that says what to run, and this process's rank."""
-    asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+def run_rank(request: Path) -> None:
+    """Run the program that a JSON file names, in this process, which is the rank that its environment says."""
+    asked = json.loads(request.read_text(encoding="utf-8"))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     die_with_parent(int(asked["parent"]))
     folder = Path(asked["folder"])
@@ -54,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(Path(sys.argv[1]))

@@ -1,0 +1,61 @@
+"""Ranks of a check as forks of this process, which has imported torch already: a matrix of cases without 160 imports."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed.fsdp
+import torch.distributed.optim
+import torch.nn.parallel  # noqa: F401 - imported before the fork, for all ranks of all cases
+
+from plait.checking.watch.program import run_rank
+
+
+@dataclass(slots=True)
+class ForkedRank:
+    """A rank that was forked; as subprocess.Popen has it."""
+
+    pid: int
+    code: int | None = field(default=None)
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+    def wait(self) -> int:
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
+
+
+def start_forked(request: Path, environment: Mapping[str, str], log: Path) -> ForkedRank:
+    """Fork this process and run a rank in the fork."""
+    pid = os.fork()
+    if pid:
+        return ForkedRank(pid)
+    code = 1
+    try:
+        os.setsid()
+        os.environ.clear()
+        os.environ.update(environment)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        run_rank(request)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1 if end.code else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
