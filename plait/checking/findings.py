@@ -17,8 +17,8 @@ FIXES: Mapping[FindingKind, str] = {
     "multiply exactly once",
     "accumulation": "divide the loss by the number of micro-batches of a step before backward",
     "scale": "look for a factor that one process would not have, or a step that counts micro-batches wrongly",
-    "mean_of_means": "sum the losses of tokens, all_reduce their number over all ranks and micro-batches of the step, and "
-    "divide by that (times the number of ranks where DDP averages)",
+    "mean_of_means": "sum the losses of tokens, all_reduce their number over all ranks and micro-batches of the "
+    "step, and divide by that (times the number of ranks where DDP averages)",
     "missing_sum": "let these parameters take part: all_reduce their gradients too, or have DDP know them",
     "never_summed": "wrap the model in DistributedDataParallel, or all_reduce every gradient before optimizer.step()",
     "lost_micro_batches": "call zero_grad() once a step, before the first micro-batch, and use no_sync() only around "

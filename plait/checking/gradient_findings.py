@@ -85,8 +85,8 @@ def _stale_finding(step: CheckedStep) -> ProgramFinding:
     return ProgramFinding(
         kind="stale_gradients", is_fault=True, where=step.site, step=step.step, parameter=step.name(0),
         parameters=len(step.parameters),
-        what=f"gradients are never emptied: step {step.step + 1} still adds those of earlier steps to {step.name(0)} and "
-        "what follows",
+        what=f"gradients are never emptied: step {step.step + 1} still adds those of earlier steps to {step.name(0)} "
+        "and what follows",
         one_process="it would use this step's gradients alone, where zero_grad() is called",
     )  # fmt: skip
 
@@ -260,7 +260,8 @@ def _related(
     if first.relation == "mean of means":
         counts = [unit_count(micro, result.unit) for micro in step.micros]
         kind = "mean_of_means"
-        what = f"a mean of means: micro-batches of {min(counts):g} to {max(counts):g} elements, and {first.detail}: {names}"
+        sizes = f"micro-batches of {min(counts):g} to {max(counts):g} elements"
+        what = f"a mean of means: {sizes}, and {first.detail}: {names}"
     elif first.relation == "own only":
         kind = "never_summed" if len(members) == total else "missing_sum"
         what = (
@@ -299,7 +300,7 @@ def _related(
 
 
 def _clips_before_sum(compared: Sequence[StepComparison]) -> bool:
-    """Whether each rank's own gradient, as far as it counts, has one norm in all steps: clipped before it was summed."""
+    """Whether each rank's own gradient, as far as it counts, has one norm in all steps, as after clipping."""
     norms: list[float] = []
     for result in compared:
         step = result.step

@@ -86,8 +86,8 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
         return ["FullyShardedDataParallel (FSDP1) flattens weights, which is not covered; fully_shard (FSDP2) is"]
     if any(_names(rank.event) != _names(step.ranks[0].event) for step in steps for rank in step.ranks):
         return [
-            "the ranks' optimizers hold different parameters (a sharded optimizer written by hand), so that their steps "
-            "cannot be laid side by side"
+            "the ranks' optimizers hold different parameters (a sharded optimizer written by hand), so that their "
+            "steps cannot be laid side by side"
         ]
     if any(one is None for one in groups):
         return [
@@ -117,8 +117,8 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
     if any(not micro.is_linear for step in steps for micro in step.micros):
         site = next(micro.site for step in steps for micro in step.micros if not micro.is_linear)
         return [
-            f"the loss at {site} is no mean or sum but a function of one (a root, a logarithm, a product), so that what "
-            "several batches would give together does not follow from each of them"
+            f"the loss at {site} is no mean or sum but a function of one (a root, a logarithm, a product), so that "
+            "what several batches would give together does not follow from each of them"
         ]
     return []
 

@@ -2,9 +2,9 @@
 
 Note [one process]: before any message, what a backward pass of rank r adds to a weight is what one process computes for
 that micro-batch. One process that had all of them would divide the sum over all elements (tokens, examples) by their
-number. So its gradient is a sum of the ranks' own gradients with factors that follow from how many elements each loss was
-a mean of, in float64. What the program gave its optimizer is compared with that; where it differs, other factors are
-tried, each of which is a known mistake.
+number. So its gradient is a sum of the ranks' own gradients with factors that follow from how many elements each loss
+was a mean of, in float64. What the program gave its optimizer is compared with that; where it differs, other factors
+are tried, each of which is a known mistake.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ EXACT, ROUNDED = 1e-4, 3e-2
 """Largest difference that is rounding, as a share of what was summed: in float32 and float64, and in 16 bits."""
 _FACTOR_TOLERANCE = 2e-3
 _NEARLY = 1.35
-"""A count of elements is off by less than this where it counts, say, the first token of each text; by ranks it is off by
-two or more."""
+"""A count of elements is off by less than this where it counts, say, the first token of each text; by ranks it is off
+by two or more."""
 Unit = Literal["valid", "elements", "rows", "as written"]
 Relation = Literal[
     "equal", "scaled", "mean of means", "own only", "micro-batches lost", "ranks uneven", "pieces uneven", "missing",

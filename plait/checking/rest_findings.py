@@ -39,8 +39,8 @@ def random_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
     return [
         ProgramFinding(
             kind="dropout_alike", is_fault=True, where=pairs[0][0]["site"],
-            what="dropout is alike on all ranks: the forward pass draws random numbers from the same state everywhere, so "
-            "that all ranks drop the same places",
+            what="dropout is alike on all ranks: the forward pass draws random numbers from the same state everywhere, "
+            "so that all ranks drop the same places",
             one_process="it would draw other numbers for each example",
         )
     ]  # fmt: skip
@@ -73,8 +73,8 @@ def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[Checked
         return [
             ProgramFinding(
                 kind="schedule", is_fault=True, where=str(states[0].get("site", "")),
-                what=f"the learning rate goes {stride} steps on in each step of the optimizer{reason}: {about['name']} is at "
-                f"{about['at']} after {len(states)} optimizer steps{planned_text}",
+                what=f"the learning rate goes {stride} steps on in each step of the optimizer{reason}: {about['name']} "
+                f"is at {about['at']} after {len(states)} optimizer steps{planned_text}",
                 one_process="it would go on by one",
             )
         ]  # fmt: skip

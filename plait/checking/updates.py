@@ -1,4 +1,4 @@
-"""Whether each rank's update is what the optimizer makes of the gradients that it got, and whether weights stay alike."""
+"""Whether each rank's update is what the optimizer makes of its gradients, and whether all ranks' weights are alike."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def weight_findings(steps: Sequence[CheckedStep], gradients: Sequence[ProgramFin
         when = "before the first step" if at_first else f"after step {step.step}"
         return [
             ProgramFinding(
-                kind="weights_apart", is_fault=True, where=step.site, parameter=name, parameters=len(apart), step=step.step,
+                kind="weights_apart", is_fault=True, where=step.site, parameter=name, parameters=len(apart),
+                step=step.step,
                 what=f"the ranks' weights are apart {when}: {name}{more}",
                 one_process="it would have one set of weights",
             )

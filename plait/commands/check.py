@@ -62,7 +62,9 @@ def check(
 
             report = judge(
                 folder / "run", events, wall_s=run.wall_s,
-                follows_workers=lambda factor: _follows_workers(program, folder / "more", count + 1, factor, limits, start),
+                follows_workers=lambda factor: _follows_workers(
+                    program, folder / "more", count + 1, factor, limits, start
+                ),
             )  # fmt: skip
     offline = "the program ran offline (WANDB_MODE, HF_HUB_OFFLINE), without GPUs and without torch.compile"
     return replace(report, changed=(offline, *(f"{one} went to a temporary folder" for one in moved), *report.changed))
@@ -100,8 +102,8 @@ def _unable(
     spawned = next((one for rank in events for one in rank if one["kind"] == "unusable"), None)
     if spawned is not None:
         return (
-            f"the program starts {spawned['wanted']} processes of its own; give --workers {spawned['wanted']}, and each of "
-            "the check's processes plays one of them"
+            f"the program starts {spawned['wanted']} processes of its own; give --workers {spawned['wanted']}, "
+            "and each of the check's processes plays one of them"
         )
     if run.ending == "failed":
         return _failure(events, folder)
@@ -140,12 +142,25 @@ def _last_doing(events: Sequence[dict[str, object]]) -> str:
         return "has not begun to compute"
     last = events[-1]
     where = f" at {last['site']}" if last.get("site") else ""
-    names = {"message": f"is in {last.get('call')}", "backward_begins": "is in backward", "forward": "is after a forward pass",
-             "ended": "has ended", "step": "is after an optimizer step", "draw": "has drawn a batch"}  # fmt: skip
-    return names.get(str(last["kind"]), f"wrote {last['kind']} last") + where
+    doing = {
+        "message": f"is in {last.get('call')}",
+        "backward_begins": "is in backward",
+        "forward": "is after a forward pass",
+        "ended": "has ended",
+        "step": "is after an optimizer step",
+        "draw": "has drawn a batch",
+    }
+    return doing.get(str(last["kind"]), "runs") + where
 
 
-def _follows_workers(program: WatchedProgram, folder: Path, workers: int, factor: float, limit_s: float) -> bool | None:
+def _follows_workers(
+    program: WatchedProgram,
+    folder: Path,
+    workers: int,
+    factor: float,
+    limits: Mapping[str, float],
+    start: StartRank,
+) -> bool | None:
     """Run a step on another number of workers: whether a factor of the gradients changes with it, or is the program's
     own. None where that run fails."""
     from plait.checking.recorded import checked_steps

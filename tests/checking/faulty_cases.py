@@ -45,7 +45,8 @@ _ACCUM = (
     "            optimizer.zero_grad()\n            loss.backward()\n"
 )
 _TWO_MICRO = (
-    "        for x, y in loader:\n            optimizer.zero_grad()\n            for a, b in zip(x.chunk(2), y.chunk(2)):\n"
+    "        for x, y in loader:\n            optimizer.zero_grad()\n"
+    "            for a, b in zip(x.chunk(2), y.chunk(2)):\n"
     "                loss = F.cross_entropy(model(a), b)\n                loss.backward()\n"
 )
 _SUMS = "    for p in model.parameters():\n        dist.all_reduce(p.grad)\n        p.grad /= world\n"
@@ -149,7 +150,8 @@ FIRST_FAULTS: Sequence[FaultyCase] = (
                   "    held = TensorDataset(torch.randn(17, 16))\n"
                   "    right = torch.zeros(2)\n"
                   "    with torch.no_grad():\n"
-                  "        for (x,) in DataLoader(held, batch_size=4, sampler=DistributedSampler(held, shuffle=False)):\n"
+                  "        shards = DistributedSampler(held, shuffle=False)\n"
+                  "        for (x,) in DataLoader(held, batch_size=4, sampler=shards):\n"
                   "            right += torch.tensor([float((model(x).argmax(1) == 0).sum()), len(x)])\n"
                   "    dist.all_reduce(right)\n"
                   "    dist.destroy_process_group()\n\n\nmain()")],
@@ -200,7 +202,8 @@ SECOND_FAULTS: Sequence[FaultyCase] = (
     ),
     FaultyCase(
         name="Accelerate, padding counted in accuracy", program=texts.ACCELERATE,
-        changes=[("torch.randn(80, 10)", "torch.randn(83, 10)"), ("accelerator.gather_for_metrics", "accelerator.gather")],
+        changes=[("torch.randn(80, 10)", "torch.randn(83, 10)"),
+                 ("accelerator.gather_for_metrics", "accelerator.gather")],
         kind="evaluation_data", needs="accelerate",
     ),
     FaultyCase(
@@ -238,7 +241,8 @@ SECOND_FAULTS: Sequence[FaultyCase] = (
         changes=[("                shown += loss.detach()\n",
                   "                shown += loss.detach()\n"
                   "                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)\n"),
-                 ("        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)\n        opt.step", "        opt.step")],
+                 ("        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)\n        opt.step",
+                  "        opt.step")],
         kind="clipping_before_sum", parameter="embed.weight",
     ),
     FaultyCase(

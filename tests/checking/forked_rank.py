@@ -1,4 +1,4 @@
-"""Ranks of a check as forks of this process, which has imported torch already: a matrix of cases without 160 imports."""
+"""Ranks of a check as forks of this process, which has imported torch already: many cases without as many imports."""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ class LM(nn.Module):
 class Documents(torch.utils.data.Dataset):
     def __init__(self, n):
         g = torch.Generator().manual_seed(7)
-        self.docs = [torch.randint(1, 40, (int(torch.randint(4, 24, (1,), generator=g)),), generator=g) for _ in range(n)]
+        lengths = torch.randint(4, 24, (n,), generator=g).tolist()
+        self.docs = [torch.randint(1, 40, (length,), generator=g) for length in lengths]
 
     def __len__(self):
         return len(self.docs)
@@ -309,7 +310,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 class Texts(torch.utils.data.Dataset):
     def __init__(self, n):
         g = torch.Generator().manual_seed(3)
-        self.rows = [torch.randint(1, 60, (int(torch.randint(5, 20, (1,), generator=g)),), generator=g) for _ in range(n)]
+        lengths = torch.randint(5, 20, (n,), generator=g).tolist()
+        self.rows = [torch.randint(1, 60, (length,), generator=g) for length in lengths]
 
     def __len__(self):
         return len(self.rows)

@@ -29,7 +29,8 @@ class SoundCase:
 
 
 _ACCUM_HALVES = (
-    "        for x, y in loader:\n            optimizer.zero_grad()\n            for a, b in zip(x.chunk(2), y.chunk(2)):\n"
+    "        for x, y in loader:\n            optimizer.zero_grad()\n"
+    "            for a, b in zip(x.chunk(2), y.chunk(2)):\n"
     "                loss = F.cross_entropy(model(a), b) / 2\n                loss.backward()\n"
 )
 _PLAIN = (
@@ -57,7 +58,8 @@ FIRST_SOUND: Sequence[SoundCase] = (
     SoundCase(
         name="sums in hooks of gradients", program=texts.LOOP,
         changes=[("optimizer = torch", "def average(grad):\n    grad = grad.clone()\n    dist.all_reduce(grad)\n"
-                  "    return grad / world\n\n\nfor p in model.parameters():\n    p.register_hook(average)\noptimizer = torch"),
+                  "    return grad / world\n\n\nfor p in model.parameters():\n    p.register_hook(average)\n"
+                  "optimizer = torch"),
                  (_SUMS, "")],
     ),
     SoundCase(
@@ -69,7 +71,8 @@ FIRST_SOUND: Sequence[SoundCase] = (
     SoundCase(
         name="frozen layer", program=texts.CLASSIFIER,
         changes=[("    net = Net()\n", "    net = Net()\n    net.fc2.requires_grad_(False)\n"),
-                 ("torch.optim.SGD(model.parameters()", "torch.optim.SGD([p for p in model.parameters() if p.requires_grad]")],
+                 ("torch.optim.SGD(model.parameters()",
+                  "torch.optim.SGD([p for p in model.parameters() if p.requires_grad]")],
     ),
     SoundCase(
         name="dropout seeded by rank", program=texts.CLASSIFIER,

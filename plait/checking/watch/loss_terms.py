@@ -1,7 +1,8 @@
 """How a loss is normalized, read from its autograd graph: each mean or sum in it, and how many elements went in.
 
 One process would divide the sum over all ranks' elements by their number. Which number that is (valid tokens, examples,
-elements) is what a mean or sum remembers of its input; by what a rank really divided is the gradient that arrives there.
+elements) is what a mean or sum remembers of its input; by what a rank really divided is the gradient that arrives
+there.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor
 
 TermKind = Literal["mean", "sum", "opaque"]
 
-_SCALAR_ARITHMETIC = {"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze",
-                      "ToCopy", "Clone", "Alias", "Expand", "Stack", "Cat", "Select", "Slice", "Unbind", "Permute",
-                      "ReshapeAlias", "Transpose", "T", "NanToNum", "Where"}  # fmt: skip
+_SCALAR_ARITHMETIC = {"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "View", "UnsafeView", "Reshape", "Squeeze",
+                      "Unsqueeze", "ToCopy", "Clone", "Alias", "Expand", "Stack", "Cat", "Select", "Slice", "Unbind",
+                      "Permute", "ReshapeAlias", "Transpose", "T", "NanToNum", "Where"}  # fmt: skip
 """Nodes that only scale and add what comes in, by their names without "Backward0"."""
 _POINTWISE_LOSSES = ("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss", "BinaryCrossEntropy",
                      "BinaryCrossEntropyWithLogits")  # fmt: skip
