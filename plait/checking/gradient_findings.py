@@ -170,6 +170,8 @@ def _clipped_by_hand(compared: Sequence[StepComparison]) -> tuple[str, set[int]]
             return "", set()
         scaled[result.step.step] = factors[0]
         held = result.step.ranks[0]
+        if held.event["clips"]:
+            return "", set()
         parts = [held.tensor("gradient", one) for one in range(len(result.step.parameters))]
         norms[result.step.step] = float(torch.stack([one.norm() for one in parts if one is not None]).norm())
     if len(scaled) < 2 or max(norms.values()) - min(norms.values()) > 1e-2 * max(norms.values()):

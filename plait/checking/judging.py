@@ -38,11 +38,10 @@ def judge(
         )  # fmt: skip
     gradients = judge_gradients(steps, events, follows_workers)
     updates = judge_updates(steps)
+    causes = [*gradients.findings, *updates.findings, *rate_findings(steps)]
     findings: list[ProgramFinding] = [
-        *weight_findings(steps, gradients.findings),
-        *gradients.findings,
-        *(updates.findings if not gradients.has("partial_clipping", "clipping_before_sum") else ()),
-        *rate_findings(steps),
+        *weight_findings(steps, causes),
+        *causes,
         *data_findings(events),
         *norm_findings(events),
         *random_findings(events),

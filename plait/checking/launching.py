@@ -22,6 +22,8 @@ RunEnding = Literal["ended", "enough", "failed", "silent", "out of time"]
 _POLL_S = 0.05
 _AFTER_FAILURE_S = 1.5
 """How long the other ranks may still report after one has failed."""
+_BUSY_S = 0.2
+"""Processor time by which ranks that write nothing show that they compute."""
 LIGHT_AT_LEAST_S = 5.0
 """How long a program goes on after the checked steps, so that passes, schedules and evaluations come to their end;
 longer where the checked steps took longer."""
@@ -151,7 +153,7 @@ def _wait(
     files = [folder / f"rank-{rank}" / "events.jsonl" for rank in range(len(started))]
     sizes, checked = [0] * len(started), [False] * len(started)
     began = grew = time.monotonic()
-    checked_at = failed_at = 0.0
+    checked_at = failed_at = busy_s = 0.0
     while True:
         now = time.monotonic()
         for rank, file in enumerate(files):
@@ -161,6 +163,8 @@ def _wait(
                     grew = now
                     checked[rank] = checked[rank] or _mentions_end(file, sizes[rank])
                     sizes[rank] = size
+        if (used := sum(_processor_s(one.pid) for one in started)) > busy_s + _BUSY_S:
+            busy_s, grew = used, now  # imports, and long computations
         codes = [one.poll() for one in started]
         if all(code is not None for code in codes):
             return "failed" if any(codes) else "ended"
@@ -177,6 +181,15 @@ def _wait(
         elif now - began > limit_s:
             return "out of time"
         time.sleep(_POLL_S)
+
+
+def _processor_s(pid: int) -> float:
+    """Processor time that a process has used; 0.0 after its end."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _mentions_end(file: Path, start: int) -> bool:

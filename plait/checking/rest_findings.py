@@ -50,7 +50,7 @@ def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[Checked
     """Schedules that go several steps on for each step of the optimizer."""
     ranks, micros = len(events), max((passes_of(step) for step in steps), default=1)
     states = [one for one in events[0] if one["kind"] in ("step", "light_step") and one["optimizer"] == 0]
-    ended = next((one for one in events[0] if one["kind"] == "ended"), None)
+    ended = any(one["kind"] == "ended" for one in events[0])
     for place in range(max((len(one["schedules"]) for one in states), default=0)):
         seen = [one["schedules"][place] for one in states if len(one["schedules"]) > place]
         gone = Counter(after["at"] - before["at"] for before, after in pairwise(seen))
@@ -60,7 +60,7 @@ def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[Checked
         if stride <= 1 or often < sum(gone.values()) / 2:
             continue
         about = seen[-1]
-        last = ended["schedules"][place]["at"] if ended and len(ended["schedules"]) > place else None
+        last = about["at"] + stride if ended else None  # the schedule itself may be gone when the program ends
         planned = about["total"]
         if planned and last is not None and last <= planned * 1.01 + 1:
             continue  # the schedule was made for as many calls

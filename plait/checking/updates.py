@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,22 @@ from torch import Tensor
 from plait.checking.findings import ProgramFinding
 from plait.checking.recorded import CheckedStep
 
-_ELEMENTWISE: Mapping[str, type[torch.optim.Optimizer]] = {
+_MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+_ELEMENTWISE: Mapping[str, _MakeOptimizer] = {
     kind.__name__: kind
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
                  torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta)
 }  # fmt: skip
 """Optimizers whose update of an element follows from that element's gradients alone, so that samples suffice."""
+_KINDS = ("foreach", "fused", "capturable", "differentiable")
+"""Options of an optimizer that change how an update is computed, and not the update."""
 _UPDATE_TOLERANCE, _ROUNDING = 2e-3, 3e-7
 """Shares of an update, and of the weights that it changes, that are float32's rounding."""
 _ROUNDING_16 = 8e-3
 _APART = 1e-6
+_LET_DRIFT = ("never_summed", "missing_sum", "unexplained", "lost_micro_batches", "uneven_ranks", "clipping_before_sum",
+              "partial_clipping", "rates_apart", "update")  # fmt: skip
+"""Kinds of findings after which weights drift apart by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +53,7 @@ def judge_updates(steps: Sequence[CheckedStep]) -> UpdateVerdict:
     return UpdateVerdict(findings=(), notes=notes)
 
 
-def _first_wrong(steps: Sequence[CheckedStep], kind: type[torch.optim.Optimizer]) -> ProgramFinding | None:
+def _first_wrong(steps: Sequence[CheckedStep], kind: _MakeOptimizer) -> ProgramFinding | None:
     for rank in range(len(steps[0].ranks)):
         weights: list[Tensor] = []
         optimizer: torch.optim.Optimizer | None = None
@@ -67,8 +73,8 @@ def _first_wrong(steps: Sequence[CheckedStep], kind: type[torch.optim.Optimizer]
             for group, about, rate in zip(
                 optimizer.param_groups, held.event["groups"], held.event["rates"], strict=False
             ):
+                group.update({key: about[key] for key in group if key in about and key not in ("params", *_KINDS)})
                 group["lr"] = rate
-                group["weight_decay"] = about.get("weight_decay", group.get("weight_decay", 0.0))
             optimizer.step()
             for index, weight in enumerate(weights):
                 after, start = held.tensor("after", index), before[index]
@@ -95,26 +101,24 @@ def _finding(step: CheckedStep, rank: int, index: int, got: Tensor, wanted: Tens
     )  # fmt: skip
 
 
-def _groups(kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], weights: Sequence[Tensor]) -> Any:
-    known = set(inspect.signature(kind.__init__).parameters) - {"self", "params"}
-    quiet = {"foreach", "fused", "capturable", "differentiable"}
+def _groups(kind: _MakeOptimizer, groups: Sequence[Mapping[str, Any]], weights: Sequence[Tensor]) -> Any:
+    known = set(inspect.signature(kind).parameters) - {"params"}
     return [
         {
             "params": [weights[one] for one in group["params"]],
             **{
                 key: tuple(value) if isinstance(value, list) else value
                 for key, value in group.items()
-                if key in known - quiet and key != "params"
+                if key in known - set(_KINDS) and key != "params"
             },
         }
         for group in groups
     ]
 
 
-def weight_findings(steps: Sequence[CheckedStep], gradients: Sequence[ProgramFinding]) -> list[ProgramFinding]:
+def weight_findings(steps: Sequence[CheckedStep], others: Sequence[ProgramFinding]) -> list[ProgramFinding]:
     """Weights that differ between ranks: from the beginning, or later although all got the same gradients."""
-    explained = any(one.kind in ("never_summed", "missing_sum", "unexplained", "lost_micro_batches", "uneven_ranks") or
-                    one.kind == "clipping_before_sum" for one in gradients)  # fmt: skip
+    explained = any(one.kind in _LET_DRIFT for one in others)
     for step in steps:
         apart = [index for index in range(len(step.parameters)) if _is_apart(step, index)]
         if not apart:

@@ -96,8 +96,8 @@ def _unable(
     run: WatchedRun, events: Sequence[Sequence[dict[str, object]]], folder: Path, limit_s: float, silent_s: float
 ) -> str | None:
     """Why a run cannot be judged, None where it can: a program that fails after the checked steps has shown enough."""
-    is_checked = all(any(one["kind"] == "checked" for one in rank) for rank in events)
-    if is_checked or run.ending == "ended":
+    is_over = all(any(one["kind"] in ("checked", "ended") for one in rank) for rank in events)
+    if is_over or run.ending == "ended":  # what comes after may fail: gloo's threads at a process's end do
         return None
     spawned = next((one for rank in events for one in rank if one["kind"] == "unusable"), None)
     if spawned is not None:

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed.fsdp
 import torch.distributed.optim
-import torch.nn.parallel  # noqa: F401 - imported before the fork, for all ranks of all cases
+import torch.nn.parallel
 
 from plait.checking.watch.program import run_rank
+
+torch.set_num_threads(1)  # a process with OpenMP's threads cannot be forked
 
 
 @dataclass(slots=True)

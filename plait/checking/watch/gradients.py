@@ -46,6 +46,8 @@ class GradientWatch:
         self._contributions: dict[int, list[tuple[int, Tensor]]] = {}
         """Of each parameter that an optimizer holds: (number of the backward pass, its gradient from that pass), since
         its gradient was last empty."""
+        self._unused: dict[int, list[tuple[int, Tensor]]] = {}
+        """Of each parameter: contributions that were emptied away before any step used them."""
         self._backwards: dict[int, dict[str, Any]] = {}
         self._stepped: set[tuple[int, int]] = set()
         """(optimizer, backward pass): whose gradients that optimizer has used in a step."""
@@ -120,11 +122,13 @@ class GradientWatch:
         if root is not None:
             self._after_unshard(root, ())
 
-    def _after_module(self, module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
+    def _after_module(self, module: nn.Module, inputs: Any, *rest: Any) -> None:
+        """`rest` is keywords and output; after an exception (a checkpoint's recomputation stops by one) only a part."""
         self._see_first_root()
         self._depth -= 1
-        if self._depth > 0 or self._in_backward:
+        if self._depth > 0 or self._in_backward or len(rest) < 2:
             return
+        keywords, output = rest
         given = [one for one in _tensors((inputs, keywords)) if one.dim() > 0]
         rows = given[0].shape[0] if given else 0
         if torch.is_grad_enabled():
@@ -209,12 +213,13 @@ class GradientWatch:
         losses = [float(root.detach()) for root in roots if root.numel() == 1]
         site = call_site()
         number = self._current = self._journal.write("backward_begins", site=site)
+        depth = self._depth
         self._in_backward += 1
         try:
             return original(tensors, *arguments, **keywords)
         finally:
             self._in_backward -= 1
-            self._current = None
+            self._current, self._depth = None, depth
             remove()
             about = {
                 "backward": number,
@@ -230,7 +235,7 @@ class GradientWatch:
             self._journal.write("backward", **about)
 
     def _forget_emptied(self) -> None:
-        """Contributions to a gradient that was emptied since are gone."""
+        """Contributions to a gradient that was emptied since are gone; those that no step has used are kept apart."""
         for key, parameter in list(self._hooked.items()):
             held = self._sharded_of.get(key, key)
             if key < 0 or held not in self._contributions:
@@ -240,7 +245,9 @@ class GradientWatch:
             if gradient is None:
                 gradient = getattr(parameter, "grad", None)
             if gradient is None or not bool(_local(gradient).any()):
-                self._contributions.pop(held, None)
+                for number, gradient in self._contributions.pop(held):
+                    if all((index, number) not in self._stepped for index in range(len(self._optimizers))):
+                        self._unused.setdefault(held, []).append((number, gradient))
 
     # Clipping.
 
@@ -284,7 +291,7 @@ class GradientWatch:
                 "name": type(one).__name__,
                 "at": int(getattr(one, "last_epoch", 0)),
                 "total": _planned_steps(one),
-                "accelerate": "accelerate" in sys.modules,
+                "accelerate": _uses_accelerate(),
             }
             for one in alive
             if one is not None and isinstance(getattr(one, "last_epoch", None), int)
@@ -327,7 +334,11 @@ class GradientWatch:
             if key in self._before_clip:
                 tensors[f"unclipped/{position}"] = self._before_clip[key]
             merged: dict[int, Tensor] = {}
-            for number, gradient in self._contributions.get(key, []):
+            kept = self._contributions.get(key, [])
+            sites = {self._backwards[number]["site"] for number, _ in kept if number in self._backwards}
+            # Of the same loss: micro-batches that were lost. Of another one: what an adversary's pass left behind.
+            lost = [one for one in self._unused.pop(key, []) if self._backwards[one[0]]["site"] in sites]
+            for number, gradient in [*lost, *kept]:
                 merged[number] = merged[number] + gradient if number in merged else gradient
             for number, gradient in merged.items():
                 tensors[f"local/{number}/{position}"] = gradient
@@ -435,6 +446,12 @@ def _digest(*tensors: Tensor) -> str:
         found.update(str(tuple(one.shape)).encode())
         found.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     return found.hexdigest()
+
+
+def _uses_accelerate() -> bool:
+    """Whether Accelerate is set up in this process, whose schedules step once for each process on purpose."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    return bool(getattr(state, "_shared_state", None))
 
 
 def _planned_steps(scheduler: Any) -> int | None:
