@@ -34,7 +34,8 @@ def random_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
     drew = [[one for one in rank if one["kind"] == "forward" and one["grad"] and one["rng"]] for rank in events]
     pairs = list(zip(*drew, strict=False))
     alike = [pair for pair in pairs if len({one["rng"] for one in pair}) == 1]
-    if len(events) < 2 or not pairs or len(alike) <= len(pairs) / 2:
+    # Batches of unequal lengths draw unequally many numbers, so that equal seeds are equal states at first alone.
+    if len(events) < 2 or not pairs or (pairs[0] not in alike and len(alike) <= len(pairs) / 2):
         return []
     return [
         ProgramFinding(

@@ -291,8 +291,7 @@ SECOND_SOUND: Sequence[SoundCase] = (
     SoundCase(
         name="FSDP2 with bf16", program=texts.FSDP,
         changes=[("import fully_shard", "import MixedPrecisionPolicy, fully_shard"),
-                 ("fully_shard(layer, mesh=mesh)",
-                  "fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))")],
+                 ("mesh=mesh)", "mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))")],
     ),
     SoundCase(name="FSDP2 on three ranks", program=texts.FSDP, workers=3),
     SoundCase(
@@ -302,10 +301,10 @@ SECOND_SOUND: Sequence[SoundCase] = (
                  ("import torch.distributed", "import torch.utils.checkpoint\nimport torch.distributed")],
     ),
     SoundCase(
-        name="sums sent in bf16", program=texts.CLASSIFIER,
+        name="sums sent in fp16", program=texts.CLASSIFIER,
         changes=[("    model = DDP(net)\n",
                   "    model = DDP(net)\n    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
-                  "    model.register_comm_hook(None, default_hooks.bf16_compress_hook)\n")],
+                  "    model.register_comm_hook(None, default_hooks.fp16_compress_hook)\n")],
     ),
     SoundCase(
         name="two terms", program=texts.LOOP,

@@ -69,7 +69,8 @@ class GradientWatch:
     @property
     def is_over(self) -> bool:
         """Whether all steps that are checked are written down."""
-        return bool(self._steps_of) and max(self._steps_of.values()) >= self._steps
+        taken = self._steps_of.values()
+        return bool(taken) and (min(taken) >= self._steps or max(taken) >= 2 * self._steps)
 
     def install(self) -> None:
         register_module_forward_pre_hook(self._before_module)
