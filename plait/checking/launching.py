@@ -50,10 +50,6 @@ class RankProcess(Protocol):
         """Its exit code, None while it runs."""
         ...
 
-    def wait(self) -> int:
-        """Blocks until it has ended."""
-        ...
-
 
 StartRank = Callable[[Path, Mapping[str, str], Path], RankProcess]
 """Starts a rank: takes the request's file, the rank's environment, and where its output goes."""
@@ -199,11 +195,19 @@ def _mentions_end(file: Path, start: int) -> bool:
 
 
 def _end(started: Sequence[RankProcess]) -> None:
+    """Kill all ranks, with the processes of their DataLoaders, and wait until they are gone. A rank that has only just
+    been started is in its own group a moment later, so the signal is repeated."""
     for one in started:
-        with suppress(ProcessLookupError):
-            os.killpg(one.pid, signal.SIGKILL)  # with the processes of its DataLoaders
+        _kill_group(one.pid)
     for one in started:
-        one.wait()
+        while one.poll() is None:
+            _kill_group(one.pid)
+            time.sleep(_POLL_S)
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _free_port() -> int:

@@ -122,8 +122,11 @@ def _unable(
 
 def _failure(events: Sequence[Sequence[dict[str, object]]], folder: Path) -> str:
     failed = [(rank, one) for rank, own in enumerate(events) for one in own if one["kind"] == "failed"]
-    lost = ("Connection closed by peer", "Connection reset", "Broken pipe")
-    causes = [pair for pair in failed if not any(text in str(pair[1]["error"]) for text in lost)] or failed
+    lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "remote worker crashing")
+    causes = [pair for pair in failed if not any(text in str(pair[1]["error"]) for text in lost)]
+    if failed and not causes:
+        doing = "; ".join(f"rank {rank} {_last_doing(_before_failure(one))}" for rank, one in enumerate(events))
+        return f"a rank waits for others that do not come: {doing}; see that all ranks call the same collectives"
     if not causes:
         tail = next((text for rank in range(len(events)) if (text := log_tail(folder, rank, 3))), "")
         return f"the program ended early; its last lines are: {tail or 'none'}"
@@ -135,6 +138,11 @@ def _failure(events: Sequence[Sequence[dict[str, object]]], folder: Path) -> str
     elif "HF_HUB_OFFLINE" in text or "offline" in text.lower():
         text += "; the check runs offline: fetch what it needs first"
     return text
+
+
+def _before_failure(events: Sequence[dict[str, object]]) -> Sequence[dict[str, object]]:
+    """A rank's events without that of its failure."""
+    return [one for one in events if one["kind"] != "failed"]
 
 
 def _last_doing(events: Sequence[dict[str, object]]) -> str:

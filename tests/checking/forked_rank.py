@@ -32,11 +32,6 @@ class ForkedRank:
             self.code = os.waitstatus_to_exitcode(status) if pid else None
         return self.code
 
-    def wait(self) -> int:
-        if self.code is None:
-            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.code
-
 
 def start_forked(request: Path, environment: Mapping[str, str], log: Path) -> ForkedRank:
     """Fork this process and run a rank in the fork."""

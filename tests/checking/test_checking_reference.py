@@ -1,0 +1,80 @@
+"""One process's gradient follows from the ranks' own, and known mistakes are recognized by their factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.checking.recorded import CheckedStep, MicroBatch, RankStep
+from plait.checking.reference import EXACT, StepComparison, compare_step, named_factor
+
+COUNTS = ((5.0, 9.0), (20.0, 3.0))
+"""Elements of two ranks' two micro-batches."""
+
+
+def step_of(result: Callable[[list[list[Tensor]], int], Tensor], coefficient: float = 0.5) -> CheckedStep:
+    """Two ranks whose losses are means times a coefficient; `result` makes a rank's gradient of all means'."""
+    generator = torch.Generator().manual_seed(0)
+    means = [[torch.randn(40, generator=generator, dtype=torch.float64) for _ in rank] for rank in COUNTS]
+    micros, ranks = [], []
+    for rank, counts in enumerate(COUNTS):
+        tensors = {"gradient/0": result(means, rank)}
+        for place, count in enumerate(counts):
+            tensors[f"local/{place}/0"] = coefficient * means[rank][place]
+            micros.append(
+                MicroBatch(
+                    rank=rank, number=place, place=place, site="train.py:9", loss=1.0, kind="mean",
+                    coefficient=coefficient, units={"valid": count}, is_linear=True,
+                )
+            )  # fmt: skip
+        about = {"name": "w", "shape": [40], "sharded": False, "dtype": "float64", "trained": True}
+        ranks.append(RankStep(event={"parameters": [about], "site": "train.py:12"}, tensors=tensors))
+    return CheckedStep(optimizer=0, step=0, ranks=ranks, micros=micros)
+
+
+def by_elements(means: Sequence[Sequence[Tensor]]) -> Tensor:
+    weighted = [
+        count * one for counts, rank in zip(COUNTS, means, strict=True) for count, one in zip(counts, rank, strict=True)
+    ]
+    return torch.stack(weighted).sum(0) / sum(map(sum, COUNTS))
+
+
+def relations(result: StepComparison) -> set[tuple[str, float]]:
+    return {(one.relation, round(one.factor, 6)) for one in result.comparisons}
+
+
+@pytest.mark.parametrize(
+    ("result", "relation", "factor"),
+    [
+        (lambda means, rank: by_elements(means), "equal", 1.0),
+        (lambda means, rank: 2 * by_elements(means), "scaled", 2.0),
+        (lambda means, rank: torch.stack([*means[0], *means[1]]).mean(0), "mean of means", 0.25),
+        (lambda means, rank: torch.stack(means[rank]).mean(0), "own only", 0.5),
+    ],
+)
+def test_relations(result: Callable[[list[list[Tensor]], int], Tensor], relation: str, factor: float) -> None:
+    assert relations(compare_step(step_of(result), tolerance=EXACT)) == {(relation, factor)}
+
+
+def test_ranks_that_count_unequally() -> None:
+    def uneven(means: list[list[Tensor]], rank: int) -> Tensor:
+        parts = [sum(c * m for c, m in zip(COUNTS[one], means[one], strict=True)) / 37 for one in (0, 1)]
+        return 3 * torch.as_tensor(parts[0]) + torch.as_tensor(parts[1])
+
+    found = compare_step(step_of(uneven), tolerance=EXACT).comparisons
+    assert {one.relation for one in found} == {"ranks uneven"}
+    assert found[0].rank_factors == pytest.approx((3.0, 1.0))
+
+
+def test_noise_fits_nothing() -> None:
+    noise = torch.randn(40, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    assert relations(compare_step(step_of(lambda means, rank: noise), tolerance=EXACT)) == {("unknown", 1.0)}
+
+
+def test_factors_by_name() -> None:
+    assert named_factor(3.0, 3, 4) == "world size"
+    assert named_factor(0.25, 3, 4) == "1 / accumulation"
+    assert named_factor(0.9, 3, 4) == ""
