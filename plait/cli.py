@@ -28,7 +28,7 @@ from plait.command_line.arguments import (
     ShownSamples,
     Version,
 )
-from plait.command_line.checking import check_command
+from plait.command_line.checking import check_program_command
 from plait.command_line.clusters import fetch_command, logs_command, node_command, stop_command, submit_command
 from plait.command_line.help_text import GroupedCommands, PlainCommand
 from plait.command_line.models import chat_command, evaluate, export_command, sample, screen_on
@@ -102,7 +102,7 @@ def train(
 
 
 command(name="join")(join_command)
-command(name="check", context_settings={"allow_interspersed_args": False})(check_command)
+command(name="check", context_settings={"allow_interspersed_args": False})(check_program_command)
 
 
 @command()

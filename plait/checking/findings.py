@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-FindingKind = Literal[
+ProgramFindingKind = Literal[
     "world_size", "accumulation", "scale", "mean_of_means", "missing_sum", "never_summed", "lost_micro_batches",
     "uneven_ranks", "weights_apart", "rates_apart", "same_batch", "repeated_samples", "samples_left_out",
     "dropout_alike", "batch_norm", "partial_clipping", "clipping_before_sum", "schedule", "evaluation_data",
     "stale_gradients", "update", "unexplained", "printed_loss", "same_order", "weight_decay",
 ]  # fmt: skip
-FIXES: Mapping[FindingKind, str] = {
+FIXES: Mapping[ProgramFindingKind, str] = {
     "world_size": "DistributedDataParallel and fully_shard already divide the sum by the number of ranks: divide or "
     "multiply exactly once",
     "accumulation": "divide the loss by the number of micro-batches of a step before backward",
@@ -52,7 +52,7 @@ FIXES: Mapping[FindingKind, str] = {
 class ProgramFinding:
     """One thing that a program does otherwise than one process would, or that its author should know."""
 
-    kind: FindingKind
+    kind: ProgramFindingKind
     is_fault: bool
     """Whether it makes the program differ; else it is a note."""
     what: str
@@ -131,10 +131,10 @@ class CheckReport:
         }
 
     def __str__(self) -> str:
-        return "\n".join(report_lines(self))
+        return "\n".join(check_report_lines(self))
 
 
-def report_lines(report: CheckReport) -> Sequence[str]:
+def check_report_lines(report: CheckReport) -> Sequence[str]:
     """The report as a person reads it."""
     lines = [f"changed  {one}" for one in report.changed]
     for finding in sorted(report.findings, key=lambda one: not one.is_fault):

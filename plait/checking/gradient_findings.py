@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from plait.checking.findings import FindingKind, ProgramFinding
+from plait.checking.findings import ProgramFinding, ProgramFindingKind
 from plait.checking.recorded import CheckedStep, Event
 from plait.checking.reference import (
     EXACT,
@@ -35,7 +35,7 @@ class GradientVerdict:
     notes: Sequence[str]
     largest_error: float | None
 
-    def has(self, *kinds: FindingKind) -> bool:
+    def has(self, *kinds: ProgramFindingKind) -> bool:
         return any(one.kind in kinds for one in self.findings)
 
 
@@ -221,7 +221,7 @@ def _scaled(
     is_own = len(members) == total and own > 0 and abs(factor / own - 1) < _SAME
     if is_own and not name:
         return [], f"the loss is {factor:.4g} times a mean, as the program writes it"
-    kind: FindingKind = "scale"
+    kind: ProgramFindingKind = "scale"
     if is_own and abs(own - micros) <= _SAME * micros:
         kind, name = "accumulation", "accumulation"
     elif is_own:
@@ -258,7 +258,7 @@ def _related(
 ) -> ProgramFinding:
     step, first = result.step, members[0]
     names = _names(step, members, total)
-    kind: FindingKind
+    kind: ProgramFindingKind
     if first.relation == "mean of means":
         counts = [unit_count(micro, result.unit) for micro in step.micros]
         kind = "mean_of_means"

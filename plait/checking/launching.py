@@ -33,7 +33,7 @@ OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedRun:
+class WatchedLaunch:
     """How a watched program came to its end."""
 
     ending: RunEnding
@@ -78,7 +78,7 @@ def run_watched(
     limit_s: float,
     after_s: float = LIGHT_AT_LEAST_S,
     start: StartRank = start_process,
-) -> WatchedRun:
+) -> WatchedLaunch:
     """Start the ranks, wait until the steps are checked and `after_s` longer, or as long as they took, and end them;
     blocks.
 
@@ -107,7 +107,7 @@ def run_watched(
         codes = tuple(one.poll() for one in started)
     finally:
         _end(started)
-    return WatchedRun(ending=ending, wall_s=time.monotonic() - began, exit_codes=codes)
+    return WatchedLaunch(ending=ending, wall_s=time.monotonic() - began, exit_codes=codes)
 
 
 def rank_environment(

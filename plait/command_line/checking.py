@@ -11,7 +11,7 @@ from plait.command_line.models import screen_on
 from plait.launch.local.output import OptionalOutput
 
 
-def check_command(
+def check_program_command(
     command: Annotated[
         list[str],
         typer.Argument(
@@ -31,7 +31,7 @@ def check_command(
         float, typer.Option(metavar="SECONDS", help="Give up when the steps are not taken by then.", min=1)
     ] = 600,
 ) -> None:
-    """Prove your own distributed program: its gradients and updates against one process. No GPU needed.
+    """Prove your own distributed program against one process, without a GPU.
 
     Exit code 0: proven, 1: it differs, 2: it cannot be judged, and why.
     """

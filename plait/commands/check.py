@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plait.checking.findings import CheckReport, report_lines
+from plait.checking.findings import CheckReport, check_report_lines
 from plait.checking.launch_command import WatchedProgram, read_launch_command, with_outputs_in
-from plait.checking.launching import StartRank, WatchedRun, log_tail, read_events, run_watched, start_process
+from plait.checking.launching import StartRank, WatchedLaunch, log_tail, read_events, run_watched, start_process
 from plait.errors import PlaitError
 from plait.launch.local.guard import require_linux
 from plait.screen.screen import Screen
@@ -74,7 +74,7 @@ def report_text(report: CheckReport, *, as_json: bool) -> str:
     """What goes to the terminal."""
     if as_json:
         return json.dumps(report.as_json(), indent=2)
-    return "\n".join(report_lines(report))
+    return "\n".join(check_report_lines(report))
 
 
 def _introduction(program: WatchedProgram, workers: int, steps: int, moved: Sequence[str]) -> str:
@@ -93,7 +93,7 @@ def _check_python(program: WatchedProgram) -> None:
 
 
 def _unable(
-    run: WatchedRun, events: Sequence[Sequence[dict[str, object]]], folder: Path, limit_s: float, silent_s: float
+    run: WatchedLaunch, events: Sequence[Sequence[dict[str, object]]], folder: Path, limit_s: float, silent_s: float
 ) -> str | None:
     """Why a run cannot be judged, None where it can: a program that fails after the checked steps has shown enough."""
     is_over = all(any(one["kind"] in ("checked", "ended") for one in rank) for rank in events)

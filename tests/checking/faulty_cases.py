@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import program_texts as texts
 
-from plait.checking.findings import FindingKind
+from plait.checking.findings import ProgramFindingKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class FaultyCase:
     name: str
     program: str
     changes: Sequence[tuple[str, str]]
-    kind: FindingKind
+    kind: ProgramFindingKind
     parameter: str = ""
     """The first parameter that must be named; "" where the fault has none."""
     is_note: bool = False
