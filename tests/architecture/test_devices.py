@@ -15,6 +15,7 @@ ALLOWED = {
     "machines/gpus.py": "why a build of torch does not see NVIDIA's GPUs",
     "trainer/step_graph.py": "CUDA graphs, which only devices with CUDA's kernels are asked to record",
     "commands/monitoring/restarts.py": "words that errors of devices contain",
+    "checking/watch/on_processors.py": "what programs of others ask for, so that they run without a GPU",
 }
 
 
