@@ -31,7 +31,7 @@ def check_program_command(
         float, typer.Option(metavar="SECONDS", help="Give up when the steps are not taken by then.", min=1)
     ] = 600,
 ) -> None:
-    """Prove your own distributed program against one process, without a GPU.
+    """Prove your own distributed program against one process.
 
     Exit code 0: proven, 1: it differs, 2: it cannot be judged, and why.
     """

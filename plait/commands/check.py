@@ -4,6 +4,7 @@ would."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -133,7 +134,7 @@ def _failure(events: Sequence[Sequence[dict[str, object]]], folder: Path) -> str
     rank, cause = causes[0]
     where = f" at {cause['site']}" if cause["site"] else ""
     text = f"the program failed on rank {rank}{where}: {cause['error']}"
-    if "cuda" in text.lower() or "nvidia" in text.lower():
+    if re.search(r"cuda|nvidia", text, re.IGNORECASE):
         text += "; it needs a GPU there: let it fall back to the processor where torch.cuda.is_available() is false"
     elif "HF_HUB_OFFLINE" in text or "offline" in text.lower():
         text += "; the check runs offline: fetch what it needs first"
