@@ -33,7 +33,13 @@ from plait.command_line.clusters import fetch_command, logs_command, node_comman
 from plait.command_line.help_text import GroupedCommands, PlainCommand
 from plait.command_line.models import chat_command, evaluate, export_command, sample, screen_on
 from plait.command_line.programs import join_command, run_command
-from plait.command_line.run_files import compare_command, remove_command, report_command, runs_command
+from plait.command_line.run_files import (
+    compare_command,
+    remove_command,
+    report_command,
+    runs_command,
+    timeline_command,
+)
 from plait.command_line.runs import drill_command, new_command, status_command
 from plait.command_line.watch import page_beside, watch_command
 from plait.errors import PlaitError
@@ -273,6 +279,7 @@ command(name="runs")(runs_command)
 command(name="status")(status_command)
 command(name="compare")(compare_command)
 command(name="report")(report_command)
+command(name="timeline")(timeline_command)
 command(name="remove")(remove_command)
 command(name="watch")(watch_command)
 command(name="submit")(submit_command)

@@ -29,6 +29,7 @@ from plait.screen.screen import ShowProgress, ignore_progress
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 TRAINING_ENTRY, TIMING_ENTRY, CHECK_ENTRY = "train", "time_steps", "check_gradients"
+RECORDING_ENTRY = "record_steps"
 MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY = "measure_machine", "probe", "measure_products"
 MACHINE_CHECK_ENTRY = "check_machine"
 ROUTING = "routing.safetensors"
@@ -38,6 +39,7 @@ ENTRIES = EntryTable(
     functions={
         TRAINING_ENTRY: "plait.trainer.worker:main",
         TIMING_ENTRY: "plait.trainer.time_steps:rank",
+        RECORDING_ENTRY: "plait.trainer.record_steps:run_recording_rank",
         CHECK_ENTRY: "plait.commands.verifying.reference:run_check_rank",
         MEASURE_ENTRY: "plait.probing.host_rank:run_host_rank",
         PROBE_ENTRY: "plait.probing.rank:run_probe_rank",
@@ -49,6 +51,7 @@ ENTRIES = EntryTable(
         "plait.probing.products",
         "plait.trainer.worker",
         "plait.trainer.time_steps",
+        "plait.trainer.record_steps",
         "plait.commands.verifying.reference",
         "plait.probing.rank",
         "plait.probing.check_rank",

@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 COMMAND_GROUPS: Mapping[str, Sequence[str]] = {
     "Train a model": ("new", "data", "plan", "train"),
-    "Look at runs": ("runs", "watch", "status", "compare", "report", "remove"),
+    "Look at runs": ("runs", "watch", "status", "compare", "report", "timeline", "remove"),
     "Use a model": ("sample", "eval", "chat", "export"),
     "Check layouts, machines and recovery": ("verify", "probe", "drill"),
     "Own programs, several machines": ("run", "join", "check"),
@@ -29,6 +29,7 @@ COMMAND_EXAMPLES: Mapping[str, tuple[str, str]] = {
     "status": ("plait status first", "plait status first --json"),
     "compare": ("plait compare first second", "plait compare first second --json"),
     "report": ("plait report first --html first.html", "plait report first second --md runs.md"),
+    "timeline": ("plait timeline first", "plait timeline first --steps 1 --html step.html --trace step.json"),
     "remove": ("plait remove first", "plait remove first --yes"),
     "watch": ("plait watch", "plait watch first second --no-browser"),
     "sample": ('plait sample first --prompt "KING HENRY."', "plait sample first --tokens 50 --temperature 0"),

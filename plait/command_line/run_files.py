@@ -74,6 +74,25 @@ def report_command(
         screen_on(sys.stdout).print(f"written  {file}")
 
 
+def timeline_command(
+    run: OneRun,
+    steps: Annotated[int, typer.Option("--steps", metavar="NUMBER", help="Steps to record.", min=1, max=50)] = 3,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="The page; RUN-timeline.html if left out.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="The trace for Perfetto; RUN-timeline.json if left out."),
+    ] = None,
+) -> None:
+    """Record a few steps of a run. What each worker did when, beside the plan, as a page and as a trace for Perfetto."""
+    from plait.commands.timeline import record_run
+
+    name = Path(run).resolve().name
+    page, events = html or Path(f"{name}-timeline.html"), trace or Path(f"{name}-timeline.json")
+    record_run(run, steps=steps, html=page, trace=events, screen=screen_on(sys.stdout))
+
+
 def remove_command(
     run: OneRun,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,

@@ -30,7 +30,8 @@ PEER_WAIT = timedelta(minutes=30)
 
 
 SharedCall = Literal[
-    "run.batches", "run.step", "run.evaluate", "run.save", "run.resume", "run.verify", "run.plan", "run.timeline"
+    "run.batches", "run.step", "run.evaluate", "run.save", "run.resume", "run.verify", "run.plan", "run.timeline",
+    "run.record_steps",
 ]  # fmt: skip
 """What all workers must call together."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,6 +47,7 @@ from plait.parallel.exchange import gather_json
 
 if TYPE_CHECKING:
     from plait.custom.planning.measure import CustomPlan
+    from plait.custom.stepping.recording import RecordedProgram
     from plait.proof import Verdict
 
 
@@ -79,6 +81,7 @@ class SpreadRun:
         self._own_draws, self._draws = seed_from("between", program.seed, *program.named_parameters()), 0
         """A number of this program's, and how often generators were seeded by it."""
         self._choices = choices
+        self._recorded: RecordedProgram | None = None
         self._last: list[Any] = []
         """The last batch that was handed out, if any."""
         self._end = weakref.finalize(self, _release, strands.holds(), refuse_other_updates(program))
@@ -187,10 +190,15 @@ class SpreadRun:
         began, clock = time.perf_counter(), self._meter.clock()
         given = sum(place.given for place in self._places)
         factor = self._rate.factor(self._steps)
-        means, own_s = self._taker.take(
-            batch, step=self._steps, number=given, clock=clock, rate_factor=factor, losses=taken
-        )
+        recorded = self._recorded
+        with recorded.recorder.step(self._steps + 1) if recorded is not None else nullcontext():
+            means, own_s = self._taker.take(
+                batch, step=self._steps, number=given, clock=clock, rate_factor=factor, losses=taken
+            )
         self._steps += 1
+        if recorded is not None and recorded.is_done:
+            self._recorded = None
+            recorded.write()
         self._seed_between("step")
         for done in self._places:
             done.used = done.given
@@ -268,6 +276,15 @@ class SpreadRun:
         """Write where the time of the last thousand steps went on each worker, as a trace for Perfetto or
         chrome://tracing. Every worker must call it; blocks."""
         write_timeline(Path(path), self._taker.spans, self._workers, self._names)
+
+    def record_steps(self, path: str | Path, steps: int = 3) -> None:
+        """Record the next steps in detail on all workers: passes, sums, messages and waits. The last of them writes
+        `path`: a trace for Perfetto, or a page if the name ends with .html. Every worker must call it, before a step.
+        """
+        from plait.custom.stepping.recording import RecordedProgram
+
+        self._recorded = RecordedProgram(Path(path), steps, self._workers, self._layout)
+        self._workers.announce("run.record_steps")()
 
     def save(self, folder: str | Path, *, extra: Any = None) -> None:
         """Save all that a resume needs to `folder`, whole or not at all. Every worker must call it; blocks.

@@ -22,6 +22,7 @@ from plait.model.gpt import mixtures_of
 from plait.model.mixture import RunHeld, from_experts, order_by_expert, to_experts
 from plait.parallel.mesh import PEER_TIMEOUT, connect_ranks
 from plait.parallel.sharded_model import ShardedModel
+from plait.parallel.watched import WATCH, PendingSpan
 from plait.partition.execution import Execution
 
 
@@ -108,7 +109,8 @@ class ExpertExchange:
         own = self.held[dist.get_rank(self.group)]
         sent = torch.tensor(counts, dtype=torch.int64, device=device)
         received = sent.new_empty(own * len(self.held))
-        dist.all_to_all_single(received, sent, [own] * len(self.held), list(self.held), group=self.group)
+        with WATCH.exchange("counts", sent):
+            dist.all_to_all_single(received, sent, [own] * len(self.held), list(self.held), group=self.group)
         return received.view(len(self.held), own).tolist()
 
 
@@ -128,7 +130,7 @@ class _UnderWay:
     """What one exchange has begun and not yet awaited, of its forward or its backward."""
 
     def __init__(self) -> None:
-        self._held: tuple[dist.Work, Tensor, Tensor] | None = None
+        self._held: tuple[dist.Work, Tensor, Tensor, PendingSpan | None] | None = None
 
     def begin(self, rows_rd: Tensor, splits: _Splits) -> Tensor:
         """Send rows, and return where all ranks' rows for this one will be. They travel as bytes: gloo moves not every
@@ -139,15 +141,17 @@ class _UnderWay:
         sizes = (list(splits.received), list(splits.sent))
         work = dist.all_to_all_single(*whole, *sizes, group=splits.group, async_op=True)
         assert work is not None and self._held is None
-        self._held = (work, rows_rd, arriving_sd)  # the sent ones must live until they have left
+        begun = WATCH.begin("expert tokens", rows_rd)
+        self._held = (work, rows_rd, arriving_sd, begun)  # the sent ones must live until they have left
         return arriving_sd
 
     def wait(self) -> Tensor:
         """The rows for this rank, once they have arrived and its own have left."""
         assert self._held is not None, "rows that nobody sent"
-        work, _, arrived_sd = self._held
+        work, _, arrived_sd, begun = self._held
         self._held = None
-        work.wait()
+        with WATCH.wait("expert tokens", begun):
+            work.wait()
         return arrived_sd
 
 

@@ -37,6 +37,7 @@ from plait.parallel.gradient_reducer import GradientReducer, ProcessGroups
 from plait.parallel.mesh import make_groups
 from plait.parallel.reduction import Transfer
 from plait.parallel.sharded_model import ShardedModel, held_weight
+from plait.parallel.watched import WATCH, PendingSpan
 from plait.partition.boxes import all_expert_splits
 from plait.partition.execution import Execution
 
@@ -280,15 +281,18 @@ def _nothing() -> None:
 class AllWork(dist.Work):
     """Several transfers as one torch Work."""
 
-    def __init__(self, works: Sequence[dist.Work], before_wait: Callable[[], None] = _nothing) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], before_wait: Callable[[], None] = _nothing, begun: PendingSpan | None = None
+    ) -> None:
         super().__init__()
-        self._works, self._before_wait = works, before_wait
+        self._works, self._before_wait, self._begun = works, before_wait, begun
 
     def wait(self, timeout: timedelta = NO_BUCKET_LIMIT) -> bool:
         """Block until all are over; each may take as long."""
         self._before_wait()
-        for work in self._works:
-            work.wait(timeout)
+        with WATCH.wait("weights", self._begun):
+            for work in self._works:
+                work.wait(timeout)
         return True
 
 
@@ -309,7 +313,8 @@ class SpreadWeights(_OrdinaryMemory):
     ) -> dist.Work | None:
         """Gather in place: the input lies in the output."""
         tag, compare = self._begin(output_tensor.numel())
-        begun = AllWork(spread_own(output_tensor, group, tag), compare)
+        watched = WATCH.begin("weights", input_tensor)
+        begun = AllWork(spread_own(output_tensor, group, tag), compare, watched)
         if not async_op:
             begun.wait()
         return begun if async_op else None
@@ -332,7 +337,8 @@ class SwapGradients(_OrdinaryMemory):
         """Sum over the ranks; blocks, as torch requires here."""
         assert op == dist.ReduceOp.SUM and not async_op, "gradients are sums everywhere: Note [loss is a sum]"
         tag, compare = self._begin(input_tensor.numel())
-        sum_parts(output_tensor, input_tensor, group, tag, compare)
+        with WATCH.exchange("gradient sum", input_tensor):
+            sum_parts(output_tensor, input_tensor, group, tag, compare)
 
 
 class DeviceGather(_OrdinaryMemory):
@@ -346,7 +352,8 @@ class DeviceGather(_OrdinaryMemory):
     ) -> dist.Work | None:
         """Gather in place: the input lies in the output."""
         self._begin(output_tensor.numel())
-        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        with WATCH.exchange("weights", input_tensor):
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class DeviceReduceScatter(_OrdinaryMemory):
@@ -365,4 +372,5 @@ class DeviceReduceScatter(_OrdinaryMemory):
     ) -> dist.Work | None:
         """Sum over the ranks."""
         self._begin(input_tensor.numel())
-        return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        with WATCH.exchange("gradient sum", input_tensor):
+            return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

@@ -39,6 +39,7 @@ from plait.parallel.reduction import (
     wait_for_all,
 )
 from plait.parallel.sharded_model import OptimizerUnit, ShardedModel
+from plait.parallel.watched import WATCH, PendingSpan
 from plait.partition.boxes import is_shared_out, ranks_sharing, ranks_splitting, weight_boxes
 from plait.partition.execution import Execution
 
@@ -264,6 +265,8 @@ class SummedBucket:
         self._course: ReductionSteps = iter(())
         self._works: PendingWork = []
         self._gathering: PendingWork = []
+        self._summing: PendingSpan | None = None
+        self._returning: PendingSpan | None = None
         if carried.split:
             self._values = flat_buffer_for(weights, carried.pieces)
             for view, weight in zip(views_of(self._values, weights), weights, strict=True):
@@ -341,8 +344,9 @@ class SummedBucket:
     def advance(self) -> None:
         """End a transfer, and begin the next one: Note [waits beside the arithmetic] in reduction.py."""
         with self._stream.after_compute():
-            wait_for_all(self._works)
+            self._wait_for_sums()
             self._works = next(self._course)
+            self._summing = WATCH.begin("gradient sum", self.flat)
         self.begun += 1
 
     def go_on_to(self, count: int) -> None:
@@ -353,13 +357,18 @@ class SummedBucket:
     def finish(self) -> None:
         """Wait for the sums; the own part's is then the gradient of its unit."""
         with self._stream.after_compute():
-            wait_for_all(self._works)
+            self._wait_for_sums()
             for _ in self._course:
                 raise AssertionError("a transfer that was not counted")
         if self._split:
             self._parameter.grad = self._own
             for weight in self.weights:
                 weight.parameter.grad = None
+
+    def _wait_for_sums(self) -> None:
+        if self._works:
+            with WATCH.wait("gradient sum", self._summing):
+                wait_for_all(self._works)
 
     def expect_weights(self) -> None:
         """Post the receives of other ranks' updated weights."""
@@ -369,13 +378,17 @@ class SummedBucket:
     def gather(self) -> None:
         """Begin to collect the updated weights from all that keep a part of them."""
         if self._split and self.flat.device.type == "cpu":
+            self._returning = WATCH.begin("weights", self._parameter)
             self._gathering += send_own(self._values, self._split, GATHER_TAG + self._number)
         elif self._split:
+            self._returning = WATCH.begin("weights", self._parameter)
             self._gathering = [all_gather(self._values, self._parameter.data, group=self._split, async_op=True)]
 
     def settle(self) -> None:
         """Wait for the weights."""
-        wait_for_all(self._gathering)
+        if self._gathering:
+            with WATCH.wait("weights", self._returning):
+                wait_for_all(self._gathering)
 
     def release(self) -> None:
         """Give each weight, and its gradient, memory of its own."""

@@ -21,6 +21,7 @@ from plait.layout import AXES, Layout
 from plait.machines.gpus import TorchGpus, check_gpu_computes
 from plait.parallel.communicator import ONE_PROCESS, Communicator
 from plait.parallel.launcher_store import open_launcher_store
+from plait.parallel.watched import WATCH
 
 PEER_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another one's part of a sum or a message."""
@@ -61,16 +62,19 @@ class GroupCommunicator:
         self.size = dist.get_world_size(group)
 
     def __call__(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self.group)
+        with WATCH.exchange("step numbers", values):
+            dist.all_reduce(values, group=self.group)
         return values
 
     def largest(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        with WATCH.exchange("step numbers", values):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
     def gather(self, values: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(parts, values, group=self.group)
+        with WATCH.exchange("step numbers", values):
+            dist.all_gather(parts, values, group=self.group)
         return parts
 
 

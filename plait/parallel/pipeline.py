@@ -28,6 +28,7 @@ from plait.parallel.pipeline_links import StageLinks, WaitFor, wait_for
 from plait.parallel.sharded_model import Forward, Gradients, LossOf, ShardedModel, UpdatedBy, whole_weights
 from plait.parallel.tensor import stream_rows
 from plait.parallel.tied_embedding import TIED_WEIGHT, TiedEmbeddingEnd
+from plait.parallel.watched import WATCH
 from plait.partition.boxes import cut_box, model_parts_of, ranks_sharing
 from plait.partition.execution import Execution
 from plait.partition.pipeline_schedule import Action, ActionLists, schedule_actions
@@ -112,9 +113,11 @@ class StagePipe:
         for action in script.own:
             if action in script.last:
                 gradients.arm(self.chunk_of(action))
-            trip.take(action)
-        trip.finish()
-        gradients.close()
+            with WATCH.work(action.kind, stage=action.stage, micro=action.micro):
+                trip.take(action)
+        with WATCH.work("gradients"):
+            trip.finish()
+            gradients.close()
         return trip.totals
 
     @torch.no_grad()

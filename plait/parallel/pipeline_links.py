@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.parallel.watched import WATCH
 from plait.partition.pipeline_schedule import Action, receiving_stage
 
 SENDS_KEPT = 4
@@ -76,7 +77,8 @@ class StageLinks:
         assert work is not None
         self._sends.append((work, result))
         if len(self._sends) > SENDS_KEPT:
-            self._wait(self._sends.popleft()[0])
+            with WATCH.wait("stage message"):
+                self._wait(self._sends.popleft()[0])
 
     def receive(self, action: Action) -> Tensor:
         """The result of another rank's action; blocks until it is here (on a GPU: its stream does)."""
@@ -84,14 +86,16 @@ class StageLinks:
             self._make_room()
         work, result = self._receives.pop(action)
         self._look_ahead()
-        self._wait(work)
+        with WATCH.wait("stage message"):
+            self._wait(work)
         return result
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
         assert not self._ahead and not self._receives, "a transfer of the schedule was never asked for"
         while self._sends:
-            self._wait(self._sends.popleft()[0])
+            with WATCH.wait("stage message"):
+                self._wait(self._sends.popleft()[0])
 
     def _look_ahead(self) -> None:
         while self._ahead and self._ahead[0] not in self._mine and len(self._receives) < RECEIVES_AHEAD:

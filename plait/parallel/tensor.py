@@ -35,6 +35,7 @@ from plait.model.shape import ModelShape
 from plait.parallel.collectives import SPREAD_TAG, SUM_TAG, all_gather, reduce_scatter, spread_own, sum_parts
 from plait.parallel.compile import outside_graphs
 from plait.parallel.sharded_model import ShardedModel
+from plait.parallel.watched import WATCH
 from plait.partition.boxes import cut_box, kv_heads_of
 from plait.partition.execution import Execution
 
@@ -227,11 +228,13 @@ class SharedVocabulary:
         return self._stream.gather(to_compute_precision(hidden_nd), tokens)
 
     def largest(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._stream.group)
+        with WATCH.exchange("tensor rows", values):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._stream.group)
         return values
 
     def sum(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self._stream.group)
+        with WATCH.exchange("tensor rows", values):
+            dist.all_reduce(values, group=self._stream.group)
         return values
 
 
@@ -312,10 +315,12 @@ def _gathered(own_md: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
     every = own_md.new_empty((parts * len(own_md), *own_md.shape[1:]))
     if every.device.type == "cpu":  # see Note [room first] in collectives.py
         every.chunk(parts)[dist.get_rank(group)].copy_(own_md)
-        for work in spread_own(every, group, SPREAD_TAG):
-            work.wait()
+        with WATCH.exchange("tensor rows", own_md):
+            for work in spread_own(every, group, SPREAD_TAG):
+                work.wait()
     else:
-        all_gather(every, own_md.contiguous(), group=group)
+        with WATCH.exchange("tensor rows", own_md):
+            all_gather(every, own_md.contiguous(), group=group)
     return every if len(every) == rows else every[:rows]
 
 
@@ -324,9 +329,11 @@ def _summed(partial_nd: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent = _padded(partial_nd.contiguous(), parts)
     own = sent.new_empty((len(sent) // parts, *sent.shape[1:]))
     if sent.device.type == "cpu":  # see Note [room first] in collectives.py
-        sum_parts(own, sent, group, SUM_TAG)
+        with WATCH.exchange("tensor rows", sent):
+            sum_parts(own, sent, group, SUM_TAG)
     else:
-        reduce_scatter(own, sent, group=group)
+        with WATCH.exchange("tensor rows", sent):
+            reduce_scatter(own, sent, group=group)
     return own
 
 

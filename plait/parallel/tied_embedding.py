@@ -19,6 +19,7 @@ from torch import Tensor
 
 from plait.parallel.gradient_buckets import SharedWeight
 from plait.parallel.pipeline_links import WaitFor
+from plait.parallel.watched import WATCH
 
 PendingRows = dict[int, tuple[dist.Work, Tensor]]
 """Maps a micro-batch to the transfer of its rows and their buffer."""
@@ -106,7 +107,8 @@ class _EmbeddingStep:
     def before_forward(self, micro: int) -> None:
         if micro in self._coming:
             work, values = self._coming.pop(micro)
-            self._wait(work)
+            with WATCH.wait("tied embedding"):
+                self._wait(work)
             # Nobody's backward needs the table's numbers, so that autograd need not know.
             self._ends.parameter.data[self._come[micro]] = values
 
@@ -119,8 +121,9 @@ class _EmbeddingStep:
 
     def finish(self) -> None:
         assert not self._coming, "rows that nobody looked up"
-        for work, _ in self._going.values():
-            self._wait(work)
+        with WATCH.wait("tied embedding"):
+            for work, _ in self._going.values():
+                self._wait(work)
         self._ends.parameter.grad = None
 
 
@@ -146,7 +149,9 @@ class _HeadStep:
             parameter.grad = torch.zeros_like(parameter)
         for micro, (work, values) in self._coming.items():
             assert parameter.grad is not None
-            self._wait(work)
+            with WATCH.wait("tied embedding"):
+                self._wait(work)
             parameter.grad[self._back[micro]] += values
-        for work, _ in self._going.values():
-            self._wait(work)
+        with WATCH.wait("tied embedding"):
+            for work, _ in self._going.values():
+                self._wait(work)

@@ -20,6 +20,7 @@ from plait.layout import Layout
 from plait.parallel.exchange import gather_json
 from plait.parallel.mesh import GroupCommunicator, accelerator_of_group, make_groups
 from plait.parallel.sharded_model import OptimizerUnit
+from plait.parallel.watched import WATCH
 from plait.partition.boxes import Box
 from plait.partition.matrix_owners import BATCH_NUMBERS, CopiesCompute, MatrixTask, Piece, PlacedPiece, assign_owners
 
@@ -205,14 +206,16 @@ def _all_to_all(received: Tensor, sent: Tensor, traffic: _Traffic, group: dist.P
     to, source = ([count * size for count in some] for some in (traffic.sent_numbers, traffic.received_numbers))
     leaving, arriving = sent.view(torch.uint8), received.view(torch.uint8)
     if sent.device.type != "cpu":
-        dist.all_to_all_single(arriving, leaving, source, to, group=group)
+        with WATCH.exchange("whole matrices", sent):
+            dist.all_to_all_single(arriving, leaving, source, to, group=group)
         return
     rooms, parcels = enumerate(arriving.split(source)), enumerate(leaving.split(to))
-    works = [dist.irecv(room, group=group, group_src=rank, tag=tag) for rank, room in rooms if len(room)]
-    works += [dist.isend(parcel, group=group, group_dst=rank, tag=tag) for rank, parcel in parcels if len(parcel)]
-    for work in works:
-        assert work is not None
-        work.wait()
+    with WATCH.exchange("whole matrices", sent):
+        works = [dist.irecv(room, group=group, group_src=rank, tag=tag) for rank, room in rooms if len(room)]
+        works += [dist.isend(parcel, group=group, group_dst=rank, tag=tag) for rank, parcel in parcels if len(parcel)]
+        for work in works:
+            assert work is not None
+            work.wait()
 
 
 def _gathered(own: Sequence[Piece], group: dist.ProcessGroup) -> list[list[Piece]]:

@@ -25,7 +25,7 @@ from plait.units import counted, format_bytes
 from plait.working_folder import WorkingFolder
 
 _OWN_FILES = re.compile(
-    r"\..*|recipe\.toml|(plan|receipt|so-far|joined|fetched)\.json|plan-\d+\.json|shares(-\d+)?\.jsonl"
+    r"\..*|recipe\.toml|(plan|receipt|so-far|joined|fetched|timeline-request|timeline-answer)\.json|plan-\d+\.json|shares(-\d+)?\.jsonl"
     r"|(metrics|starts|incidents|rank-times)\.jsonl|checkpoints|tensorboard|logs|base|chat_template\.jinja"
 )
 """What plait itself makes in a run's folder."""

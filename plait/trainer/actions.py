@@ -18,6 +18,7 @@ from plait.trainer.checkpointing.copies import StateCopies
 from plait.trainer.choices import ChoiceEvaluation
 from plait.trainer.loop import Agreement, LoopActions
 from plait.trainer.optimizer.optim import learning_rate
+from plait.trainer.recording.live import LiveTimeline
 from plait.trainer.samples import TrainingSampler
 from plait.trainer.state import TrainState, past_skipped
 
@@ -31,6 +32,7 @@ def loop_actions(
     balance: Rebalancer,
     choices: ChoiceEvaluation | None,
     sampler: TrainingSampler | None,
+    timeline: LiveTimeline,
     skipped_steps: Collection[int] = (),
 ) -> LoopActions:
     """What the loop calls on one rank; `skipped_steps` take the batch after their own."""
@@ -47,10 +49,12 @@ def loop_actions(
         saver.begin(state)
 
     def agree(stop: bool, due: bool, copy_due: bool) -> Agreement:
-        own = [stop, due, saver.status, copy_due and copies.are_made and context.rank == 0, *copies.news()]
+        copied = copy_due and copies.are_made and context.rank == 0
+        own = [stop, due, saver.status, copied, *copies.news(), timeline.requested()]
         flags = [int(one) for one in world.largest(torch.tensor([int(one) for one in own]))]
         saver.agree(flags[2])
         cost_s = copies.agreed(flags[4], flags[5], tell)
+        timeline.agreed(flags[6])
         return Agreement(stop=bool(flags[0]), save=bool(flags[1]), copy=bool(flags[3]), copy_cost_s=cost_s)
 
     return LoopActions(

@@ -22,6 +22,7 @@ from plait.model.gpt import GPT, reset_biases
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.communicator import Communicator
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel
+from plait.parallel.watched import WATCH
 from plait.parallel.whole_matrices import MatrixExchange, stage_exchange
 from plait.partition.execution import Compile, Precision
 from plait.planner.plan import Plan
@@ -79,14 +80,17 @@ class Assembly:
         The returned state's `tokens` are those of `state`: the caller adds them when it reads the scalars.
         """
         plan = self.plan
-        micros = self.loader.micros(state.position)
+        with WATCH.work("data"):
+            micros = self.loader.micros(state.position)
         self.auxiliary.begin(micros, self.sums)
         if self.loads.counts_first:
             like = torch.zeros(1, dtype=torch.float64, device=self.device)
             with self.auxiliary.also_without_gradients():
                 self.loads.count_first(lambda: self.evaluate_micros(micros), self.sums, like)
         self.optimizer.set_lr(learning_rate(plan.job.optimizer, state.step, plan.job.steps))
-        scalars = self.graphs.take(micros, self.update_from) if self.graphs else self.update_from(micros)
+        # A graph is one event to whoever records a step.
+        replays = self.graphs if WATCH.recorder is None else None
+        scalars = replays.take(micros, self.update_from) if replays else self.update_from(micros)
         return replace(state, step=state.step + 1, position=state.position + plan.job.batch_sequences), scalars
 
     def update_from(self, micros: Sequence[Micro]) -> Scalars:

@@ -16,6 +16,7 @@ from plait.model.gpt import GPT
 from plait.parallel.communicator import Communicator
 from plait.parallel.gradient_norm import clip_factor
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel, VocabularySplit
+from plait.parallel.watched import WATCH
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, largest_load
 from plait.trainer.loss import IN_PLACE, sum_of_losses
@@ -94,8 +95,9 @@ def take_step(
     loss_sum, tokens, squares = found[:3].unbind()
     count = tokens.clamp(min=1)
     norm = squares.sqrt() / count
-    update(optimizer, sharded.units, factor=clip_factor(norm, clip) / count, norm=norm)
-    sharded.gradients.publish()
+    with WATCH.work("update"):
+        update(optimizer, sharded.units, factor=clip_factor(norm, clip) / count, norm=norm)
+        sharded.gradients.publish()
     scalars = Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
     if len(of_pairs):
         scalars = replace(scalars, pairs=of_pairs)
@@ -123,14 +125,16 @@ def run_micros_in_turn(
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     sharded.gradients.open()
     with _autocast_block(device, casts):
-        for micro in micros:
+        for number, micro in enumerate(micros):
             if micro is micros[-1]:
                 sharded.gradients.arm(0)
-            loss = loss_of(forward(model, micro, None), model, micro)
-            with _backward_block(device, casts):
+            with WATCH.work("forward", micro=number):
+                loss = loss_of(forward(model, micro, None), model, micro)
+            with WATCH.work("backward", micro=number), _backward_block(device, casts):
                 loss.backward()
             totals += torch.stack([loss.detach().double(), counted_tokens(micro)])
-    sharded.gradients.close()
+    with WATCH.work("gradients"):
+        sharded.gradients.close()
     return totals * sharded.reports
 
 

@@ -40,6 +40,7 @@ from plait.trainer.loop import LoopIntervals, Observer, run_loop
 from plait.trainer.observers import rank_observers
 from plait.trainer.pair_reference import KeptReference
 from plait.trainer.rank_sinks import sinks_of_rank
+from plait.trainer.recording.live import LiveTimeline
 from plait.trainer.samples import load_sampler
 from plait.trainer.state import TrainState
 from plait.trainer.step_graph import CudaRecorder, StepGraphs
@@ -129,8 +130,10 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
                 else None
             )
             skipped = frozenset(requested["skipped"])
-            actions = loop_actions(context, assembly, saver, copies, prune, balance, choices, sampler, skipped)
-            observers = (*observe(assembly, folder), *rank_observers(context, assembly, balance, sink, whole))
+            timeline = LiveTimeline(assembly, folder)
+            actions = loop_actions(context, assembly, saver, copies, prune, balance, choices, sampler, timeline, skipped)
+            usual = rank_observers(context, assembly, balance, sink, whole)
+            observers = (*observe(assembly, folder), *usual, timeline.observer)
             _, end = run_loop(
                 state, _pace(plan, sample_every), actions, sink, NumberGuard(**requested["guard"]), observers
             )

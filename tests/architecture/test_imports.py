@@ -33,7 +33,7 @@ FLOORS = {
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "programs": 3,
-                 "data": 4, "evaluate": 4, "join": 4, "plan": 4, "check": 4, "probe": 4, "prove": 4,
+                 "data": 4, "evaluate": 4, "join": 4, "plan": 4, "check": 4, "probe": 4, "prove": 4, "timeline": 4,
                  "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4, "answering": 5,
                  "evaluating": 3, "drilling": 6},
     "custom": {"process": 0, "message_order": 0, "seeds": 0, "structure": 0, "cutting": 1, "group": 1, "program": 1,
@@ -53,8 +53,8 @@ INNER_FLOORS = {
               "weights": 2, "sizes": 2, "requested_size": 3, "norm": 2, "rotary": 2, "blocked_attention": 2,
               "linear": 2, "attention": 3, "feedforward": 3, "prediction_heads": 3, "mixture": 4,
               "latent_attention": 4, "gpt": 5, "init": 6, "adapters": 6},
-    "parallel": {"collectives": 0, "launcher_store": 0, "communicator": 0, "sharded_model": 0, "pipeline_links": 0,
-                 "mesh": 1, "exchange": 1, "gradient_norm": 0,
+    "parallel": {"watched": -1, "collectives": 0, "launcher_store": 0, "communicator": 0, "sharded_model": 0,
+                 "pipeline_links": 0, "mesh": 1, "exchange": 1, "gradient_norm": 0,
                  "compile": 1, "frozen": 1, "materialize": 1, "recompute": 1, "reduction": 1, "gradient_buckets": 1,
                  "expert": 2, "context": 2, "gradient_reducer": 2, "tensor": 2, "tied_embedding": 2, "pipeline": 3,
                  "whole_matrices": 2, "orthogonalize": 0,
@@ -65,7 +65,7 @@ INNER_FLOORS = {
     "trainer": {"choices": 6, "samples": 6, "first_weights": 1, "state": 0, "optimizer": 0, "score_passes": 0,
                 "experts": 0, "loss": 1, "divergence": 0, "step": 3, "step_graph": 4, "assemble": 5, "rank_sinks": 5,
                 "checkpointing": 6, "pair_reference": 6, "loop": 7, "balance": 7, "auxiliary": 2, "preference": 2,
-                "actions": 8, "observers": 8, "worker": 9, "time_steps": 10},
+                "recording": 8, "actions": 9, "observers": 8, "worker": 10, "time_steps": 11, "record_steps": 11},
 }  # fmt: skip
 SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "probing.steps", "probing.processor_arithmetic",
                   "probing.survey", "run_folder", "hosts.", "commands.", "clusters.", "api", "cli")  # fmt: skip

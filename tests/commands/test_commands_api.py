@@ -193,8 +193,8 @@ def test_every_function_has_a_command_or_is_about_values() -> None:
     within_programs = {"spread", "broadcast", "all_reduce", "rank", "size", "convert_batch_norm"}
     functions = {name for name in plait.__all__ if isinstance(getattr(plait, name), FunctionType)}
     assert functions == with_command | named_otherwise.keys() | about_values | within_programs
-    # plait new writes a file for people, status is Run.account, people look at a page and at a drill, and remove asks.
-    by_hand = {"new", "status", "watch", "drill", "remove"}
+    # plait new writes a file for people, status is Run.account, people look at pages and at a drill, and remove asks.
+    by_hand = {"new", "status", "watch", "timeline", "drill", "remove"}
     of_clusters = {"logs", "stop", "fetch", "node"}
     assert commands == with_command | set(named_otherwise.values()) | by_hand | of_clusters
 

@@ -18,6 +18,7 @@ from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.strands.program_strands import Strands
 from plait.custom.structure import cloned
 from plait.errors import PlaitError
+from plait.parallel.watched import WATCH
 
 _UNLIKE_TERMS = (
     "the number of pairs (sum, count) that loss_sum returns is {} here and {} elsewhere; return as many in every step "
@@ -94,7 +95,8 @@ def sum_gradients(
     reach_counts = told[:parameters].tolist()
     strands.check_reached(index, reach_counts)
     by_anybody = tuple(count > 0 for count in reach_counts)
-    strands.close(index, by_anybody)
+    with WATCH.work("gradients"):
+        strands.close(index, by_anybody)
     # Behind the buckets, whose order on a GPU must be the same on all ranks.
     summed = told[parameters:] if on_processor else workers.sums(own.sums)
     losses, counts, undivided = summed.split([(len(summed) - 1) // 2, (len(summed) - 1) // 2, 1])
@@ -140,7 +142,7 @@ class _LossPasses:
                 divisor = divisor_of(terms.counts[0])
             sums = sums + _counted_sums(terms)
             scales = divisor.reciprocal().expand(len(terms.totals)) * self.place.loss_scale
-            self._backward(terms, scales, is_last=number == len(micros) - 1)
+            self._backward(terms, scales, number, is_last=number == len(micros) - 1)
         if divided_by == "nothing":
             sums = self._of_all_terms(sums, micros)
         return _OwnSums(sums=torch.cat([sums.reshape(-1), undivided.reshape(1)]), divisor=divisor)
@@ -167,7 +169,7 @@ class _LossPasses:
             scales, divisor, undivided = torch.ones_like(counts), self._zeros() + 1, self._zeros() + 1
         for number, micro in enumerate(micros):
             terms = self._forward(number, micro) if runs_again else found[number]
-            self._backward(terms, scales, is_last=number == len(micros) - 1)
+            self._backward(terms, scales, number, is_last=number == len(micros) - 1)
         sums = torch.cat([sums.reshape(-1), undivided.reshape(1)])
         return _OwnSums(sums=sums, divisor=divisor, waited_s=waited_s)
 
@@ -176,7 +178,8 @@ class _LossPasses:
         place = self.place
         seed_everything(seed_from("step", self.program.seed, place.step, self.index, number, self.workers.rank))
         self.strands.next_pass(self.index)
-        terms = _loss_sum(self.program, self.index, micro)
+        with WATCH.work("forward", micro=number):
+            terms = _loss_sum(self.program, self.index, micro)
         if torch.is_grad_enabled() and not any(total.requires_grad for total in terms.totals):
             raise PlaitError(
                 "the loss does not depend on a weight that is trained; compute it from the model's output, outside of "
@@ -191,8 +194,8 @@ class _LossPasses:
         with torch.no_grad(), self.program.buffers_kept():
             return [self._forward(number, cloned(micro)) for number, micro in enumerate(micros)]
 
-    def _backward(self, terms: LossTerms, scales: Tensor, *, is_last: bool) -> None:
-        """Backward of all terms, each times its scale."""
+    def _backward(self, terms: LossTerms, scales: Tensor, number: int, *, is_last: bool) -> None:
+        """Backward of all terms of the part of this number, each times its scale."""
         if is_last:
             self.strands.arm(self.index)
         # Of several losses each gives gradients to the weights of its own optimizer alone.
@@ -200,9 +203,10 @@ class _LossPasses:
         inputs = list(self.program.trained_by(self.index).values()) if several else None
         learn = [(total, scale) for total, scale in zip(terms.totals, scales, strict=True) if total.requires_grad]
         try:
-            torch.autograd.backward(
-                [total for total, _ in learn], [scale.to(total.dtype) for total, scale in learn], inputs=inputs
-            )
+            with WATCH.work("backward", micro=number):
+                torch.autograd.backward(
+                    [total for total, _ in learn], [scale.to(total.dtype) for total, scale in learn], inputs=inputs
+                )
         except RuntimeError as error:
             if "setStorage" not in str(error):
                 raise

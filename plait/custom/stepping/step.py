@@ -27,6 +27,7 @@ from plait.custom.strands.description import CustomLayout
 from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 from plait.parallel.exchange import agree_on_any
+from plait.parallel.watched import WATCH
 
 
 class StepTaker:
@@ -83,7 +84,8 @@ class StepTaker:
         means, own_s, ended = list[Tensor](), 0.0, dict[int, UpdateEnd]()
         for index in losses:
             sums = self._sum_gradients(index, micros, place, batch)
-            ended[index] = self._losses.update(index, sums, place, rate_factor)
+            with WATCH.work("update"):
+                ended[index] = self._losses.update(index, sums, place, rate_factor)
             own_s += sums.own_s
             means.append(sums.mean)
             began, computed, summed = sums.moments

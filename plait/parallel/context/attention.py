@@ -28,6 +28,7 @@ from plait.parallel.compile import outside_graphs
 from plait.parallel.context.cut import ContextCut, Rectangle, cut_attention
 from plait.parallel.context.kernels import Kernel, kernel_for, merge_results
 from plait.parallel.sharded_model import ShardedModel
+from plait.parallel.watched import WATCH, PendingSpan
 from plait.partition.execution import Execution
 
 
@@ -51,7 +52,8 @@ def context(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> Sh
 
 def _summed_over(group: dist.ProcessGroup, values: Tensor) -> Tensor:
     total = values.clone()
-    dist.all_reduce(total, group=group)
+    with WATCH.exchange("counts", total):
+        dist.all_reduce(total, group=group)
     return total
 
 
@@ -183,7 +185,8 @@ class Exchange:
             receives={(peer, chunk): chunks[:, chunk] for peer, chunk in self._from},
             sends={(peer, chunk): chunks[:, chunk] for peer, chunk in self._for},
         )
-        return PendingKeys(chunks[:, : self.needed], chunks, works)
+        begun = WATCH.begin("keys and values", *(chunks[:, chunk] for _, chunk in self._for))
+        return PendingKeys(chunks[:, : self.needed], chunks, works, begun)
 
     def add_home(self, grads: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
         """Add all ranks' gradients [2, b, needed × m, k, d] of keys and values to those [b, t, k, d] where they live.
@@ -193,9 +196,10 @@ class Exchange:
         chunks = grads.unflatten(2, (self.needed, -1)).movedim(2, 1).contiguous()
         arrived = {place: torch.empty_like(chunks[:, 0]) for place in self._for}
         sends = {(peer, chunk): chunks[:, chunk] for peer, chunk in self._from}
-        works = self._begin(receives=arrived, sends=sends)
-        for work in works:
-            work.wait()
+        with WATCH.exchange("keys and values", *sends.values()):
+            works = self._begin(receives=arrived, sends=sends)
+            for work in works:
+                work.wait()
         arrived[self.index, self.index] = chunks[:, self.index]
         own = _chunks_of(self.index, self.parts)
         for (_, chunk), parts in sorted(arrived.items(), key=lambda item: item[0]):
@@ -217,15 +221,16 @@ class Exchange:
 class PendingKeys:
     """Keys and values whose transfer has begun."""
 
-    def __init__(self, needed: Tensor, sent: Tensor, works: list[dist.Work]) -> None:
-        self._needed = needed
+    def __init__(self, needed: Tensor, sent: Tensor, works: list[dist.Work], begun: PendingSpan | None) -> None:
+        self._needed, self._begun = needed, begun
         self._sent = sent  # must live until it went out
         self._works = works
 
     def wait(self) -> Tensor:
         """Keys and values [2, b, needed × m, k, d], in the order of the rows. Blocks."""
-        for work in self._works:
-            work.wait()
+        with WATCH.wait("keys and values", self._begun):
+            for work in self._works:
+                work.wait()
         return self._needed.movedim(1, 2).flatten(2, 3)
 
 

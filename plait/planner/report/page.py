@@ -52,13 +52,14 @@ def page_html(reports: Sequence[PlanReport], before: str = "") -> str:
     )
 
 
-def document_html(name: str, bodies: Sequence[str]) -> str:
-    """A whole page in the style of a plan's, from HTML for its parts; it loads nothing and runs nothing."""
+def document_html(name: str, bodies: Sequence[str], more_style: str = "") -> str:
+    """A whole page in the style of a plan's, from HTML for its parts; it loads nothing and runs nothing. `more_style`
+    is what a page's own pictures need beside the common style sheets."""
     guard = f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
     parts = [
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{guard}',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(name)}</title>\n<style>\n{shared_style()}{_resource('page.css')}</style>\n</head>\n<body>",
+        f"<title>{escape(name)}</title>\n<style>\n{shared_style()}{_resource('page.css')}{more_style}</style>\n</head>\n<body>",
         *bodies,
         "</body>\n</html>\n",
     ]

@@ -1,0 +1,45 @@
+"""How somebody asks a run that trains for a timeline: by a file in its folder, which its first rank answers there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.checked_json import parse_object
+from plait.errors import PlaitError
+from plait.regular_file import read_regular_file
+from plait.report.atomic import replace_file
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineFiles:
+    """The two files of a run's folder; neither is there but while somebody asks."""
+
+    folder: Path
+
+    @property
+    def request(self) -> Path:
+        return self.folder / "timeline-request.json"
+
+    @property
+    def answer(self) -> Path:
+        return self.folder / "timeline-answer.json"
+
+    def ask(self, steps: int) -> None:
+        """Ask for so many steps; raises PlaitError where the folder cannot be written."""
+        self.answer.unlink(missing_ok=True)
+        replace_file(self.request, json.dumps({"steps": steps}).encode(), failure=PlaitError)
+
+    def requested_steps(self) -> int:
+        """How many steps somebody asks for; 0 where nobody does, or the file says nothing that can be understood."""
+        try:
+            steps = parse_object(read_regular_file(self.request, 1024)).get("steps")
+        except (OSError, ValueError):
+            return 0
+        return steps if isinstance(steps, int) and steps > 0 else 0
+
+    def clear(self) -> None:
+        """Take both files away."""
+        self.request.unlink(missing_ok=True)
+        self.answer.unlink(missing_ok=True)

@@ -1,0 +1,104 @@
+"""Timelines as JSON of Chrome's trace-event format, which ui.perfetto.dev and chrome://tracing open.
+
+Each rank is a process of the trace, and each lane a thread of it, the plan's above those that were measured. Complete
+events (ph "X") on one thread must be nested or apart, so messages that overlap get lanes of their own. Arrows (ph "s"
+and "f") lead from a stage's pass to the pass that waits for its result. Times are in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from plait.report.step_timeline import Lane, RankTimeline, StepTimeline, TimelineSpan
+
+_LANE_TEXTS: Mapping[str, str] = {"planned": "as planned", "measured": "as it was"}
+_LANES_APART = 100
+"""Thread numbers of a source's lanes; more messages than that are never under way at once."""
+
+
+def trace_json(timelines: Sequence[StepTimeline]) -> str:
+    """The whole file; `timelines` are those of one run, the plan's first."""
+    events = [event for number, one in enumerate(timelines) for event in _events_of(one, number)]
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
+
+
+def _events_of(timeline: StepTimeline, number: int) -> Iterator[dict[str, Any]]:
+    source = _LANE_TEXTS[timeline.source]
+    for own in timeline.ranks:
+        name = f"rank {own.rank}" + (f" on {own.host}" if own.host else "")
+        yield _metadata("process_name", own.rank, 0, name=name)
+        yield _metadata("process_sort_index", own.rank, 0, sort_index=own.rank)
+        for place, (text, spans) in enumerate(_lanes(own)):
+            thread = 1 + number * _LANES_APART + place
+            yield _metadata("thread_name", own.rank, thread, name=f"{text}, {source}")
+            yield _metadata("thread_sort_index", own.rank, thread, sort_index=thread)
+            for span in spans:
+                yield _complete(span, own.rank, thread, timeline.source)
+    yield from _arrows(timeline, 1 + number * _LANES_APART)
+
+
+def _lanes(own: RankTimeline) -> Iterator[tuple[str, Sequence[TimelineSpan]]]:
+    """The names of a rank's threads and their spans: its work with its waits, then messages."""
+    yield "work", _nested([span for span in own.spans if span.lane != "message"])
+    lanes: list[list[TimelineSpan]] = []
+    for span in sorted((span for span in own.spans if span.lane == "message"), key=lambda span: span.start_s):
+        free = next((lane for lane in lanes if lane[-1].end_s <= span.start_s), None)
+        if free is None and len(lanes) < _LANES_APART - 1:
+            lanes.append([span])
+        elif free is not None:
+            free.append(span)
+    for number, lane in enumerate(lanes):
+        yield ("messages" if len(lanes) == 1 else f"messages {number + 1}"), lane
+
+
+def _nested(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
+    """Spans of one thread, each before those inside it."""
+    order: Mapping[Lane, int] = {"work": 0, "wait": 1, "message": 2}
+    return sorted(spans, key=lambda span: (span.start_s, -span.end_s, order[span.lane]))
+
+
+def _metadata(what: str, rank: int, thread: int, **values: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "ts": 0, "args": values}
+
+
+def _complete(span: TimelineSpan, rank: int, thread: int, source: str) -> dict[str, Any]:
+    known = {"step": span.step, "stage": span.stage + 1, "micro": span.micro + 1, "bytes": span.n_bytes}
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": f"{source},{span.lane}",
+        "pid": rank,
+        "tid": thread,
+        "ts": _microseconds(span.start_s),
+        # The end is rounded, and not the length: spans that touch must not overlap.
+        "dur": _microseconds(span.end_s) - _microseconds(span.start_s),
+        "args": {key: value for key, value in known.items() if value > 0},
+    }
+
+
+def _arrows(timeline: StepTimeline, thread: int) -> Iterator[dict[str, Any]]:
+    """From each pass whose result goes to another rank to the pass that takes it."""
+    passes = {
+        (span.step, span.kind, span.stage, span.micro): (own.rank, span)
+        for own in timeline.ranks
+        for span in own.spans
+        if span.lane == "work" and span.stage >= 0
+    }
+    for number, ((step, kind, stage, micro), (rank, span)) in enumerate(passes.items()):
+        following = stage + 1 if kind == "forward" else stage - 1
+        taken = passes.get((step, kind, following, micro)) if kind != "backward-weight" else None
+        if taken is None or taken[0] == rank:
+            continue
+        flow = {"name": "result", "cat": f"{timeline.source},message", "id": thread * 10_000_000 + number}
+        # Each end binds to the span that it lies in, and an arrow must not point back: a receiver may be done before the
+        # sender, which sends within its pass, comes to the end of it.
+        left_s = max(span.start_s, min(span.end_s - 1e-7, taken[1].end_s))
+        arrives_s = min(max(left_s, taken[1].start_s), taken[1].end_s)
+        yield {"ph": "s", **flow, "pid": rank, "tid": thread, "ts": _microseconds(left_s)}
+        yield {"ph": "f", "bp": "e", **flow, "pid": taken[0], "tid": thread, "ts": _microseconds(arrives_s)}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
