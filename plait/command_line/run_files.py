@@ -85,7 +85,7 @@ def timeline_command(
         typer.Option("--trace", metavar="FILE", help="The trace for Perfetto; RUN-timeline.json if left out."),
     ] = None,
 ) -> None:
-    """Record a few steps of a run. What each worker did when, beside the plan, as a page and as a trace for Perfetto."""
+    """Record a few steps of a run. What each worker did when, beside the plan, as a page and a trace for Perfetto."""
     from plait.commands.timeline import record_run
 
     name = Path(run).resolve().name

@@ -34,7 +34,7 @@ from plait.units import counted
 from plait.workers import ENTRIES, PROGRESS, RECORDING_ENTRY, modules_needed
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
-LOOK_EVERY_S = 0.2
+LOOK_FOR_ANSWER_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ def _recorded_by_run(folder: RunFolder, steps: int, show: ShowProgress) -> Recor
                 )
             if not files.request.exists() and not files.answer.exists():
                 raise RunFailed("the run recorded its steps and could not write them; free some space on its disk")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(LOOK_FOR_ANSWER_S)
         try:
             timeline = timeline_from_json(read_regular_file(files.answer))
         except (OSError, ValueError) as error:
@@ -137,7 +137,8 @@ def record_from_checkpoint(folder: RunFolder, steps: int, show: ShowProgress, wo
         _record(plan, scratch, found.path if found else None, steps, show, working)
         timeline = timeline_from_json((scratch / "timeline.json").read_bytes())
     start = f"its checkpoint of step {step}" if found else "its first weights"
-    how = f"Recorded by workers that went on from {start} and saved nothing."
+    taken = ", with the samples of its last steps" if timeline.first_step <= step else ""
+    how = f"Recorded by workers that went on from {start}{taken}, and saved nothing."
     return RecordedSteps(timeline=timeline, plan=plan, how=how)
 
 

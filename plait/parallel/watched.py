@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from plait.report.step_timeline import MessageKind, WorkKind
+from plait.report.step_timeline import MessageKind, StepWork
 
 _UNWATCHED = nullcontext()
 
@@ -29,7 +29,7 @@ class PendingSpan(Protocol):
 class SpanRecorder(Protocol):
     """Who records what a process does."""
 
-    def work(self, kind: WorkKind, *, stage: int, micro: int) -> AbstractContextManager[object]:
+    def work(self, kind: StepWork, *, stage: int, micro: int) -> AbstractContextManager[object]:
         """A block of work."""
         ...
 
@@ -50,7 +50,7 @@ class StepWatch:
     def __init__(self) -> None:
         self.recorder: SpanRecorder | None = None
 
-    def work(self, kind: WorkKind, *, stage: int = -1, micro: int = -1) -> AbstractContextManager[object]:
+    def work(self, kind: StepWork, *, stage: int = -1, micro: int = -1) -> AbstractContextManager[object]:
         """The block is work of this kind."""
         return _UNWATCHED if self.recorder is None else self.recorder.work(kind, stage=stage, micro=micro)
 

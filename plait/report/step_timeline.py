@@ -10,7 +10,7 @@ from typing import Literal
 
 from plait.checked_json import parse_object, typed_value
 
-WorkKind = Literal["data", "forward", "backward", "backward-input", "backward-weight", "gradients", "update"]
+StepWork = Literal["data", "forward", "backward", "backward-input", "backward-weight", "gradients", "update"]
 """What a rank does. The four passes are the actions of a pipeline's schedule; "gradients" is what is left of their sums
 once the last backward has ended."""
 MessageKind = Literal[
@@ -26,7 +26,7 @@ MessageKind = Literal[
     "counts",
 ]
 """What travels between ranks."""
-SpanKind = WorkKind | MessageKind
+SpanKind = StepWork | MessageKind
 Lane = Literal["work", "wait", "message"]
 """work: what a rank does. wait: a part of that in which it waits for others. message: from the moment when something
 was sent, or a sum was begun, to the moment when the rank went on with the result."""
@@ -175,6 +175,10 @@ def _went_on_s(passed: TimelineSpan, spans: Sequence[TimelineSpan]) -> float:
 # What a step's time went into, span by span.
 
 
+_TOUCHING_S = 1e-9
+"""Spans of which one begins where the other ends may overlap by rounding."""
+
+
 def own_seconds(spans: Sequence[TimelineSpan]) -> Iterator[tuple[TimelineSpan, float]]:
     """Each span of work and each wait of one rank with its own seconds, without the spans inside it.
 
@@ -184,7 +188,7 @@ def own_seconds(spans: Sequence[TimelineSpan]) -> Iterator[tuple[TimelineSpan, f
     open_spans = list[int]()
     ordered = sorted((span for span in spans if span.lane != "message"), key=lambda span: (span.start_s, -span.end_s))
     for number, span in enumerate(ordered):
-        while open_spans and ordered[open_spans[-1]].end_s <= span.start_s:
+        while open_spans and ordered[open_spans[-1]].end_s <= span.start_s + _TOUCHING_S:
             open_spans.pop()
         if open_spans:
             inner_s[open_spans[-1]] = inner_s.get(open_spans[-1], 0.0) + span.seconds

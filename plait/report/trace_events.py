@@ -92,8 +92,8 @@ def _arrows(timeline: StepTimeline, thread: int) -> Iterator[dict[str, Any]]:
         if taken is None or taken[0] == rank:
             continue
         flow = {"name": "result", "cat": f"{timeline.source},message", "id": thread * 10_000_000 + number}
-        # Each end binds to the span that it lies in, and an arrow must not point back: a receiver may be done before the
-        # sender, which sends within its pass, comes to the end of it.
+        # Each end binds to the span that it lies in, and an arrow must not point back: a receiver may be done before
+        # its sender, which sends within a pass, comes to the end of that.
         left_s = max(span.start_s, min(span.end_s - 1e-7, taken[1].end_s))
         arrives_s = min(max(left_s, taken[1].start_s), taken[1].end_s)
         yield {"ph": "s", **flow, "pid": rank, "tid": thread, "ts": _microseconds(left_s)}

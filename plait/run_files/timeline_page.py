@@ -105,14 +105,47 @@ def headline(page: TimelinePage) -> str:
     than = compared_text(measured.step_s / planned.step_s, "longer", "shorter", than="planned")
     text = f"{took}, {than} ({time_words(planned.step_s)})."
     rank = busiest_rank(measured)
-    groups = list(_compared(page, rank))
-    if not groups:
-        return text
-    kind, before, after = max(groups, key=lambda row: abs(row[2].seconds - row[1].seconds))
+    before, after = (_seconds_by_group(one, rank) for one in (planned, measured))
+    group = max(GROUP_TEXTS, key=lambda name: abs(after.get(name, 0.0) - before.get(name, 0.0)))
     return (
-        f"{text} On rank {rank}, which works most, the largest difference is {_row_name(*kind)}: "
-        f"{time_words(after.seconds)} a step, and {time_words(before.seconds)} in the plan."
+        f"{text} On rank {rank}, which works most, the largest difference is {GROUP_TEXTS[group]}: "
+        f"{time_words(after.get(group, 0.0))} a step, and {time_words(before.get(group, 0.0))} in the plan."
     )
+
+
+GROUP_TEXTS = {
+    "forward": "forward",
+    "backward": "backward",
+    "sums": "waiting for sums and weights",
+    "stages": "waiting for other stages",
+    "within": "waiting for ranks that share its samples",
+    "update": "the optimizer's update",
+    "data": "waiting for samples",
+}
+"""What a forecast tells apart, in words."""
+_GROUPS: Mapping[tuple[Lane, SpanKind], str] = {
+    ("work", "forward"): "forward",
+    ("work", "backward"): "backward",
+    ("work", "backward-input"): "backward",
+    ("work", "backward-weight"): "backward",
+    ("work", "gradients"): "sums",
+    ("work", "update"): "update",
+    ("work", "data"): "data",
+    ("wait", "stage message"): "stages",
+    ("wait", "tensor rows"): "within",
+    ("wait", "keys and values"): "within",
+    ("wait", "expert tokens"): "within",
+}
+"""All other waits are for sums and weights."""
+
+
+def _seconds_by_group(timeline: StepTimeline, rank: int) -> Mapping[str, float]:
+    found = dict[str, float]()
+    for key, totals in totals_of(timeline, rank).items():
+        if key[0] != "message":
+            group = _GROUPS.get(key, "sums")
+            found[group] = found.get(group, 0.0) + totals.seconds
+    return found
 
 
 _NOTHING = KindTotals(events=0.0, seconds=0.0)
@@ -225,7 +258,7 @@ def _lanes_html(timeline: StepTimeline, place: int, number: int, longest_s: floa
     work = [span for span in spans if span.lane == "work"]
     waits = [span for span in spans if span.lane == "wait"]
     messages = [span for span in spans if span.lane == "message"]
-    name = {"planned": "plan", "measured": "was"}[timeline.source]
+    name = {"planned": "plan", "measured": "actual"}[timeline.source]
     bars = (*_bars(work, longest_s), *_bars(waits, longest_s))
     rows = bars_html([BarRow(name=name, bars=bars)], whole=longest_s, style=f"lane {timeline.source}", row_px=20)
     if messages:

@@ -20,7 +20,7 @@ from plait.trainer.recording.recorder import StepRecorder, gather_timeline
 from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
 
-WARM_UP_STEPS = 2
+UNRECORDED_STEPS = 2
 """Steps before those that are recorded: the first one fills caches and compiles layers."""
 TIMELINE_FILE = "timeline.json"
 
@@ -49,9 +49,9 @@ def run_recording_rank(context: RankContext, argument: str) -> None:
 
 def _record(context: RankContext, assembly: Assembly, state: TrainState, requested: Mapping[str, Any]) -> None:
     recorder, losses, steps = StepRecorder(assembly.device), list[float](), requested["steps"]
-    state = _with_steps_left(assembly, state, WARM_UP_STEPS + steps)
-    for number in range(WARM_UP_STEPS + steps):
-        if number >= WARM_UP_STEPS:
+    state = _with_steps_left(assembly, state, UNRECORDED_STEPS + steps)
+    for number in range(UNRECORDED_STEPS + steps):
+        if number >= UNRECORDED_STEPS:
             with recorder.step(state.step + 1):
                 state, scalars = assembly.step(state)
         else:
@@ -59,7 +59,7 @@ def _record(context: RankContext, assembly: Assembly, state: TrainState, request
         loss_sum, counted = scalars.totals.tolist()  # waits for the device
         losses.append(loss_sum / max(counted, 1))
         if context.rank == 0:
-            context.send("progress", done=number + 1, total=WARM_UP_STEPS + steps, stage="recording steps")
+            context.send("progress", done=number + 1, total=UNRECORDED_STEPS + steps, stage="recording steps")
     timeline = gather_timeline(recorder, assembly.sums)
     if context.rank == 0:
         (Path(requested["folder"]) / TIMELINE_FILE).write_text(timeline.to_json(), encoding="utf-8")

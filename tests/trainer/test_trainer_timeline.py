@@ -112,7 +112,7 @@ def test_the_plan_and_the_ranks_pass_through_the_same_list(
     recorded: dict[str, Recorded], folder: Path, layout: str
 ) -> None:
     plan = read_plan(folder / "plan.json")
-    case = {key: tuple(one) if isinstance(one, list) else one for key, one in LAYOUTS[layout].items()}
+    case: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in LAYOUTS[layout].items()}
     shares = UNEQUAL if layout == "unequal shares" else ()
     plan = replace(plan, placement=replace(plan.placement, layout=Layout(**case), shares=shares))
     assert plan.forecast is not None and plan.forecast.items is not None

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
@@ -27,7 +28,8 @@ def record_layouts(context: RankContext, argument: str) -> None:
     config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
     with process_group_for(context, plan):
         for number, case in enumerate(asked["cases"]):
-            layout = Layout(**{key: tuple(one) if isinstance(one, list) else one for key, one in case.items()})
+            named: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in case.items()}
+            layout = Layout(**named)
             shares = tuple(asked["shares"].get(str(number), ()))
             here = replace(plan, placement=replace(plan.placement, layout=layout, shares=shares))
             mesh, world = make_mesh(layout, here.machines.device), world_communicator()

@@ -21,8 +21,8 @@ from plait.report.step_timeline import (
     MessageKind,
     RankTimeline,
     StepTimeline,
+    StepWork,
     TimelineSpan,
-    WorkKind,
     with_stage_messages,
 )
 
@@ -59,19 +59,23 @@ def _rank_spans(plan: Plan, items: StepItems, rank: int) -> list[TimelineSpan]:
     layout = plan.placement.layout
     passes_s = items.compute_s + items.within_s + items.bubble_s
     spans = list(_piped(plan, items, rank) if layout.pipeline > 1 else _in_turn(plan, items, rank))
-    once: list[tuple[WorkKind, float]] = [("gradients", items.messages_s), ("update", items.optimizer_s)]
-    start_s = passes_s
-    for kind, spent_s in once:
-        if spent_s > 0:
-            spans.append(_work(kind, start_s, start_s + spent_s))
-            start_s += spent_s
-    if items.messages_s > 0:
-        kind: MessageKind = "weights" if layout.shard > 1 and layout.shard_what == "parameters" else "gradient sum"
-        spans.append(_wait(kind, passes_s, passes_s + items.messages_s))
+    if _gathers_in_passes(layout):
+        passes_s += items.messages_s
+    elif items.messages_s > 0:
+        spans.append(_work("gradients", passes_s, passes_s + items.messages_s))
+        spans.append(_wait("gradient sum", passes_s, passes_s + items.messages_s))
+        passes_s += items.messages_s
+    if items.optimizer_s > 0:
+        spans.append(_work("update", passes_s, passes_s + items.optimizer_s))
     return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
 
-def _work(kind: WorkKind, start_s: float, end_s: float, *, stage: int = -1, micro: int = -1) -> TimelineSpan:
+def _gathers_in_passes(layout: Layout) -> bool:
+    """Whether weights are gathered and gradients summed in each pass, and not once a step."""
+    return layout.shard > 1 and layout.shard_what == "parameters" and layout.pipeline == 1
+
+
+def _work(kind: StepWork, start_s: float, end_s: float, *, stage: int = -1, micro: int = -1) -> TimelineSpan:
     return TimelineSpan(lane="work", kind=kind, step=0, start_s=start_s, end_s=end_s, stage=stage, micro=micro)
 
 
@@ -86,20 +90,29 @@ def _in_turn(plan: Plan, items: StepItems, rank: int) -> Iterator[TimelineSpan]:
     """Forward and backward of each micro-batch, by its share of the sequences; ranks that differ in speed have shares
     by it, so that all are done together."""
     sizes = [size or 1 for size in _micro_sizes_of(plan, rank)]
-    computing_s, within_s = items.compute_s + items.bubble_s, items.within_s
-    kind, start_s = _within_kind(plan.placement.layout), 0.0
+    layout, start_s = plan.placement.layout, 0.0
+    # Weights for each forward and each backward, and a sum after that, of about as many bytes.
+    third_s = items.messages_s / 3 if _gathers_in_passes(layout) else 0.0
+    gathers: dict[StepWork, list[tuple[MessageKind, float]]] = {
+        "forward": [("weights", third_s)],
+        "backward": [("weights", third_s), ("gradient sum", third_s)],
+    }
     for number, size in enumerate(sizes):
         share = size / sum(sizes)
         for passed, part in _pass_shares(plan):
-            waits_s = share * part * within_s
-            end_s = start_s + share * part * computing_s + waits_s
+            waits = [*gathers[passed], (_within_kind(layout), part * items.within_s)]
+            waits_s = share * sum(spent_s for _, spent_s in waits)
+            end_s = start_s + share * part * (items.compute_s + items.bubble_s) + waits_s
             yield _work(passed, start_s, end_s, micro=number)
-            if waits_s > 0:
-                yield _wait(kind, end_s - waits_s, end_s)
+            wait_s = end_s - waits_s
+            for kind, spent_s in waits:
+                if spent_s > 0:
+                    yield _wait(kind, wait_s, wait_s + share * spent_s)
+                    wait_s += share * spent_s
             start_s = end_s
 
 
-def _pass_shares(plan: Plan) -> tuple[tuple[WorkKind, float], tuple[WorkKind, float]]:
+def _pass_shares(plan: Plan) -> tuple[tuple[StepWork, float], tuple[StepWork, float]]:
     forward = FORWARD_SHARES[plan.placement.layout.recompute]
     return ("forward", forward), ("backward", 1 - forward)
 

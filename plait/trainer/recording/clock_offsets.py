@@ -80,5 +80,8 @@ def _clock_name() -> str:
     """Names the monotonic clock that this process reads: the machine's, since it started, or a container's own."""
     parts = [platform.node()]
     with suppress(OSError):
-        parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(Path("/proc/self/ns/time").readlink())]
+        parts = [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            str(Path("/proc/self/ns/time").readlink()),
+        ]
     return " ".join(parts)

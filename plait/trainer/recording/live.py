@@ -19,7 +19,7 @@ from plait.trainer.loop import Observer
 from plait.trainer.recording.recorder import MOST_STEPS, StepRecorder, gather_timeline
 from plait.trainer.state import TrainState
 
-LOOK_EVERY_S = 1.0
+LOOK_FOR_REQUEST_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class LiveTimeline:
         if self._assembly.sums.index > 0 or self._recording is not None:
             return 0
         now_s = self._clock()
-        if now_s < self._looked_at_s + LOOK_EVERY_S:
+        if now_s < self._looked_at_s + LOOK_FOR_REQUEST_S:
             return 0
         self._looked_at_s = now_s
         return min(MOST_STEPS, self._files.requested_steps())

@@ -21,8 +21,8 @@ from plait.report.step_timeline import (
     RankTimeline,
     SpanKind,
     StepTimeline,
+    StepWork,
     TimelineSpan,
-    WorkKind,
     with_stage_messages,
 )
 from plait.trainer.balance.meter import StepClock, clock_of
@@ -88,7 +88,7 @@ class StepRecorder:
         """How many steps were recorded."""
         return len(self._bounds)
 
-    def work(self, kind: WorkKind, *, stage: int, micro: int) -> _Block:
+    def work(self, kind: StepWork, *, stage: int, micro: int) -> _Block:
         return _Block(self, "work", kind, stage, micro)
 
     def wait(self, kind: MessageKind) -> _Block:
@@ -112,8 +112,8 @@ class StepRecorder:
         n_bytes: int = 0,
         step: int | None = None,
     ) -> None:
-        """A span that ends now, of the present step if it is left out: weights that are sent at the end of a step arrive
-        in the next one."""
+        """A span that ends now. Its step is the present one if left out: weights that are sent at the end of a step
+        arrive in the next one."""
         if self._thread not in ("any", threading.get_ident()) or len(self._marked) >= MOST_SPANS:
             return
         end = self._clock.mark()
