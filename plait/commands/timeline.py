@@ -11,12 +11,12 @@ from tempfile import TemporaryDirectory
 
 from plait.checked_json import printable
 from plait.checkpoint.store import FoundCheckpoint, newest_good, published_checkpoints
-from plait.commands.planning.introduction import layout_in_words
 from plait.commands.planning.output_files import check_output_file, write_output_file
 from plait.data.shards import open_corpus
 from plait.errors import PlaitError, RunFailed
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
+from plait.layout import layout_summary
 from plait.planner.plan import Plan
 from plait.planner.plan_file import write_plan
 from plait.planner.report.planned_timeline import planned_timeline
@@ -74,7 +74,7 @@ def page_of(name: str, recorded: RecordedSteps) -> TimelinePage:
     measured, plan = recorded.timeline, recorded.plan
     return TimelinePage(
         run=name,
-        layout=layout_in_words(plan.placement.layout),
+        layout=layout_summary(plan.placement.layout),
         measured=measured,
         planned=planned_timeline(plan, measured.first_step, len(measured.bounds_s)),
         recorded=recorded.how,

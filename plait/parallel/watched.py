@@ -2,8 +2,8 @@
 
 Note [one watch]: ranks are processes, and a process has one set of process groups, one stream of steps and so one
 WATCH. Code that computes a pass, begins a message or waits for one says so here, as `with WATCH.work("forward"): …`.
-While nobody records, that is an attribute that is None and a context that does nothing: a fifth of a microsecond, some
-dozens of times in a step (tests/trainer/test_trainer_timeline.py counts). No hook is installed anywhere.
+While nobody records, that is an attribute that is None and a context that does nothing: less than a microsecond, some
+dozens of times in a step. No hook is installed anywhere.
 """
 
 from __future__ import annotations

@@ -339,6 +339,22 @@ def grown_batch(context: RankContext, argument: str) -> None:
         context.send("rates", factors=factors, sizes=sizes)
 
 
+def recorded_steps(context: RankContext, argument: str) -> None:
+    """A model of three layers whose second step is recorded; tells the weights, for a comparison without."""
+    os.environ[RENDEZVOUS] = context.rendezvous
+    asked = json.loads(argument)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum, layout=asked["layout"])
+    for number, batch in enumerate(run.batches(data(), batch_per_worker=4, order="given")):
+        if number == 1 and asked["trace"]:
+            run.record_steps(asked["trace"], 1)
+        run.step(batch)
+    weights = run.weights()
+    if context.rank == 0:
+        context.send("weights", weights=[weight.tolist() for weight in weights.values()])
+
+
 def worker_that_raises(context: RankContext, argument: str) -> None:
     """A GAN-like pair whose second loss fails on one rank."""
     os.environ[RENDEZVOUS] = context.rendezvous

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from plait.errors import PlaitError, RunFailed
 from plait.launch.values.job import Job
 from tests.matrix import few_fast
+from tests.report.trace_rules import check_trace
 from tests.shared_ranks import RanksOf
 
 LAYOUTS = ["replicate", "shard optimizer", "shard parameters"]
@@ -183,3 +184,16 @@ def test_a_batch_that_grows_warms_the_rate_up_and_a_timeline_has_all_workers(ser
     assert told["sizes"] == [4] * 6
     warm = 15  # five passes of three steps
     assert told["factors"] == pytest.approx([1 + (step + 1) / warm for step in range(6)], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["replicate", "shard optimizer", "shard parameters"])
+def test_recorded_steps_show_all_workers_and_change_no_number(server: RanksOf, tmp_path: Path, layout: str) -> None:
+    trace = tmp_path / "trace.json"
+    told = [told_by(server, "recorded_steps", 2, layout=layout, trace=one) for one in ("", str(trace))]
+    assert told[0] == told[1]
+    events = json.loads(trace.read_text())
+    check_trace(events)
+    seen = {(event["pid"], event["name"]) for event in events["traceEvents"] if event["ph"] == "X"}
+    for rank in range(2):
+        assert {(rank, name) for name in ("forward 1", "backward 1", "sum of gradients", "optimizer update")} <= seen
+    assert ("gathering weights" in {name for _, name in seen}) == (layout != "replicate")

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import plait
 from plait.errors import PlaitError
+from tests.report.trace_rules import check_trace
 
 
 def model_of(seed: int = 1) -> nn.Module:
@@ -409,6 +410,27 @@ def test_a_timeline_tells_where_steps_spend_their_time(tmp_path: Path) -> None:
         assert one["dur"] >= 0 and one["ts"] + one["dur"] <= following["ts"] + 1e-3
     with pytest.raises(PlaitError, match="cannot be written"):
         run.timeline(tmp_path)
+
+
+def test_steps_are_recorded_in_detail_from_a_call_on(tmp_path: Path) -> None:
+    model = model_of()
+    run = plait.spread(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum=loss_sum)
+    for number, batch in enumerate(run.batches(examples(), batch=5)):
+        if number == 1:
+            run.record_steps(tmp_path / "steps.json", 2)
+        run.step(batch)
+    trace = json.loads((tmp_path / "steps.json").read_text())
+    check_trace(trace)
+    spans = [(one["args"]["step"], one["name"]) for one in trace["traceEvents"] if one["ph"] == "X"]
+    assert spans == [(step, name) for step in (2, 3) for name in STEP_SPANS]
+    run.record_steps(tmp_path / "steps.html", 1)
+    run.step(batch)
+    assert "Recorded by the program itself." in (tmp_path / "steps.html").read_text()
+    with pytest.raises(PlaitError, match="1 to 50 steps, not 0"):
+        run.record_steps(tmp_path / "steps.json", 0)
+
+
+STEP_SPANS = ("forward 1", "backward 1", "rest of the gradient sums", "optimizer update")
 
 
 @pytest.mark.parametrize("damage", ["{}", "[]", "no JSON", '{"format": 1, "steps": "3"}', "another file"])

@@ -51,9 +51,9 @@ def test_a_run_that_trains_records_itself(place: Place) -> None:
     assert max(steps) < place.lines(name)[-1]["step"]
 
 
-def test_what_is_wrong_is_a_sentence(place: Place, reference: Any) -> None:
+def test_what_is_wrong_is_a_sentence(place: Place, reference: Any, run_warm: Any) -> None:
     name = reference(2)
-    assert f'there is no run "{name}x"' in place.run("timeline", f"{name}x").sentence()
-    wrong = place.run("timeline", name, "--html", "nowhere/page.html")
+    assert f'there is no run "{name}x"' in run_warm(place, "timeline", f"{name}x").sentence()
+    wrong = run_warm(place, "timeline", name, "--html", "nowhere/page.html")
     assert wrong.code == 2 and "cannot write nowhere/page.html" in wrong.sentence()
-    assert place.run("timeline", name, "--steps", "0").code == 2
+    assert run_warm(place, "timeline", name, "--steps", "0").code == 2

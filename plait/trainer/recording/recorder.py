@@ -168,7 +168,9 @@ class _Block:
     __slots__ = ("_begin", "_kind", "_lane", "_micro", "_recorder", "_stage")
 
     def __init__(self, recorder: StepRecorder, lane: Lane, kind: SpanKind, stage: int, micro: int) -> None:
-        self._recorder, self._lane, self._kind, self._stage, self._micro = recorder, lane, kind, stage, micro
+        self._recorder, self._stage, self._micro = recorder, stage, micro
+        self._lane: Lane = lane
+        self._kind: SpanKind = kind
 
     def __enter__(self) -> None:
         self._begin = self._recorder.mark()
@@ -183,7 +185,8 @@ class _Pending:
     __slots__ = ("_begin", "_kind", "_n_bytes", "_recorder", "_step")
 
     def __init__(self, recorder: StepRecorder, kind: MessageKind, n_bytes: int, step: int, begin: Any) -> None:
-        self._recorder, self._kind, self._n_bytes, self._step, self._begin = recorder, kind, n_bytes, step, begin
+        self._recorder, self._n_bytes, self._step, self._begin = recorder, n_bytes, step, begin
+        self._kind: MessageKind = kind
 
     def end(self) -> None:
         self._recorder.add("message", self._kind, self._begin, n_bytes=self._n_bytes, step=self._step)
