@@ -424,7 +424,8 @@ def test_steps_are_recorded_in_detail_from_a_call_on(tmp_path: Path) -> None:
     spans = [(one["args"]["step"], one["name"]) for one in trace["traceEvents"] if one["ph"] == "X"]
     assert spans == [(step, name) for step in (2, 3) for name in STEP_SPANS]
     run.record_steps(tmp_path / "steps.html", 1)
-    run.step(batch)
+    for batch in run.batches(examples(), batch=20):
+        run.step(batch)
     assert "Recorded by the program itself." in (tmp_path / "steps.html").read_text()
     with pytest.raises(PlaitError, match="1 to 50 steps, not 0"):
         run.record_steps(tmp_path / "steps.json", 0)

@@ -151,7 +151,7 @@ def _piped(plan: Plan, items: StepItems, rank: int) -> Iterator[TimelineSpan]:
     layout = plan.placement.layout
     found = _pipeline(plan, items, len(_micro_sizes_of(plan, rank)))
     spans = simulate(found.lists, found.times, found.message_s).ranks[layout.coordinates(rank)["pipeline"]]
-    free_s = 0.0
+    free_s, whole_s = 0.0, items.compute_s + items.within_s + items.bubble_s
     least_s = _LEAST_WAIT_SHARE * items.step_s
     for span in spans:
         action = span.action
@@ -160,6 +160,8 @@ def _piped(plan: Plan, items: StepItems, rank: int) -> Iterator[TimelineSpan]:
         if span.start_s - free_s > least_s:
             yield _wait("stage message", free_s, span.start_s)
         free_s = span.end_s
+    if whole_s - free_s > least_s:  # until the last stage is done: where ranks add up the step's numbers
+        yield _wait("step numbers", free_s, whole_s)
 
 
 def _pipeline(plan: Plan, items: StepItems, micros: int) -> _Pipeline:
