@@ -107,7 +107,10 @@ def _recorded_by_run(folder: RunFolder, steps: int, show: ShowProgress) -> Recor
                     "newest checkpoint"
                 )
             if not files.request.exists() and not files.answer.exists():
-                raise RunFailed("the run recorded its steps and could not write them; free some space on its disk")
+                raise RunFailed(
+                    "the recorded steps are gone: another plait timeline took them, or the run could not write them; "
+                    "see that its disk has room, and give the command again"
+                )
             time.sleep(LOOK_FOR_ANSWER_S)
         try:
             timeline = timeline_from_json(read_regular_file(files.answer))

@@ -136,6 +136,26 @@ def passes(own: RankTimeline) -> list[tuple[Any, ...]]:
     return [(span.step, *span.place) for span in own.spans if span.lane == "work" and span.kind in kinds]
 
 
+def test_tokens_on_their_way_to_experts_are_seen(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "model.experts=4", "train.batch_tokens=64")
+    told: dict[int, dict[str, Any]] = {}
+
+    def hear(message: Message) -> None:
+        told[message.rank] = dict(message.values)
+
+    asked = {"folder": str(tmp_path), "cases": [{"replicate": 2, "expert": 2}], "shares": {}, "steps": 1}
+    job = Job(entry="record_layouts", argument=json.dumps(asked), world_size=2, threads=1)
+    RanksOf("tests.trainer.timeline_entries").run(job, on_message=hear)
+    found = Recorded(tmp_path, 0, told)
+    assert all(one["losses"] == one["recorded"] for one in told.values())
+    for own in found.timeline.ranks:
+        kinds = [span.kind for span in own.spans if span.lane == "message"]
+        assert {"expert tokens", "counts", "gradient sum"} <= set(kinds)
+        sent = [span.n_bytes for span in own.spans if span.kind == "expert tokens" and span.lane == "message"]
+        assert len(sent) % 4 == 0 and max(sent) > 0  # there and back, forward and backward
+    check_trace(json.loads(trace_json([found.timeline])))
+
+
 def test_clocks_of_machines_are_compared(folder: Path) -> None:
     told: dict[int, dict[str, Any]] = {}
     ahead_s = 1234.5
