@@ -15,7 +15,10 @@ from plait.report.step_timeline import Lane, RankTimeline, StepTimeline, Timelin
 
 _LANE_TEXTS: Mapping[str, str] = {"planned": "as planned", "measured": "as it was"}
 _LANES_APART = 100
-"""Thread numbers of a source's lanes; more messages than that are never under way at once."""
+"""Thread numbers of a source's lanes."""
+_MOST_LANES = 45
+"""More messages than that are never under way at once."""
+_ROUNDING_S = 1e-9
 
 
 def trace_json(timelines: Sequence[StepTimeline]) -> str:
@@ -41,22 +44,41 @@ def _events_of(timeline: StepTimeline, number: int) -> Iterator[dict[str, Any]]:
 
 def _lanes(own: RankTimeline) -> Iterator[tuple[str, Sequence[TimelineSpan]]]:
     """The names of a rank's threads and their spans: its work with its waits, then messages."""
-    yield "work", _nested([span for span in own.spans if span.lane != "message"])
+    work, beside = _nested([span for span in own.spans if span.lane != "message"])
+    yield "work", work
+    groups = (("waits", beside), ("messages", [span for span in own.spans if span.lane == "message"]))
+    for name, spans in groups:
+        lanes = _lanes_apart(spans)
+        for number, lane in enumerate(lanes):
+            yield (name if len(lanes) == 1 else f"{name} {number + 1}"), lane
+
+
+def _lanes_apart(spans: Sequence[TimelineSpan]) -> list[list[TimelineSpan]]:
+    """The spans in as few lanes as they need to lie one after the other."""
     lanes: list[list[TimelineSpan]] = []
-    for span in sorted((span for span in own.spans if span.lane == "message"), key=lambda span: span.start_s):
+    for span in sorted(spans, key=lambda span: span.start_s):
         free = next((lane for lane in lanes if lane[-1].end_s <= span.start_s), None)
-        if free is None and len(lanes) < _LANES_APART - 1:
+        if free is None and len(lanes) < _MOST_LANES:
             lanes.append([span])
         elif free is not None:
             free.append(span)
-    for number, lane in enumerate(lanes):
-        yield ("messages" if len(lanes) == 1 else f"messages {number + 1}"), lane
+    return lanes
 
 
-def _nested(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
-    """Spans of one thread, each before those inside it."""
+def _nested(spans: Sequence[TimelineSpan]) -> tuple[list[TimelineSpan], list[TimelineSpan]]:
+    """Spans of one thread, each before those inside it; and those that lie across another one's end, as on a GPU, where
+    a stream beside the one that computes waits."""
     order: Mapping[Lane, int] = {"work": 0, "wait": 1, "message": 2}
-    return sorted(spans, key=lambda span: (span.start_s, -span.end_s, order[span.lane]))
+    inside, across, open_spans = list[TimelineSpan](), list[TimelineSpan](), list[TimelineSpan]()
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s, order[span.lane])):
+        while open_spans and open_spans[-1].end_s <= span.start_s + _ROUNDING_S:
+            open_spans.pop()
+        if open_spans and span.end_s > open_spans[-1].end_s + _ROUNDING_S:
+            across.append(span)
+            continue
+        open_spans.append(span)
+        inside.append(span)
+    return inside, across
 
 
 def _metadata(what: str, rank: int, thread: int, **values: Any) -> dict[str, Any]:

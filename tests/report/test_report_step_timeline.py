@@ -75,6 +75,12 @@ def test_a_trace_has_a_lane_for_each_overlapping_message_and_an_arrow_for_each_r
     assert [event["ph"] for event in events if event["ph"] in "sf"] == ["s", "f"] * 2
 
 
+def test_a_wait_across_the_end_of_a_pass_has_a_lane_of_its_own() -> None:
+    beside = timeline([span("work", "backward", 0.0, 2.0, micro=0), span("wait", "gradient sum", 1.0, 3.0)])
+    names = [event["args"].get("name") for event in check(beside) if event["name"] == "thread_name"]
+    assert names == ["work, as it was", "waits, as it was"]
+
+
 def check(*timelines: StepTimeline) -> list[dict[str, Any]]:
     trace = json.loads(trace_json(timelines))
     check_trace(trace)
