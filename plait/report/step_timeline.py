@@ -38,7 +38,7 @@ KIND_TEXTS: Mapping[SpanKind, str] = {
     "backward-weight": "backward, weights' half",
     "gradients": "rest of the gradient sums",
     "update": "optimizer update",
-    "stage message": "message to the next stage",
+    "stage message": "message between stages",
     "tied embedding": "rows of the tied embedding",
     "gradient sum": "sum of gradients",
     "weights": "gathering weights",
@@ -75,6 +75,8 @@ class TimelineSpan:
     @property
     def name(self) -> str:
         """What people read: "forward 3, stage 2", counted from 1."""
+        if self.kind == "stage message" and self.micro >= 0:
+            return f"message of micro-batch {self.micro + 1} from stage {self.stage + 1}"
         micro = f" {self.micro + 1}" if self.micro >= 0 else ""
         stage = f", stage {self.stage + 1}" if self.stage >= 0 else ""
         text = f"{KIND_TEXTS[self.kind]}{micro}{stage}"

@@ -51,7 +51,7 @@ def test_the_table_compares_planned_and_measured_by_kind() -> None:
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(<td.*?)</tr>", timeline_html(PAGE))]
     kinds = {row[0]: row[1:] for row in rows}
     assert kinds["forward"] == ["1 s", "1 s", "+0 s", "1", "1"]
-    assert kinds["under way: message to the next stage"][0] == "1 s"
+    assert kinds["under way: message between stages"][0] == "1 s"
 
 
 def test_the_headline_names_the_largest_difference() -> None:
