@@ -152,13 +152,14 @@ def _check_possible(plan: Plan, found: FoundCheckpoint | None, working: WorkingF
             "this run is laid out over several machines, so it records its steps itself; give plait timeline on its "
             "first machine while it trains"
         )
-    if plan.machines.device == "cuda":
-        import torch
+    if plan.machines.have_accelerators:
+        from plait.accelerator import accelerator_count  # torch, which nobody else here needs
 
-        if torch.cuda.device_count() < plan.world_size:
+        present = accelerator_count()
+        if present < plan.world_size:
             raise PlaitError(
-                f"this run takes {counted(plan.world_size, 'GPU')} and torch sees {torch.cuda.device_count()} here; "
-                "give plait timeline on the machine where it was trained"
+                f"this run takes {counted(plan.world_size, 'GPU')} and torch sees {present} here; give plait timeline "
+                "on the machine where it was trained"
             )
     open_corpus(working.path / plan.job.corpus)
     if found is not None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from plait.accelerator import is_accelerator, synchronize
 from plait.parallel.communicator import Communicator
 from plait.parallel.exchange import gather_json
 from plait.parallel.watched import WATCH
@@ -58,7 +59,7 @@ class StepRecorder:
     def __init__(self, device: torch.device) -> None:
         self._clock: StepClock = clock_of(device)
         self._device = device
-        self._thread: int | Literal["any"] = threading.get_ident() if device.type == "cpu" else "any"
+        self._thread: int | Literal["any"] = "any" if is_accelerator(device) else threading.get_ident()
         self._marked: list[_Marked] = []
         self._bounds: list[tuple[int, Any, Any]] = []
         self._step = 0
@@ -133,7 +134,7 @@ class StepRecorder:
     def read(self) -> tuple[list[tuple[int, float, float]], list[TimelineSpan]]:
         """The steps with their begin and end, and all spans in the order in which they began, in seconds of this
         process's time.perf_counter. On a GPU it waits for the device."""
-        self._synchronize()
+        synchronize(self._device)
         bounds = [(step, self._seconds(begin), self._seconds(end)) for step, begin, end in self._bounds]
         spans = [
             TimelineSpan(
@@ -154,12 +155,8 @@ class StepRecorder:
         return self._origin_s + self._clock.seconds(self._origin, mark)
 
     def _now_s(self) -> float:
-        self._synchronize()
+        synchronize(self._device)
         return time.perf_counter()
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 class _Block:
