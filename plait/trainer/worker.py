@@ -131,7 +131,9 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
             )
             skipped = frozenset(requested["skipped"])
             timeline = LiveTimeline(assembly, folder)
-            actions = loop_actions(context, assembly, saver, copies, prune, balance, choices, sampler, timeline, skipped)
+            actions = loop_actions(
+                context, assembly, saver, copies, prune, balance, choices, sampler, timeline, skipped
+            )
             usual = rank_observers(context, assembly, balance, sink, whole)
             observers = (*observe(assembly, folder), *usual, timeline.observer)
             _, end = run_loop(
