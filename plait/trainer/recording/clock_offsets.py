@@ -22,7 +22,7 @@ from plait.parallel.communicator import Communicator
 from plait.parallel.exchange import gather_json
 from plait.parallel.mesh import GroupCommunicator
 
-ROUNDS = 12
+PINGS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def offset_of(sent_s: float, read_s: float, returned_s: float) -> ClockOffset:
 def _ask(world: GroupCommunicator, rank: int, clock: Callable[[], float]) -> ClockOffset:
     """Rank 0's side, which then tells the other what it found."""
     rounds, message = list[ClockOffset](), torch.zeros(2, dtype=torch.float64)
-    for _ in range(ROUNDS):
+    for _ in range(PINGS):
         sent_s = clock()
         dist.send(message, group=world.group, group_dst=rank)
         dist.recv(message, group=world.group, group_src=rank)
@@ -68,7 +68,7 @@ def _ask(world: GroupCommunicator, rank: int, clock: Callable[[], float]) -> Clo
 
 def _answer(world: GroupCommunicator, clock: Callable[[], float]) -> ClockOffset:
     message = torch.zeros(2, dtype=torch.float64)
-    for _ in range(ROUNDS):
+    for _ in range(PINGS):
         dist.recv(message, group=world.group, group_src=0)
         message[0] = clock()
         dist.send(message, group=world.group, group_dst=0)
