@@ -91,12 +91,14 @@ class Ended:
 class Place:
     """A folder with a text and a recipe, where commands run; every process that they start carries the place's mark."""
 
-    def __init__(self, folder: Path, recipe: str = RECIPE) -> None:
+    def __init__(self, folder: Path, recipe: str | None = RECIPE) -> None:
+        """Without a recipe the folder has both already."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._mark = uuid.uuid4().hex
-        (folder / "play.txt").write_text(some_text(400))
-        (folder / "tiny.toml").write_text(recipe)
+        if recipe is not None:
+            (folder / "play.txt").write_text(some_text(400))
+            (folder / "tiny.toml").write_text(recipe)
 
     def start(
         self,
