@@ -33,4 +33,4 @@ def test_words_keep_the_spaces_between_them(before: list[int], text: str) -> Non
     [("auto", 2, "cuda:0"), ("auto", 0, "cpu"), ("cpu", 2, "cpu"), ((1, 0), 2, "cuda:1"), ((3,), 2, "cuda:0")],
 )
 def test_a_model_speaks_on_the_devices_of_its_run(requested: RequestedDevices, present: int, device: str) -> None:
-    assert device_to_sample_on(requested, present) == torch.device(device)
+    assert device_to_sample_on(requested, "cuda" if present else None, present) == torch.device(device)

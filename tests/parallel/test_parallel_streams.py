@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from plait.parallel import reduction
 from plait.parallel.reduction import SideStream
 
 
@@ -33,7 +32,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> type[NotedStream]:
         yield
         NotedStream.current = before
 
-    cuda: Any = reduction.torch.cuda
+    cuda: Any = torch.cuda
     monkeypatch.setattr(cuda, "Stream", NotedStream)
     monkeypatch.setattr(cuda, "stream", on)
     monkeypatch.setattr(cuda, "current_stream", lambda device: NotedStream.current)
@@ -55,7 +54,7 @@ def test_a_transfer_comes_after_every_gradient_that_arrived_whichever_stream_mad
     """c computes; f is FSDP2's own. Without a note of each arrival only the last one's stream would be waited for."""
     streams = {"c": noted(), "f": noted()}
     noted.current = streams["c"]
-    side = SideStream(torch.device("cpu"))
+    side = SideStream(torch.device("cuda"))
     for place, name in enumerate(order):
         arrive(side, streams[name], f"gradient {place}")
     noted.current = streams[begins]

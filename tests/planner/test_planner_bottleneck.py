@@ -225,13 +225,14 @@ def test_micro_batches_that_are_too_small_are_found(tmp_path: Path) -> None:
 
 
 def test_a_short_run_spends_its_time_starting(alone: Plan) -> None:
-    few = changed(alone, steps=10)
-    step = step_s(priced(few))
-    one = found(few, run_like(priced(few), 1, start_s=40 * step))
-    assert (one.cause, one.share) == ("start-up", pytest.approx(0.8))
+    steps = round(5 / step_s(priced(alone)))
+    few = changed(alone, steps=steps)
+    one = found(few, run_like(priced(few), 1, start_s=20.0))
+    assert (one.cause, one.share) == ("start-up", pytest.approx(0.8, rel=0.01))
     [remedy] = one.remedies
-    assert remedy.setting == "train.budget=500 steps"
-    assert remedy.gain == pytest.approx((50 / 10) / (540 / 500))
+    assert remedy.setting == f"train.budget={50 * steps} steps"
+    assert remedy.gain == pytest.approx((25 / 5) / (270 / 250), rel=0.01)
+    assert found(few, run_like(priced(few), 1, start_s=9.0)).cause != "start-up"
 
 
 def test_what_gains_most_of_the_whole_run_is_named(alone: Plan) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from plait.devices import DeviceName
 from plait.accelerator import accelerator_count, accelerator_name
 from plait.checkpoint.store import read_manifest
 from plait.checkpoint.transfer import read_tensor
@@ -68,7 +69,8 @@ def end_tokens(opened: OpenedModel) -> frozenset[int]:
 
 
 def _opened(found: FoundModel) -> OpenedModel:
-    device = device_to_sample_on(found.run.devices if found.run else "auto", accelerator_count())
+    requested = found.run.devices if found.run else "auto"
+    device = device_to_sample_on(requested, accelerator_name(), accelerator_count())
     return OpenedModel(
         model=load_stored(found.stored, device),
         tokenizer=found.tokenizer,
@@ -103,13 +105,13 @@ def load_adapter(stored: StoredAdapter, base: BaseModel) -> LoadedAdapter:
     return LoadedAdapter(shape=stored.shape, weights=weights, base="")
 
 
-def device_to_sample_on(requested: RequestedDevices, present: int) -> torch.device:
+def device_to_sample_on(requested: RequestedDevices, kind: DeviceName | None, present: int) -> torch.device:
     """The first of a run's devices; where the run was brought to another machine, that one's first GPU, or its
     processor."""
-    if requested == "cpu" or not present:
+    if requested == "cpu" or kind is None:
         return torch.device("cpu")
     first = 0 if requested == "auto" else requested[0]
-    return torch.device(accelerator_name() or "cpu", first if first < present else 0)
+    return torch.device(kind, first if first < present else 0)
 
 
 def devices_to_evaluate_on(requested: RequestedDevices, present: int) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ SLOW_HOST_EXCESS = 1.15
 BUDGET_MULTIPLES = (2, 5, 10, 20, 50)
 """How many times as long a run is suggested to be: the first after which starting takes SETTLED_START_SHARE of it."""
 SETTLED_START_SHARE = 0.1
+LEAST_START_S = 10
+"""Seconds of starting below which a run is not said to be limited by it."""
 START_SHARE_TO_NAME = 1 / 3
 """Share of a run below which its start is named only where nothing else is found: a longer run is another job."""
 LINK_MULTIPLES = (2.0, 5.0, 10.0, 25.0, 100.0)
@@ -91,7 +93,7 @@ def find_bottleneck(plan: Plan, run: MeasuredRun, named: Collection[str]) -> Run
     stepping_s = plan.job.steps * measured.step_s
     found = [_finding(one, stepping_s, run.start_s) for one in findings if one.remedies]
     start = _of_start(plan, run.start_s, measured.step_s)
-    if start and (not found or start.bottleneck.share > START_SHARE_TO_NAME):
+    if start and run.start_s >= LEAST_START_S and (not found or start.bottleneck.share > START_SHARE_TO_NAME):
         found.append(start)
     if found:
         return max(found, key=lambda one: one.run_gain).bottleneck
