@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from plait.devices import DeviceName
 from plait.accelerator import accelerator_count, accelerator_name
 from plait.checkpoint.store import read_manifest
 from plait.checkpoint.transfer import read_tensor
@@ -17,6 +16,7 @@ from plait.commands.models.found_model import FoundModel, StoredModel, TrainedBy
 from plait.commands.models.stored_adapter import NO_ADAPTER, StoredAdapter
 from plait.data.preparation.end_tokens import learnt_ends
 from plait.data.preparation.tokens import Tokenizer
+from plait.devices import DeviceName
 from plait.interop.adapter_in import LoadedAdapter, read_adapter, with_adapter
 from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import load_model_from
