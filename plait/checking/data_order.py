@@ -1,4 +1,4 @@
-"""Which examples all ranks drew together: the same ones twice, some left out, and what an evaluation counted."""
+"""Checks which examples the ranks drew together: repeated ones, omitted ones, and those an evaluation counted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Pass:
 
 
 def data_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
-    """Findings about the examples of all passes, those of training first."""
+    """Findings about the examples drawn in each pass."""
     by_rank = [_passes_of(rank) for rank in events]
     found: dict[str, ProgramFinding] = {}
     ranks = len(events)
@@ -43,8 +43,9 @@ def data_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
         elif any(one.use == "evaluation" for one in passes):
             for finding in _evaluation(passes):
                 found.setdefault(finding.kind, finding)
-    if not any(by_rank) and (finding := _same_inputs(events)) is not None:
-        found[finding.kind] = finding
+    shows_content = any(content for passes in by_rank for one in passes.values() for content in one.contents)
+    if not shows_content and (finding := _same_inputs(events)) is not None:
+        found.setdefault(finding.kind, finding)
     if (finding := _same_order(by_rank[0] if by_rank else {})) is not None:
         found.setdefault(finding.kind, finding)
     return list(found.values())
@@ -76,10 +77,12 @@ def _passes_of(events: Sequence[Event]) -> dict[tuple[int, int], _Pass]:
 
 def _training(passes: Sequence[_Pass], ranks: int) -> list[ProgramFinding]:
     about = passes[0].about
-    if len(passes) < ranks or about["replacement"]:
+    if len(passes) < ranks:
         return []
     if (same := _same_batches(passes)) is not None:
         return [same]
+    if about["replacement"]:  # one process, too, draws some examples twice and others never
+        return []
     replicas, where = about["replicas"], about["site"]
     if replicas is not None and replicas > ranks:
         return [
@@ -143,7 +146,7 @@ def _same_batches(passes: Sequence[_Pass]) -> ProgramFinding | None:
 
 
 def _same_inputs(events: Sequence[Sequence[Event]]) -> ProgramFinding | None:
-    """For programs without a DataLoader: the same inputs of the model on two ranks."""
+    """For programs without a DataLoader, or whose batches hold no tensor: the same inputs of the model on two ranks."""
     inputs = [
         [(one["inputs"], one["site"]) for one in rank if one["kind"] == "forward" and one["grad"] and one["inputs"]]
         for rank in events
@@ -191,12 +194,12 @@ def _evaluation(passes: Sequence[_Pass]) -> list[ProgramFinding]:
         doubled = 0
     if not doubled and not missing:
         return []
-    told = [f"counts {doubled} of {length} examples twice"] * bool(doubled)
-    told += [f"leaves out {missing} of {length} examples"] * bool(missing)
+    parts = [f"counts {doubled} of {length} examples twice"] * bool(doubled)
+    parts += [f"leaves out {missing} of {length} examples"] * bool(missing)
     return [
         ProgramFinding(
         kind="evaluation_data", is_fault=True, where=passes[0].about["site"],
-        what=f"evaluation: it {' and '.join(told)}",
+        what=f"evaluation: it {' and '.join(parts)}",
         one_process=f"it would count each of {length} examples once",
     )
     ]  # fmt: skip
@@ -211,8 +214,8 @@ def _same_order(passes: Mapping[tuple[int, int], _Pass]) -> ProgramFinding | Non
         if len(pairs) >= 2 and all(first == second for first, second in pairs):
             return ProgramFinding(
                 kind="same_order", is_fault=False, where=one.about["site"],
-                what="data: the sampler shuffles, and every pass has the same order",
-                one_process="a DataLoader with shuffle=True draws another order in each pass",
+                what="data: the sampler shuffles, but every pass has the same order",
+                one_process="a DataLoader with shuffle=True draws a different order in each pass",
             )  # fmt: skip
     return None
 

@@ -1,4 +1,4 @@
-"""What the comparison of gradients means: known mistakes by name, from how gradients relate to those of one process."""
+"""Names known mistakes from how the program's gradients relate to those of one process."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ _SAME = 2e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientVerdict:
-    """Findings about gradients, what is uncertain, and how far they were off at most."""
+    """Findings about gradients, notes, and the largest difference among those that agree."""
 
     findings: Sequence[ProgramFinding]
-    unclear: Sequence[str]
     notes: Sequence[str]
     largest_error: float | None
 
@@ -43,7 +42,7 @@ def judge_gradients(
     steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]], follows_workers: Callable[[float], bool | None]
 ) -> GradientVerdict:
     """Compare all steps, and name what differs."""
-    tolerance = ROUNDED if _is_rounded(steps, events) else EXACT
+    tolerance = tolerance_of(steps, events)
     findings: list[ProgramFinding] = []
     notes: list[str] = []
     if tolerance == ROUNDED:
@@ -67,27 +66,28 @@ def judge_gradients(
             findings += [one for one in found if one.kind not in {have.kind for have in findings}]
             notes += [note] * (bool(note) and note not in notes)
     errors = [result.largest_error for result in compared]
-    return GradientVerdict(findings=findings, unclear=(), notes=notes, largest_error=max(errors, default=None))
+    return GradientVerdict(findings=findings, notes=notes, largest_error=max(errors, default=None))
 
 
-def _is_rounded(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> bool:
-    if any(one["kind"] == "comm_hook" for rank in events for one in rank):
-        return True
-    return any(
+def tolerance_of(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> float:
+    """The largest difference that is rounding: more where gradients were computed or sent in 16 bits."""
+    has_hook = any(one["kind"] == "comm_hook" for rank in events for one in rank)
+    is_16_bit = any(
         tensor.dtype in (torch.bfloat16, torch.float16)
         for step in steps[:1]
         for rank in step.ranks
         for tensor in rank.tensors.values()
     )
+    return ROUNDED if has_hook or is_16_bit else EXACT
 
 
 def _stale_finding(step: CheckedStep) -> ProgramFinding:
     return ProgramFinding(
         kind="stale_gradients", is_fault=True, where=step.site, step=step.step, parameter=step.name(0),
         parameters=len(step.parameters),
-        what=f"gradients are never emptied: step {step.step + 1} still adds those of earlier steps to {step.name(0)} "
-        "and what follows",
-        one_process="it would use this step's gradients alone, where zero_grad() is called",
+        what=f"gradients are never cleared: step {step.step + 1} still adds the gradients of earlier steps, to "
+        f"{step.name(0)} first",
+        one_process="it would use this step's gradients alone, because zero_grad() clears them",
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def _clip_findings(step: CheckedStep, events: Sequence[Sequence[Event]]) -> list
             norm = float(torch.stack([one.norm() for one in present]).norm())
             if abs(norm - clip["norm"]) > 1e-2 * max(norm, 1e-12):
                 name = step.name(clip["parameters"][0])
-                what = f"the norm was taken as {clip['norm']:.4g}, and that of the whole gradient is {norm:.4g}"
+                what = f"the norm used is {clip['norm']:.4g}, and the norm of the whole gradient is {norm:.4g}"
                 return [_partial(step, clip["site"], name, what)]
     return []
 
@@ -179,7 +179,7 @@ def _clipped_by_hand(compared: Sequence[StepComparison]) -> tuple[str, set[int]]
     if max(scaled.values()) - min(scaled.values()) <= _SAME * max(scaled.values()):
         return "", set()
     norm = next(iter(norms.values()))
-    return f"the program clips gradients itself, to a norm of {norm:.3g}; one process would, too", set(scaled)
+    return f"the program clips gradients itself, to a norm of {norm:.3g}, as one process would", set(scaled)
 
 
 # Relations.
@@ -215,21 +215,23 @@ def _scaled(
     step, factor = result.step, members[0].factor
     ranks, micros = len(step.ranks), passes_of(step)
     name = named_factor(factor, ranks, micros)
-    if divides_by_another_count(result):
-        return [], "the loss is divided by another count than its elements, the same for all of them"
+    if divides_by_another_count(result) and not name:
+        return [], "the loss is divided by a count other than its elements, the same for all of them"
     own = result.literal_factor * (micros if result.unit != "as written" else 1)
     is_own = len(members) == total and own > 0 and abs(factor / own - 1) < _SAME
-    if is_own and not name:
-        return [], f"the loss is {factor:.4g} times a mean, as the program writes it"
     kind: ProgramFindingKind = "scale"
     if is_own and abs(own - micros) <= _SAME * micros:
         kind, name = "accumulation", "accumulation"
     elif is_own:
-        # Its own factor: half of a mean as its author means it, or one over the ranks or micro-batches?
-        follows = follows_workers(factor)
+        # Its own factor: one that the author chose, or one that hides the number of ranks or micro-batches?
+        # A factor without a name is tried once, at the first step: a loss's weight may change from step to step.
+        is_tried = bool(name) or (step.optimizer, step.step) == (0, 0)
+        follows = follows_workers(factor) if is_tried else False
         by_micros = micros > 1 and any(abs(factor / one - 1) < _SAME for one in (micros, 1 / micros))
-        if follows is False and not by_micros:
-            return [], f"the loss is {factor:.4g} times a mean whatever the number of workers, as the program writes it"
+        if not by_micros and follows is False:
+            return [], f"the loss is {factor:.4g} times a mean for any number of workers, as the program writes it"
+        if not by_micros and follows is None and not name:
+            return [], f"the loss is {factor:.4g} times a mean; check with other --workers that it stays so"
         kind = "accumulation" if by_micros and not follows else "world_size"
         name = "accumulation" if kind == "accumulation" else "world size"
     elif "world" in name:
@@ -249,8 +251,8 @@ def _scaled(
 
 
 def _numbers(words: str, ranks: int, micros: int) -> str:
-    told = [f"{ranks} ranks"] * ("world" in words) + [f"{micros} micro-batches"] * ("accumulation" in words)
-    return ", ".join(told)
+    counts = [f"{ranks} ranks"] * ("world" in words) + [f"{micros} micro-batches"] * ("accumulation" in words)
+    return ", ".join(counts)
 
 
 def _related(
@@ -291,10 +293,10 @@ def _related(
             kind = "missing_sum"
             what = f"a sum leaves ranks out: their gradients count {factors} times: {names}"
         else:
-            kind, what = "uneven_ranks", f"ranks do not count alike: their gradients count {factors} times: {names}"
+            kind, what = "uneven_ranks", f"ranks do not count equally: their gradients count {factors} times: {names}"
     else:
         kind = "unexplained"
-        what = f"gradients differ by {first.error:.1g} and fit no known mistake: {names}"
+        what = f"gradients differ by {first.error:.1g}, and no known mistake explains it: {names}"
     return ProgramFinding(
         kind=kind, is_fault=True, where=_where(step), step=step.step, parameter=step.name(first.parameter),
         parameters=len(members), what=what, one_process=_mean_of(result),

@@ -1,4 +1,4 @@
-"""From the records of all ranks to what is said about a program: proven, differs, or cannot be judged, and why."""
+"""Judges a program from the records of all ranks: proven, differs, or cannot be judged, and why."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 from plait.checking.data_order import data_findings
 from plait.checking.findings import CheckReport, ProgramFinding
-from plait.checking.gradient_findings import judge_gradients
+from plait.checking.gradient_findings import judge_gradients, tolerance_of
 from plait.checking.recorded import CheckedStep, Event, checked_steps
+from plait.checking.reference import ROUNDED
 from plait.checking.rest_findings import (
     norm_findings,
     printed_findings,
@@ -19,7 +20,7 @@ from plait.checking.rest_findings import (
 from plait.checking.updates import judge_updates, rate_findings, weight_findings
 
 ConfirmFactor = Callable[[float], bool | None]
-"""Runs the program on another number of workers; says whether a factor follows that number, None where it cannot."""
+"""Runs the program on another number of workers: whether a factor changes with that number; None if that fails."""
 
 
 def judge(
@@ -51,42 +52,41 @@ def judge(
     ]
     findings = _without_consequences(findings)
     notes = (*gradients.notes, *updates.notes)
-    differs = any(one.is_fault for one in findings)
     return CheckReport(
-        outcome="differs" if differs else "cannot judge" if gradients.unclear else "proven",
+        outcome="differs" if any(one.is_fault for one in findings) else "proven",
         workers=workers,
         steps=len(steps),
         parameters=len(names),
         largest_error=gradients.largest_error,
         findings=tuple(findings),
-        reasons=(*gradients.unclear, *notes) if not differs else notes,
+        reasons=notes,
         changed=changed,
         wall_s=wall_s,
     )
 
 
 def _without_consequences(findings: Sequence[ProgramFinding]) -> list[ProgramFinding]:
-    """The same batch on two ranks is also one that is drawn twice."""
+    """The findings without repeated samples where two ranks drew the same batches, which implies them."""
     is_same = any(one.kind == "same_batch" for one in findings)
     return [one for one in findings if not (is_same and one.kind == "repeated_samples")]
 
 
 def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> list[str]:
-    """Why nothing can be said about a program."""
+    """Why a program cannot be judged; empty where it can."""
     groups = [next((one for one in rank if one["kind"] == "group"), None) for rank in events]
     if not steps:
         if not any(one["kind"] == "forward" for rank in events for one in rank):
-            return ["no model computed anything and no optimizer took a step; name the program that trains"]
+            return ["no model ran and no optimizer took a step; name the program that trains"]
         return [
-            "the program computed, and no optimizer of torch.optim took a step on all ranks; if it updates weights "
+            "the program ran, but no optimizer of torch.optim took a step on all ranks; if it updates weights "
             "itself, or in another library, nothing can be compared"
         ]
     if any(one["kind"] == "fsdp1" for rank in events for one in rank):
         return ["FullyShardedDataParallel (FSDP1) flattens weights, which is not covered; fully_shard (FSDP2) is"]
     if any(_names(rank.event) != _names(step.ranks[0].event) for step in steps for rank in step.ranks):
         return [
-            "the ranks' optimizers hold different parameters (a sharded optimizer written by hand), so that their "
-            "steps cannot be laid side by side"
+            "the ranks' optimizers hold different parameters (a sharded optimizer written by hand), so their "
+            "steps cannot be compared"
         ]
     if any(one is None for one in groups):
         return [
@@ -102,7 +102,7 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
     if inside:
         one = inside[0]
         return [
-            f"{one['call']} at {one['site']} is called inside of a module's forward pass: tensor, expert or sequence "
+            f"{one['call']} at {one['site']} is called inside a module's forward pass: tensor, expert or sequence "
             "parallelism written by hand, which one process cannot repeat batch by batch"
         ]
     passes = [about for step in steps for rank in step.ranks for about in rank.event["backwards"].values()]
@@ -116,8 +116,34 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
     if any(not micro.is_linear for step in steps for micro in step.micros):
         site = next(micro.site for step in steps for micro in step.micros if not micro.is_linear)
         return [
-            f"the loss at {site} is no mean or sum but a function of one (a root, a logarithm, a product), so that "
-            "what several batches would give together does not follow from each of them"
+            f"the loss at {site} is not a mean or a sum but a function of one (a root, a logarithm, a product), so the "
+            "loss of several batches together does not follow from the loss of each"
+        ]
+    return _indistinct(steps, events)
+
+
+def _indistinct(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> list[str]:
+    """Why the gradients that were recorded cannot tell a right program from a wrong one."""
+    gradients = [
+        (step, position, found)
+        for step in steps
+        for rank in step.ranks
+        for position in range(len(step.parameters))
+        if (found := rank.tensor("gradient", position)) is not None
+    ]
+    if not any(bool(one.any()) for _, _, one in gradients):
+        return ["no gradient reached an optimizer, or all were zero, so there is nothing to compare"]
+    for step, position, one in gradients:
+        if not bool(one.isfinite().all()):
+            return [
+                f"the gradient of {step.name(position)} is not finite in step {step.step + 1}, so it cannot be "
+                "compared; lower the learning rate, or check fewer --steps"
+            ]
+    parts = max(len(step.micros) for step in steps)
+    if tolerance_of(steps, events) == ROUNDED and parts * ROUNDED >= 0.5:
+        return [
+            f"gradients were computed or sent in 16 bits, and each step has {parts} micro-batches over all ranks: a "
+            "missing one could not be told from rounding; take fewer --workers or micro-batches, or float32"
         ]
     return []
 

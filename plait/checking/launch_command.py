@@ -22,7 +22,7 @@ OUTPUT_ARGUMENTS = ("output_dir", "out_dir", "save_dir", "checkpoint_dir", "ckpt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedProgram:
-    """A program as somebody launches it, without its launcher."""
+    """A person's program and its arguments, without the launcher."""
 
     kind: Literal["file", "module"]
     name: str
@@ -32,13 +32,13 @@ class WatchedProgram:
     """As the launcher's options say; None where they do not."""
     environment: Mapping[str, str]
     python: str = ""
-    """The interpreter that the command names by a path; "" for the one that runs plait."""
+    """The path of the interpreter in the command; "" for the one that runs plait."""
 
 
 def read_launch_command(words: Sequence[str]) -> WatchedProgram:
     """Read `torchrun …`, `python …`, `accelerate launch …`, or a program's file alone.
 
-    Raises PlaitError for a launcher that is not known, and for a file that is not there.
+    Raises PlaitError for an unknown launcher or a missing file.
     """
     environment: dict[str, str] = {}
     rest = list(words)
@@ -66,7 +66,7 @@ def read_launch_command(words: Sequence[str]) -> WatchedProgram:
         program = _file(rest[0], rest[1:])
     else:
         raise PlaitError(
-            f"{rest[0]} is no launcher that plait check knows",
+            f"plait check does not know the launcher {rest[0]}",
             "use torchrun, python or accelerate launch, as in: plait check -- torchrun train.py",
         )
     return replace(program, environment={**program.environment, **environment})
@@ -134,7 +134,7 @@ def _python(words: Sequence[str]) -> WatchedProgram:
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
         if option == "-c":
-            raise PlaitError("python -c has no file to check", "write the program to a file")
+            raise PlaitError("plait check cannot check python -c", "write the program to a file")
         if option == "-m":
             module = rest[0] if rest else ""
             if module in _LAUNCH_MODULES:
@@ -147,7 +147,7 @@ def _python(words: Sequence[str]) -> WatchedProgram:
 
 def _named(kind: str, rest: Sequence[str], launcher: str) -> WatchedProgram:
     if not rest:
-        raise PlaitError(f"{launcher} names no program here", "write it behind: plait check -- torchrun train.py")
+        raise PlaitError(f"{launcher} names no program", "write it after the options: plait check -- torchrun train.py")
     if kind == "module":
         return WatchedProgram(kind="module", name=rest[0], arguments=tuple(rest[1:]), environment={})
     return _file(rest[0], rest[1:])
@@ -155,5 +155,5 @@ def _named(kind: str, rest: Sequence[str], launcher: str) -> WatchedProgram:
 
 def _file(name: str, arguments: Sequence[str]) -> WatchedProgram:
     if not Path(name).is_file():
-        raise PlaitError(f"{name}: there is no such file", "check the path, from the folder that you are in")
+        raise PlaitError(f"{name} does not exist", "check the path, which is relative to the current folder")
     return WatchedProgram(kind="file", name=name, arguments=tuple(arguments), environment={})

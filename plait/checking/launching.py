@@ -1,4 +1,4 @@
-"""Runs a person's program under watch on several processes of this machine, and ends them when enough is seen."""
+"""Runs a person's program under observation in several local processes, and ends them once enough is recorded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIGHT_AT_LEAST_S = 5.0
 longer where the checked steps took longer."""
 OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
            "HF_HUB_DISABLE_TELEMETRY": "1", "COMET_MODE": "offline", "NEPTUNE_MODE": "offline"}  # fmt: skip
-"""Set for the program, so that a check neither logs in anywhere nor fetches anything."""
+"""Set for the program, so that a check neither logs in nor downloads anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +56,10 @@ StartRank = Callable[[Path, Mapping[str, str], Path], RankProcess]
 
 
 def start_process(request: Path, environment: Mapping[str, str], log: Path) -> RankProcess:
-    """Start a rank in a fresh Python."""
+    """Start a rank in a fresh Python. -P: no module of the current folder takes the place of one of ours."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "plait.checking.watch.program", str(request)],
+            [sys.executable, "-P", "-m", "plait.checking.watch.program", str(request)],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -79,14 +79,14 @@ def run_watched(
     after_s: float = LIGHT_AT_LEAST_S,
     start: StartRank = start_process,
 ) -> WatchedLaunch:
-    """Start the ranks, wait until the steps are checked and `after_s` longer, or as long as they took, and end them;
-    blocks.
+    """Start the ranks, wait until the steps are recorded and then for `after_s` (or as long as the steps took, if that
+    is longer), and end the ranks; blocks.
 
     Everything that they print goes to rank-N.log in `folder`. No rank outlives this call.
     """
     folder.mkdir(parents=True, exist_ok=True)
     request = folder / "request.json"
-    asked = {
+    requested = {
         "folder": str(folder),
         "steps": steps,
         "program": program.name,
@@ -94,7 +94,7 @@ def run_watched(
         "arguments": list(program.arguments),
         "parent": os.getpid(),
     }
-    request.write_text(json.dumps(asked), encoding="utf-8")
+    request.write_text(json.dumps(requested), encoding="utf-8")
     (folder / "outputs").mkdir(exist_ok=True)
     began = time.monotonic()
     started: list[RankProcess] = []
@@ -113,7 +113,7 @@ def run_watched(
 def rank_environment(
     own: Mapping[str, str], program: WatchedProgram, folder: Path, rank: int, workers: int, port: int
 ) -> dict[str, str]:
-    """The variables of one rank: what torchrun sets, no GPU, and nothing that reaches out."""
+    """The environment of one rank: what torchrun sets, without GPUs, and offline."""
     threads = own.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // workers))
     launched = {
         "RANK": str(rank),
@@ -145,7 +145,7 @@ def rank_environment(
 def _wait(
     started: Sequence[RankProcess], folder: Path, *, silent_s: float, limit_s: float, after_s: float
 ) -> RunEnding:
-    """Watch the ranks' files of events grow, until the program is over or enough is seen."""
+    """Wait until the program is over, or enough is recorded in the ranks' event files."""
     files = [folder / f"rank-{rank}" / "events.jsonl" for rank in range(len(started))]
     sizes, checked = [0] * len(started), [False] * len(started)
     began = grew = time.monotonic()
@@ -195,8 +195,8 @@ def _mentions_end(file: Path, start: int) -> bool:
 
 
 def _end(started: Sequence[RankProcess]) -> None:
-    """Kill all ranks, with the processes of their DataLoaders, and wait until they are gone. A rank that has only just
-    been started is in its own group a moment later, so the signal is repeated."""
+    """Kill all ranks with their DataLoaders' processes, and wait until they are gone. A rank that has just started
+    gets its own process group a moment later, so the signal is repeated."""
     for one in started:
         _kill_group(one.pid)
     for one in started:

@@ -1,4 +1,4 @@
-"""What one process would have computed in a step, from all ranks' own gradients, and how the program's result relates.
+"""Computes what one process would have computed in a step, and compares the program's gradients with it.
 
 Note [one process]: before any message, what a backward pass of rank r adds to a weight is what one process computes for
 that micro-batch. One process that had all of them would divide the sum over all elements (tokens, examples) by their
@@ -80,13 +80,28 @@ def compare_step(step: CheckedStep, *, tolerance: float, after_clipping: bool = 
     """
     kinds = {micro.kind for micro in step.micros}
     units: list[Unit] = ["valid", "elements", "rows"] if kinds == {"sum"} else ["valid"]
-    if kinds == {"sum"} and len({micro.coefficient for micro in step.micros}) == 1:
+    is_constant = kinds == {"sum"} and len({micro.coefficient for micro in step.micros}) == 1
+    if is_constant and not _divides_by_own_count(step):
         units.append("as written")  # by one number everywhere: a constant, or nothing
     sites = {micro.site for micro in step.micros}
     # Backward at two lines: two losses that are added, or the halves of an unrolled loop.
     readings = [step, replace(step, micros=_as_of_one_site(step.micros))] if len(sites) > 1 else [step]
     results = [_compare_in(reading, unit, tolerance, after_clipping) for reading in readings for unit in units]
     return min(results, key=_complexity)
+
+
+def _divides_by_own_count(step: CheckedStep) -> bool:
+    """Whether every sum is a mean over its own elements that the program wrote out, such as loss.sum() / batch_size."""
+    passes = passes_of(step)
+    counted: Sequence[Unit] = ("valid", "elements", "rows")
+    return any(
+        all(
+            (count := unit_count(micro, unit)) > 1
+            and any(abs(micro.coefficient * count * times - 1) < _FACTOR_TOLERANCE for times in (1, passes))
+            for micro in step.micros
+        )
+        for unit in counted
+    )
 
 
 def _as_of_one_site(micros: Sequence[MicroBatch]) -> list[MicroBatch]:

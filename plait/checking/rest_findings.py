@@ -14,7 +14,7 @@ from plait.checking.reference import passes_of, unit_count
 
 def norm_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
     """BatchNorm layers that see a rank's own samples alone."""
-    layers = [one for one in events[0] if one["kind"] == "batch_norm" and one["training"]]
+    layers = [one for one in events[0] if one["kind"] == "batch_norm"]
     if not layers or len(events) < 2:
         return []
     names = list(dict.fromkeys(one["name"] for one in layers))
@@ -30,25 +30,25 @@ def norm_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
 
 
 def random_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
-    """Forward passes that draw random numbers, from the same state on all ranks."""
+    """Forward passes that draw random numbers from the same state on all ranks."""
     drew = [[one for one in rank if one["kind"] == "forward" and one["grad"] and one["rng"]] for rank in events]
     pairs = list(zip(*drew, strict=False))
     alike = [pair for pair in pairs if len({one["rng"] for one in pair}) == 1]
-    # Batches of unequal lengths draw unequally many numbers, so that equal seeds are equal states at first alone.
+    # Batches of unequal lengths draw different amounts of random numbers, so equal seeds show in the first state only.
     if len(events) < 2 or not pairs or (pairs[0] not in alike and len(alike) <= len(pairs) / 2):
         return []
     return [
         ProgramFinding(
             kind="dropout_alike", is_fault=True, where=pairs[0][0]["site"],
-            what="dropout is alike on all ranks: the forward pass draws random numbers from the same state everywhere, "
-            "so that all ranks drop the same places",
-            one_process="it would draw other numbers for each example",
+            what="dropout is the same on all ranks: the forward pass draws random numbers from the same state "
+            "everywhere, so all ranks drop the same elements",
+            one_process="it would draw different numbers for each example",
         )
     ]  # fmt: skip
 
 
 def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
-    """Schedules that go several steps on for each step of the optimizer."""
+    """Schedules that advance by several steps for each step of the optimizer."""
     ranks, micros = len(events), max((passes_of(step) for step in steps), default=1)
     states = [one for one in events[0] if one["kind"] in ("step", "light_step") and one["optimizer"] == 0]
     ended = any(one["kind"] == "ended" for one in events[0])
@@ -66,7 +66,7 @@ def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[Checked
         if planned and last is not None and last <= planned * 1.01 + 1:
             continue  # the schedule was made for as many calls
         if stride == ranks and about["accelerate"] and last is None:
-            continue  # Accelerate does so on purpose, and the end would tell
+            continue  # Accelerate does so on purpose; only a finished run shows whether the total fits
         reason = (
             " (once for each rank)" if stride == ranks else " (once for each micro-batch)" if stride == micros else ""
         )
@@ -74,16 +74,16 @@ def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[Checked
         return [
             ProgramFinding(
                 kind="schedule", is_fault=True, where=str(states[0].get("site", "")),
-                what=f"the learning rate goes {stride} steps on in each step of the optimizer{reason}: {about['name']} "
-                f"is at {about['at']} after {len(states)} optimizer steps{planned_text}",
-                one_process="it would go on by one",
+                what=f"the learning rate schedule advances by {stride} steps in each optimizer step{reason}: "
+                f"{about['name']} is at {about['at']} after {len(states)} optimizer steps{planned_text}",
+                one_process="it would advance by one",
             )
         ]  # fmt: skip
     return []
 
 
 def printed_findings(events: Sequence[Sequence[Event]], steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
-    """Losses that a rank prints of itself alone, where other ranks' differ."""
+    """Printed losses that are rank 0's own, where those of other ranks differ."""
     if len(events) < 2:
         return []
     for step in steps:
@@ -99,7 +99,7 @@ def printed_findings(events: Sequence[Sequence[Event]], steps: Sequence[CheckedS
                     return [
                         ProgramFinding(
                             kind="printed_loss", is_fault=False, where=event["site"], step=step.step,
-                            what=f"the printed loss {text} is that of rank 0 alone; over all ranks it is "
+                            what=f"the printed loss {text} is rank 0's own; over all ranks it is "
                             f"{whole[0]:.{_decimals(text)}f}",
                             one_process="it would print the mean over all ranks' batches",
                         )
@@ -128,7 +128,7 @@ def _whole_losses(step: CheckedStep) -> list[float]:
 
 
 def _plain(micro: MicroBatch) -> float:
-    """A loss without what the program multiplied it with on the way to backward."""
+    """A loss without the factor that the program applied before backward."""
     return micro.loss / micro.coefficient if micro.kind != "sum" and micro.coefficient else micro.loss
 
 
@@ -145,7 +145,7 @@ def _decimals(text: str) -> int:
 
 
 def weight_decay_findings(steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
-    """Vectors (biases, norms) that decay: reported, as many mean it."""
+    """Biases and norms that decay: a note, because many programs intend it."""
     for step in steps[:1]:
         names = list(_decayed_vectors(step.ranks[0].event["groups"], step.parameters))
         if names:

@@ -1,4 +1,4 @@
-"""Whether each rank's update is what the optimizer makes of its gradients, and whether all ranks' weights are alike."""
+"""Checks that each rank's update follows from its gradients, and that all ranks have the same weights."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _ELEMENTWISE: Mapping[str, _MakeOptimizer] = {
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
                  torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta)
 }  # fmt: skip
-"""Optimizers whose update of an element follows from that element's gradients alone, so that samples suffice."""
+"""Optimizers that update each element from its own gradients alone, so a sample of elements suffices."""
 _KINDS = ("foreach", "fused", "capturable", "differentiable")
-"""Options of an optimizer that change how an update is computed, and not the update."""
+"""Options of an optimizer that change how an update is computed, but not its result."""
 _UPDATE_TOLERANCE, _ROUNDING = 2e-3, 3e-7
 """Shares of an update, and of the weights that it changes, that are float32's rounding."""
 _ROUNDING_16 = 8e-3
 _APART = 1e-6
 _LET_DRIFT = ("never_summed", "missing_sum", "unexplained", "lost_micro_batches", "uneven_ranks", "clipping_before_sum",
               "partial_clipping", "rates_apart", "update")  # fmt: skip
-"""Kinds of findings after which weights drift apart by themselves."""
+"""Findings that explain why weights drift apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,12 @@ def judge_updates(steps: Sequence[CheckedStep]) -> UpdateVerdict:
         own = [step for step in steps if step.optimizer == optimizer]
         kind = str(own[0].ranks[0].event["optimizer_kind"])
         if kind not in _ELEMENTWISE:
-            notes.append(f"the update rule {kind} was not recomputed; its weights were compared between ranks")
+            compared = (
+                "its weights were compared between ranks"
+                if len(own) > 1
+                else "its weights are compared between ranks from the second step on, so take more --steps"
+            )
+            notes.append(f"the update rule {kind} was not recomputed; {compared}")
             continue
         if (finding := _first_wrong(own, _ELEMENTWISE[kind])) is not None:
             return UpdateVerdict(findings=(finding,), notes=notes)
@@ -91,7 +96,7 @@ def _finding(step: CheckedStep, rank: int, index: int, got: Tensor, wanted: Tens
     name = step.name(index)
     size = float(wanted.norm())
     if float(got.norm()) == 0:
-        what = f"{name} is not updated on rank {rank}, though its gradient is there"
+        what = f"{name} is not updated on rank {rank}, although it has a gradient"
     else:
         factor = float(got @ wanted) / size**2 if size else 0.0
         what = f"the update of {name} on rank {rank} is not the optimizer's ({factor:.3g} times as large)"
@@ -133,7 +138,7 @@ def weight_findings(steps: Sequence[CheckedStep], others: Sequence[ProgramFindin
             ProgramFinding(
                 kind="weights_apart", is_fault=True, where=step.site, parameter=name, parameters=len(apart),
                 step=step.step,
-                what=f"the ranks' weights are apart {when}: {name}{more}",
+                what=f"the ranks' weights differ {when}: {name}{more}",
                 one_process="it would have one set of weights",
             )
         ]  # fmt: skip

@@ -1,5 +1,4 @@
-"""`plait check`: runs somebody's own distributed program on processors, and says whether it computes what one process
-would."""
+"""`plait check`: runs a person's distributed program on CPUs, and says whether it computes what one process would."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -42,9 +42,9 @@ def check(
     _check_python(program)
     count = workers or program.workers or DEFAULT_WORKERS
     if not 2 <= count <= WORKERS_AT_MOST:
-        raise PlaitError(f"{count} workers: a proof compares ranks; choose --workers 2 to {WORKERS_AT_MOST}")
+        raise PlaitError(f"{count} workers: a proof compares ranks; choose --workers from 2 to {WORKERS_AT_MOST}")
     if not 1 <= steps <= 1000:
-        raise PlaitError(f"--steps {steps}: choose 1 to 1000")
+        raise PlaitError(f"--steps {steps}: choose a number from 1 to 1000")
     with TemporaryDirectory(prefix="plait-check-") as name:
         folder = Path(name)
         program, moved = with_outputs_in(program, folder / "outputs")
@@ -61,12 +61,15 @@ def check(
         else:
             from plait.checking.judging import judge
 
-            report = judge(
-                folder / "run", events, wall_s=run.wall_s,
-                follows_workers=lambda factor: _follows_workers(
-                    program, folder / "more", count + 1, factor, limits, start
-                ),
-            )  # fmt: skip
+            @cache
+            def other_factors() -> Sequence[float]:
+                return _factors_on(program, folder / "more", count + 1, limits, start)
+
+            def follows_workers(factor: float) -> bool | None:
+                others = other_factors()
+                return any(abs(one / factor - 1) > 2e-3 for one in others) if others else None
+
+            report = judge(folder / "run", events, wall_s=run.wall_s, follows_workers=follows_workers)
     offline = "the program ran offline (WANDB_MODE, HF_HUB_OFFLINE), without GPUs and without torch.compile"
     return replace(report, changed=(offline, *(f"{one} went to a temporary folder" for one in moved), *report.changed))
 
@@ -79,7 +82,7 @@ def report_text(report: CheckReport, *, as_json: bool) -> str:
 
 
 def _introduction(program: WatchedProgram, workers: int, steps: int, moved: Sequence[str]) -> str:
-    where = "" if moved else "; what it writes itself (other than by torch.save) goes where it always goes"
+    where = "" if moved else "; files that it writes without torch.save go where they always go"
     return f"checks   {program.name}: {steps} steps on {workers} processes of this machine{where}"
 
 
@@ -103,21 +106,21 @@ def _unable(
     spawned = next((one for rank in events for one in rank if one["kind"] == "unusable"), None)
     if spawned is not None:
         return (
-            f"the program starts {spawned['wanted']} processes of its own; give --workers {spawned['wanted']}, "
-            "and each of the check's processes plays one of them"
+            f"the program starts {spawned['wanted']} processes itself; give --workers {spawned['wanted']}, "
+            "so that each process of the check takes the place of one of them"
         )
     if run.ending == "failed":
         return _failure(events, folder)
     places = "; ".join(f"rank {rank} {_last_doing(one)}" for rank, one in enumerate(events))
     if run.ending == "silent":
         return (
-            f"nothing happened for {silent_s:.0f} s, as when ranks wait for different messages: {places}; see that all "
-            "ranks call the same collectives (--silent gives it more time)"
+            f"nothing happened for {silent_s:.0f} s, as when ranks wait for different messages: {places}; make sure "
+            "that all ranks call the same collectives, or give more time with --silent"
         )
     taken = min(sum(one["kind"] == "step" for one in rank) for rank in events)
     return (
-        f"after {limit_s:.0f} s {taken} steps were taken: {places}; give it a smaller model or batch, or more time by "
-        "--limit"
+        f"after {limit_s:.0f} s only {taken} steps were taken: {places}; use a smaller model or batch, or give more "
+        "time with --limit"
     )
 
 
@@ -127,7 +130,7 @@ def _failure(events: Sequence[Sequence[dict[str, object]]], folder: Path) -> str
     causes = [pair for pair in failed if not any(text in str(pair[1]["error"]) for text in lost)]
     if failed and not causes:
         doing = "; ".join(f"rank {rank} {_last_doing(_before_failure(one))}" for rank, one in enumerate(events))
-        return f"a rank waits for others that do not come: {doing}; see that all ranks call the same collectives"
+        return f"a rank waits for others that never arrive: {doing}; make sure that all ranks call the same collectives"
     if not causes:
         tail = next((text for rank in range(len(events)) if (text := log_tail(folder, rank, 3))), "")
         return f"the program ended early; its last lines are: {tail or 'none'}"
@@ -135,14 +138,14 @@ def _failure(events: Sequence[Sequence[dict[str, object]]], folder: Path) -> str
     where = f" at {cause['site']}" if cause["site"] else ""
     text = f"the program failed on rank {rank}{where}: {cause['error']}"
     if re.search(r"cuda|nvidia", text, re.IGNORECASE):
-        text += "; it needs a GPU there: let it fall back to the processor where torch.cuda.is_available() is false"
+        text += "; it needs a GPU there: let it fall back to the CPU when torch.cuda.is_available() is false"
     elif "HF_HUB_OFFLINE" in text or "offline" in text.lower():
-        text += "; the check runs offline: fetch what it needs first"
+        text += "; the check runs offline: download what it needs first"
     return text
 
 
 def _before_failure(events: Sequence[dict[str, object]]) -> Sequence[dict[str, object]]:
-    """A rank's events without that of its failure."""
+    """A rank's events without its failure."""
     return [one for one in events if one["kind"] != "failed"]
 
 
@@ -162,21 +165,19 @@ def _last_doing(events: Sequence[dict[str, object]]) -> str:
     return doing.get(str(last["kind"]), "runs") + where
 
 
-def _follows_workers(
-    program: WatchedProgram,
-    folder: Path,
-    workers: int,
-    factor: float,
-    limits: Mapping[str, float],
-    start: StartRank,
-) -> bool | None:
-    """Run a step on another number of workers: whether a factor of the gradients changes with it, or is the program's
-    own. None where that run fails."""
+def _factors_on(
+    program: WatchedProgram, folder: Path, workers: int, limits: Mapping[str, float], start: StartRank
+) -> Sequence[float]:
+    """Run one step on another number of workers: by which factors its gradients differ from those of one process. Empty
+    where that run fails, or its gradients differ by more than a factor."""
+    from plait.checking.gradient_findings import tolerance_of
     from plait.checking.recorded import checked_steps
-    from plait.checking.reference import EXACT, compare_step
+    from plait.checking.reference import compare_step
 
     run = run_watched(program, folder, workers=workers, steps=1, **limits, after_s=0, start=start)
-    steps = checked_steps(folder, [read_events(folder, rank) for rank in range(workers)])
+    events = [read_events(folder, rank) for rank in range(workers)]
+    steps = checked_steps(folder, events)
     if run.ending not in ("enough", "ended") or not steps:
-        return None
-    return any(abs(one.factor / factor - 1) > 2e-3 for one in compare_step(steps[0], tolerance=EXACT).comparisons)
+        return ()
+    found = compare_step(steps[0], tolerance=tolerance_of(steps, events)).comparisons
+    return [one.factor for one in found if one.relation in ("equal", "scaled")]

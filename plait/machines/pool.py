@@ -24,7 +24,6 @@ Only name and count of a device must be given, and of a link its two zones.
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,17 +39,17 @@ from plait.machines.short_form import parse_short_form
 from plait.regular_file import SMALL_FILE_BYTES, read_regular_file
 
 ONLY_ZONE = "pool"
-"""The zone of devices for which nobody named one."""
+"""The zone of devices that are listed without one."""
 CATALOGUE_CURRENCY = "USD"
 CURRENCIES = (
     "USD", "EUR", "GBP", "CHF", "JPY", "CNY", "INR", "KRW", "TWD", "HKD", "SGD", "AUD", "NZD", "CAD", "BRL", "MXN",
     "SEK", "NOK", "DKK", "PLN", "CZK", "HUF", "RON", "TRY", "ILS", "AED", "SAR", "ZAR", "THB", "IDR", "MYR", "VND",
 )  # fmt: skip
 ASSUMED_BANDWIDTH = 1.2e9
-"""Bytes a second of a machine to another zone where nothing says so: between two regions of Google Cloud 1.0 to 1.3
+"""Bytes a second of a machine to another zone, if the pool does not say: between two regions of Google Cloud 1.0 to 1.3
 GB/s were measured, between zones of one region 5.8 to 6.6 (Sailor, SOSP 2025)."""
 ASSUMED_EGRESS_PRICE = 0.02
-"""US dollars a GB to another zone where nothing says so: Google Cloud's price between regions of one continent (the
+"""US dollars a GB to another zone, if the pool does not say: Google Cloud's price between regions of one continent (the
 same source, 2025); between zones of one region it is half of that."""
 ASSUMED_INTERRUPTIONS_PER_DAY = 0.1
 """Of one spot machine: a judgement. Clouds publish no rate; it differs by kind, zone and hour."""
@@ -67,11 +66,11 @@ class PoolDevices:
     per_node: int
     zone: str = ONLY_ZONE
     price: float | None
-    """For one device and hour, in the pool's currency; None where nobody states one."""
+    """For one device and hour, in the pool's currency; None if unknown."""
     spot_price: float | None = None
-    """The same for devices that may be taken back at any time; None where they cannot be had so."""
+    """The price of a spot device, which may be taken back at any time; None if there are none."""
     interruptions_per_day: float = ASSUMED_INTERRUPTIONS_PER_DAY
-    """How often a day one spot machine is taken back."""
+    """How many times a day one spot machine is taken back."""
     assumed: tuple[str, ...] = ()
     """What stands in for values that the pool does not state, a phrase each."""
     spot_assumed: tuple[str, ...] = ()
@@ -110,7 +109,7 @@ class Pool:
     """One for each pair of zones; for a zone itself only where its network is not what is usual for the devices."""
     currency: str = CATALOGUE_CURRENCY
     notes: tuple[str, ...] = ()
-    """Sentences on how a short form was read, where a person could mean something else."""
+    """Sentences on how an ambiguous short form was read."""
 
     @property
     def n_devices(self) -> int:
@@ -255,8 +254,8 @@ def _zone_link(values: Any, zones: Sequence[str], currency: str, where: str) -> 
 
 
 def _link(value: Any, where: str) -> Link:
-    """A number is what was measured between two machines; text is a rate or a link, of each machine unless it begins
-    with "+"."""
+    """A number is a rate measured between two machines; text is a rate or a link, which belongs to each machine unless
+    it begins with "+"."""
     if isinstance(value, str):
         return link_from_json(value if value[:1] in ("+", "@") else f"@{value}", where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1e3 <= value <= 1e15:
@@ -280,7 +279,7 @@ def _assumed_egress(one: str, other: str, currency: str, where: str) -> tuple[fl
 
 
 def _all_links(given: Sequence[ZoneLink], zones: Sequence[str], currency: str, where: str) -> tuple[ZoneLink, ...]:
-    """A link for each pair of zones: those given, or assumed ones where no pair has any."""
+    """A link for each pair of zones: the given links, or assumed ones if none are given."""
     by_pair: dict[frozenset[str], ZoneLink] = {}
     for link in given:
         if (pair := frozenset(link.zones)) in by_pair:
@@ -302,7 +301,7 @@ def _all_links(given: Sequence[ZoneLink], zones: Sequence[str], currency: str, w
 
 
 def _merged(entries: Sequence[PoolDevices]) -> list[PoolDevices]:
-    """The entries, where equal nodes of one zone stand together."""
+    """The entries, with equal nodes of one zone merged."""
     merged: dict[PoolDevices, int] = {}
     for entry in entries:
         merged[replace(entry, count=entry.per_node)] = merged.get(replace(entry, count=entry.per_node), 0) + entry.count
@@ -324,8 +323,8 @@ def _amount(values: Mapping[str, Any], key: str, where: str) -> float | None:
     """A price or another amount of 0 or more; None where the key is left out."""
     if (value := values.get(key)) is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise PlaitError(f"{where}: {key} = {value!r} is not a number; write one, such as {key} = 0.5")
-    if not 0 <= value <= _MOST_PRICE:
-        raise PlaitError(f"{where}: {key} = {value:g} cannot be; write 0 or more")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PlaitError(f"{where}: {key} = {value!r:.80} is not a number; write one, such as {key} = 0.5")
+    if not 0 <= value <= _MOST_PRICE:  # an integer of TOML may be too large for a float
+        raise PlaitError(f"{where}: {key} = {value!r:.80} is out of range; write a number from 0 to {_MOST_PRICE:g}")
     return float(value)

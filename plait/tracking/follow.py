@@ -4,8 +4,8 @@ Note [a process of its own]: these libraries start threads and processes, wait f
 None of that may stop a run or take time from its steps. So nothing in the ranks knows of them: this process reads
 metrics.jsonl and samples.jsonl as they grow, and ends soon after the run, or when the command that started it is gone.
 
-What has arrived is noted in tracker-NAME.json. Where the run goes on, steps up to there are not sent again, and those
-that a failed network kept back are sent then.
+tracker-NAME.json records what has arrived. When the run is resumed, these steps are not sent again, and steps that a
+failed network held back are sent.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from plait.tracking.trackers import TRACKING_TOOLS, MetricRow, OpenTracker, Trac
 
 PASS_ON_EVERY_S = 1.0
 FINISH_WITHIN_S = 600.0
-"""A tool that does not end by then is given up: the next start sends the rest."""
+"""A tool that takes longer is abandoned: the next start of the run sends the rest."""
 _MOST_ROWS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """What a tool has of a run."""
+    """How much of a run a tool has received."""
 
     run_id: str = ""
     step: int = 0
     """The last step whose metrics have arrived."""
     evaluated: int = 0
-    """The last step whose evaluation has."""
+    """The last step whose evaluation has arrived."""
     sampled: int = -1
 
 
 def arrived_file(folder: Path, name: str) -> Path:
-    """Where it is noted what a tool has of the run in this folder."""
+    """The file that records how much of the run in this folder a tool has received."""
     return folder / f"tracker-{name}.json"
 
 
 def read_arrived(path: Path) -> Arrived:
-    """What was noted; that nothing has arrived where there is no file, or a damaged one."""
+    """The recorded value; nothing has arrived if the file is missing or damaged."""
     try:
         return typed_value(Arrived, parse_object(read_regular_file(path)))
     except (OSError, ValueError):
@@ -65,7 +65,7 @@ def read_arrived(path: Path) -> Arrived:
 
 
 class Follower:
-    """Passes on what is new in a run's files, in the order of steps."""
+    """Passes on new lines of a run's files, in the order of steps."""
 
     def __init__(self, folder: RunFolder, note: Path, tracker: Tracker) -> None:
         self._tracker, self._note = tracker, note
@@ -75,7 +75,7 @@ class Follower:
         self._metrics, self._samples = GrowingFile(folder.metrics), GrowingFile(folder.samples)
 
     def pass_on(self) -> None:
-        """Send all that is new; raises whatever the tool raises. What was sent before that is noted."""
+        """Send everything new; raises whatever the tool raises, after recording what was sent before."""
         # A sample follows its step's line, and the next step's line follows the sample: read in this order, none is
         # found after a later step was sent, which W&B would not take.
         blocks = list(self._metrics.blocks())
@@ -135,7 +135,7 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any]) -> Mapping[str, float]:
-    """A line's finite numbers by name, those of a table within it by "table/name"."""
+    """A line's finite numbers by name; numbers of a nested table by "table/name"."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -152,8 +152,8 @@ def follow(
     wait: Callable[[float], bool],
     say: Callable[[str], None],
 ) -> None:
-    """Pass a run on to the tool until `wait`, which takes seconds, says that the run has ended; then what is left. The
-    first failure is said in one sentence, and ends it."""
+    """Pass a run on to the tool until `wait(seconds)` returns True, because the run has ended; then send the rest. The
+    first failure is reported in one sentence, and ends this function."""
     title = TRACKING_TOOLS[name].title
     note = arrived_file(folder.path, name)
     with _alone(folder.path / f".tracker-{name}.lock"):
@@ -174,9 +174,10 @@ def follow(
                 follower.pass_on()
             follower.pass_on()
             tracker.finish("finished" if folder.is_finished else "stopped")
-        except Exception as error:  # of a library: whatever it is, the run goes on
+        except Exception as error:  # from a library: whatever it is, the run goes on
             why = _without_passwords(one_line(str(error)).rstrip(".")) or type(error).__name__
-            say(f"warning  the run goes on without {title}: {why[:300]}; its next start sends what is missing")
+            later = "the missing steps are sent when the run is resumed"
+            say(f"warning  the run goes on without {title}: {why[:300]}; {later}")
 
 
 def _without_passwords(text: str) -> str:
@@ -186,15 +187,15 @@ def _without_passwords(text: str) -> str:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other process follows the run: that of a start before this one may still send its last steps."""
+    """Wait until no other process follows the run: the one of an earlier start may still be sending its last steps."""
     with append_to_file(path) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def main() -> None:
-    """`python -m plait.tracking.follow FOLDER NAME`: ends once its standard input does. Sentences for the person go to
-    standard output, a line each; what the library prints goes to standard error."""
+    """`python -m plait.tracking.follow FOLDER NAME`: ends once its standard input does. Messages for the user go to
+    standard output, one a line; whatever the library prints goes to standard error."""
     folder, name = RunFolder(Path(sys.argv[1])), sys.argv[2]
     sentences = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
@@ -208,7 +209,7 @@ def main() -> None:
     threading.Thread(target=read_to_end, daemon=True).start()
 
     def say(text: str) -> None:
-        with suppress(OSError):  # the command may be gone
+        with suppress(OSError):  # the command may have ended
             print(text, file=sentences)
 
     def open_tracker(run: TrackedRun, run_id: str) -> Tracker:

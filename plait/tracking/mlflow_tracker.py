@@ -12,13 +12,13 @@ from plait.report.samples_file import SampleReport
 from plait.tracking.trackers import EndState, MetricRow, TrackedRun
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
-"""Of one request, by MLflow's own limits."""
+"""MLflow's own limits for one request."""
 _LONGEST_PARAM = 500
 
 
 def open_mlflow(run: TrackedRun, run_id: str) -> MlflowTracker:
     """The run in MLflow's experiment of the folder's name, or that of MLFLOW_EXPERIMENT_NAME."""
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # nothing goes anywhere but to the store
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # nothing is sent except to the store
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     mlflow: Any = import_module("mlflow")

@@ -1,4 +1,4 @@
-"""Starts the processes that pass a run on to other tools, and ends them with it."""
+"""Starts the processes that pass a run on to tracking tools, and ends them with the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ WAIT_AT_END_S = 20.0
 
 @contextmanager
 def tracked(to: Collection[str], folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """While the block lasts, the run in this folder is passed on to the tools among a recipe's destinations. Their
-    sentences go to `say`, from threads; nothing that happens to them reaches the block."""
+    """While the block runs, pass the run in this folder on to the tracking tools among a recipe's destinations.
+
+    Their messages go to `say`, from threads. Their failures never reach the block."""
     processes: dict[str, subprocess.Popen[str]] = {}
     for name in tracking_tools_of(to):
         try:
@@ -44,13 +45,13 @@ def tracked(to: Collection[str], folder: Path, say: Callable[[str], None]) -> It
             try:
                 process.wait(max(0.0, until_s - time.monotonic()))
             except subprocess.TimeoutExpired:
-                say(f"{name:<8} {TRACKING_TOOLS[name].title} still sends, and does so for ten minutes at most")
+                say(f"{name:<8} {TRACKING_TOOLS[name].title} is still receiving steps, for ten more minutes at most")
         for one in listeners:
             one.join(timeout=1.0)
 
 
 def tools_behind(to: Collection[str], folder: Path, steps: int) -> Sequence[str]:
-    """The tools among a recipe's destinations that do not have this many steps of the run yet."""
+    """The tracking tools among a recipe's destinations that have not received this many steps of the run yet."""
     return [name for name in tracking_tools_of(to) if read_arrived(arrived_file(folder, name)).step < steps]
 
 
@@ -74,5 +75,6 @@ def _start(name: str, folder: Path) -> subprocess.Popen[str]:
 
 def _pass_on(process: subprocess.Popen[str], say: Callable[[str], None]) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        say(line.rstrip("\n"))
+    with process.stdout as sentences:
+        for line in sentences:
+            say(line.rstrip("\n"))

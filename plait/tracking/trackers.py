@@ -1,4 +1,4 @@
-"""The tools outside the run's folder that a run can report to, and what each of them is asked to do."""
+"""The tracking tools that a run can report to, and the interface that each implements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.report.samples_file import SampleReport
 
 Settings = Mapping[str, float | str | bool]
 MetricRow = tuple[int, Mapping[str, float]]
-"""A step and what was measured at it."""
+"""A step and its metrics."""
 
 
 EndState = Literal["finished", "stopped"]
@@ -25,9 +25,9 @@ class Tracker(Protocol):
     raises."""
 
     run_id: str
-    """By which the tool finds the run again when it goes on."""
+    """The id by which the tool finds the run again when it is resumed."""
     address: str
-    """Where a person sees the run, as a sentence."""
+    """Where a person finds the run, in words."""
     last_step: int
     """The last step that the tool has, as far as it knows; 0 for a new run."""
 
@@ -36,28 +36,28 @@ class Tracker(Protocol):
     def sample(self, report: SampleReport) -> None: ...
 
     def finish(self, state: EndState) -> None:
-        """Send what is left and let go of the run; one that was stopped may go on later."""
+        """Send what is left and close the run; a stopped run may be resumed later."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a tool is told of a run."""
+    """The facts of a run that a tool receives."""
 
     folder: Path
     name: str
     project: str
-    """The folder that the run's folder lies in runs/ of: runs of one project are compared."""
+    """The name of the folder that contains runs/: tools compare the runs of one project."""
     settings: Settings
 
 
 OpenTracker = Callable[[TrackedRun, str], Tracker]
-"""Opens a run in a tool: a new one, or the one with this id."""
+"""Opens a run in a tool: a new run for an empty id, else the run with this id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingTool:
-    """A tool by the name that the recipe has for it."""
+    """A tracking tool that a recipe can name."""
 
     title: str
     package: str
@@ -79,15 +79,15 @@ TRACKING_TOOLS: Mapping[str, TrackingTool] = {
 
 
 def tracking_tools_of(to: Collection[str]) -> Sequence[str]:
-    """The names among a recipe's destinations that are tools outside the run's folder."""
+    """The tracking tools among a recipe's destinations."""
     return [name for name in to if name in TRACKING_TOOLS]
 
 
 def refuse_missing_tools(to: Collection[str]) -> None:
-    """Raise PlaitError where a recipe names a tool that is not installed."""
+    """Raise PlaitError if a recipe names a tool that is not installed."""
     for name in tracking_tools_of(to):
         found = find_spec(TRACKING_TOOLS[name].package)
-        if found is None or found.origin is None:  # a folder of that name, such as W&B makes, is no package
+        if found is None or found.origin is None:  # a mere folder of that name, such as W&B's
             raise PlaitError(
                 f'report.to names "{name}", and {TRACKING_TOOLS[name].title} is not installed',
                 f"install it: {installing(f'plait[{name}]')}; or take it out of report.to",

@@ -19,7 +19,7 @@ from plait.tracking.trackers import EndState, MetricRow, TrackedRun
 
 
 def open_wandb(run: TrackedRun, run_id: str) -> WandbTracker:
-    """The run in W&B's project of the folder's name, or that of WANDB_PROJECT; W&B's own variables hold as ever."""
+    """The run in W&B's project of the folder's name, or that of WANDB_PROJECT; W&B's own variables apply as usual."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     wandb: Any = import_module("wandb")
     mode: Any = os.environ.get("WANDB_MODE", "online" if _is_logged_in() else "offline")
@@ -31,7 +31,7 @@ def open_wandb(run: TrackedRun, run_id: str) -> WandbTracker:
         dir=run.folder,
         mode=mode,
         config=dict(run.settings),
-        # Neither the terminal's text, nor code, nor where a repository comes from.
+        # No terminal output, no code, and no repository address.
         settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
     )
     return WandbTracker(opened, wandb.Html, run.folder, is_offline=mode != "online")

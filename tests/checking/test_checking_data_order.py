@@ -37,6 +37,7 @@ def events(batches: Sequence[Sequence[int]], *, length: int, grad: bool = True, 
         ([[0, 1], [4, 5]], [[2, 3]], 7, False, {"drop_last": True}, ["evaluation_data"]),
         ([[0, 1], [2, 3]], [[0, 1], [2, 3]], 4, False, {}, []),  # every rank evaluates everything
         ([[0, 0], [1, 1], [2, 0]], [[3, 3], [1, 2], [0, 0]], 8, True, {"replacement": True}, []),
+        ([[0, 0], [1, 1], [2, 0]], [[0, 0], [1, 1], [2, 0]], 8, True, {"replacement": True}, ["same_batch"]),
     ],
 )
 def test_passes(
@@ -52,3 +53,10 @@ def test_shards_of_their_own_have_no_common_indices() -> None:
         if event["kind"] == "draw":
             event["content"] = [f"{one} of rank 1" for one in event["content"]]
     assert data_findings([first, second]) == []
+
+
+def test_batches_without_tensors_are_compared_by_what_the_model_gets() -> None:
+    ranks = [events([[0, 1], [4, 5]], length=8, replacement=True) for _ in range(2)]
+    for event in (one for rank in ranks for one in rank if one["kind"] == "draw"):
+        event |= {"content": [], "indices": None}
+    assert [one.kind for one in data_findings(ranks)] == ["same_batch"]

@@ -15,8 +15,10 @@ COUNTS = ((5.0, 9.0), (20.0, 3.0))
 """Elements of two ranks' two micro-batches."""
 
 
-def step_of(result: Callable[[list[list[Tensor]], int], Tensor], coefficient: float = 0.5) -> CheckedStep:
-    """Two ranks whose losses are means times a coefficient; `result` makes a rank's gradient of all means'."""
+def step_of(
+    result: Callable[[list[list[Tensor]], int], Tensor], coefficient: float = 0.5, kind: str = "mean"
+) -> CheckedStep:
+    """Two ranks whose losses are means or sums times a coefficient; `result` makes a rank's gradient of all of them."""
     generator = torch.Generator().manual_seed(0)
     means = [[torch.randn(40, generator=generator, dtype=torch.float64) for _ in rank] for rank in COUNTS]
     micros, ranks = [], []
@@ -26,7 +28,7 @@ def step_of(result: Callable[[list[list[Tensor]], int], Tensor], coefficient: fl
             tensors[f"local/{place}/0"] = coefficient * means[rank][place]
             micros.append(
                 MicroBatch(
-                    rank=rank, number=place, place=place, site="train.py:9", loss=1.0, kind="mean",
+                    rank=rank, number=place, place=place, site="train.py:9", loss=1.0, kind=kind,
                     coefficient=coefficient, units={"valid": count}, is_linear=True,
                 )
             )  # fmt: skip
@@ -67,6 +69,19 @@ def test_ranks_that_count_unequally() -> None:
     found = compare_step(step_of(uneven), tolerance=EXACT).comparisons
     assert {one.relation for one in found} == {"ranks uneven"}
     assert found[0].rank_factors == pytest.approx((3.0, 1.0))
+
+
+def test_a_sum_that_the_program_divides_by_its_own_count_is_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """all_reduce without a division gives a constant's right sum, but twice a mean that is written as a sum."""
+    monkeypatch.setitem(globals(), "COUNTS", ((4.0, 4.0), (4.0, 4.0)))
+
+    def added(coefficient: float) -> StepComparison:
+        step = step_of(lambda sums, rank: coefficient * torch.stack([*sums[0], *sums[1]]).sum(0), coefficient, "sum")
+        return compare_step(step, tolerance=EXACT)
+
+    assert relations(added(1 / 1000)) == {("equal", 1.0)}
+    assert relations(added(1 / 8)) == {("scaled", 2.0)}  # of 4 elements and 2 micro-batches
+    assert relations(added(1 / 4)) == {("scaled", 4.0)}  # and accumulation, too
 
 
 def test_noise_fits_nothing() -> None:

@@ -99,7 +99,7 @@ BAD = {
     ("--from", "4xT4", "plan.max_cost=-3"): "plan.max_cost",
     ("--from", "4xT4", "plan.deadline=soon"): "plan.deadline",
     ("--from", "4xT4", "plan.objective=best"): "plan.objective",
-    ("--from", "1xMI250X", "plan.objective=cheapest"): "neither the pool nor the catalogue has one of MI250X",
+    ("--from", "1xMI250X", "plan.objective=cheapest"): "neither the pool nor the catalogue has one for MI250X",
     ("--from", "1xT4", "model.size=70B"): "T4",
     ("--from", "4xT4", "--availability", "seed:1"): "add spot_price to a [[device]]",
     ("--pool", "pool.toml", "--availability", "none.csv"): "cannot read the availability none.csv",

@@ -144,7 +144,7 @@ def test_without_prices_the_fastest_is_found_and_money_is_refused(tmp_path: Path
     pool = pool_of_short_form("2xMI250X")
     assert aims_of(recipe(tmp_path), pool) == Aims(objective="fastest")
     for override in ("plan.objective=cheapest", "plan.max_cost=5"):
-        with pytest.raises(PlaitError, match="neither the pool nor the catalogue has one of MI250X") as refused:
+        with pytest.raises(PlaitError, match="neither the pool nor the catalogue has one for MI250X") as refused:
             aims_of(recipe(tmp_path, override), pool)
         assert refused.value.exit_code == 2
 
@@ -277,16 +277,18 @@ def test_a_generated_day_is_the_same_for_a_seed_and_within_the_pool() -> None:
 
 BAD = {
     "minute,zone\n": "must begin with the line minute,zone,device,count",
-    HEADER + "0,a,T4,4\n": "says nothing of T4 in zone b at all; add a line for minute 0",
-    HEADER + "5,a,T4,4\n0,b,T4,4\n": "says nothing of T4 in zone a before minute 5",
+    HEADER + "0,a,T4,4\n": "does not mention T4 in zone b at all; add a line for minute 0",
+    HEADER + "5,a,T4,4\n0,b,T4,4\n": "does not mention T4 in zone a before minute 5",
     HEADER + "0,a,T4,-1\n": "line 2: minute = 0 and count = -1 must not be negative",
     HEADER + "-3,a,T4,1\n": "must not be negative",
     HEADER + "nan,a,T4,1\n": "must not be negative",
     HEADER + "0,a,T4,some\n": "minute and count must be numbers",
     HEADER + "0,a,T4\n": "line 2 has 3 values",
+    HEADER.replace("\n", "\r") + "0,a,T4,1\r0,c,T4,1\r": "line 3: the pool has no T4 in zone c",
+    HEADER + "0,a," + 200_000 * "T": "there.csv is not CSV: field larger than field limit",
     HEADER + "0,c,T4,1\n": "the pool has no T4 in zone c",
     HEADER + "0,a,V100,1\n": "the pool has no V100 SXM2 in zone a",
-    HEADER + "0,a,T4,1\n0,a,T4,2\n": "line 3: minute 0 of this device was given before",
+    HEADER + "0,a,T4,1\n0,a,T4,2\n": "line 3: minute 0 of this device appears twice",
 }
 
 

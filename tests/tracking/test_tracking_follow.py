@@ -100,7 +100,8 @@ def test_workers_that_go_back_meanwhile_repeat_nothing(folder: RunFolder, store:
 def test_a_tool_that_fails_is_said_once_and_gets_the_rest_at_the_next_start(folder: RunFolder, store: Path) -> None:
     said = followed(folder, store, lambda: train(folder, range(1, 4)), lambda: train(folder, range(4, 9)), fails_at=5)
     assert said[1:] == [
-        "warning  the run goes on without W&B: the network is unreachable; its next start sends what is missing"
+        "warning  the run goes on without W&B: the network is unreachable; "
+        "the missing steps are sent when the run is resumed"
     ]
     assert read_arrived(folder.path / "tracker-wandb.json").step == 3
     followed(folder, store, lambda: train(folder, range(9, 11)))

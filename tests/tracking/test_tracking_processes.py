@@ -59,7 +59,8 @@ def test_a_tool_that_fails_is_said_and_gets_the_rest_later(
     monkeypatch.setenv("TRACKIO_FAILS_AT", "3")
     said = passed_on(folder, lambda: train(folder, range(1, 6)))
     assert said[1:] == [
-        "warning  the run goes on without Trackio: the disk of the tool is full; its next start sends what is missing"
+        "warning  the run goes on without Trackio: the disk of the tool is full; "
+        "the missing steps are sent when the run is resumed"
     ]
     monkeypatch.delenv("TRACKIO_FAILS_AT")
     passed_on(folder, lambda: None)

@@ -82,6 +82,6 @@ def test_a_server_that_is_not_there_does_not_stop_a_run(tmp_path: Path) -> None:
     finally:
         del os.environ["MLFLOW_TRACKING_URI"]
     assert run.code == 0, run.err
-    warnings = [line for line in run.out.splitlines() if "without MLflow" in line or "still sends" in line]
+    warnings = [line for line in run.out.splitlines() if "without MLflow" in line or "still receiving" in line]
     assert len(warnings) == 1, run.out
     assert len([line for line in place.lines("first") if "loss" in line]) == 20

@@ -65,6 +65,7 @@ class GradientWatch:
         self._rows = 0
         self._rng = ""
         self._schedulers: list[weakref.ref[Any]] = []
+        self._batch_norms: set[str] = set()
 
     @property
     def is_over(self) -> bool:
@@ -116,6 +117,7 @@ class GradientWatch:
                         self._first_root = module  # whose hooks of this call are chosen already
         if not self.is_over:
             self._watch_parameters(module.parameters())
+            self._see_batch_norms(module)
         self._rng = _digest(torch.get_rng_state()) if module.training else ""
 
     def _see_first_root(self) -> None:
@@ -162,11 +164,16 @@ class GradientWatch:
         for name, parameter in _named(module):
             self._names.setdefault(id(parameter), name)
             self._hooked.setdefault(-id(parameter), parameter)  # kept alive, so that no other tensor gets its id
-        for name, part in module.named_modules():
-            if type(part).__name__ == "FullyShardedDataParallel":
-                self._journal.write("fsdp1")
-            if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
-                self._journal.write("batch_norm", name=_bare(name), training=part.training, affine=part.affine)
+        if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
+            self._journal.write("fsdp1")
+
+    def _see_batch_norms(self, module: nn.Module) -> None:
+        """Write down layers that take statistics of the batch. Seen at every pass: a program may evaluate first."""
+        for name, part in module.named_modules() if module.training else ():
+            is_batch_norm = isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
+            if is_batch_norm and part.training and _bare(name) not in self._batch_norms:
+                self._batch_norms.add(_bare(name))
+                self._journal.write("batch_norm", name=_bare(name))
 
     # Gradients.
 

@@ -1,4 +1,4 @@
-"""What a watched rank writes down: a line of JSON for each event, and a safetensors file for each optimizer step."""
+"""Records what a watched rank does: a line of JSON for each event, and a safetensors file for each optimizer step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 EVENTS = "events.jsonl"
 SAMPLED = 65_536
-"""Elements of a tensor that are kept; larger ones are compared by these, spread over the whole tensor."""
+"""Elements of a tensor that are kept; of a larger one, a sample spread over the whole tensor."""
 
 
 class Journal:

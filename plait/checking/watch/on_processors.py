@@ -76,9 +76,9 @@ class ProcessorStandIns:
         asked = arguments[0] if arguments else keywords.get("backend")
         if asked is not None and str(asked).lower() != "gloo":
             self._say(f'the backend "{asked}" was replaced by "gloo"')
-        keywords.pop("device_id", None)
-        keywords["backend"] = "gloo"
-        answer = original(*arguments[1:], **keywords)
+        for name in ("backend", "device_id"):
+            keywords.pop(name, None)
+        answer = original("gloo", *arguments[1:], **keywords)
         self._journal.write("group", rank=dist.get_rank(), size=dist.get_world_size())
         return answer
 

@@ -20,18 +20,18 @@ from plait.launch.local.guard import die_with_parent
 
 def run_rank(request: Path) -> None:
     """Run the program that a JSON file names, in this process, which is the rank that its environment says."""
-    asked = json.loads(request.read_text(encoding="utf-8"))
+    requested = json.loads(request.read_text(encoding="utf-8"))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    die_with_parent(int(asked["parent"]))
-    folder = Path(asked["folder"])
+    die_with_parent(int(requested["parent"]))
+    folder = Path(requested["folder"])
     journal = Journal(folder / f"rank-{rank}")
-    gradients = GradientWatch(journal, int(asked["steps"]))
+    gradients = GradientWatch(journal, int(requested["steps"]))
     ProcessorStandIns(journal, rank, size, folder / "outputs").install()
     gradients.install()
     DataWatch(journal).install()
     MessageWatch(journal, gradients).install()
-    name, is_module = str(asked["program"]), asked["kind"] == "module"
-    sys.argv = [name, *asked["arguments"]]
+    name, is_module = str(requested["program"]), requested["kind"] == "module"
+    sys.argv = [name, *requested["arguments"]]
     try:
         if is_module:
             sys.path.insert(0, str(Path.cwd()))
@@ -41,7 +41,7 @@ def run_rank(request: Path) -> None:
             runpy.run_path(name, run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
-            journal.write("failed", error=f"it ended itself with exit code {end.code}", site="")
+            journal.write("failed", error=f"it exited with code {end.code}", site="")
             raise
     except BaseException as error:
         frames = [one for one in traceback.extract_tb(error.__traceback__) if "site-packages" not in one.filename]

@@ -48,7 +48,7 @@ class PoolReport:
     answer: PoolAnswer
     plan: PlanReport
     affordable: str = ""
-    """Which model the recipe's money pays for, in words; empty where the recipe names one."""
+    """A sentence on the model that the recipe's money pays for; empty if the recipe names one."""
     over_time: SimulatedChoice | None = None
     """The run on spot machines that come and go, where that was asked for."""
 
@@ -134,11 +134,11 @@ def _checkpoint_s(config: RunConfig) -> float:
 
 
 def _money_text(answer: PoolAnswer) -> str:
-    """What the recommended choice costs, and for what."""
+    """The cost of the recommended choice, and its main parts."""
     best = answer.best
     if best.money is None:
         lacking = dict.fromkeys(entry.device.name for entry, _ in best.selection.taken if entry.price is None)
-        return f"unknown, because neither the pool nor the catalogue has a price of {' and '.join(lacking)}"
+        return f"unknown, because neither the pool nor the catalogue has a price for {' and '.join(lacking)}"
     shares = {
         "traffic between zones": best.money.egress / best.money.total if best.money.egress else 0.0,
         "interruptions of spot machines": best.money.restarts / best.money.total if best.money.restarts else 0.0,

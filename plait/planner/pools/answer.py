@@ -46,13 +46,13 @@ class PoolAnswer:
     pool: Pool
     aims: Aims
     choices: tuple[PoolChoice, ...]
-    """Those worth considering, the fastest first."""
+    """The choices worth considering, the fastest first."""
     recommended: int
     """Index of the recommended one."""
     explored: tuple[PoolChoice, ...]
-    """All priced choices, of which the picture is drawn."""
+    """All priced choices; the picture shows them."""
     notes: tuple[str, ...]
-    """How the job was sized, where that is not as for given machines."""
+    """How the job was sized, where it differs from a plan for given machines."""
     left_out: tuple[str, ...]
     """Why kinds of devices and zones are not used, a sentence each."""
 
@@ -109,7 +109,7 @@ def bounds_of(aims: Aims) -> list[str]:
 
 
 def aims_of(config: RunConfig, pool: Pool) -> Aims:
-    """What the recipe asks of a choice; raises PlaitError where it asks for money and a price is not known."""
+    """What the recipe asks of a choice; raises PlaitError if that involves money and a price is unknown."""
     asked = config.plan
     deadline_s = parse_every(asked.deadline).value or None
     has_prices = all(entry.price is not None for entry in pool.devices)
@@ -142,8 +142,8 @@ def pool_job(config: RunConfig, corpus: CorpusFacts, pool: Pool) -> PoolJob:
             tokens = min(tokens, sized.job.most_tokens)
         named = "the usual budget" if config.train.budget == "auto" else "train.budget"
         notes = (
-            f"{named} of {format_duration(budget_of(config).value)} says how long, and choices are compared by the "
-            f"same work: {format_count(tokens)} tokens, as much as all {everything.n_devices} devices would train in "
+            f"{named} of {format_duration(budget_of(config).value)} is a time, but choices are compared by the "
+            f"same work: {format_count(tokens)} tokens, as many as all {everything.n_devices} devices would train in "
             f"that time at {EXPECTED_MFU:.0%} of their peak; train.budget in tokens or steps sets it",
         )
         size = chosen_size(config, corpus, rate) if has_open_size(config, corpus) else None
@@ -172,7 +172,7 @@ def answer_of(job: PoolJob, pricer: PoolPricer, pool: Pool, aims: Aims) -> PoolA
     try:
         explored = explore(pool, pricer.price, pricer.price_bound, aims)
     except PlaitError:
-        if pricer.refusals:  # the largest selection says it best
+        if pricer.refusals:  # the one for the largest selection is the most useful
             raise pricer.refusals[-1] from None
         raise
     best = best_choice(explored, aims)
@@ -202,13 +202,13 @@ def _needed(key: str, choice: PoolChoice) -> str:
         return f'"{hours:.0f} hours"'
     if key == "plan.max_cost":
         assert choice.cost is not None
-        return f"{choice.cost * 1.005:.3g}" if choice.cost < 1000 else f"{-(-choice.cost // 1):.0f}"
+        return f"{choice.cost * 1.005:.3g}" if choice.cost < 900 else f"{-(-choice.cost // 1):.0f}"
     return f"{choice.tokens_per_s * 0.995:.0f}"
 
 
 def shown_choices(explored: Sequence[PoolChoice], best: PoolChoice) -> list[PoolChoice]:
-    """A few of the choices that no other beats, as far apart as can be: the fastest, the cheapest, the best and some
-    between, the fastest first."""
+    """A few of the choices that no other beats: the fastest, the cheapest, the best, and others as different from these
+    as possible; the fastest first."""
     known = [one for one in frontier(explored) if one is not best]
     kept = list(dict.fromkeys((*known[:1], *known[-1:])))
     rest = [one for one in known if one not in kept]
@@ -222,7 +222,7 @@ def shown_choices(explored: Sequence[PoolChoice], best: PoolChoice) -> list[Pool
 
 
 LEAST_DISTANCE = log(1.1)
-"""Choices that are nearer to each other in time and cost are not both worth a line."""
+"""Of choices that are closer than this in time and cost, only one is worth a line."""
 
 
 def _distance(one: PoolChoice, other: PoolChoice) -> float:
@@ -231,8 +231,8 @@ def _distance(one: PoolChoice, other: PoolChoice) -> float:
 
 
 def _left_out(pool: Pool, explored: Sequence[PoolChoice], best: PoolChoice, aims: Aims) -> list[str]:
-    """For each kind of device that the best choice does not use the best choice that was priced with it; the same for
-    each zone that has other kinds."""
+    """For each kind of device that the best choice does not use, the best choice priced with it; likewise for each
+    unused zone that has a kind in use."""
     lines = list[str]()
     kinds = dict.fromkeys(entry.device.name for entry in pool.devices)
     used = {entry.device.name for entry, _ in best.selection.taken}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -54,13 +54,13 @@ class SimulatedRun:
     wall_s: float
     cost: float
     interruptions: int
-    """Changes that took a machine away which the run used."""
+    """Changes that took away a machine in use."""
     replans: int
     """Changes of the selection, those after interruptions included."""
     lost_steps: int
     """Steps that were done again."""
     idle_s: float
-    """Time without any selection that holds the job."""
+    """Time in which no available selection holds the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +75,13 @@ class SimulatedChoice:
 
     @property
     def pays(self) -> bool | None:
-        """Whether spot machines cost less; None where nothing is there to compare with."""
+        """Whether spot machines cost less; None if there is nothing to compare with."""
         return None if self.beside is None or self.beside.cost is None else self.run.cost < self.beside.cost
 
 
 def read_availability(text: str, where: str, pool: Pool) -> Availability:
     """Read an availability file's text for a pool; raises PlaitError with the line that is wrong."""
-    rows = csv.reader(io.StringIO(text))
+    rows = _rows(text, where)
     header = [name.strip() for name in next(rows, [])]
     if header != list(AVAILABILITY_COLUMNS):
         raise PlaitError(f"{where} must begin with the line {','.join(AVAILABILITY_COLUMNS)}")
@@ -90,18 +90,23 @@ def read_availability(text: str, where: str, pool: Pool) -> Availability:
         if not row:
             continue
         if number > MOST_ROWS:
-            raise PlaitError(f"{where} has more than {MOST_ROWS} lines; leave some out")
+            raise PlaitError(f"{where} has more than {MOST_ROWS} lines; shorten it")
         minute, place, count = _row(row, f"{where}, line {number}", pool)
         if minute in by_entry[place]:
-            raise PlaitError(
-                f"{where}, line {number}: minute {minute:g} of this device was given before; leave one out"
-            )
+            raise PlaitError(f"{where}, line {number}: minute {minute:g} of this device appears twice; leave one out")
         by_entry[place][minute] = count
     return _availability(by_entry, pool, where)
 
 
+def _rows(text: str, where: str) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(io.StringIO(text, newline=None))
+    except csv.Error as error:
+        raise PlaitError(f"{where} is not CSV: {error}; write {','.join(AVAILABILITY_COLUMNS)} on each line") from None
+
+
 def generated_availability(seed: int, pool: Pool) -> Availability:
-    """A day in which each entry of a pool has between a quarter and all of its devices, drawn anew every hour."""
+    """A day in which each entry of a pool has between a quarter and all of its devices, drawn again every hour."""
     drawn = random.Random(seed)
     by_entry: list[dict[float, int]] = []
     for entry in pool.devices:
@@ -120,7 +125,7 @@ def _row(row: Sequence[str], where: str, pool: Pool) -> tuple[float, int, int]:
     except ValueError:
         raise PlaitError(f"{where}: minute and count must be numbers, not {minute_text!r} and {count_text!r}") from None
     if not 0 <= minute < inf or count < 0:
-        raise PlaitError(f"{where}: minute = {minute_text} and count = {count_text} must not be negative")
+        raise PlaitError(f"{where}: minute = {minute_text} and count = {count_text} must not be negative or infinite")
     device = find_device(name)
     for place, entry in enumerate(pool.devices):
         if (entry.zone, entry.device.name) == (zone, device.name):
@@ -133,7 +138,7 @@ def _availability(by_entry: Sequence[dict[float, int]], pool: Pool, where: str) 
         if 0.0 not in changes:
             since = f"before minute {min(changes):g}" if changes else "at all"
             raise PlaitError(
-                f"{where} says nothing of {entry.device.name} in zone {entry.zone} {since}; add a line for minute 0"
+                f"{where} does not mention {entry.device.name} in zone {entry.zone} {since}; add a line for minute 0"
             )
     minutes = sorted({minute for changes in by_entry for minute in changes})
     last = minutes[-1]
@@ -211,12 +216,12 @@ def simulate_spot_run(
         clock = until
     raise PlaitError(
         f"with {availability.source} the run never ends: after {clock / DAY_S:.0f} days {done / work.steps:.0%} of its "
-        "steps are done; write a smaller train.budget, or a pool that is there for longer"
+        "steps are done; choose a smaller train.budget, or a pool with more available machines"
     )
 
 
 class _Chooser:
-    """The best spot selection of what is there, each state looked at once."""
+    """Finds the best spot selection of the available devices, once for each state."""
 
     def __init__(
         self, pool: Pool, explored: Sequence[PoolChoice], price: PriceSelection, price_bound: PriceSelection, aims: Aims

@@ -14,7 +14,7 @@ from plait.planner.pools.selection import Selection
 from plait.planner.search.found import Search
 
 Objective = Literal["fastest", "cheapest", "balanced"]
-"""The shortest run; the one that costs least; the one of which time multiplied by cost is least."""
+"""The shortest run; the cheapest; the one with the least product of time and cost."""
 Purchase = Literal["on demand", "spot"]
 """"spot": every device that the pool has a spot price for is a spot machine."""
 
@@ -28,7 +28,7 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aims:
-    """What a choice is for, and the bounds that it has to meet; None: no bound."""
+    """The objective of a choice, and the bounds that it has to meet; None: no bound."""
 
     objective: Objective
     deadline_s: float | None = None
@@ -42,7 +42,7 @@ class Aims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """How much there is to do, whichever devices do it."""
+    """The amount of work, which does not depend on the devices."""
 
     steps: int
     tokens: int
@@ -57,7 +57,7 @@ class RunMoney:
     egress: float
     """Traffic between zones."""
     restarts: float
-    """What interruptions of spot machines add to the devices' time."""
+    """The price of the time that interruptions of spot machines add."""
 
     @property
     def total(self) -> float:
@@ -66,14 +66,14 @@ class RunMoney:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolChoice:
-    """Devices of a pool with their best layout, and what the whole run takes on them."""
+    """Devices of a pool with their best layout, and the time and cost of the whole run on them."""
 
     selection: Selection
     purchase: Purchase
     work: Work
     step_s: float
     wall_s: float
-    """Of the whole run, with what interruptions of spot machines add."""
+    """Of the whole run, with the time that interruptions of spot machines add."""
     money: RunMoney | None
     """None where a device has no price."""
     layout: str
@@ -101,7 +101,7 @@ class PoolChoice:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What stands in for values that nobody stated, a phrase each."""
+        """Assumptions in place of values that were not given, a phrase each."""
         phrases = [phrase for entry, _ in self.selection.taken for phrase in entry.assumed]
         if self.purchase == "spot":
             phrases += [phrase for entry, _ in self.selection.taken for phrase in entry.spot_assumed]
@@ -171,7 +171,7 @@ def check_prices(pool: Pool, aims: Aims) -> None:
         what = "plan.max_cost" if aims.objective == "fastest" else f'plan.objective = "{aims.objective}"'
         names = " and ".join(lacking)
         raise PlaitError(
-            f"{what} needs prices in {pool.currency}, and neither the pool nor the catalogue has one of {names}; add "
+            f"{what} needs prices in {pool.currency}, and neither the pool nor the catalogue has one for {names}; add "
             f"price, for one device and hour, to each of its [[device]], or write "
             f'plan.objective = "fastest" without plan.max_cost'
         )
@@ -189,7 +189,7 @@ def missing(choice: PoolChoice, aims: Aims) -> dict[str, float]:
 
 
 def objective_value(choice: PoolChoice, objective: Objective) -> float:
-    """What the objective makes small; infinite where it needs a price that is not known."""
+    """The value that the objective minimizes; infinite if it needs an unknown price."""
     cost = inf if choice.cost is None else choice.cost
     return {"fastest": choice.wall_s, "cheapest": cost, "balanced": choice.wall_s * cost}[objective]
 
