@@ -15,18 +15,17 @@ from plait.devices import ACCELERATORS, DEVICE_TRAITS, DeviceName
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether tensors on this device lie outside the host's memory, and work there is queued. Any device may be asked,
-    torch's "meta" among them."""
+    """Whether this device has memory of its own and queues its work. Accepts any device, including torch's "meta"."""
     return any(row.name == device.type for row in ACCELERATORS)
 
 
 def has_cuda_kernels(device: torch.device) -> bool:
-    """Whether the device has what torch has for CUDA alone (`DeviceTraits.kernels`)."""
+    """Whether torch's CUDA-only features exist for the device (`DeviceTraits.kernels`)."""
     return any(row.name == device.type and row.kernels == "CUDA's" for row in ACCELERATORS)
 
 
 def accelerator_name() -> DeviceName | None:
-    """The kind of accelerator that torch sees; None where it sees none that plait trains on."""
+    """The kind of accelerator that torch finds; None if it finds none that plait trains on."""
     for row in ACCELERATORS:
         if module_of(row.name).is_available():
             return row.name
@@ -34,7 +33,7 @@ def accelerator_name() -> DeviceName | None:
 
 
 def initialized_accelerator() -> DeviceName | None:
-    """The kind of accelerator that this process has used already."""
+    """The kind of accelerator that this process has already used."""
     for row in ACCELERATORS:
         if module_of(row.name).is_initialized():
             return row.name
@@ -48,14 +47,14 @@ def accelerator_count() -> int:
 
 
 def own_device(name: DeviceName | None) -> torch.device:
-    """The accelerator that this process has chosen (`choose_device`); the processor for "cpu" and None."""
+    """The accelerator that this process has chosen (`choose_device`); the CPU for "cpu" and None."""
     if name is None or not DEVICE_TRAITS[name].is_accelerator:
         return torch.device("cpu")
     return torch.device(name, module_of(name).current_device())
 
 
 def choose_device(device: torch.device) -> None:
-    """Make an accelerator this process's own."""
+    """Make an accelerator the current device of this process."""
     module_of(device).set_device(device.index)
 
 
@@ -65,22 +64,22 @@ def module_of(device: torch.device | DeviceName) -> Any:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if is_accelerator(device):
         module_of(device).synchronize(device)
 
 
 def free_memory_of(device: torch.device) -> int:
-    """Bytes of an accelerator that no process has."""
+    """Free bytes of an accelerator's memory."""
     return int(module_of(device).mem_get_info(device)[0])
 
 
 def allocatable_bytes(device: torch.device) -> int:
-    """Bytes that torch could still allocate on an accelerator: the free ones, and those that it keeps for reuse."""
+    """Bytes that torch could still allocate on an accelerator: free memory, and memory that torch keeps for reuse."""
     module = module_of(device)
     return free_memory_of(device) + module.memory_reserved(device) - module.memory_allocated(device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host's tensor on a device; the host does not wait for the copy to an accelerator."""
+    """Copy a host tensor to a device, without waiting for the copy to an accelerator."""
     return tensor.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else tensor.to(device)

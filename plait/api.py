@@ -193,8 +193,8 @@ def check(
     limit_s: float = 600,
     progress: ProgressDisplay = "off",
 ) -> CheckReport:
-    """Run somebody's own distributed program, such as ["torchrun", "train.py"], on processes of this machine, and
-    compare its gradients and updates with one process.
+    """Run a distributed training program, such as ["torchrun", "train.py"], in local processes, and compare its
+    gradients and updates with one process.
 
     The report's `ok` says whether it is proven; `str(report)` is what `plait check` prints. Raises PlaitError for a
     command that starts no Python program; a program that fails or hangs is a report whose outcome is "cannot judge".

@@ -1,4 +1,4 @@
-"""The kinds of devices on which plait trains: one row each. No other module asks for one by its name."""
+"""The kinds of devices on which plait trains, one row each. No other module names one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 DeviceName = Literal["cpu", "cuda", "xpu"]
-"""As torch calls them."""
+"""The names that torch uses."""
 DevicePlace = Literal["host", "accelerator"]
 """On the host, workers share cores and memory, and an operation is done when its call returns. An accelerator has
-memory of its own and one worker, and its work waits in streams."""
+its own memory and one worker, and queues its work in streams."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class DeviceTraits:
     messages: Literal["gloo", "nccl", "xccl"]
     """torch.distributed's backend for tensors that lie on the device."""
     kernels: Literal["none", "CUDA's"] = "none"
-    """What torch has for it beside the usual operations: attention over documents of any length, products grouped by
-    expert, and steps recorded as graphs. Without, plait computes the same by the usual ones."""
+    """What torch offers for it beyond the usual operations: attention over documents of any length, products grouped
+    by expert, and steps recorded as graphs. Without these, plait uses the usual operations."""
     proof: Literal["tested", "written, not run"] = "tested"
 
     @property
@@ -53,5 +53,5 @@ ON_PAPER: DeviceName = "cuda"
 
 
 def traits_of(name: str) -> DeviceTraits:
-    """The row of a device that torch calls so; raises KeyError for those that plait does not train on."""
+    """The row of a device by torch's name; raises KeyError for a device that plait does not train on."""
     return DEVICE_TRAITS[name]  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""What a check found: findings as values, and what is said of each kind."""
+"""The findings of a check as values, and the advice for each kind."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ FIXES: Mapping[ProgramFindingKind, str] = {
     "world_size": "DistributedDataParallel and fully_shard already divide the sum by the number of ranks: divide or "
     "multiply exactly once",
     "accumulation": "divide the loss by the number of micro-batches of a step before backward",
-    "scale": "look for a factor that one process would not have, or a step that counts micro-batches wrongly",
+    "scale": "look for a factor that one process would not have, or for micro-batches that are counted wrongly",
     "mean_of_means": "sum the losses of tokens, all_reduce their number over all ranks and micro-batches of the "
     "step, and divide by that (times the number of ranks where DDP averages)",
-    "missing_sum": "let these parameters take part: all_reduce their gradients too, or have DDP know them",
+    "missing_sum": "include these parameters: all_reduce their gradients too, or register them with DDP",
     "never_summed": "wrap the model in DistributedDataParallel, or all_reduce every gradient before optimizer.step()",
     "lost_micro_batches": "call zero_grad() once a step, before the first micro-batch, and use no_sync() only around "
     "micro-batches that another backward pass follows",
-    "uneven_ranks": "give each rank's examples the same weight: weigh by their number, not by rank",
-    "weights_apart": "seed every rank alike before the model is made, or broadcast the weights of rank 0 (DDP does)",
+    "uneven_ranks": "give every example the same weight: weight ranks by their number of examples",
+    "weights_apart": "seed every rank equally before the model is made, or broadcast the weights of rank 0 (DDP does)",
     "rates_apart": "compute the learning rate from values that all ranks share",
     "same_batch": "give the DataLoader a DistributedSampler, or take every N-th batch by rank",
     "repeated_samples": "give the DataLoader a DistributedSampler, so that each example is drawn once in a pass",
-    "samples_left_out": "let num_replicas be the number of ranks that run, and rank this rank's number",
+    "samples_left_out": "set num_replicas to the number of running ranks, and rank to this rank's number",
     "dropout_alike": "seed with seed + rank after the model is made and wrapped",
-    "batch_norm": "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping (on processors: "
-    "plait.convert_batch_norm under plait.spread), or layers without batch statistics",
+    "batch_norm": "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping (on CPUs: "
+    "plait.convert_batch_norm under plait.spread), or use layers without batch statistics",
     "partial_clipping": "clip all gradients by one norm: torch.nn.utils.clip_grad_norm_(model.parameters(), …) handles "
-    "DTensors; else all_reduce the sum of squares before the root",
+    "DTensors; otherwise all_reduce the sum of squares before taking the root",
     "clipping_before_sum": "clip once a step, after the last backward pass and after the gradients are summed",
     "schedule": "call scheduler.step() once for each optimizer step, or plan the schedule for as many calls",
-    "evaluation_data": "evaluate each example once: a DistributedSampler pads; leave out the padding (Accelerate: "
+    "evaluation_data": "evaluate each example once: remove the padding that a DistributedSampler adds (Accelerate: "
     "gather_for_metrics), or evaluate all data on one rank",
     "stale_gradients": "call optimizer.zero_grad() in every step",
-    "update": "let every rank take the same update from the same gradients, and share what an update computed",
+    "update": "let every rank apply the same update to the same gradients, and share the results of an update",
     "unexplained": "compare this parameter's gradients by hand: hooks, custom autograd functions, parts that only one "
     "rank runs",
     "printed_loss": "all_reduce the loss and its count before printing",
     "same_order": "call sampler.set_epoch(epoch) at the beginning of each epoch",
-    "weight_decay": "put biases and norms into a parameter group with weight_decay=0 where that is meant",
+    "weight_decay": "put biases and norms into a parameter group with weight_decay=0 unless this is intended",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramFinding:
-    """One thing that a program does otherwise than one process would, or that its author should know."""
+    """A difference from one process, or something that the program's author should know."""
 
     kind: ProgramFindingKind
     is_fault: bool
@@ -61,7 +61,7 @@ class ProgramFinding:
     parameter: str = ""
     """The first parameter that it concerns, in the model's order."""
     parameters: int = 0
-    """How many it concerns."""
+    """How many parameters it concerns."""
     step: int | None = None
     one_process: str = ""
 
@@ -89,7 +89,7 @@ EXIT_CODES: Mapping[CheckOutcome, int] = {"proven": 0, "differs": 1, "cannot jud
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What `plait check` says of a program."""
+    """The result of `plait check`."""
 
     outcome: CheckOutcome
     workers: int
@@ -97,12 +97,12 @@ class CheckReport:
     """Optimizer steps that were compared."""
     parameters: int
     largest_error: float | None
-    """Of all gradients, as a share of what went into them."""
+    """The largest difference of a gradient, as a share of what went into it."""
     findings: tuple[ProgramFinding, ...] = ()
     reasons: tuple[str, ...] = ()
-    """Why it cannot be judged, and what is not covered by a proof."""
+    """Why the program cannot be judged, or what the proof does not cover."""
     changed: tuple[str, ...] = ()
-    """What was replaced so that the program runs here."""
+    """What was replaced to run the program here."""
     wall_s: float = 0.0
 
     @property
@@ -146,7 +146,7 @@ def check_report_lines(report: CheckReport) -> Sequence[str]:
     )
     if report.outcome == "proven":
         error = f", largest difference {report.largest_error:.0e}" if report.largest_error else ""
-        lines.append(f"proven   {of}: all {report.parameters} gradients and updates are those of one process{error}")
+        lines.append(f"proven   {of}: all {report.parameters} gradients and updates match one process{error}")
     elif report.outcome == "differs":
         count = len(report.faults)
         lines.append(f"differs  {of}: {count} {'fault' if count == 1 else 'faults'}, see above")

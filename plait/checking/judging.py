@@ -124,20 +124,20 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
 
 def _indistinct(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> list[str]:
     """Why the gradients that were recorded cannot tell a right program from a wrong one."""
-    gradients = [
-        (step, position, found)
+    computed = [
+        (step, int(key.rpartition("/")[2]), tensor)
         for step in steps
         for rank in step.ranks
-        for position in range(len(step.parameters))
-        if (found := rank.tensor("gradient", position)) is not None
+        for key, tensor in rank.tensors.items()
+        if key.startswith(("local/", "gradient/"))
     ]
-    if not any(bool(one.any()) for _, _, one in gradients):
+    if not any(bool(tensor.any()) for _, _, tensor in computed):
         return ["no gradient reached an optimizer, or all were zero, so there is nothing to compare"]
-    for step, position, one in gradients:
-        if not bool(one.isfinite().all()):
+    for step, position, tensor in computed:
+        if not bool(tensor.isfinite().all()):
             return [
                 f"the gradient of {step.name(position)} is not finite in step {step.step + 1}, so it cannot be "
-                "compared; lower the learning rate, or check fewer --steps"
+                "compared; see where it becomes infinite or NaN, or check fewer --steps"
             ]
     parts = max(len(step.micros) for step in steps)
     if tolerance_of(steps, events) == ROUNDED and parts * ROUNDED >= 0.5:

@@ -1,4 +1,4 @@
-"""The records of all ranks, read: each optimizer step with its gradients, ready to be compared."""
+"""Reads the records of all ranks: each optimizer step with its gradients, ready to be compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MicroBatch:
     number: int
     """In the order of the rank's events."""
     place: int
-    """Which of the rank's passes from this line it is, within the step."""
+    """Its index among the rank's passes from this line within the step."""
     site: str
     loss: float
     kind: str
@@ -56,7 +56,7 @@ class CheckedStep:
     step: int
     ranks: Sequence[RankStep]
     micros: Sequence[MicroBatch]
-    """Of all ranks, rank by rank, those that reached a parameter of this optimizer."""
+    """The micro-batches that reached a parameter of this optimizer, rank by rank."""
 
     @property
     def parameters(self) -> Sequence[Event]:
@@ -71,7 +71,7 @@ class CheckedStep:
 
 
 def checked_steps(folder: Path, events: Sequence[Sequence[Event]]) -> list[CheckedStep]:
-    """The steps that every rank wrote down, in their order."""
+    """The steps that every rank recorded, in order."""
     by_rank = [{(one["optimizer"], one["step"]): one for one in rank if one["kind"] == "step"} for rank in events]
     common = [key for key in by_rank[0] if all(key in rank for rank in by_rank)] if by_rank else []
     steps = []

@@ -53,6 +53,11 @@ def judge_updates(steps: Sequence[CheckedStep]) -> UpdateVerdict:
             )
             notes.append(f"the update rule {kind} was not recomputed; {compared}")
             continue
+        if any(rank.event["resumed"] for rank in own[0].ranks):
+            notes.append(
+                f"{kind} had state before its first step, as after loading, so its updates were not recomputed"
+            )
+            continue
         if (finding := _first_wrong(own, _ELEMENTWISE[kind])) is not None:
             return UpdateVerdict(findings=(finding,), notes=notes)
     return UpdateVerdict(findings=(), notes=notes)

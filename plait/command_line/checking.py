@@ -1,4 +1,4 @@
-"""The command that proves somebody's own distributed program: parse, call, print."""
+"""`plait check`: parse, call, print."""
 
 from __future__ import annotations
 

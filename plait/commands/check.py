@@ -32,7 +32,7 @@ def check(
     screen: Screen,
     start: StartRank = start_process,
 ) -> CheckReport:
-    """Run a program under watch, and judge it; blocks until the steps are taken.
+    """Run a program under observation and judge it; blocks until the steps are taken.
 
     Raises PlaitError for a command that starts no Python program. A program that fails or hangs is a report that cannot
     judge.
@@ -75,7 +75,7 @@ def check(
 
 
 def report_text(report: CheckReport, *, as_json: bool) -> str:
-    """What goes to the terminal."""
+    """The report as text or JSON, for the terminal."""
     if as_json:
         return json.dumps(report.as_json(), indent=2)
     return "\n".join(check_report_lines(report))
@@ -99,7 +99,7 @@ def _check_python(program: WatchedProgram) -> None:
 def _unable(
     run: WatchedLaunch, events: Sequence[Sequence[dict[str, object]]], folder: Path, limit_s: float, silent_s: float
 ) -> str | None:
-    """Why a run cannot be judged, None where it can: a program that fails after the checked steps has shown enough."""
+    """Why a run cannot be judged, or None if it can: a program that fails after the checked steps has shown enough."""
     is_over = all(any(one["kind"] in ("checked", "ended") for one in rank) for rank in events)
     if is_over or run.ending == "ended":  # what comes after may fail: gloo's threads at a process's end do
         return None
@@ -168,8 +168,8 @@ def _last_doing(events: Sequence[dict[str, object]]) -> str:
 def _factors_on(
     program: WatchedProgram, folder: Path, workers: int, limits: Mapping[str, float], start: StartRank
 ) -> Sequence[float]:
-    """Run one step on another number of workers: by which factors its gradients differ from those of one process. Empty
-    where that run fails, or its gradients differ by more than a factor."""
+    """Run one step on another number of workers, and return the factors by which its gradients differ from those of
+    one process; empty if that run fails, or if its gradients differ by more than a factor."""
     from plait.checking.gradient_findings import tolerance_of
     from plait.checking.recorded import checked_steps
     from plait.checking.reference import compare_step

@@ -1,4 +1,4 @@
-"""`plait timeline`: records a few steps of a run, and shows them beside what the plan meant them to be."""
+"""`plait timeline`: records a few steps of a run, and shows them beside the plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOOK_FOR_ANSWER_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSteps:
-    """A recorded timeline with the plan that it followed, and how it was recorded, as a sentence."""
+    """A recorded timeline with the plan that it followed, and a sentence on how it was recorded."""
 
     timeline: StepTimeline
     plan: Plan
@@ -47,8 +47,8 @@ class RecordedSteps:
 
 
 def record_run(name: str, *, steps: int, html: Path, trace: Path, screen: Screen) -> None:
-    """Record some steps of a run and write the page and the trace. A run that trains records them itself; of another
-    one the workers start here, go on from its newest checkpoint and save nothing.
+    """Record some steps of a run, and write the page and the trace. A run that is training records them itself;
+    otherwise workers start here, continue from the newest checkpoint and save nothing.
 
     Raises PlaitError where that is not possible here, RunFailed where the run ends meanwhile.
     """
@@ -82,7 +82,7 @@ def page_of(name: str, recorded: RecordedSteps) -> TimelinePage:
 
 
 def plan_after(plan: Plan, folder: RunFolder, step: int) -> Plan:
-    """The plan with the shares and stages that apply to the step after this one."""
+    """The plan with the shares and stages that apply after this step."""
     lines = [line for line in read_shares(folder.shares) if line.step <= step + 1]
     if not lines:
         return plan
@@ -127,7 +127,8 @@ def _recorded_by_run(folder: RunFolder, steps: int, show: ShowProgress) -> Recor
 
 
 def record_from_checkpoint(folder: RunFolder, steps: int, show: ShowProgress, working: WorkingFolder) -> RecordedSteps:
-    """Record steps after a run's newest checkpoint, or its first ones where it has none; the run stays as it is."""
+    """Record steps after a run's newest checkpoint, or its first steps if it has none; the run itself is not
+    changed."""
     found = newest_good(folder.checkpoints) if published_checkpoints(folder.checkpoints) else None
     step = found.manifest.step if found else 0
     plan = plan_after(folder.saved_plan(), folder, step)
@@ -146,14 +147,14 @@ def record_from_checkpoint(folder: RunFolder, steps: int, show: ShowProgress, wo
 
 
 def _check_possible(plan: Plan, found: FoundCheckpoint | None, working: WorkingFolder) -> None:
-    """Raise PlaitError where this machine cannot take the run's steps."""
+    """Raise PlaitError if this machine cannot take the run's steps."""
     if len(plan.machines.hosts) > 1:
         raise PlaitError(
             "this run is laid out over several machines, so it records its steps itself; give plait timeline on its "
             "first machine while it trains"
         )
     if plan.machines.have_accelerators:
-        from plait.accelerator import accelerator_count  # torch, which nobody else here needs
+        from plait.accelerator import accelerator_count  # imports torch, which nothing else here needs
 
         present = accelerator_count()
         if present < plan.world_size:

@@ -1,4 +1,4 @@
-"""`plait.Muon`: plait's Muon as an optimizer of torch's kind, for people's own programs."""
+"""`plait.Muon`: plait's Muon as a torch optimizer, for users' own programs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Muon(Optimizer):
         return loss
 
     def _averaged(self, parameter: Tensor, momentum: float) -> Tensor:
-        """The gradient moved towards its average, which takes it in (Nesterov's), as a matrix."""
+        """The gradient after Nesterov's momentum, as a matrix."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
@@ -91,7 +91,7 @@ class Muon(Optimizer):
 
 
 def _batches(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """The numbers of matrices with the same sides, dtype and device, as many together as BATCH_NUMBERS hold."""
+    """Indices of matrices with the same sides, dtype and device, in batches of at most BATCH_NUMBERS elements."""
     alike: dict[Any, list[int]] = {}
     for number, one in enumerate(matrices):
         alike.setdefault((*sorted(one.shape), one.dtype, one.device), []).append(number)
@@ -101,7 +101,7 @@ def _batches(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def _lying(matrix: Tensor) -> Tensor:
-    """The matrix, turned where it has more rows than columns."""
+    """The matrix, transposed if it has more rows than columns."""
     return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
 
 

@@ -72,7 +72,7 @@ class PoolDevices:
     interruptions_per_day: float = ASSUMED_INTERRUPTIONS_PER_DAY
     """How many times a day one spot machine is taken back."""
     assumed: tuple[str, ...] = ()
-    """What stands in for values that the pool does not state, a phrase each."""
+    """Assumptions in place of values that the pool does not give, a phrase each."""
     spot_assumed: tuple[str, ...] = ()
     """The same, for spot machines only."""
 
@@ -106,7 +106,8 @@ class Pool:
     name: str
     devices: tuple[PoolDevices, ...]
     links: tuple[ZoneLink, ...] = ()
-    """One for each pair of zones; for a zone itself only where its network is not what is usual for the devices."""
+    """One for each pair of zones; a link from a zone to itself only if its network is not the usual one of its
+    devices."""
     currency: str = CATALOGUE_CURRENCY
     notes: tuple[str, ...] = ()
     """Sentences on how an ambiguous short form was read."""
@@ -120,7 +121,7 @@ class Pool:
         return tuple(dict.fromkeys(entry.zone for entry in self.devices))
 
     def link_between(self, one: str, other: str) -> ZoneLink | None:
-        """The link of two zones; None for a zone itself where its network is the devices' usual one."""
+        """The link of two zones; None for a zone itself if its network is the usual one of its devices."""
         return next((link for link in self.links if set(link.zones) == {one, other}), None)
 
 
@@ -224,7 +225,7 @@ def _devices(values: Any, currency: str, where: str) -> PoolDevices:
 
 
 def _with_catalogue_price(one: PoolDevices, currency: str) -> PoolDevices:
-    """The devices at the price that the catalogue has, where it has one in this currency."""
+    """The devices at the catalogue's price, if it has one in this currency."""
     device = one.device
     if device.price_per_hour is None or currency != CATALOGUE_CURRENCY:
         return one
@@ -320,7 +321,7 @@ def _whole(value: Any, where: str) -> int:
 
 
 def _amount(values: Mapping[str, Any], key: str, where: str) -> float | None:
-    """A price or another amount of 0 or more; None where the key is left out."""
+    """A price or another amount of 0 or more; None if the key is missing."""
     if (value := values.get(key)) is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -9,9 +9,10 @@ from torch import Tensor
 from plait.partition.matrix_owners import NEWTON_SCHULZ_STEPS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: chosen for the steepest slope at 0; singular values end between about 0.7 and 1.2."""
+"""Coefficients of the quintic iteration, chosen for the steepest slope at 0; singular values end between about 0.7
+and 1.2."""
 EPSILON = 1e-7
-"""Least norm by which a matrix is divided."""
+"""Smallest norm that a matrix is divided by."""
 RMS_OF_ADAMW = 0.2
 """Root mean square of AdamW's updates at a learning rate of 1, as Liu et al. measured it."""
 

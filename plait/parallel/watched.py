@@ -1,9 +1,9 @@
-"""What this process does in a step, and when, for whoever records it: usually nobody.
+"""Reports what this process does in a step, and when, to a recorder. Usually there is none.
 
 Note [one watch]: ranks are processes, and a process has one set of process groups, one stream of steps and so one
-WATCH. Code that computes a pass, begins a message or waits for one says so here, as `with WATCH.work("forward"): …`.
-While nobody records, that is an attribute that is None and a context that does nothing: less than a microsecond, some
-dozens of times in a step. No hook is installed anywhere.
+WATCH. Code that computes a pass, begins a message or waits for one says so here, as in `with WATCH.work("forward"): …`.
+Without a recorder, that costs an attribute look-up and an empty context: less than a microsecond, some dozens of times
+in a step. No hook is installed anywhere.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _UNWATCHED = nullcontext()
 
 
 class PendingSpan(Protocol):
-    """A message under way."""
+    """A message that is under way."""
 
     def end(self) -> None:
-        """The rank goes on with its result."""
+        """The result has arrived, and the rank continues."""
         ...
 
 
 class SpanRecorder(Protocol):
-    """Who records what a process does."""
+    """Records what a process does."""
 
     def work(self, kind: StepWork, *, stage: int, micro: int) -> AbstractContextManager[object]:
         """A block of work."""
@@ -43,7 +43,7 @@ class SpanRecorder(Protocol):
 
 
 class StepWatch:
-    """Passes on what happens to `recorder`, where there is one; see Note [one watch]."""
+    """Forwards events to `recorder`, if there is one; see Note [one watch]."""
 
     __slots__ = ("recorder",)
 
@@ -55,24 +55,24 @@ class StepWatch:
         return _UNWATCHED if self.recorder is None else self.recorder.work(kind, stage=stage, micro=micro)
 
     def wait(self, kind: MessageKind, pending: PendingSpan | None = None) -> AbstractContextManager[object]:
-        """The block waits for a message; with its end `pending` ends, which `begin` returned."""
+        """The block waits for a message. At its end, `pending`, which `begin` returned, ends too."""
         if self.recorder is None:
             return _UNWATCHED
         return _Wait(self.recorder.wait(kind), pending)
 
     def begin(self, kind: MessageKind, *sent: Tensor) -> PendingSpan | None:
-        """A message begins, for which somebody will `wait`; None while nobody records."""
+        """A message begins, and a later `wait` ends it; None while nothing is recorded."""
         if self.recorder is None:
             return None
         return self.recorder.message(kind, sum(tensor.nbytes for tensor in sent))
 
     def exchange(self, kind: MessageKind, *sent: Tensor) -> AbstractContextManager[object]:
-        """The block sends and waits, as a sum does that blocks."""
+        """The block sends and waits, as a blocking sum does."""
         return _UNWATCHED if self.recorder is None else self.wait(kind, self.begin(kind, *sent))
 
 
 class _Wait:
-    """A wait, and the message that it ends."""
+    """A wait, and the pending message that ends with it."""
 
     def __init__(self, inner: AbstractContextManager[object], pending: PendingSpan | None) -> None:
         self._inner, self._pending = inner, pending

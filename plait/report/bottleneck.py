@@ -12,21 +12,21 @@ BottleneckCause = Literal[
     "products", "attention", "head", "memory rate", "optimizer", "kernel launches", "recomputation", "micro-batch",
     "memory", "network", "slow host", "pipeline", "data", "start-up",
 ]  # fmt: skip
-"""What binds: the first six are work that every run must do."""
+"""The cause: the first seven are work that every run must do."""
 LEAST_REMEDY_GAIN = 1.05
-"""A change that makes a run less than this many times as fast is no remedy."""
+"""A change that gains less than this factor is no remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A change that a person can make, and how many times as fast the run would then be, by the fitted cost model."""
+    """A change that the user can make, and how many times as fast the run would then be, by the fitted cost model."""
 
     change: str
     gain: float
     setting: str = ""
-    """The change as an override of the recipe ("layout.recompute=none"); empty where it is one of the machines."""
+    """The change as an override of the recipe ("layout.recompute=none"); empty for a change to the machines."""
     factor: float = 1.0
-    """How many times the present rate of a network or a disk, or the present memory, the change takes; 1 elsewhere."""
+    """The factor on the present rate of a network or disk that the change takes; 1 for other changes."""
 
     @property
     def text(self) -> str:
@@ -36,17 +36,17 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBottleneck:
-    """What limits a run; `remedies` are changes that gain 5 % or more, the best first, and none where nothing does."""
+    """What limits a run; `remedies` are changes that gain 5 % or more, the best first."""
 
     cause: BottleneckCause
     share: float
-    """Of a step's time; of the run's for "start-up"."""
+    """Share of a step's time; for "start-up", of the run's time."""
     sentence: str
     remedies: tuple[Remedy, ...] = ()
 
 
 def bottleneck_lines(found: RunBottleneck | None) -> Sequence[str]:
-    """The sentence and a line for each remedy; empty where nothing is known."""
+    """The sentence and a line for each remedy; empty if nothing is known."""
     return [] if found is None else [found.sentence, *(remedy.text for remedy in found.remedies)]
 
 

@@ -17,7 +17,7 @@ _SHOWN_CHARACTERS, _SHOWN_OF_PROMPT = 160, 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleReport:
-    """What the model wrote after `step` steps; 0 is before the first one. The prompt is not repeated in `text`."""
+    """What the model wrote after `step` steps (0: before the first). `text` does not repeat the prompt."""
 
     step: int
     prompt: str
@@ -27,15 +27,15 @@ class SampleReport:
         return json.dumps(asdict(self), ensure_ascii=False)
 
     def in_short(self) -> str:
-        """The beginning of the sample on one line, behind the end of its prompt, for a terminal."""
+        """The beginning of the sample on one line, after the end of its prompt, for a terminal."""
         written = one_line(f"{self.prompt[-_SHOWN_OF_PROMPT:]}{self.text}")
         cut = f"{written[:_SHOWN_CHARACTERS]}…" if len(written) > _SHOWN_CHARACTERS else written
         return f"sample   step {self.step}: {cut}"
 
 
 def read_samples(path: Path) -> Sequence[SampleReport]:
-    """All samples of a run in the order of steps, none where there is no file. A last line without its newline is left
-    out; raises PlaitError, with its number, for a line that is no sample."""
+    """All samples of a run in the order of steps; empty if there is no file. Ignores a last line without a newline;
+    raises PlaitError with the number of an invalid line."""
     try:
         lines = read_regular_file(path).split(b"\n")[:-1] if path.exists() else []
     except ValueError as error:
@@ -50,7 +50,7 @@ def read_samples(path: Path) -> Sequence[SampleReport]:
 
 
 def trim_samples(path: Path, steps_done: int) -> None:
-    """Cut off what an earlier start wrote about steps that are now done again. Raises PlaitError."""
+    """Remove samples of steps that are now repeated. Raises PlaitError."""
     if path.exists():
         kept = [one for one in read_samples(path) if one.step < steps_done or 0 < one.step == steps_done]
         replace_file(path, "".join(f"{one.to_line()}\n" for one in kept).encode())

@@ -1,4 +1,4 @@
-"""A few steps of a run as spans of time on each rank: as the plan means them, or as they were recorded."""
+"""A few steps of a run as spans of time on each rank, as planned or as recorded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Literal
 from plait.checked_json import parse_object, typed_value
 
 StepWork = Literal["data", "forward", "backward", "backward-input", "backward-weight", "gradients", "update"]
-"""What a rank does. The four passes are the actions of a pipeline's schedule; "gradients" is what is left of their sums
-once the last backward has ended."""
+"""Work of a rank. The four passes are the actions of a pipeline's schedule; "gradients" is the rest of their sums
+after the last backward."""
 MessageKind = Literal[
     "stage message",
     "tied embedding",
@@ -28,8 +28,8 @@ MessageKind = Literal[
 """What travels between ranks."""
 SpanKind = StepWork | MessageKind
 Lane = Literal["work", "wait", "message"]
-"""work: what a rank does. wait: a part of that in which it waits for others. message: from the moment when something
-was sent, or a sum was begun, to the moment when the rank went on with the result."""
+"""work: what a rank does. wait: a part of that in which it waits for others. message: from when something was sent,
+or a sum began, until the rank went on with the result."""
 KIND_TEXTS: Mapping[SpanKind, str] = {
     "data": "fetch of samples",
     "forward": "forward",
@@ -62,11 +62,11 @@ class TimelineSpan:
     start_s: float
     end_s: float
     stage: int = -1
-    """Of the model, from 0, for the passes of a pipeline; -1: no stage."""
+    """Of the model, counted from 0, for the passes of a pipeline; -1: no stage."""
     micro: int = -1
-    """Micro-batch of the step, from 0; -1: of none."""
+    """Micro-batch of the step, counted from 0; -1: none."""
     n_bytes: int = 0
-    """What this rank sends, or gives to a sum; 0 where it is not known."""
+    """Bytes that this rank sends or contributes to a sum; 0 if unknown."""
 
     @property
     def seconds(self) -> float:
@@ -84,7 +84,7 @@ class TimelineSpan:
 
     @property
     def place(self) -> tuple[Lane, SpanKind, int, int]:
-        """By what an event of one timeline is found in another; several may share it."""
+        """The key by which an event is found in another timeline; several events may share it."""
         return self.lane, self.kind, self.stage, self.micro
 
 
@@ -96,7 +96,7 @@ class RankTimeline:
     spans: tuple[TimelineSpan, ...]
     host: str = ""
     clock_error_s: float = 0.0
-    """How far this rank's times may be shifted against rank 0's, at most; 0 on the same machine."""
+    """The most by which this rank's times may be shifted against rank 0's; 0 on the same machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class StepTimeline:
     source: Literal["planned", "measured"]
     first_step: int
     bounds_s: tuple[tuple[float, float], ...]
-    """Begin and end of each step: from the first rank's begin to the last one's end."""
+    """Begin and end of each step: from when the first rank begins to when the last one ends."""
     ranks: tuple[RankTimeline, ...]
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class StepTimeline:
 
 
 def timeline_from_json(text: str | bytes) -> StepTimeline:
-    """The timeline that was written; raises ValueError where it was not."""
+    """Read a timeline that `to_json` wrote; raises ValueError for anything else."""
     return typed_value(StepTimeline, parse_object(text))
 
 
@@ -164,7 +164,7 @@ def _by_start(span: TimelineSpan) -> tuple[float, float]:
 
 
 def _went_on_s(passed: TimelineSpan, spans: Sequence[TimelineSpan]) -> float:
-    """When a pass had what it waits for first: the end of its first wait for a stage, else its begin."""
+    """When a pass had its first input: the end of its first wait for a stage, else its beginning."""
     first = bisect_left(spans, passed.start_s, key=lambda span: span.start_s)
     for span in spans[first:]:
         if span.start_s > passed.end_s:
@@ -178,7 +178,7 @@ def _went_on_s(passed: TimelineSpan, spans: Sequence[TimelineSpan]) -> float:
 
 
 _TOUCHING_S = 1e-9
-"""Spans of which one begins where the other ends may overlap by rounding."""
+"""Spans that touch may overlap by this much, by rounding."""
 
 
 def own_seconds(spans: Sequence[TimelineSpan]) -> Iterator[tuple[TimelineSpan, float]]:
@@ -208,7 +208,7 @@ class KindTotals:
 
 
 def totals_of(timeline: StepTimeline, rank: int) -> Mapping[tuple[Lane, SpanKind], KindTotals]:
-    """What one rank does in a step, by kind; of messages the seconds that they travel."""
+    """The work of one rank in a step, by kind; for messages, the seconds that they travel."""
     found = dict[tuple[Lane, SpanKind], tuple[int, float]]()
     spans = timeline.ranks[rank].spans
     messages = [(span, span.seconds) for span in spans if span.lane == "message"]

@@ -1,4 +1,4 @@
-"""How somebody asks a run that trains for a timeline: by a file in its folder, which its first rank answers there."""
+"""Asks a run that is training for a timeline: by a file in its folder, which its first rank answers there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.report.atomic import replace_file
 
 @dataclass(frozen=True, slots=True)
 class TimelineFiles:
-    """The two files of a run's folder; neither is there but while somebody asks."""
+    """The two files in a run's folder, which exist only during a request."""
 
     folder: Path
 
@@ -27,12 +27,12 @@ class TimelineFiles:
         return self.folder / "timeline-answer.json"
 
     def ask(self, steps: int) -> None:
-        """Ask for so many steps; raises PlaitError where the folder cannot be written."""
+        """Request this many steps; raises PlaitError if the folder cannot be written."""
         self.answer.unlink(missing_ok=True)
         replace_file(self.request, json.dumps({"steps": steps}).encode(), failure=PlaitError)
 
     def requested_steps(self) -> int:
-        """How many steps somebody asks for; 0 where nobody does, or the file says nothing that can be understood."""
+        """The number of requested steps; 0 if there is no request, or no valid one."""
         try:
             steps = parse_object(read_regular_file(self.request, 1024)).get("steps")
         except (OSError, ValueError):
@@ -40,6 +40,6 @@ class TimelineFiles:
         return steps if isinstance(steps, int) and steps > 0 else 0
 
     def clear(self) -> None:
-        """Take both files away."""
+        """Delete both files."""
         self.request.unlink(missing_ok=True)
         self.answer.unlink(missing_ok=True)

@@ -15,14 +15,14 @@ from plait.report.step_timeline import Lane, RankTimeline, StepTimeline, Timelin
 
 _LANE_TEXTS: Mapping[str, str] = {"planned": "as planned", "measured": "as it was"}
 _LANES_APART = 100
-"""Thread numbers of a source's lanes."""
+"""The distance between the thread numbers of two sources."""
 _MOST_LANES = 45
-"""More messages than that are never under way at once."""
+"""The most lanes of messages; more are never under way at once."""
 _ROUNDING_S = 1e-9
 
 
 def trace_json(timelines: Sequence[StepTimeline]) -> str:
-    """The whole file; `timelines` are those of one run, the plan's first."""
+    """The whole file. `timelines` belong to one run, the plan's first."""
     events = [event for number, one in enumerate(timelines) for event in _events_of(one, number)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
@@ -54,7 +54,7 @@ def _lanes(own: RankTimeline) -> Iterator[tuple[str, Sequence[TimelineSpan]]]:
 
 
 def _lanes_apart(spans: Sequence[TimelineSpan]) -> list[list[TimelineSpan]]:
-    """The spans in as few lanes as they need to lie one after the other."""
+    """The spans in as few lanes as possible, without overlaps."""
     lanes: list[list[TimelineSpan]] = []
     for span in sorted(spans, key=lambda span: span.start_s):
         free = next((lane for lane in lanes if lane[-1].end_s <= span.start_s), None)
@@ -66,8 +66,8 @@ def _lanes_apart(spans: Sequence[TimelineSpan]) -> list[list[TimelineSpan]]:
 
 
 def _nested(spans: Sequence[TimelineSpan]) -> tuple[list[TimelineSpan], list[TimelineSpan]]:
-    """Spans of one thread, each before those inside it; and those that lie across another one's end, as on a GPU, where
-    a stream beside the one that computes waits."""
+    """Spans of one thread, each before the spans inside it; and spans that cross another one's end, as when a second
+    stream of a GPU waits."""
     order: Mapping[Lane, int] = {"work": 0, "wait": 1, "message": 2}
     inside, across, open_spans = list[TimelineSpan](), list[TimelineSpan](), list[TimelineSpan]()
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s, order[span.lane])):
@@ -101,7 +101,7 @@ def _complete(span: TimelineSpan, rank: int, thread: int, source: str) -> dict[s
 
 
 def _arrows(timeline: StepTimeline, thread: int) -> Iterator[dict[str, Any]]:
-    """From each pass whose result goes to another rank to the pass that takes it."""
+    """Arrows from each pass whose result goes to another rank to the pass that takes it."""
     passes = {
         (span.step, span.kind, span.stage, span.micro): (own.rank, span)
         for own in timeline.ranks

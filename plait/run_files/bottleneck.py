@@ -17,12 +17,12 @@ from plait.report.shares_file import SharesLine, read_shares
 from plait.run_folder import RunFolder
 
 RECENT_STEPS = 2000
-"""Steps at the end of a run that its present bottleneck is found from, at most."""
+"""The present bottleneck is found from at most this many steps at the end of a run."""
 
 
 def bottleneck_of(folder: RunFolder) -> RunBottleneck | None:
-    """What limits a run; None where its files do not tell, as before the first ranks' times are written. Raises
-    PlaitError where a file is damaged."""
+    """What limits a run; None if its files do not show it, as before the ranks write their first times. Raises
+    PlaitError if a file is damaged."""
     plan = folder.saved_plan()
     steps, _ = read_last_metrics(folder.metrics, n_steps=RECENT_STEPS, evaluation_within=0)
     plan = _at_present(plan, read_shares(folder.shares))
@@ -37,7 +37,7 @@ def bottleneck_of(folder: RunFolder) -> RunBottleneck | None:
 
 
 def _at_present(plan: Plan, changes: Sequence[SharesLine]) -> Plan:
-    """The plan with the shares and the stages that the run has now, where they changed while it went on."""
+    """The plan with the run's present shares and stages, which may have changed during the run."""
     if not changes or len(changes[-1].shares) != len(plan.sequences_per_replica):
         return plan
     last, placement = changes[-1], plan.placement
@@ -48,8 +48,8 @@ def _at_present(plan: Plan, changes: Sequence[SharesLine]) -> Plan:
 def measured_run(
     plan: Plan, steps: Sequence[StepReport], lines: Sequence[RankTimesLine], start_s: float
 ) -> MeasuredRun | None:
-    """How a run spends its steps: the medians over the last half of the times that its ranks wrote under this plan;
-    None where they have written none."""
+    """How a run spends its steps: medians over the last half of the times that its ranks wrote under this plan; None
+    if there are none."""
     lines = [line for line in lines if line.ranks == plan.world_size]
     recent = lines[len(lines) // 2 :]
     if not recent or not steps:
@@ -75,7 +75,7 @@ def measured_run(
 
 
 def bottleneck_if_known(folder: RunFolder) -> RunBottleneck | None:
-    """What limits a run; None also where a file is damaged, for those who show it beside something else."""
+    """What limits a run; None also if a file is damaged, for callers that show it beside something else."""
     try:
         return bottleneck_of(folder)
     except (PlaitError, OSError):

@@ -41,10 +41,10 @@ from plait.units import compared_text, counted, format_bytes
 
 RANKS_DRAWN = 16
 EVENTS_LISTED = 250
-"""Events of one rank in the list of a step; the trace has all of them."""
+"""Events of one rank in a step's list; the trace has all of them."""
 _ZOOMS = (1, 2, 4, 8, 16)
 _NARROW = 0.0008
-"""Share of a step that can just be seen. Narrower neighbours of one kind are drawn as one."""
+"""The smallest visible share of a step. Narrower neighbours of one kind are drawn as one."""
 WAIT_COLOUR = "repeating-linear-gradient(135deg,#8f8a87 0 1.5px,var(--paper) 1.5px 5px)"
 WORK_COLOURS: Mapping[SpanKind, str] = {
     "forward": BLUE,
@@ -56,13 +56,13 @@ WORK_COLOURS: Mapping[SpanKind, str] = {
     "data": BROWN,
 }
 MESSAGE_COLOURS: Mapping[SpanKind, str] = {"stage message": TEAL, "gradient sum": PURPLE, "weights": GREEN}
-"""Of messages; all others are grey."""
+"""Colours of messages; all others are grey."""
 _SOURCE_TEXTS = {"planned": "as planned", "measured": "as it was"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelinePage:
-    """What the page is about: the timeline of a run, and its plan's where that has a forecast."""
+    """The contents of the page: the timeline of a run, and its plan's if the plan has a forecast."""
 
     run: str
     layout: str
@@ -73,7 +73,7 @@ class TimelinePage:
 
 
 def timeline_html(page: TimelinePage) -> str:
-    """The page's text: one file that needs no other."""
+    """The page's HTML, in one self-contained file."""
     measured, planned = page.measured, page.planned
     longest_s = max(end - begin for one in filter(None, (planned, measured)) for begin, end in one.bounds_s)
     first, last = measured.steps[0], measured.steps[-1]
@@ -97,7 +97,7 @@ def timeline_html(page: TimelinePage) -> str:
 
 
 def headline(page: TimelinePage) -> str:
-    """A step against its plan in a sentence, with the kind of work that is most off."""
+    """A sentence that compares a step with its plan, and names the kind of work that is furthest off."""
     measured, planned = page.measured, page.planned
     took = f"A step took {time_words(measured.step_s)}"
     if planned is None:
@@ -122,7 +122,7 @@ GROUP_TEXTS = {
     "update": "the optimizer's update",
     "data": "waiting for samples",
 }
-"""What a forecast tells apart, in words."""
+"""The parts of a forecast, in words."""
 _GROUPS: Mapping[tuple[Lane, SpanKind], str] = {
     ("work", "forward"): "forward",
     ("work", "backward"): "backward",
@@ -153,7 +153,7 @@ _Row = tuple[tuple[Lane, SpanKind], KindTotals, KindTotals]
 
 
 def _compared(page: TimelinePage, rank: int) -> Iterator[_Row]:
-    """Work and waits of one rank by kind: in the plan, and as they were."""
+    """Work and waits of one rank by kind, planned and measured."""
     after = totals_of(page.measured, rank)
     before = totals_of(page.planned, rank) if page.planned else {}
     lanes: Sequence[Lane] = ("work", "wait")
@@ -168,7 +168,7 @@ def _row_name(lane: Lane, kind: SpanKind) -> str:
 
 
 def _facts(page: TimelinePage) -> str:
-    """The figures at the top, of the rank for which the others wait."""
+    """The figures at the top, for the rank that the others wait for."""
     measured = page.measured
     rank = busiest_rank(measured)
     totals = totals_of(measured, rank)
@@ -402,7 +402,7 @@ def _event_lists(page: TimelinePage) -> str:
 
 
 def _event_rows(own: RankTimeline, plan: RankTimeline | None, step: int) -> Iterator[tuple[str, ...]]:
-    """Each event of a rank beside the one of the same name in the plan, and at the end what the plan alone has."""
+    """Each event of a rank beside the planned event of the same name, then events that only the plan has."""
     waiting: dict[object, list[TimelineSpan]] = {}
     for span in plan.spans if plan else ():
         if span.step == step:

@@ -1,4 +1,4 @@
-"""Records a few steps of a run that does not train just now: its ranks go on from a checkpoint, and save nothing."""
+"""Records a few steps of a run that is not training: its ranks continue from a checkpoint, and save nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.trainer.state import TrainState
 from plait.trainer.worker import process_group_for
 
 UNRECORDED_STEPS = 2
-"""Steps before those that are recorded: the first one fills caches and compiles layers."""
+"""Steps before the recorded ones: the first fills caches and compiles layers."""
 TIMELINE_FILE = "timeline.json"
 
 
@@ -67,8 +67,8 @@ def _record(context: RankContext, assembly: Assembly, state: TrainState, request
 
 
 def _with_steps_left(assembly: Assembly, state: TrainState, steps: int) -> TrainState:
-    """The state, put so far back that the run has these steps left: a finished run's text may have no more samples.
-    Only where samples are read and the learning rate change by that."""
+    """The state, set back so that these steps remain: a finished run's text may have no more samples. That changes
+    only which samples are read, and the learning rate."""
     job = assembly.plan.job
     back = min(state.step, max(0, state.step + steps - job.steps))
     position = max(0, state.position - back * job.batch_sequences)

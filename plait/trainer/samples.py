@@ -1,4 +1,4 @@
-"""Samples of what a model writes while it trains, under whatever layout it has.
+"""Samples that a model writes during training, on any layout.
 
 Note [one token a pass]: a key/value cache exists only for a whole model in one process. Here every token is drawn after
 a forward pass of the whole row through the layout, as held-out text is evaluated: pipeline stages, split sequences and
@@ -42,7 +42,7 @@ from plait.trainer.assemble import Assembly, evaluate_with, make_autocast
 SAMPLE_TOKENS = 64
 SAMPLE_TEMPERATURE = 0.8
 PROMPT_TOKENS = 16
-"""Tokens of held-out text that a sample begins with."""
+"""Tokens of held-out text at the beginning of a sample."""
 
 
 class TrainingSampler:
@@ -53,7 +53,7 @@ class TrainingSampler:
     ) -> None:
         self.prompt_ids, self._ends, self._prompt, self._seed = prompt_ids, ends, prompt, seed
         self._tokenizer = tokenizer
-        """Of rank 0 alone."""
+        """Only on rank 0."""
 
     def sample(self, assembly: Assembly, step: int) -> SampleReport | None:
         """What the model writes now, on rank 0; None on the others. Every rank must call it."""
@@ -82,8 +82,8 @@ class TrainingSampler:
 def load_sampler(
     assembly: Assembly, prompt: str | None, seed: int, overlong: Overlong, world: Communicator
 ) -> TrainingSampler:
-    """The sampler of a run. Every rank must call it: rank 0 reads the text and the tokenizer. Raises PlaitError on all
-    ranks where they cannot be read."""
+    """Make the sampler of a run. Every rank must call it; rank 0 reads the text and the tokenizer. Raises PlaitError
+    on all ranks if they cannot be read."""
     corpus, sequence = assembly.corpus, assembly.plan.job.sequence
 
     def beginning() -> Mapping[str, Any]:
@@ -101,7 +101,7 @@ def load_sampler(
 def sample_beginning(
     corpus: Corpus, tokenizer: Tokenizer, prompt: str | None, sequence: int, overlong: Overlong
 ) -> list[int]:
-    """The tokens that samples go on from: of the prompt, or of the held-out text where there is none."""
+    """The tokens that samples continue: the prompt's, or held-out text's if there is no prompt."""
     if prompt is None:
         ids = _text_beginning(corpus, sequence, overlong) or list(tokenizer.beginning)
         return ids if corpus.layout != "stream" else _whole_words(ids, tokenizer)
@@ -111,8 +111,8 @@ def sample_beginning(
 
 
 def _text_beginning(corpus: Corpus, sequence: int, overlong: Overlong) -> list[int]:
-    """The first tokens that were held out; of an example, all before its first learned token. Empty where nothing is
-    held out of a stream of text."""
+    """The first held-out tokens; of an example, everything before its first learned token. Empty if no part of a
+    stream of text is held out."""
     if corpus.heldout_tokens:
         reader = heldout_samples(corpus, sequence, overlong)
     elif corpus.layout == "stream":
@@ -126,14 +126,15 @@ def _text_beginning(corpus: Corpus, sequence: int, overlong: Overlong) -> list[i
 
 
 def _whole_words(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The tokens without the words that they cut; as they are where they hold an end of text, or fewer than two words
-    between."""
+    """The tokens without words cut at either end; unchanged if they contain an end of text, or fewer than two whole
+    words."""
     words = re.search(r"\s(\S+\s.*\S)\s", tokenizer.decode(ids), re.DOTALL)
     return ids if words is None or tokenizer.eot in ids else tokenizer.encode(words[1])
 
 
 def _message_ids(corpus: Corpus, tokenizer: Tokenizer, text: str) -> list[int]:
-    """A user's message up to where the answer begins. Its special tokens are ordinary text, a template's are tokens."""
+    """The tokens of a user's message up to where the answer begins. Special tokens in the message are ordinary text;
+    those of the template are tokens."""
     found = find_template([corpus.folder])
     assert found is not None
     template = ChatTemplate(found, "today")
@@ -146,7 +147,7 @@ def _message_ids(corpus: Corpus, tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _row_length(assembly: Assembly, tokens: int) -> int:
-    """Tokens of the row that is computed: the window, halved while the sample fits and layouts can still cut it."""
+    """The length of the computed row: the window, halved while the sample fits and the layout can still divide it."""
     layout, length = assembly.plan.placement.layout, assembly.plan.job.sequence
     divisor = 2 * layout.context * layout.tensor
     while length % 2 == 0 and length // 2 >= tokens and (length // 2) % divisor == 0:
@@ -155,7 +156,7 @@ def _row_length(assembly: Assembly, tokens: int) -> int:
 
 
 def _next_token(assembly: Assembly, tokens: list[int], length: int, noise: torch.Generator) -> int | None:
-    """The next token after these; None where the model's scores are not finite. Every rank must call it."""
+    """The next token; None if the model's scores are not finite. Every rank must call it."""
     autocast = make_autocast(assembly.plan.arithmetic.precision, assembly.device)
     drawn = _DrawnToken(assembly.model.vocabulary, assembly.corpus.vocabulary, noise, autocast)
     evaluate_with(assembly, [_row_micro(assembly, tokens, length)], drawn)
@@ -166,7 +167,7 @@ def _next_token(assembly: Assembly, tokens: list[int], length: int, noise: torch
 
 
 def _row_micro(assembly: Assembly, tokens: list[int], length: int) -> Micro:
-    """The tokens in a row of this length; the only target that is not ignored marks the last of them."""
+    """The tokens in a row of this length; the only target that is not ignored marks the last one."""
     samples = assembly.loader.selection
     inputs = np.full((1, length), assembly.corpus.eot, dtype=np.int64)
     targets = np.full((1, length), IGNORED_TARGET, dtype=np.int64)
@@ -177,7 +178,7 @@ def _row_micro(assembly: Assembly, tokens: list[int], length: int) -> Micro:
 
 
 class _DrawnToken:
-    """Takes the place of a loss: draws the token after the marked one, on the ranks that have it."""
+    """Stands in for a loss: draws the token after the marked one, on the ranks that hold it."""
 
     def __init__(
         self,

@@ -47,12 +47,12 @@ def test_variables_before_a_command_and_precision_reach_the_program() -> None:
     [
         ("", "needs the command"),
         ("torchrun", "names no program"),
-        ("torchrun gone.py", "no such file"),
+        ("torchrun gone.py", "gone.py does not exist"),
         ("torchrun --nnodes 4 train.py", "one machine"),
         ("srun python train.py", "Slurm"),
         ("python -c pass", "write the program to a file"),
         ("accelerate launch --use_deepspeed train.py", "not covered"),
-        ("./run.sh", "no launcher that plait check knows"),
+        ("./run.sh", "does not know the launcher ./run.sh"),
     ],
 )
 def test_what_cannot_be_launched_is_one_sentence(line: str, told: str) -> None:

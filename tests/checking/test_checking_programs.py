@@ -42,15 +42,39 @@ def test_a_missing_sum_is_named_with_its_first_parameter_and_line(tmp_path: Path
     assert json.loads(report_text(report, as_json=True))["findings"][0]["kind"] == "missing_sum"
 
 
+def test_batch_norm_is_found_after_an_evaluation_that_comes_first(tmp_path: Path) -> None:
+    first = "    model.eval()\n    model(data[:8])\n    model.train()\n    for epoch in range(2):\n"
+    changes = [
+        ('dist.init_process_group("gloo")', 'dist.init_process_group("nccl", "env://")'),
+        ("nn.LayerNorm(32)", "nn.BatchNorm1d(32)"),
+        ("    for epoch in range(2):\n", first),
+    ]
+    report = checked(changed(CLASSIFIER, changes), tmp_path)
+    assert [one.kind for one in report.faults] == ["batch_norm"], report
+    assert 'the backend "nccl" was replaced by "gloo"' in report.changed
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ([("optimizer.step()", "[p.data.sub_(p.grad) for p in model.parameters()]")], "no optimizer of torch.optim"),
-        ([("loss = ((model(x) - y) ** 2).mean()", "loss = ((model(x) - y) ** 2).mean().sqrt()")], "no mean or sum"),
+        (
+            [("loss = ((model(x) - y) ** 2).mean()", "loss = ((model(x) - y) ** 2).mean().sqrt()")],
+            "not a mean or a sum",
+        ),
+        ([(" ** 2).mean()", " ** 2).mean() * 0")], "nothing to compare"),
+        ([("        p.grad /= world\n", "        p.grad /= 0\n")], "is not finite in step 1"),
         ([("    loss.backward()\n", "    raise RuntimeError('as planned')\n")], "RuntimeError: as planned"),
         ([("        dist.all_reduce(p.grad)\n", "        rank or dist.all_reduce(p.grad)\n")], "is in all_reduce at"),
     ],
-    ids=["no optimizer", "a root of a mean", "an error", "ranks that wait for each other"],
+    ids=[
+        "no optimizer",
+        "a root of a mean",
+        "no gradients",
+        "gradients that are not finite",
+        "an error",
+        "ranks that wait for each other",
+    ],
 )
 def test_what_cannot_be_judged_says_why(changes: list[tuple[str, str]], told: str, tmp_path: Path) -> None:
     report = checked(changed(LOOP, changes), tmp_path, silent_s=3)

@@ -66,6 +66,8 @@ class GradientWatch:
         self._rng = ""
         self._schedulers: list[weakref.ref[Any]] = []
         self._batch_norms: set[str] = set()
+        self._resumed: set[int] = set()
+        """Ids of optimizers that had state before their first step, as after a checkpoint was loaded."""
 
     @property
     def is_over(self) -> bool:
@@ -312,6 +314,8 @@ class GradientWatch:
         if id(optimizer) not in self._steps_of:
             self._steps_of[id(optimizer)] = 0
             self._optimizers.append(optimizer)
+            if _has_state(optimizer):
+                self._resumed.add(id(optimizer))
         if self._steps_of[id(optimizer)] >= self._steps:
             return
         self._weights = {id(one): sampled(_whole(one)) for one in _parameters_of(optimizer)}
@@ -358,6 +362,7 @@ class GradientWatch:
             step=step,
             optimizer_kind=type(getattr(optimizer, "optim", optimizer)).__name__,  # ZeroRedundancyOptimizer holds one
             site=call_site(),
+            resumed=id(optimizer) in self._resumed,
             file=file,
             parameters=[
                 {
@@ -407,6 +412,12 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 def _parameters_of(optimizer: Optimizer) -> Iterable[Tensor]:
     return (one for group in optimizer.param_groups for one in group["params"])
+
+
+def _has_state(optimizer: Optimizer) -> bool:
+    """Whether steps have left something in an optimizer; some make empty state before their first step."""
+    states = getattr(optimizer, "optim", optimizer).state.values()
+    return any(isinstance(one, Tensor) and bool(_local(one).any()) for state in states for one in state.values())
 
 
 def _named(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""`plait plan` with a pool: which of its machines, and the plan for these."""
+"""`plait plan` with a pool: choose the machines, then plan for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from plait.screen.screen import wrapped
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 LEAST_SHARE_NAMED = 0.005
-"""Share of a run's cost from which it is named."""
+"""Parts of a run's cost below this share are not mentioned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class PoolReport:
     affordable: str = ""
     """A sentence on the model that the recipe's money pays for; empty if the recipe names one."""
     over_time: SimulatedChoice | None = None
-    """The run on spot machines that come and go, where that was asked for."""
+    """The simulated run on spot machines that come and go, if requested."""
 
 
 def asked_pool(pool_file: Path | None, short_form: str | None) -> Pool | None:
-    """The pool that a person names by a file or in a few characters; None where neither is named."""
+    """The pool that the user names by a file or in short form; None if neither is given."""
     if pool_file and short_form:
         raise PlaitError("--pool and --from both name a pool; leave one of them out")
     if pool_file:
@@ -99,7 +99,7 @@ def pool_report(
 def _over_time(
     config: RunConfig, pool: Pool, answer: PoolAnswer, pricer: PoolPricer, availability: str
 ) -> SimulatedChoice:
-    """The run on spot machines that come and go, beside the best choice on demand."""
+    """Simulate the run on spot machines that come and go, and compare it with the best choice on demand."""
     if all(entry.spot_price is None for entry in pool.devices):
         raise PlaitError("--availability is about spot machines; add spot_price to a [[device]] of the pool")
     there = _read_availability(availability, pool)
@@ -128,7 +128,7 @@ def _read_availability(text: str, pool: Pool) -> Availability:
 
 
 def _checkpoint_s(config: RunConfig) -> float:
-    """Seconds between two checkpoints; steps between them count as a minute."""
+    """Seconds between two checkpoints; an interval in steps counts as one minute."""
     every = checkpoint_every(config).value
     return every.value if every.unit == "seconds" and every.value else 60.0
 
@@ -148,7 +148,7 @@ def _money_text(answer: PoolAnswer) -> str:
 
 
 def pool_report_text(report: PoolReport, plan_text: str, columns: int = REPORT_COLUMNS) -> str:
-    """The answer for people, and below it the text of the plan."""
+    """The answer for people, followed by the text of the plan."""
     first = [f"model    {report.affordable}"] if report.affordable else []
     over_time = [f"spot     {simulated_text(report.over_time)}", ""] if report.over_time else []
     said = [*first, *answer_lines(report.answer, columns), *over_time]

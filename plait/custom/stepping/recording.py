@@ -1,4 +1,4 @@
-"""Steps of a program recorded in detail on all workers, and written as a trace or as a page."""
+"""Records some steps of a program in detail on all workers, and writes them as a trace or a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.trainer.recording.recorder import MOST_STEPS, StepRecorder, gather_ti
 
 
 class RecordedProgram:
-    """The recording of the next steps; `take` every step's begin and end until `is_done`."""
+    """A recording of the next steps; call `take` at the beginning and the end of each step until `is_done`."""
 
     def __init__(self, path: Path, steps: int, workers: Workers, layout: str) -> None:
         if not 1 <= steps <= MOST_STEPS:

@@ -1,5 +1,5 @@
-"""Weights whose update is a function of all their numbers (Muon, Adafactor), where workers hold parts of them: each is
-updated whole by one worker, its owner, by the person's own optimizer."""
+"""Weights whose update depends on all their elements (Muon, Adafactor), while workers hold parts of them: one
+worker, the owner, updates each whole weight with the user's own optimizer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from plait.partition.boxes import Box
 
 
 def names_updated_whole(program: Program, layout: CustomLayout) -> set[str]:
-    """The trained weights that optimizers update as a whole. Raises PlaitError for an optimizer that may need more than
-    one weight at a time."""
+    """The trained weights that optimizers update as a whole. Raises PlaitError for an optimizer that may need more
+    than one weight at a time."""
     found: set[str] = set()
     for optimizer, groups in zip(program.optimizers, program.group_names, strict=True):
         unit = update_unit(optimizer)
@@ -96,7 +96,7 @@ class WholeWeights:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring the parts' gradients to the owners, and the weights, where nobody has them whole; blocks."""
+        """Send the parts' gradients to the owners, and also the weights where no worker holds them whole; blocks."""
         gradients = [part.within(torch.zeros_like(one) if one.grad is None else one.grad) for one, part in self._places]
         for parameter, whole in zip(self._owned, self._exchange.wholes(gradients, self._dtype), strict=True):
             parameter.grad = whole.view(parameter.shape)
@@ -108,8 +108,8 @@ class WholeWeights:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Bring the owners' new weights to the parts; blocks. Does nothing where no step has gathered them: weights
-        were loaded then."""
+        """Send the owners' new weights back to the parts; blocks. Does nothing if no step has gathered them, as
+        after loading."""
         if not self._gathered:
             return
         self._gathered = False
@@ -133,8 +133,8 @@ def owned_whole(
 
 
 class GatheredGradients:
-    """Gradients whose parts of some weights go to one owner each, once they are summed, and weights back after the
-    update."""
+    """Gradients of which some weights' parts go to one owner each after they are summed; new weights go back after
+    the update."""
 
     def __init__(self, parts: Gradients, wholes: Sequence[WholeWeights]) -> None:
         self._parts, self._wholes = parts, wholes
@@ -155,13 +155,13 @@ class GatheredGradients:
         self._parts.arm(chunk)
 
     def close(self) -> None:
-        """Wait for the sums, and for those that this worker owns."""
+        """Wait for the sums, and for the gradients that this worker owns."""
         self._parts.close()
         for one in self._wholes:
             one.gather()
 
     def publish(self) -> None:
-        """Send the new weights: owners' to the parts, then all parts to whoever computes with them."""
+        """Send the new weights: from owners to the parts, then from the parts to the workers that compute with them."""
         for one in self._wholes:
             one.give_back()
         self._parts.publish()

@@ -1,4 +1,4 @@
-"""The tokens with which the texts of a corpus end, which a run therefore teaches its model to write."""
+"""The tokens that end the texts of a corpus, and that a run therefore teaches its model to write."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from plait.data.shards import Corpus
 
 
 def end_of_turn(template: ChatTemplate, backend: tokenizers.Tokenizer) -> str | None:
-    """The special token with which a template ends an answer; None where it ends answers without one."""
+    """The special token with which a template ends an answer; None if answers end without one."""
     after = template.after_answer()
     special = (one.content for one in backend.get_added_tokens_decoder().values() if one.special)
     return min((one for one in special if one in after), key=after.index, default=None)
 
 
 def learnt_end_of_turn(corpus: Corpus, tokenizer: Tokenizer) -> str | None:
-    """The special token that ends each answer of a corpus of chats; None where there is none, or where it holds no
+    """The special token that ends each answer of a chat corpus; None if there is none, or if the corpus has no
     chats."""
     found = find_template([corpus.folder]) if corpus.template else None
     return None if found is None else end_of_turn(ChatTemplate(found), tokenizer.backend)

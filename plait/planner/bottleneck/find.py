@@ -16,20 +16,22 @@ from plait.planner.plan import Plan
 from plait.report.bottleneck import LEAST_REMEDY_GAIN, BottleneckCause, Remedy, RunBottleneck
 
 SLOW_HOST_EXCESS = 1.15
-"""A host is slow that computes so many times as long as the slowest other one."""
+"""A host is slow if it computes this many times as long as the slowest of the others."""
 BUDGET_MULTIPLES = (2, 5, 10, 20, 50)
-"""How many times as long a run is suggested to be: the first after which starting takes SETTLED_START_SHARE of it."""
+"""Factors by which a longer run may be suggested: the first after which the start takes SETTLED_START_SHARE of it."""
 SETTLED_START_SHARE = 0.1
 LEAST_START_S = 10
 """Seconds of starting below which a run is not said to be limited by it."""
 START_SHARE_TO_NAME = 1 / 3
-"""Share of a run below which its start is named only where nothing else is found: a longer run is another job."""
+"""A start that takes a smaller share of the run is named only if nothing else is found, because a longer run is
+another job."""
 LINK_MULTIPLES = (2.0, 5.0, 10.0, 25.0, 100.0)
-"""How many times as fast links are suggested to be: the first that brings most of what an endless rate would."""
+"""Factors by which faster links may be suggested: the first that brings MOST_OF_A_GAIN of what unlimited links
+would."""
 MOST_OF_A_GAIN = 0.8
 LARGER_MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
 AS_GOOD = 0.02
-"""Share of a step by which a further change must be better to be preferred to a smaller one."""
+"""A larger change is preferred only if it saves more than this share of a step."""
 _WORK: dict[BottleneckCause, tuple[str, ...]] = {
     "products": ("products",),
     "attention": ("scores",),
@@ -39,12 +41,12 @@ _WORK: dict[BottleneckCause, tuple[str, ...]] = {
     "recomputation": ("recompute",),
     "optimizer": ("optimizer",),
 }
-"""Work that every run must do, and the items of the cost model that it shows in."""
+"""Work that every run must do, and the items of the cost model that measure it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """How a run spent its time, in seconds; of ranks and steps the medians over some time."""
+    """How a run spent its time, in seconds: medians over ranks and steps."""
 
     step_s: float
     compute_s: tuple[float, ...]
@@ -53,7 +55,7 @@ class MeasuredRun:
     inside_s: tuple[float, ...]
     data_s: tuple[float, ...]
     start_s: float = 0.0
-    """From the starts of the workers to their first steps, what the first steps took longer than others included."""
+    """From the start of the workers to their first steps, including the extra time of the first steps."""
 
     @property
     def critical_rank(self) -> int:
@@ -63,7 +65,7 @@ class MeasuredRun:
 
     @property
     def of_critical_rank(self) -> StepMeasured:
-        """A step of that rank; what the clock did not tell apart counts as the rest."""
+        """A step of that rank; unmeasured time counts as the rest."""
         at = self.critical_rank
         parts = self.compute_s[at], self.inside_s[at], self.wait_s[at], self.data_s[at]
         return StepMeasured(
@@ -85,8 +87,8 @@ class _Finding:
 
 
 def find_bottleneck(plan: Plan, run: MeasuredRun, named: Collection[str]) -> RunBottleneck:
-    """What limits a run; `named` are the recipe keys that a person named: what plait chose by itself is not advised
-    against, unless for want of memory."""
+    """What limits a run. `named` are the recipe keys that the user set: plait does not advise against its own
+    choices, except where memory forced them."""
     measured = run.of_critical_rank
     model = fitted_model(plan, measured)
     findings = [*_of_data(measured), *_of_hosts(plan, run), *_of_model(plan, model, named)]
@@ -106,13 +108,13 @@ def _finding(one: RunBottleneck, stepping_s: float, start_s: float) -> _Finding:
 
 
 def _remedies(*tried: Remedy | None) -> tuple[Remedy, ...]:
-    """Those that gain enough, the best first."""
+    """The remedies that gain enough, the best first."""
     kept = [one for one in tried if one is not None and one.gain >= LEAST_REMEDY_GAIN]
     return tuple(sorted(kept, key=lambda one: -one.gain))
 
 
 def _of_start(plan: Plan, start_s: float, step_s: float) -> _Finding | None:
-    """A run that is over soon after it has started; of the steps that it is planned to do."""
+    """A run that ends soon after its start; the planned number of steps counts."""
     steps = plan.job.steps
     whole_s = start_s + steps * step_s
     enough = [
@@ -129,7 +131,7 @@ def _of_start(plan: Plan, start_s: float, step_s: float) -> _Finding | None:
 
 
 def _of_data(measured: StepMeasured) -> Iterator[RunBottleneck]:
-    """Reading is ahead of computing by a step: it is waited for where it takes longer than all else in a step."""
+    """Reading is one step ahead of computing, so the run waits only if reading takes longer than the rest of a step."""
     rest_s = measured.step_s - measured.data_s
     if measured.data_s <= 0 or rest_s <= 0:
         return
@@ -144,9 +146,8 @@ def _of_data(measured: StepMeasured) -> Iterator[RunBottleneck]:
 
 
 def _of_hosts(plan: Plan, run: MeasuredRun) -> Iterator[RunBottleneck]:
-    """A host, or a GPU, that computes longer than the others do, so that all wait for it: longer altogether, and longer
-    for its part of the work, as stages may hold different numbers of layers, and slower machines have smaller shares.
-    """
+    """A host or GPU that the others wait for, because it computes longer in total and per unit of work: stages may
+    hold different numbers of layers, and slower machines have smaller shares."""
     homes = [place for place, host in enumerate(plan.machines.hosts) for _ in range(host.workers)]
     if plan.machines.have_accelerators and len(set(homes)) < 2:
         homes = list(range(len(run.compute_s)))
@@ -171,7 +172,7 @@ def _of_hosts(plan: Plan, run: MeasuredRun) -> Iterator[RunBottleneck]:
 
 
 def _times_as_long(seconds: Sequence[float], homes: Sequence[int], home: int) -> float:
-    """How many times as long as the slowest of the other hosts one host takes."""
+    """How many times as long as the slowest other host one host computes."""
     of = {place: median(s for s, at in zip(seconds, homes, strict=True) if at == place) for place in homes}
     return of.pop(home) / max(of.values())
 
@@ -189,7 +190,7 @@ def _work_of(plan: Plan, rank: int) -> float:
 
 
 def _other_shares(plan: Plan, run: MeasuredRun, home: int, homes: Sequence[int]) -> Iterator[Remedy | None]:
-    """Less work for a slow host: shares in proportion to the speeds that were measured, or none at all."""
+    """Less work for a slow host: shares in proportion to the measured speeds, or none at all."""
     shares, layout, measured = plan.sequences_per_replica, plan.placement.layout, run.of_critical_rank
     if layout.world_size != layout.data_parallel_degree:
         return
@@ -208,7 +209,7 @@ def _other_shares(plan: Plan, run: MeasuredRun, home: int, homes: Sequence[int])
 
 
 def _of_model(plan: Plan, model: FittedModel | None, named: Collection[str]) -> Iterator[RunBottleneck]:
-    """What the fitted model knows a change for."""
+    """The bottlenecks that the fitted model can price a change for."""
     if model is None:
         return
     if model.measured.compute_s > 0:
@@ -270,13 +271,13 @@ def _of_micro_batches(plan: Plan, model: FittedModel, named: Collection[str]) ->
 
 
 def _least_change(model: FittedModel, priced: Sequence[tuple[int, PlanPrice]]) -> tuple[int, PlanPrice]:
-    """The first, which changes least, of those that are about as good as the best."""
+    """Of the prices that are about as good as the best, the first, which changes least."""
     best_s = min(model.step_s(price) for _, price in priced)
     return next(one for one in priced if model.step_s(one[1]) <= (1 + AS_GOOD) * best_s)
 
 
 def _of_network(plan: Plan, model: FittedModel) -> RunBottleneck:
-    """Waiting for messages: faster links between hosts, or smaller numbers on the way."""
+    """Waiting for messages: faster links between hosts, or smaller messages."""
     layout, arithmetic, measured = plan.placement.layout, plan.arithmetic, model.measured
     share = (measured.wait_s + measured.inside_s) / measured.step_s
     tried: list[Remedy | None] = []
@@ -304,7 +305,7 @@ def _excess(cause: BottleneckCause, remedy: Remedy, sentence: str) -> RunBottlen
 
 
 def _share(remedy: Remedy) -> float:
-    """Share of a step that a change would save."""
+    """The share of a step that a change would save."""
     return max(0.0, 1 - 1 / remedy.gain)
 
 
@@ -313,7 +314,7 @@ def _inside_share(model: FittedModel) -> float:
 
 
 def _work(model: FittedModel | None, measured: StepMeasured, plan: Plan) -> RunBottleneck:
-    """What takes most of a step where no change that plait knows would gain much."""
+    """The largest part of a step, when no known change would gain much."""
     waiting: dict[BottleneckCause, float] = {"network": measured.wait_s, "pipeline": measured.inside_s}
     waiting["data"] = measured.data_s
     computing = _computing(model, measured)
@@ -323,8 +324,8 @@ def _work(model: FittedModel | None, measured: StepMeasured, plan: Plan) -> RunB
 
 
 def _computing(model: FittedModel | None, measured: StepMeasured) -> dict[BottleneckCause, float]:
-    """Measured seconds of computing by the kind of work, in the proportions of the model; all of it as products where
-    there is none."""
+    """Measured seconds of computing by kind of work, split as the model predicts; all of it as products if there is
+    no model."""
     if model is None:
         return {"products": measured.compute_s, "optimizer": measured.rest_s}
     items = model.price.items

@@ -34,20 +34,20 @@ from plait.planner.search.search import search
 from plait.planner.step_time.device_rates import peak_flops
 
 TimeGroup = Literal["compute", "inside", "messages", "rest"]
-"""The parts of a step that a run measures apart, its data aside."""
+"""The parts of a step that a run measures separately, apart from data."""
 FARTHEST_LINK = 1000.0
-"""How many times slower or faster than planned a link may be found."""
+"""Links may be found this many times slower or faster than planned."""
 CLOSE_LINK = 1.02
-"""Ratio to which the rate of a link is searched."""
+"""The rate of the links is searched to within this ratio."""
 LEAST_SHARE_TO_FIT = 0.02
-"""Share of a step that waiting for messages must take for the rate of the links to follow from it."""
+"""Waiting for messages must take this share of a step for the links' rate to follow from it."""
 PROCESSOR_LAUNCH_FLOPS = constant("processor_launch_flops")
-"""Starting the kernels of one layer, forward and backward, on a processor, as work of one of its cores."""
+"""The launch of one layer's kernels, forward and backward, on a CPU, as the work of one core."""
 PASSES = 3
 """A forward pass, and a backward pass that launches twice as many kernels."""
 _INSIDE_ITEMS = ("passes", "bubble")
 _COUNTED_AS_COMPUTING = ("tensor", "context", "experts")
-"""Messages in every layer, whose waiting a run cannot tell from computing."""
+"""Messages within every layer, whose waits a run cannot tell from computing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +75,12 @@ class StepMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanPrice:
-    """One layout with its price: the one of a plan, or that with an input changed."""
+    """One layout with its price: a plan's own layout, or one with an input changed."""
 
     found: Search
     """A search that found this layout alone."""
     launch_factor: float = 1.0
-    """How many times as long launching kernels takes; other computing has its factor in its calibration."""
+    """Factor on the time of launching kernels; other computing has its factor in its calibration."""
 
     @property
     def items(self) -> Mapping[str, float]:
@@ -89,7 +89,7 @@ class PlanPrice:
 
     @property
     def fits(self) -> bool:
-        """Whether the layout leaves the memory forecast's own error free."""
+        """Whether the layout fits with a margin for the forecast's own error."""
         return self.found.fits_sparingly(self.found.chosen)
 
     def groups(self) -> dict[TimeGroup, float]:
@@ -112,13 +112,13 @@ class PlanPrice:
         return replace(self, found=replace(self.found, cluster=cluster)).priced_again()
 
     def with_compute(self, factor: float) -> PlanPrice:
-        """The same layout where computing takes this many times what was measured or assumed before the run."""
+        """The same layout where computing takes this many times as long as measured or assumed before the run."""
         profile = self.found.profile
         slower = self._with_profile(replace(profile, calibration=replace(profile.calibration, compute=factor)))
         return replace(slower, launch_factor=factor / profile.calibration.compute)
 
     def with_transfer(self, *, gradients: bool = False, stages: bool = False) -> PlanPrice:
-        """The same layout with gradients, or what pipeline stages send each other, in bf16."""
+        """The same layout with gradients, or messages between pipeline stages, in bf16."""
         profile = self.found.profile
         if gradients:
             profile = replace(profile, gradient_transfer="bf16")
@@ -130,7 +130,7 @@ class PlanPrice:
         return replace(self, found=replace(found, profile=profile, assigner=assigner)).priced_again()
 
     def priced_again(self) -> PlanPrice:
-        """The layout with the seconds of a step that follow from its machines and its profile."""
+        """The layout with its step time computed again from its machines and profile."""
         found = self.found
         step_s = step_seconds(found.cost_inputs, found.assigner, found.n_microbatches)
         return replace(self, found=replace(found, step_s=step_s))
@@ -143,12 +143,12 @@ class FittedModel:
     plan: Plan
     measured: StepMeasured
     price: PlanPrice
-    """The plan's own layout, with the computing and the links that were measured."""
+    """The plan's own layout, with the measured computing and links."""
     link_factor: float
-    """Rate of the slowest links over the one that the plan was made with."""
+    """The rate of the slowest links, relative to the planned rate."""
 
     def step_s(self, other: PlanPrice) -> float:
-        """Seconds of a step of a changed plan, each group corrected as the unchanged plan's had to be."""
+        """Seconds of a step of a changed plan, with each group corrected by the unchanged plan's error."""
         before, after = self.price.groups(), other.groups()
         total = self.measured.data_s
         for group, said in before.items():
@@ -166,8 +166,8 @@ class FittedModel:
         self, *, memory: Literal["as it is", "enough"] = "as it is", compile: Literal["as it is", "on"] = "as it is",
         **knobs: int | str,
     ) -> PlanPrice | None:  # fmt: skip
-        """The plan with other `knobs` of its layout (recompute, schedule, micro_sequences); None where that is no
-        layout, or does not fit into memory, unless there is to be enough of it."""
+        """The plan with other `knobs` of its layout (recompute, schedule, micro_sequences); None if the layout is
+        invalid, or does not fit and memory is to stay "as it is"."""
         cluster, profile = self.price.found.cluster, self.price.found.profile
         if compile == "on":
             profile = replace(PLAIT_PROFILE, calibration=profile.calibration, **_transfers(self.plan))
@@ -180,7 +180,7 @@ class FittedModel:
         return None
 
     def with_links(self, place: LinkPlace, factor: float) -> PlanPrice:
-        """The plan with links of this many times the rate that they have now."""
+        """The plan with links of this many times their present rate."""
         return self.price.on(with_faster_links(self.price.found.cluster, place, factor))
 
     @property
@@ -190,8 +190,8 @@ class FittedModel:
 
 
 def fitted_model(plan: Plan, measured: StepMeasured) -> FittedModel | None:
-    """The cost model fitted to a run (Note [how the model is fitted]); None for a plan without the machines that it was
-    made for, as earlier versions wrote them."""
+    """The cost model fitted to a run (Note [how the model is fitted]); None for a plan that does not record its
+    machines, as earlier versions wrote."""
     said = priced_plan(plan)
     if said is None:
         return None
@@ -209,7 +209,7 @@ def fitted_model(plan: Plan, measured: StepMeasured) -> FittedModel | None:
 
 
 def priced_plan(plan: Plan) -> PlanPrice | None:
-    """The layout of a plan priced by the model that it was planned with, alone; None where its machines are unknown."""
+    """The plan's layout, priced with the model that planned it; None if its machines are unknown."""
     forecast = plan.forecast
     if forecast is None or forecast.cluster is None:
         return None
@@ -233,7 +233,7 @@ def priced_plan(plan: Plan) -> PlanPrice | None:
 def _layout_alone(
     plan: Plan, workload: Workload, cluster: Cluster, profile: SoftwareProfile, changes: Mapping[str, int | str]
 ) -> Search:
-    """A search for a plan's layout, with some knobs changed, and for no other."""
+    """A search restricted to a plan's layout, with some knobs changed."""
     placement, layout = plan.placement, plan.placement.layout
     knobs: dict[str, int | str] = {
         "schedule": layout.schedule,
@@ -256,8 +256,8 @@ def _layout_alone(
 
 
 def _with_processor_launches(found: Search, threads: int) -> Search:
-    """A processor computes nothing while it starts a kernel, which is most of the time of tiny micro-batches. (Where a
-    probe timed layers, that is in their times.)"""
+    """A CPU computes nothing while it launches a kernel, which is most of the time of tiny micro-batches. (Layer
+    times of a probe already include that.)"""
     device = found.cluster.islands[0].device
     layer_s = PROCESSOR_LAUNCH_FLOPS * threads / peak_flops(device, "float32")
     profile = found.profile
@@ -273,7 +273,7 @@ def _transfers(plan: Plan) -> dict[str, str]:
 
 
 def _with_ample_memory(cluster: Cluster) -> Cluster:
-    """The cluster with so much memory that everything fits."""
+    """The cluster with enough memory for everything."""
     islands = (replace(one, device=replace(one.device, memory_bytes=10**15)) for one in cluster.islands)
     return replace(cluster, islands=tuple(islands))
 
@@ -283,7 +283,7 @@ def _link_place(cluster: Cluster) -> LinkPlace:
 
 
 def _fitted_link(price: PlanPrice, measured: StepMeasured) -> float:
-    """How many times the planned rate the links have, so that the plan waits for messages as long as the run did."""
+    """How many times the planned rate the links have, so that the model waits for messages as long as the run did."""
     cluster, place = price.found.cluster, _link_place(price.found.cluster)
     waited_s = measured.wait_s + measured.inside_s
     if cluster.n_devices == 1 or waited_s < LEAST_SHARE_TO_FIT * measured.step_s:
@@ -297,7 +297,7 @@ def _fitted_link(price: PlanPrice, measured: StepMeasured) -> float:
 
 
 def _crossing(falling: Callable[[float], float], value: float) -> float:
-    """The factor at which a falling function has a value; 1 where no rate of the links explains it."""
+    """The factor at which a falling function reaches a value; 1 if no rate of the links explains it."""
     low, high = 1 / FARTHEST_LINK, FARTHEST_LINK
     slowest = falling(low)
     if slowest <= value:

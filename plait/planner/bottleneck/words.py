@@ -24,7 +24,7 @@ _WORK_TEXTS: dict[BottleneckCause, str] = {
 
 
 def work_sentence(cause: BottleneckCause, share: float, plan: Plan) -> str:
-    """What takes most of a step, where no remedy is known."""
+    """Names the largest part of a step, when no remedy is known."""
     if plan.world_size == 1 and cause == "network":
         return f"Waiting takes {share:.0%} of each step."
     return f"{_WORK_TEXTS[cause]} {share:.0%} of each step; no known change would gain 5%."
@@ -34,7 +34,7 @@ def work_sentence(cause: BottleneckCause, share: float, plan: Plan) -> str:
 
 
 def start_sentence(share: float, start_s: float) -> str:
-    """That a run is short beside its start."""
+    """Says that a run is short compared with its start."""
     return f"Starting takes {share:.0%} of the run's time: {format_duration(start_s)} before steps reach their speed."
 
 
@@ -49,7 +49,7 @@ def longer_run(plan: Plan, times: int, gain: float) -> Remedy:
 
 
 def data_sentence(share: float) -> str:
-    """That workers wait for their samples."""
+    """Says that workers wait for their samples."""
     return f"Waiting for training data takes {share:.0%} of each step."
 
 
@@ -69,7 +69,7 @@ def host_name(plan: Plan, home: int, rank: int) -> str:
 
 
 def host_sentence(name: str, times: float, share: float) -> str:
-    """That all others wait for one host."""
+    """Says that all others wait for one host."""
     return (
         f"{_capital(name)} computes {times_text(times)} as long as the others do, which wait for it {share:.0%} of "
         "each step."
@@ -91,7 +91,7 @@ def balanced(gain: float) -> Remedy:
 
 
 def left_out(name: str) -> str:
-    """The change that does without a host."""
+    """Removing a host."""
     return f"leaving {name} out"
 
 
@@ -99,7 +99,7 @@ def left_out(name: str) -> str:
 
 
 def network_sentence(plan: Plan, share: float, *, link: LinkPlace) -> str:
-    """That ranks wait for messages."""
+    """Says that ranks wait for messages."""
     names = [host.name for host in plan.machines.hosts]
     if link == "inside" or not names:
         return f"Messages between workers take {share:.0%} of each step."
@@ -120,7 +120,7 @@ def _rate(bits_per_s: float) -> str:
 
 
 def smaller_gradients(gain: float) -> Remedy:
-    """Gradients in bf16 on their way."""
+    """Gradients sent in bf16."""
     return Remedy(
         change='gradients sent in bf16, which rounds them (train.gradient_transfer = "bf16")',
         gain=gain,
@@ -129,7 +129,7 @@ def smaller_gradients(gain: float) -> Remedy:
 
 
 def smaller_stages(gain: float) -> Remedy:
-    """Activations in bf16 on their way."""
+    """Activations sent in bf16."""
     return Remedy(
         change='what stages send each other in bf16, which rounds it (train.stage_transfer = "bf16")',
         gain=gain,
@@ -141,7 +141,7 @@ def smaller_stages(gain: float) -> Remedy:
 
 
 def recomputation_sentence(mode: str, share: float) -> str:
-    """That a recipe asks for recomputation although memory suffices."""
+    """Says that the recipe asks for recomputation although memory suffices."""
     return f'Computing activations a second time (layout.recompute = "{mode}") takes {share:.0%} of each step.'
 
 
@@ -160,7 +160,7 @@ def micro_text(sequences: int) -> str:
 
 
 def micro_sentence(sequences: int, share: float) -> str:
-    """That micro-batches are too small."""
+    """Says that micro-batches are too small."""
     return (
         f"{_capital(micro_text(sequences))} are too small for this device to reach its speed: {share:.0%} of each step."
     )
@@ -176,18 +176,18 @@ def other_micro_batch(sequences: int, gain: float) -> Remedy:
 
 
 def memory_sentence(because: str, share: float) -> str:
-    """That memory is short; `because` is what it forces."""
+    """Says that memory is short; `because` is what that forces."""
     return f"Memory is short: it forces {because}, which takes {share:.0%} of each step."
 
 
 def more_memory(found: Search, gain: float) -> Remedy:
-    """Devices that hold what they now cannot."""
+    """Devices with enough memory."""
     needed = found.bytes_per_device(found.chosen) / found.memory_budget.share
     return Remedy(change=f"{format_bytes(needed)} of memory for each worker", gain=gain)
 
 
 def pipeline_sentence(share: float) -> str:
-    """That pipeline stages wait for each other."""
+    """Says that pipeline stages wait for each other."""
     return f"Waiting for other pipeline stages takes {share:.0%} of each step."
 
 
@@ -197,7 +197,7 @@ def other_schedule(name: str, gain: float) -> Remedy:
 
 
 def launch_sentence(share: float) -> str:
-    """That layers are not compiled."""
+    """Says that layers are not compiled."""
     return f"Launching kernels one by one takes {share:.0%} of each step."
 
 

@@ -1,4 +1,4 @@
-"""What a plan says of Muon: what its update costs a step on the chosen layout, and the memory that it saves."""
+"""What a plan says about Muon: the cost of its update on the chosen layout, and the memory that it saves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MEASURED_GAIN = (
     "at equal rates Muon ended with 1% less held-out loss than AdamW after as many tokens; measured on one small "
     "model, 476K parameters (docs/log.md)"
 )
-"""Beside AdamW; known from small models alone."""
+"""Compared with AdamW; known from small models alone."""
 WHO_COMPUTES = {
     "one for all": "one device orthogonalizes each matrix for all that hold a part or a copy of it",
     "each for itself": "each copy of a matrix is orthogonalized where it is, which costs less than sending the result",

@@ -1,4 +1,4 @@
-"""From a budget of money to a model: the largest that is worth training, and the loss that it should reach."""
+"""From a budget of money to a model: the largest that is worth training, and its expected loss."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from plait.recipe.schema import RunConfig
 from plait.units import format_count, format_days
 
 ROUNDS = 4
-"""Sizes tried, at most: each at what its own layouts cost."""
+"""At most this many sizes are tried, each at the cost of its own layouts."""
 SPARED = 0.98
-"""Share of what can be paid that is planned with: steps are whole, and another number of tokens has another batch."""
+"""Share of the affordable tokens to plan with: steps are whole, and another number of tokens has another batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,10 @@ class AffordableModel:
     parameters: int
     tokens: int
     losses: dict[str, float]
-    """By published scaling law, in nats a token of web text."""
+    """By published scaling law, in nats per token of web text."""
 
     def sentence(self, aims: Aims, pool: Pool) -> str:
-        """What the budget pays for, and how sure the loss is."""
+        """A sentence on what the budget pays for, and how certain the loss is."""
         low, high = min(self.losses.values()), max(self.losses.values())
         assert aims.max_cost is not None
         within = f" within {format_days(aims.deadline_s)}" if aims.deadline_s else ""
@@ -56,12 +56,13 @@ class AffordableModel:
 
 
 def asks_for_model(config: RunConfig, corpus: CorpusFacts) -> bool:
-    """Whether a recipe gives money, and neither a model nor an amount of training."""
+    """Whether a recipe gives money but neither a model nor an amount of training."""
     return config.plan.max_cost is not None and config.train.budget == "auto" and has_open_size(config, corpus)
 
 
 def affordable_model(config: RunConfig, corpus: CorpusFacts, pool: Pool, aims: Aims) -> AffordableModel:
-    """The model that learns most for the money of the recipe's bounds; raises PlaitError where it pays for none."""
+    """The model that learns most for the money within the recipe's bounds; raises PlaitError if the money is too
+    little."""
     assert aims.max_cost is not None
     vocabulary = fitting_vocabulary(config.model.vocabulary, corpus.vocabulary)
     size, tried = "125M", dict[str, tuple[float, RunConfig, int]]()
@@ -102,8 +103,7 @@ def _explored(job: PoolJob, corpus: CorpusFacts, pool: Pool, aims: Aims) -> list
 
 
 def _most_tokens(choices: Sequence[PoolChoice], aims: Aims) -> float:
-    """Tokens that the bounds pay for: with a deadline on the choice that trains most, else on the best by the
-    objective."""
+    """The tokens that the bounds pay for: with a deadline, on the choice that trains most; else on the best choice."""
     if aims.deadline_s is not None:
         return max(_tokens_within(choice, aims) for choice in choices)
     return _tokens_within(best_choice(choices, replace(aims, max_cost=None)), aims)

@@ -36,7 +36,7 @@ from plait.recipe.schema import RunConfig
 from plait.units import format_count, format_days, format_duration, parse_every
 
 CHOICES_SHOWN = 6
-"""Choices that an answer names, at most."""
+"""The most choices that an answer lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +69,14 @@ class PoolAnswer:
         return f"{choice_text(best)}{f'; {contrast}' if contrast else ''}"
 
     def why(self, choice: PoolChoice) -> str:
-        """What a choice gives up or gains beside the recommended one."""
+        """What a choice gives up or gains compared with the recommended one."""
         if choice is self.best:
             return self.purpose
         return nearest_text(choice, self.best, missing(choice, self.aims))
 
     @property
     def purpose(self) -> str:
-        """What the recommended choice is best at."""
+        """What makes the recommended choice the best."""
         aims, currency = self.aims, self.pool.currency
         what = {
             "fastest": "the fastest",
@@ -99,7 +99,7 @@ class PoolJob:
 
 
 def bounds_of(aims: Aims) -> list[str]:
-    """The recipe's keys of the bounds that are set."""
+    """The recipe keys of the bounds that are set."""
     bounds = {
         "plan.deadline": aims.deadline_s,
         "plan.max_cost": aims.max_cost,
@@ -130,8 +130,8 @@ def aims_of(config: RunConfig, pool: Pool) -> Aims:
 
 
 def pool_job(config: RunConfig, corpus: CorpusFacts, pool: Pool) -> PoolJob:
-    """The job for all choices. A budget of time says how long, not how much: it becomes the tokens that all devices are
-    expected to train in that time."""
+    """The job for all choices. A budget of time does not fix an amount of work, so it becomes the tokens that all
+    devices are expected to train in that time."""
     everything = Selection(pool, tuple(entry.count for entry in pool.devices))
     rate = rate_before_pricing(resources_of_selection(everything.cluster))
     sized, notes = size_job(config, corpus, rate), tuple[str, ...]()
@@ -159,7 +159,7 @@ def pool_job(config: RunConfig, corpus: CorpusFacts, pool: Pool) -> PoolJob:
 
 
 def _with_tokens(config: RunConfig, tokens: int, size: str | None) -> RunConfig:
-    """The recipe with a budget in tokens, and with a model's size where plait chose one."""
+    """The recipe with a budget in tokens, and with a model size if plait chose one."""
     train = config.train.model_copy(update={"budget": f"{tokens} tokens"})
     updated: dict[str, object] = {"train": train}
     if size is not None:
@@ -168,7 +168,7 @@ def _with_tokens(config: RunConfig, tokens: int, size: str | None) -> RunConfig:
 
 
 def answer_of(job: PoolJob, pricer: PoolPricer, pool: Pool, aims: Aims) -> PoolAnswer:
-    """Choose from a pool; raises PlaitError where nothing holds the job or meets the bounds."""
+    """Choose from a pool; raises PlaitError if nothing holds the job or meets the bounds."""
     try:
         explored = explore(pool, pricer.price, pricer.price_bound, aims)
     except PlaitError:
@@ -196,7 +196,7 @@ def answer_of(job: PoolJob, pricer: PoolPricer, pool: Pool, aims: Aims) -> PoolA
 
 
 def _needed(key: str, choice: PoolChoice) -> str:
-    """The value of a bound that a choice would meet, as a recipe has it."""
+    """A value of the bound that a choice would meet, as written in a recipe."""
     if key == "plan.deadline":
         hours = -(-choice.wall_s // 3600)
         return f'"{hours:.0f} hours"'

@@ -23,22 +23,22 @@ from plait.planner.pools.selection import DeviceCounts
 AVAILABILITY_COLUMNS = ("minute", "zone", "device", "count")
 MOST_ROWS = 100_000
 MOST_CHANGES_SIMULATED = 200_000
-"""Changes after which a run counts as never ending."""
+"""After this many changes, a run counts as endless."""
 GENERATED_MINUTES = 1440
 GENERATED_EVERY_MINUTES = 60
 LEAST_SHARE_GENERATED = 0.25
-"""Of a zone's devices, as few as a day's trace of a cloud had (32 of 128 in Sailor, SOSP 2025)."""
+"""The smallest share of a zone's devices, as in a day's trace of a cloud (32 of 128 in Sailor, SOSP 2025)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Availability:
-    """How many devices each entry of a pool has, from each change on."""
+    """How many devices each entry of a pool has after each change."""
 
     starts_s: tuple[float, ...]
     """When each state begins; the first at 0."""
     states: tuple[DeviceCounts, ...]
     period_s: float
-    """After which the first state follows the last one again."""
+    """After this time the first state follows the last one again."""
     source: str
 
     @property
@@ -56,9 +56,9 @@ class SimulatedRun:
     interruptions: int
     """Changes that took away a machine in use."""
     replans: int
-    """Changes of the selection, those after interruptions included."""
+    """Changes of the selection, including those after interruptions."""
     lost_steps: int
-    """Steps that were done again."""
+    """Steps that were repeated."""
     idle_s: float
     """Time in which no available selection holds the job."""
 
@@ -165,8 +165,8 @@ def simulate_spot_run(
     aims: Aims,
     checkpoint_s: float,
 ) -> SimulatedRun:
-    """A run of the pool's spot machines: at each change it moves to the best selection of what is there, where that is
-    worth a restart; what was not saved is done again. Raises PlaitError where the run would never end."""
+    """Simulate a run on the pool's spot machines. At each change it moves to the best available selection if that is
+    worth a restart; unsaved steps are repeated. Raises PlaitError if the run would never end."""
     choose = _Chooser(pool, explored, price, price_bound, aims)
     work = explored[0].work
     here: PoolChoice | None = None
@@ -248,7 +248,7 @@ class _Chooser:
         return min((self._rank(one) for one in choices if one.purchase == "spot"), default=(inf, inf))
 
     def _all_there(self, state: DeviceCounts) -> list[DeviceCounts]:
-        """All devices of each kind of a state, then all of them."""
+        """All available devices of each kind, then all devices together."""
         whole = tuple(
             max(size for size in (0, *entry.sizes) if size <= there)
             for entry, there in zip(self._pool.devices, state, strict=True)
@@ -280,7 +280,7 @@ def _end_of_state(availability: Availability, number: int) -> float:
 
 
 def _is_worth_it(here: PoolChoice, best: PoolChoice | None, availability: Availability, aims: Aims) -> bool:
-    """Whether a better selection gains more than a restart costs while a state usually lasts."""
+    """Whether the gain of a better selection, over the usual length of a state, outweighs a restart."""
     if best is None:
         return False
     if rank(here, aims)[0] > rank(best, aims)[0]:  # as it is, the run would miss a bound

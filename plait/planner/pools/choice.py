@@ -19,10 +19,10 @@ Purchase = Literal["on demand", "spot"]
 """"spot": every device that the pool has a spot price for is a spot machine."""
 
 SAME = 0.01
-"""Choices whose time, or cost, differs by less than this share count as equal: the other figure then decides."""
+"""Choices whose time or cost differs by less than this share count as equal, and the other figure decides."""
 INTERRUPTION_LOSS_S = 600.0
-"""Seconds that an interruption costs a run: to get a machine again, to start, and the steps since the last checkpoint.
-A judgement: published figures differ."""
+"""Seconds that an interruption costs a run: getting a machine again, starting, and repeating the steps since the
+last checkpoint. A judgement, because published figures differ."""
 DAY_S = 86400.0
 
 
@@ -53,7 +53,7 @@ class RunMoney:
     """What a run costs, in the pool's currency."""
 
     devices: float
-    """Their time, without what interruptions add."""
+    """The price of the devices' time, without interruptions."""
     egress: float
     """Traffic between zones."""
     restarts: float
@@ -80,7 +80,7 @@ class PoolChoice:
     """The layout in words."""
     precision: str
     search: Search | None = field(default=None, compare=False, repr=False)
-    """The search that the layout is from."""
+    """The search that found the layout."""
 
     @property
     def cost(self) -> float | None:
@@ -92,7 +92,7 @@ class PoolChoice:
 
     @property
     def tokens_per_cost(self) -> float | None:
-        """Tokens for one unit of the currency."""
+        """Tokens per unit of the currency."""
         return self.work.tokens / self.cost if self.cost else None
 
     @property
@@ -120,8 +120,8 @@ def choices_of(
     sent: dict[ZonePair, float],
     search: Search | None = None,
 ) -> list[PoolChoice]:
-    """The ways to pay for these devices: on demand, and as spot machines where the pool has prices for them. `sent` are
-    the bytes of a step between zones."""
+    """The ways to pay for these devices: on demand, and as spot machines if the pool has prices for them. `sent`
+    gives the bytes of a step between zones."""
     hours = work.steps * step_s / 3600
     entries = selection.taken
     links = {frozenset(link.zones): link.egress_price for link in selection.links}
@@ -159,13 +159,13 @@ def choices_of(
 
 
 def _rate(prices: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    """The price of an hour of all devices; None where one has none."""
+    """The price of an hour of all devices; None if one has no price."""
     known = [price * count for price, count in zip(prices, counts, strict=True) if price is not None]
     return sum(known) if len(known) == len(counts) else None
 
 
 def check_prices(pool: Pool, aims: Aims) -> None:
-    """Raise PlaitError where money counts and neither pool nor catalogue has a device's price."""
+    """Raise PlaitError if money matters and a device has no price in the pool or the catalogue."""
     lacking = dict.fromkeys(entry.device.name for entry in pool.devices if entry.price is None)
     if aims.needs_prices and lacking:
         what = "plan.max_cost" if aims.objective == "fastest" else f'plan.objective = "{aims.objective}"'
@@ -178,7 +178,7 @@ def check_prices(pool: Pool, aims: Aims) -> None:
 
 
 def missing(choice: PoolChoice, aims: Aims) -> dict[str, float]:
-    """The bounds that a choice does not meet, each with the share by which it misses it."""
+    """The bounds that a choice misses, each with the share by which it does."""
     bounds = {
         "plan.deadline": (choice.wall_s, aims.deadline_s),
         "plan.max_cost": (inf if choice.cost is None else choice.cost, aims.max_cost),
@@ -200,8 +200,8 @@ def rank(choice: PoolChoice, aims: Aims) -> tuple[float, float]:
 
 
 def best_choice(choices: Sequence[PoolChoice], aims: Aims) -> PoolChoice:
-    """The choice that meets the bounds and serves the objective best; the one that misses the bounds least where none
-    meets them. Of choices within SAME of the best, the cheapest (of the cheapest ones the fastest), then the one with
+    """The choice that meets the bounds and serves the objective best, or else misses the bounds least. Of choices
+    within SAME of the best, the cheapest (the fastest, if the objective is the cheapest), then the one with the
     fewest devices."""
     misses = min(rank(choice, aims)[0] for choice in choices)
     near = [choice for choice in choices if rank(choice, aims)[0] <= misses]

@@ -23,7 +23,7 @@ def cost_text(choice: PoolChoice) -> str:
 
 
 def selection_text(selection: Selection) -> str:
-    """The devices beside those that the pool has: "64 of your 256 A100 SXM 40GB"."""
+    """The devices, compared with the whole pool: "64 of your 256 A100 SXM 40GB"."""
     pool, parts = selection.pool, list[str]()
     names = dict.fromkeys(entry.device.name for entry, _ in selection.taken)
     for name in names:
@@ -47,7 +47,7 @@ def choice_text(choice: PoolChoice) -> str:
 
 
 def contrast_text(best: PoolChoice, others: Sequence[PoolChoice], objective: Objective) -> str:
-    """The recommended choice beside the fastest one; beside the cheapest one where it is the fastest itself."""
+    """Compares the recommended choice with the fastest one, or with the cheapest if it is itself the fastest."""
     if not others:
         return ""
     fastest = min(others, key=lambda one: one.wall_s)
@@ -66,7 +66,7 @@ def _named(choice: PoolChoice) -> str:
 
 
 def nearest_text(choice: PoolChoice, best: PoolChoice, missed: Collection[str]) -> str:
-    """What another choice gains and gives up beside the recommended one, and which bounds it misses."""
+    """What another choice gains and gives up compared with the recommended one, and which bounds it misses."""
     parts = list[str]()
     faster, longer = best.wall_s - choice.wall_s, choice.wall_s - best.wall_s
     if faster > 0:
@@ -83,7 +83,7 @@ def nearest_text(choice: PoolChoice, best: PoolChoice, missed: Collection[str]) 
 
 
 def bound_text(key: str, aims: Aims, currency: str) -> str:
-    """A bound as a person asked for it."""
+    """A bound as the user gave it."""
     if key == "plan.deadline":
         assert aims.deadline_s is not None
         return f"{key} = {format_days(aims.deadline_s)}"

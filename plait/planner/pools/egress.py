@@ -1,4 +1,4 @@
-"""What a step sends from one zone to another, which clouds charge by the GB."""
+"""The bytes that a step sends between zones, which clouds charge by the GB."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.planner.problem.workload import Workload
 from plait.planner.search.found import Search
 
 ZonePair = tuple[str, str]
-"""From which zone, and to which."""
+"""The sending and the receiving zone."""
 
 
 def bytes_between_zones(
@@ -77,7 +77,7 @@ def _around_rings(found: Search, index: int, zones: Sequence[str], parameters: i
 
 
 def _ring(zones: NDArray[np.str_], size: float) -> Iterator[tuple[ZonePair, float]]:
-    """What goes once around a ring, of `size` bytes that its ranks hold together or each."""
+    """Traffic of one turn around a ring, of `size` bytes that its ranks hold together or each."""
     if (n := len(zones)) > 1:
         for here, there in pairwise([*zones.tolist(), zones[0]]):
             yield (str(here), str(there)), size * (n - 1) / n

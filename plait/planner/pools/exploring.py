@@ -18,20 +18,20 @@ from plait.planner.pools.choice import Aims, PoolChoice, rank
 from plait.planner.pools.selection import DeviceCounts
 
 PriceSelection = Callable[[DeviceCounts], Sequence[PoolChoice]]
-"""Prices devices of a pool, on demand and as spot machines; no choice where they cannot hold the job."""
+"""Prices devices of a pool, on demand and as spot machines; empty if they cannot hold the job."""
 
 PRICED_WHOLE = 40
-"""Selections of a pool up to which all of them are priced."""
+"""A pool with at most this many selections is priced completely."""
 CLIMBS = 3
-"""Groups of kinds from whose best selection the search goes on."""
+"""The search continues from the best selection of this many groups of kinds."""
 MOST_ENTRIES_PAIRED = 3
-"""Entries of a pool up to which neighbours may differ in two of them."""
+"""In a pool of at most this many entries, neighbours may differ in two of them."""
 KINDS_TOGETHER = 4
-"""Kinds of which all groups are tried; of more only single ones, pairs and all."""
+"""With at most this many kinds, all groups are tried; with more, only single kinds, pairs and all together."""
 
 
 def explore(pool: Pool, price: PriceSelection, price_bound: PriceSelection, aims: Aims) -> list[PoolChoice]:
-    """Priced choices of a pool, among them the best by these aims; raises PlaitError where none holds the job.
+    """Priced choices of a pool, including the best for these aims; raises PlaitError if no selection holds the job.
 
     `price_bound` prices a selection better than any layout can be, without a search.
     """
@@ -78,7 +78,7 @@ class _Explored:
         return [choice for some in self._priced.values() for choice in some]
 
     def add(self, counts: DeviceCounts) -> tuple[float, float]:
-        """Price a selection; its rank."""
+        """Price a selection; returns its rank."""
         if counts not in self._priced:
             self._priced[counts] = self._price(counts)
         key = self.rank(counts)
@@ -86,7 +86,7 @@ class _Explored:
         return key
 
     def add_if_promising(self, counts: DeviceCounts) -> tuple[float, float]:
-        """Price a selection that may become the best; its rank, or that of its bound."""
+        """Price a selection that may become the best; returns its rank, or the rank of its bound."""
         if counts not in self._priced:
             bound = min((rank(choice, self._aims) for choice in self._price_bound(counts)), default=(inf, inf))
             if bound > self._best:
@@ -112,8 +112,8 @@ def _kind_groups(pool: Pool) -> list[tuple[str, ...]]:
 
 
 def _zone_chains(pool: Pool, kinds: Sequence[str]) -> list[list[str]]:
-    """The zones that have these kinds, in orders that begin with each of them and go on to the zone with the fastest
-    link to those before."""
+    """The zones that have these kinds, in several orders: each begins with another zone, and goes on to the zone
+    with the fastest link to those before."""
     zones = list(dict.fromkeys(entry.zone for entry in pool.devices if entry.device.name in kinds))
     chains = list[list[str]]()
     for first in zones:
@@ -132,8 +132,8 @@ def _slowest_rate(pool: Pool, chain: Sequence[str], zone: str) -> tuple[float, f
 
 
 def _seeds(pool: Pool, kinds: tuple[str, ...], chain: Sequence[str]) -> Iterator[DeviceCounts]:
-    """Selections of these kinds to begin with: of one kind numbers of devices that double, zone after zone; of several
-    all of them in one zone, in two and so on."""
+    """Selections of these kinds to begin with: of one kind, numbers of devices that double, zone after zone; of
+    several kinds, all their devices in one zone, then in two, and so on."""
     if len(kinds) == 1:
         sizes = _doubling_sizes(pool, kinds[0], chain)
         yield from (_filled(pool, kinds[0], size, chain) for size in sizes)
@@ -165,7 +165,7 @@ def _filled(pool: Pool, kind: str, devices: int, chain: Sequence[str]) -> Device
 
 
 def _climb(pool: Pool, explored: _Explored, start: DeviceCounts) -> None:
-    """Go from a selection to the best of its neighbours while that is better."""
+    """Go from a selection to its best neighbour while that is better."""
     here, key = start, explored.rank(start)
     while True:
         tried = {counts: explored.add_if_promising(counts) for counts in _neighbours(pool, here)}

@@ -25,12 +25,12 @@ from plait.planner.report.figures import (
 
 HOUR_S = 3600.0
 MARGIN = 1.08
-"""Factor by which the axes reach beyond the outermost choices."""
+"""The axes extend beyond the outermost choices by this factor."""
 MOST_DOTS = 400
 
 
 def picture_of_choices(answer: PoolAnswer) -> Picture:
-    """Every priced choice by its time and cost; without prices by its time and number of devices."""
+    """Every priced choice by its time and cost; without prices, by its time and number of devices."""
     caption = (
         "Each dot is a selection of the pool's machines with its best layout; the line joins those that no other beats "
         f"in both. {answer.sentence}."
@@ -69,7 +69,7 @@ def _drawing(answer: PoolAnswer) -> Drawing:
 
 
 def _second(choice: PoolChoice) -> float:
-    """Cost, or the number of devices where it is not known; never 0, as the axis is one of ratios."""
+    """Cost, or the number of devices if it is unknown; never 0, because the axis is logarithmic."""
     return choice.selection.n_devices if choice.cost is None else max(choice.cost, 1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Prices selections of a pool by the same road as every plan: request, search, layout."""
+"""Prices selections of a pool in the same way as every plan: request, search, layout."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from plait.recipe.schema import RunConfig
 
 
 def resources_of_selection(cluster: Cluster) -> Resources:
-    """A selection's devices on paper; a layout must use all of them, since another selection has fewer."""
+    """A selection's devices on paper; a layout must use all of them, since fewer devices are another selection."""
     return replace(on_paper(cluster), devices_used="all")
 
 
 class PoolPricer:
-    """Prices selections of a pool for one job; equal machines, in whichever zone, are searched once."""
+    """Prices selections of a pool for one job; equal machines are searched once, whatever their zones."""
 
     def __init__(self, config: RunConfig, corpus: CorpusFacts, sized: SizedJob, pool: Pool, steps: int) -> None:
         self._config, self._corpus, self._sized, self._pool = config, corpus, sized, pool
@@ -35,10 +35,10 @@ class PoolPricer:
         self._found: dict[object, FoundLayout | PlaitError] = {}
         self._requests: dict[frozenset[str], Request] = {}
         self.refusals: list[PlaitError] = []
-        """Why selections hold no layout."""
+        """Why selections were refused."""
 
     def price(self, counts: DeviceCounts) -> list[PoolChoice]:
-        """The ways to pay for these devices with their best layout; none where no layout fits them."""
+        """The ways to pay for these devices with their best layout; empty if no layout fits them."""
         selection = Selection(self._pool, counts)
         found = self.found(selection.cluster)
         if isinstance(found, PlaitError):
@@ -57,7 +57,7 @@ class PoolPricer:
         )
 
     def price_bound(self, counts: DeviceCounts) -> list[PoolChoice]:
-        """The same if the devices did nothing but their largest products."""
+        """The same as if the devices did nothing but their largest products."""
         selection = Selection(self._pool, counts)
         kinds = frozenset(entry.device.name for entry, _ in selection.taken)
         try:
@@ -70,7 +70,7 @@ class PoolPricer:
         return choices_of(selection, self.work, step_s=step_s, layout="", precision=request.workload.precision, sent={})
 
     def found(self, cluster: Cluster) -> FoundLayout | PlaitError:
-        """The layout of a cluster, or why there is none."""
+        """The layout of a cluster, or the reason why there is none."""
         key = cluster.islands, cluster.between
         if key not in self._found:
             try:

@@ -1,4 +1,4 @@
-"""A pool's answer as text and as plain values: what `plait plan` prints of it and writes with --json."""
+"""A pool's answer as text and as plain values, for the terminal and for --json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLE_HEADINGS = ("", "machines", "pay", "time", "cost", "tokens per", "step", "
 
 
 def answer_lines(answer: PoolAnswer, columns: int) -> list[str]:
-    """The recommendation, the table of choices, what is not used and what was assumed."""
+    """The recommendation, the table of choices, the unused devices and the assumptions."""
     currency = answer.pool.currency
     unit = "$" if currency == "USD" else currency
     headings = [f"{text} {unit}" if text == "tokens per" else text for text in TABLE_HEADINGS]
@@ -48,7 +48,7 @@ def _row(answer: PoolAnswer, choice: PoolChoice) -> tuple[str, ...]:
 
 
 def simulated_text(simulated: SimulatedChoice) -> str:
-    """Whether spot machines that come and go pay, with the figures."""
+    """Whether spot machines that come and go are worth it, with the figures."""
     run, beside, currency = simulated.run, simulated.beside, simulated.currency
     took = f"{format_days(run.wall_s)} and {money_text(run.cost, currency)}"
     idle = f", {format_days(run.idle_s)} of it without any" if run.idle_s else ""
@@ -64,7 +64,7 @@ def simulated_text(simulated: SimulatedChoice) -> str:
 
 
 def answer_values(answer: PoolAnswer) -> dict[str, Any]:
-    """The keys that a pool adds to those of a plan."""
+    """The keys that a pool adds to a plan's JSON."""
     return {
         "choices": [_values(answer, choice) for choice in answer.choices],
         "recommended": answer.recommended,

@@ -1,4 +1,4 @@
-"""Some devices of a pool, and the cluster that they are."""
+"""Some devices of a pool, and the cluster that they form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Selection:
 
     @cached_property
     def taken(self) -> tuple[tuple[PoolDevices, int], ...]:
-        """The entries of which devices are taken, zone by zone, with their number."""
+        """The entries from which devices are taken, zone by zone, with the number of devices."""
         zones = self.pool.zones
         pairs = [(entry, count) for entry, count in zip(self.pool.devices, self.counts, strict=True) if count]
         return tuple(sorted(pairs, key=lambda pair: zones.index(pair[0].zone)))
@@ -39,7 +39,7 @@ class Selection:
 
     @cached_property
     def links(self) -> tuple[ZoneLink, ...]:
-        """The links that are used, and that are not what is usual for the devices."""
+        """The links in use, except the usual networks of the devices."""
         return tuple(link for link in self.pool.links if set(link.zones) <= set(self.zones))
 
     @cached_property
@@ -68,7 +68,7 @@ class Selection:
 
     @property
     def spot_nodes_per_day(self) -> float:
-        """Interruptions a day of all machines that can be had as spot machines."""
+        """Interruptions a day of all machines that are available as spot machines."""
         return sum(
             -(-count // entry.per_node) * entry.interruptions_per_day
             for entry, count in self.taken
@@ -110,5 +110,5 @@ def _island(pool: Pool, entry: PoolDevices, count: int) -> Island:
 
 
 def _slowest(links: list[tuple[Link, int]]) -> Link:
-    """The link that is slowest per device; each stands with the devices of a node."""
+    """The slowest link per device; each comes with the devices of a node."""
     return min(links, key=lambda pair: device_bytes_per_s(*pair))[0]

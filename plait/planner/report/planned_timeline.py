@@ -27,13 +27,13 @@ from plait.report.step_timeline import (
 )
 
 FORWARD_SHARES = {"none": 1 / 3, "selective": 0.3, "full": 1 / 4}
-"""A forward's share of a layer's forward and backward, by what is computed again."""
+"""A forward's share of a layer's forward and backward, by what is recomputed."""
 _LEAST_WAIT_SHARE = 1e-6
 _HALVINGS = 40
 
 
 def planned_timeline(plan: Plan, first_step: int, steps: int) -> StepTimeline | None:
-    """So many steps as the plan means them, each as long as the other; None where the plan has no forecast of items."""
+    """This many planned steps, all of the same length; None if the plan has no forecast of items."""
     items = plan.forecast.items if plan.forecast else None
     if items is None:
         return None
@@ -55,7 +55,7 @@ def _moved(span: TimelineSpan, by_s: float, step: int) -> TimelineSpan:
 
 
 def _rank_spans(plan: Plan, items: StepItems, rank: int) -> list[TimelineSpan]:
-    """A step of one rank, from 0 on."""
+    """One step of one rank, beginning at 0."""
     layout = plan.placement.layout
     passes_s = items.compute_s + items.within_s + items.bubble_s
     spans = list(_piped(plan, items, rank) if layout.pipeline > 1 else _in_turn(plan, items, rank))
@@ -71,7 +71,7 @@ def _rank_spans(plan: Plan, items: StepItems, rank: int) -> list[TimelineSpan]:
 
 
 def _gathers_in_passes(layout: Layout) -> bool:
-    """Whether weights are gathered and gradients summed in each pass, and not once a step."""
+    """Whether weights are gathered and gradients summed in each pass instead of once a step."""
     return layout.shard > 1 and layout.shard_what == "parameters" and layout.pipeline == 1
 
 
@@ -87,8 +87,8 @@ def _wait(kind: MessageKind, start_s: float, end_s: float) -> TimelineSpan:
 
 
 def _in_turn(plan: Plan, items: StepItems, rank: int) -> Iterator[TimelineSpan]:
-    """Forward and backward of each micro-batch, by its share of the sequences; ranks that differ in speed have shares
-    by it, so that all are done together."""
+    """Forward and backward of each micro-batch, in proportion to its sequences; shares follow the ranks' speeds, so
+    that all finish together."""
     sizes = [size or 1 for size in _micro_sizes_of(plan, rank)]
     layout, start_s = plan.placement.layout, 0.0
     # Weights for each forward and each backward, and a sum after that, of about as many bytes.
@@ -118,7 +118,7 @@ def _pass_shares(plan: Plan) -> tuple[tuple[StepWork, float], tuple[StepWork, fl
 
 
 def _micro_sizes_of(plan: Plan, rank: int) -> Sequence[int]:
-    """Sequences of each micro-batch of one rank, as its loader cuts them."""
+    """Sequences of each micro-batch of one rank, as its loader divides them."""
     layout, counts = plan.placement.layout, plan.sequences_per_replica
     part = layout.data_parallel_rank(rank)
     limits = plan.placement.micro_limits or (plan.placement.micro_sequences,) * len(counts)
@@ -128,7 +128,7 @@ def _micro_sizes_of(plan: Plan, rank: int) -> Sequence[int]:
 
 
 def _within_kind(layout: Layout) -> MessageKind:
-    """What ranks that share samples wait for; a forecast has one number for all of it."""
+    """The waits of ranks that share samples; a forecast has one number for all of them."""
     if layout.tensor > 1:
         return "tensor rows"
     return "keys and values" if layout.context > 1 else "expert tokens"
@@ -165,8 +165,8 @@ def _piped(plan: Plan, items: StepItems, rank: int) -> Iterator[TimelineSpan]:
 
 
 def _pipeline(plan: Plan, items: StepItems, micros: int) -> _Pipeline:
-    """The pipeline, of which the passes take as long as the forecast says: what is missing once all stages computed are
-    messages between them; where even without messages they take longer, all are scaled to it."""
+    """The pipeline, scaled so that its passes take as long as the forecast: time missing after all stages have
+    computed is messages between them, and passes that take longer without messages are shortened."""
     layout = plan.placement.layout
     lists = schedule_actions(layout.schedule, ranks=layout.pipeline, virtual=layout.virtual_stages, micros=micros)
     whole_s = items.compute_s + items.within_s + items.bubble_s
@@ -187,7 +187,8 @@ def _pipeline(plan: Plan, items: StepItems, micros: int) -> _Pipeline:
 
 
 def _stage_costs(plan: Plan) -> list[float]:
-    """What each stage costs, in layers. Where machines differ, layers follow their speed: all ranks take as long."""
+    """The cost of each stage in layers. On unequal machines, layers follow their speed and all ranks take equally
+    long."""
     layout, forecast = plan.placement.layout, plan.forecast
     cost = [float(layers) for layers in layout.stage_layers]
     if forecast is not None:

@@ -165,7 +165,7 @@ def _untried(machine: Machine) -> str:
         return ""
     return (
         f'plait has not been run on GPUs like {machine.name} (torch\'s "{machine.device}"): compare the first losses '
-        'with those of run.devices = "cpu", and please report what you see'
+        'with a run on run.devices = "cpu", and please report the result'
     )
 
 

@@ -1,8 +1,8 @@
-"""How far the clocks of ranks are apart: by messages there and back, as Cristian (1989) has it.
+"""Measures how far the ranks' clocks are apart by round trips, after Cristian (1989).
 
 Processes of one machine read one monotonic clock. For another machine rank 0 sends a message and the other answers with
-the time of its clock: it was read somewhere between both moments, so the middle of them is off by half of the time
-there and back at most. The fastest of some rounds counts. On a wired network that is some 0.1 ms; clocks drift apart by
+the time of its clock. That was read between the sending and the return, so the middle of the two is off by at most half
+of the round trip. The fastest of several rounds counts. On a wired network that is some 0.1 ms; clocks drift apart by
 some 0.01 ms in a second, so offsets are measured right after the steps.
 """
 
@@ -27,7 +27,7 @@ PINGS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """A rank's clock minus rank 0's, and how far that may be off at most."""
+    """A rank's clock minus rank 0's, and the largest error of that."""
 
     offset_s: float = 0.0
     error_s: float = 0.0
@@ -36,7 +36,7 @@ class ClockOffset:
 def clock_offsets(
     world: Communicator, clock: Callable[[], float] = time.perf_counter, clock_name: Callable[[], str] | None = None
 ) -> list[ClockOffset]:
-    """Every rank's offset, on all ranks; ranks whose clocks have one name share it. Every rank must call it; blocks."""
+    """The offset of every rank, on all ranks; ranks on one clock share it. Every rank must call it; blocks."""
     machines = gather_json((clock_name or _clock_name)(), world)
     own = ClockOffset()
     for rank, machine in enumerate(machines):
@@ -44,17 +44,17 @@ def clock_offsets(
             assert isinstance(world, GroupCommunicator)
             found = _ask(world, rank, clock) if world.index == 0 else _answer(world, clock)
             own = found if world.index == rank else own
-    told = gather_json([own.offset_s, own.error_s], world)
-    return [ClockOffset(offset_s=offset_s, error_s=error_s) for offset_s, error_s in told]
+    gathered = gather_json([own.offset_s, own.error_s], world)
+    return [ClockOffset(offset_s=offset_s, error_s=error_s) for offset_s, error_s in gathered]
 
 
 def offset_of(sent_s: float, read_s: float, returned_s: float) -> ClockOffset:
-    """The offset of a clock that read `read_s` between two moments of another one's."""
+    """The offset of a clock that read `read_s` between two moments of another clock."""
     return ClockOffset(offset_s=read_s - (sent_s + returned_s) / 2, error_s=(returned_s - sent_s) / 2)
 
 
 def _ask(world: GroupCommunicator, rank: int, clock: Callable[[], float]) -> ClockOffset:
-    """Rank 0's side, which then tells the other what it found."""
+    """Rank 0's side; it then sends the result to the other rank."""
     rounds, message = list[ClockOffset](), torch.zeros(2, dtype=torch.float64)
     for _ in range(PINGS):
         sent_s = clock()
@@ -77,7 +77,7 @@ def _answer(world: GroupCommunicator, clock: Callable[[], float]) -> ClockOffset
 
 
 def _clock_name() -> str:
-    """Names the monotonic clock that this process reads: the machine's, since it started, or a container's own."""
+    """Identifies the monotonic clock of this process: the machine's since its start, or a container's own."""
     parts = [platform.node()]
     with suppress(OSError):
         parts = [

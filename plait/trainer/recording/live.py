@@ -1,6 +1,6 @@
-"""A timeline of a run while it trains: somebody asks in the run's folder, and the ranks record their next steps.
+"""Records a timeline during training: a request arrives in the run's folder, and the ranks record their next steps.
 
-Rank 0 looks for the request once a second, and tells the others together with what all agree on after each step.
+Rank 0 looks for the request once a second. The others learn of it in the agreement that follows each step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LiveTimeline:
         self._recording: _Recording | None = None
 
     def requested(self) -> int:
-        """How many steps somebody asks for; 0: nobody does, as on all ranks but the first."""
+        """The number of requested steps; 0 if there is no request, and on all ranks but the first."""
         if self._assembly.sums.index > 0 or self._recording is not None:
             return 0
         now_s = self._clock()
@@ -47,13 +47,13 @@ class LiveTimeline:
         return min(MOST_STEPS, self._files.requested_steps())
 
     def agreed(self, steps: int) -> None:
-        """Record so many steps from the next one on; 0: nothing new."""
+        """Record this many steps from the next one on; 0: nothing new."""
         if steps:
             self._recording = _Recording(recorder=StepRecorder(self._assembly.device), steps=steps)
 
     @property
     def observer(self) -> Observer:
-        """What the loop calls; the last of all observers, whose own work is no part of a step."""
+        """The observer for the loop. It must be the last, so that its work is in no step."""
         return Observer(before_step=self._before_step, after_step=self._after_step)
 
     def _before_step(self, state: TrainState) -> None:

@@ -30,9 +30,9 @@ from plait.trainer.balance.meter import StepClock, clock_of
 from plait.trainer.recording.clock_offsets import clock_offsets
 
 MOST_STEPS = 50
-"""Steps that one recording may have."""
+"""The most steps in one recording."""
 MOST_SPANS = 100_000
-"""Spans of one rank, which take some 30 MB; what comes later is left out."""
+"""The most spans of one rank, about 30 MB; later ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class _Marked:
 class StepRecorder:
     """What a rank did in some steps, as its WATCH says.
 
-    On a GPU all marks are events in its streams, which nobody waits for before `read`. On a processor only the thread
+    On a GPU all marks are events in its streams, which are not waited for before `read`. On a processor only the thread
     that takes the steps is recorded: others, such as the one that saves, work beside it.
     """
 
@@ -75,12 +75,12 @@ class StepRecorder:
             self.end_step()
 
     def begin_step(self, number: int) -> None:
-        """A step begins, whose events are recorded until `end_step`."""
+        """Begin a step, whose events are recorded until `end_step`."""
         self._step, self._begun = number, self._clock.mark()
         WATCH.recorder = self
 
     def end_step(self) -> None:
-        """The step has ended; nothing is recorded from here on."""
+        """End the step; nothing is recorded from here on."""
         WATCH.recorder = None
         self._bounds.append((self._step, self._begun, self._clock.mark()))
 
@@ -99,7 +99,7 @@ class StepRecorder:
         return _Pending(self, kind, n_bytes, self._step, self._clock.mark())
 
     def mark(self) -> Any:
-        """The present moment, by the recorder's clock."""
+        """The present moment on the recorder's clock."""
         return self._clock.mark()
 
     def add(
@@ -113,7 +113,7 @@ class StepRecorder:
         n_bytes: int = 0,
         step: int | None = None,
     ) -> None:
-        """A span that ends now. Its step is the present one if left out: weights that are sent at the end of a step
+        """Add a span that ends now. Its step defaults to the present one: weights that are sent at the end of a step
         arrive in the next one."""
         if self._thread not in ("any", threading.get_ident()) or len(self._marked) >= MOST_SPANS:
             return
@@ -198,23 +198,23 @@ def gather_timeline(recorder: StepRecorder, world: Communicator) -> StepTimeline
     bounds, spans = recorder.read()
     offsets = clock_offsets(world)
     rows = [[s.lane, s.kind, s.step, s.start_s, s.end_s, s.stage, s.micro, s.n_bytes] for s in spans]
-    everybody = gather_json({"host": platform.node(), "bounds": bounds, "spans": rows}, world)
-    origin_s = min(own["bounds"][0][1] - o.offset_s for own, o in zip(everybody, offsets, strict=True))
+    gathered = gather_json({"host": platform.node(), "bounds": bounds, "spans": rows}, world)
+    origin_s = min(own["bounds"][0][1] - o.offset_s for own, o in zip(gathered, offsets, strict=True))
     ranks = []
-    for rank, (own, clock) in enumerate(zip(everybody, offsets, strict=True)):
+    for rank, (own, clock) in enumerate(zip(gathered, offsets, strict=True)):
         shift_s = origin_s + clock.offset_s
         ranks.append(
             RankTimeline(
                 rank=rank,
-                host=own["host"] if any(one["host"] != own["host"] for one in everybody) else "",
+                host=own["host"] if any(one["host"] != own["host"] for one in gathered) else "",
                 clock_error_s=clock.error_s,
                 spans=tuple(_span(row, shift_s) for row in own["spans"]),
             )
         )
     every = [
         (
-            min(own["bounds"][step][1] - o.offset_s for own, o in zip(everybody, offsets, strict=True)) - origin_s,
-            max(own["bounds"][step][2] - o.offset_s for own, o in zip(everybody, offsets, strict=True)) - origin_s,
+            min(own["bounds"][step][1] - o.offset_s for own, o in zip(gathered, offsets, strict=True)) - origin_s,
+            max(own["bounds"][step][2] - o.offset_s for own, o in zip(gathered, offsets, strict=True)) - origin_s,
         )
         for step in range(len(bounds))
     ]
