@@ -173,7 +173,7 @@ def test_a_budget_of_time_becomes_the_same_work_for_all(tmp_path: Path) -> None:
     pool = pool_of_short_form("4xT4")
     job = pool_job(recipe(tmp_path, *SMALL, "train.budget=2 hours"), WEB, pool)
     assert job.config.train.budget.endswith(" tokens") and job.steps > 0
-    assert job.notes[0].startswith("train.budget of 2 h 0 min says how long, and choices are compared by the same work")
+    assert job.notes[0].startswith("train.budget of 2 h 0 min is a time, but choices are compared by the same work")
     assert pool_job(recipe(tmp_path, *SMALL, "train.budget=20 steps"), WEB, pool).steps == 20
 
 
