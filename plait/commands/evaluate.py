@@ -38,7 +38,7 @@ class Evaluation(dict[str, float]):
 
     @property
     def perplexity(self) -> float:
-        """exp of the loss per token; not a number of choices that were asked."""
+        """exp of the loss per token; not a number when multiple-choice questions were asked."""
         loss = self.get("eval_loss", nan)
         return exp(loss) if loss < _LARGEST_EXPONENT else inf if loss >= _LARGEST_EXPONENT else nan
 
@@ -46,8 +46,8 @@ class Evaluation(dict[str, float]):
         """What was found, in a sentence for a person."""
         if "questions" in self:
             return (
-                f"{self['choices_accuracy']:.1%} of {self['questions']:,} questions were answered right, and "
-                f"{self['choices_accuracy_per_byte']:.1%} where answers count by their log-probability per byte"
+                f"{self['choices_accuracy']:.1%} of {self['questions']:,} questions were answered correctly, and "
+                f"{self['choices_accuracy_per_byte']:.1%} when answers are compared by log-probability per byte"
             )
         return (
             f"over {self['tokens']:,} tokens the loss is {self['eval_loss']:.4g} nats per token, a perplexity of "

@@ -72,7 +72,7 @@ class Several:
 
 
 class BestEffort:
-    """A sink that a run can do without: its first failure is said in one sentence, and then it gets nothing more."""
+    """A sink that a run can do without: its first failure is reported in one sentence and ends it."""
 
     def __init__(self, what: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
         self._what, self._say = what, say
@@ -165,7 +165,7 @@ class MetricsFile:
 
 
 class SamplesFile:
-    """Appends samples to samples.jsonl; what an earlier start wrote about steps that are done again is cut off."""
+    """Appends samples to samples.jsonl; samples that an earlier start wrote for repeated steps are removed."""
 
     def __init__(self, path: Path, steps_done: int) -> None:
         self._path = path

@@ -145,7 +145,7 @@ def test_a_slow_host_is_found_by_its_name(tmp_path: Path) -> None:
         run, step_s=run.step_s + 3 * computed, compute_s=(computed, 4 * computed), wait_s=(wait + 3 * computed, wait)
     )
     one = found(plan, slow)
-    assert one.cause == "slow host" and "Host b computes 4 times as long" in one.sentence
+    assert one.cause == "slow host" and "Host b takes 4 times as long" in one.sentence
     assert one.share == pytest.approx(3 * computed / slow.step_s)
     even, *others = one.remedies
     assert even.gain == pytest.approx(slow.step_s / run.step_s) and even.setting == ""

@@ -71,14 +71,14 @@ def host_name(plan: Plan, home: int, rank: int) -> str:
 def host_sentence(name: str, times: float, share: float) -> str:
     """Says that all others wait for one host."""
     return (
-        f"{_capital(name)} computes {times_text(times)} as long as the others do, which wait for it {share:.0%} of "
-        "each step."
+        f"{_capital(name)} takes {times_text(times)} as long as the others to compute, and they wait for it "
+        f"{share:.0%} of each step."
     )
 
 
 def as_fast_as_others(name: str) -> str:
     """The change that makes a slow host normal again."""
-    return f"{name} as fast as the others (look for other programs, heat and a power limit there)"
+    return f"{name} as fast as the others (check it for other programs, heat and a power limit)"
 
 
 def balanced(gain: float) -> Remedy:
@@ -131,7 +131,7 @@ def smaller_gradients(gain: float) -> Remedy:
 def smaller_stages(gain: float) -> Remedy:
     """Activations sent in bf16."""
     return Remedy(
-        change='what stages send each other in bf16, which rounds it (train.stage_transfer = "bf16")',
+        change='messages between stages in bf16, which rounds them (train.stage_transfer = "bf16")',
         gain=gain,
         setting="train.stage_transfer=bf16",
     )

@@ -51,11 +51,11 @@ def simulated_text(simulated: SimulatedChoice) -> str:
     """Whether spot machines that come and go are worth it, with the figures."""
     run, beside, currency = simulated.run, simulated.beside, simulated.currency
     took = f"{format_days(run.wall_s)} and {money_text(run.cost, currency)}"
-    idle = f", {format_days(run.idle_s)} of it without any" if run.idle_s else ""
+    idle = f", {format_days(run.idle_s)} of it without any machines" if run.idle_s else ""
     figures = (
         f"with {simulated.availability.source} the run takes {took}{idle}, with "
         f"{counted(run.interruptions, 'interruption')}, {counted(run.replans, 'new plan')} and "
-        f"{counted(run.lost_steps, 'step', ',')} done again"
+        f"{counted(run.lost_steps, 'step', ',')} repeated"
     )
     if beside is None:
         return figures
