@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
+import plait
 from tests.custom.kind import EXAMPLES, Kind, in_order, mlp, numbers, squared
 
 
@@ -36,9 +37,9 @@ class Transposed(nn.Module):
 class LayerDrop(nn.Module):
     """A layer that is left out in some steps, so that its first gradient comes after those of others."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
-        self.enter, self.maybe, self.leave = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.enter, self.maybe, self.leave = (nn.Linear(*size, bias=bias) for size in ((5, 6), (6, 6), (6, 3)))
         self.used = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -281,6 +282,12 @@ BASIC: dict[str, Kind] = {
         model=LayerDrop,
         data=lambda: in_order(numbers(5)),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        before=use_every_second,
+    ),
+    "layer left out, whole weights": Kind(
+        model=lambda: LayerDrop(bias=False),
+        data=lambda: in_order(numbers(5)),
+        optimizer=lambda model: plait.Muon(model.parameters(), lr=0.05),
         before=use_every_second,
     ),
     "weighted sampler": Kind(model=mlp, data=weighted),

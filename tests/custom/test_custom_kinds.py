@@ -36,6 +36,7 @@ QUICK = [
     ("weight with gaps", "replicate", 2),
     ("moving average", "shard optimizer", 2),
     ("layer left out", "shard optimizer", 2),
+    ("layer left out, whole weights", "shard optimizer", 2),
     ("batches by length", "replicate", 2),
     ("flattened by size", "replicate", 3),
     ("routed experts", "shard parameters", 3),

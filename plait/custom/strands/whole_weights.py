@@ -116,7 +116,9 @@ class WholeWeights:
         wholes = [one.detach().view(as_matrix(one.shape)) for one in self._owned]
         for number, new in self._exchange.parts(wholes, self._dtype):
             parameter, part = self._places[number]
-            part.within(parameter.detach()).copy_(new)
+            own = part.within(parameter.detach())
+            if own.data_ptr() != new.data_ptr():  # else it is the owner's weight itself, which is up to date
+                own.copy_(new)
 
 
 def owned_whole(
