@@ -59,21 +59,25 @@ class Length:
     size: str
     steps: int
     batch_tokens: int
+    lr: float
+    """Of which choices name multiples: what plait derived for AdamW when the first rows were made (at most 4e-3 at the
+    usual batch)."""
 
 
 LENGTHS: Mapping[str, Length] = {
-    "1": Length(size="250K", steps=600, batch_tokens=1024),
-    "4": Length(size="250K", steps=940, batch_tokens=4096),
-    "12": Length(size="500K", steps=1700, batch_tokens=4096),
+    "1": Length(size="250K", steps=600, batch_tokens=1024, lr=0.00236),
+    "4": Length(size="250K", steps=940, batch_tokens=4096, lr=0.00349),
+    "12": Length(size="500K", steps=1700, batch_tokens=4096, lr=0.0028),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A change of the recipe: settings, and learning rates as multiples of what plait derives for AdamW."""
+    """A change of the recipe: settings, and learning rates as multiples of the length's."""
 
     settings: tuple[str, ...] = ()
-    lr: float = 1.0
+    lr: float | None = 1.0
+    """None: what plait derives."""
     adamw_lr: float | None = None
     """Of what Muon does not update; None: as `lr`."""
     batch: float = 1.0
@@ -87,10 +91,13 @@ class Choice:
 MUON = ("optimizer.kind=muon",)
 LINEAR = ("optimizer.schedule=linear",)
 CHOICES: Mapping[str, Choice] = {
+    "derived": Choice(lr=None),
     "adamw": Choice(),
     "adamw linear": Choice(settings=LINEAR),
     "adamw wsd": Choice(settings=("optimizer.schedule=wsd",)),
     "adamw x2": Choice(lr=2.0),
+    "adamw x4": Choice(lr=4.0),
+    "adamw x8": Choice(lr=8.0),
     "adamw x2 linear": Choice(settings=LINEAR, lr=2.0),
     "adamw x4 linear": Choice(settings=LINEAR, lr=4.0),
     "adamw x8 linear": Choice(settings=LINEAR, lr=8.0),
@@ -247,17 +254,16 @@ def print_costs(names: Sequence[str], minutes: str, corpus: Corpus, rounds: int 
 
 
 def planned(choice: Choice, length: Length, seed: int, share: float, corpus: Corpus) -> tuple[RunConfig, Plan]:
-    """The recipe with a choice, and its plan for one thread, with rates relative to what plait derives for AdamW."""
+    """The recipe with a choice, and its plan for one thread."""
     batch = round(length.batch_tokens * choice.batch)
     steps = max(1, round(length.steps * share / choice.batch))
     settings = (
         f"model.size={length.size}", "run.workers=1", "run.threads=1", f"run.seed={seed}", "train.precision=float32",
         f"train.batch_tokens={batch}", f"train.budget={steps} steps", "train.matmul_backend=onednn",
     )  # fmt: skip
-    usual = _plan(load_recipe(RECIPE, settings), corpus).job.optimizer.lr
-    rates = [f"optimizer.lr={choice.lr * usual}"]
+    rates = [] if choice.lr is None else [f"optimizer.lr={choice.lr * length.lr}"]
     if choice.adamw_lr is not None:
-        rates.append(f"optimizer.adamw_lr={choice.adamw_lr * usual}")
+        rates.append(f"optimizer.adamw_lr={choice.adamw_lr * length.lr}")
     config = load_recipe(RECIPE, (*settings, *choice.settings, *rates))
     return config, _plan(config, corpus)
 

@@ -94,19 +94,13 @@ def test_sgd_has_published_numbers_and_the_plan_counts_its_one_moment(tmp_path: 
     assert sizes[0] - sizes[1] == pytest.approx(sizes[1] - sizes[2]) and sizes[1] > sizes[2]
 
 
-def test_muon_has_a_rate_of_its_own_in_short_runs_and_one_moment_for_matrices(tmp_path: Path) -> None:
+def test_muon_has_adamws_rate_and_one_moment_for_matrices(tmp_path: Path) -> None:
     muon = ("optimizer.kind=muon",)
     one, two = (planned(recipe(tmp_path, *STEPS, *TINY, *more), PLAYS, LAPTOP) for more in (muon, ()))
     optimizer, shape = one.job.optimizer, one.job.shape
     assert (optimizer.kind, optimizer.momentum, optimizer.weight_decay) == ("muon", 0.95, 0.1)
-    assert optimizer.lr == optimizer.adamw_lr == pytest.approx(2.5 * two.job.optimizer.lr, rel=0.01)
-    assert any("2.5 times AdamW's, as short runs learned more so" in reason for reason in one.reasons)
+    assert optimizer.lr == optimizer.adamw_lr == two.job.optimizer.lr
     assert any("Muon for the layers' matrices" in reason and "at the same" in reason for reason in one.reasons)
-    rates = [
-        planned(recipe(tmp_path, "model.size=1B", "train.budget=20B tokens", *more), WEB, ONE_H100).job.optimizer.lr
-        for more in (muon, ())
-    ]
-    assert rates[0] == rates[1], "the fit holds for large runs, and Muon's updates have the size of AdamW's"
     assert any("Muon orthogonalizes in float32" in reason for reason in one.reasons)
     assert one.forecast and two.forecast
     matrices = sum(prod(sizes) for name, sizes in weight_sizes(shape).items() if is_hidden_matrix(name))

@@ -11,11 +11,9 @@ from plait.planner.derive import published_rules
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
 from plait.planner.derive.published_rules import (
-    ADAMW_LARGEST_LR,
     EXAMPLES_PER_STEP,
     FULL_LR,
     LORA_LR_OVER_FULL,
-    MUON_LARGEST_LR,
     examples_batch_tokens,
     finetuning_lr,
     finetuning_warmup_steps,
@@ -61,7 +59,7 @@ def optimizer_plan(
         lr = BASE_LR
         why.append(f"peak learning rate {lr:g}: cautious, as the model is trained already (optimizer.lr)")
     elif requested.kind != "sgd":
-        found = _peak_lr(requested.lr, flops, batch_tokens, requested.kind)
+        found = _peak_lr(requested.lr, flops, batch_tokens)
         lr, why, warnings = found.value, [*found.reasons], found.warnings
     assert lr != "auto"  # the schema refuses SGD without one
     clip = 1.0 if requested.clip == "auto" else requested.clip
@@ -74,7 +72,7 @@ def optimizer_plan(
     if requested.kind == "muon":
         why.append(muon_reason(requested))
         if requested.adamw_lr != "auto" and method == "auto":
-            beside = _peak_lr(requested.adamw_lr, flops, batch_tokens, "adamw", key="optimizer.adamw_lr")
+            beside = _peak_lr(requested.adamw_lr, flops, batch_tokens, key="optimizer.adamw_lr")
             warnings = (*warnings, *beside.warnings)
     tuned = Derived(value=plan) if method == "auto" else finetuning_optimizer(method, plan, config)
     return Derived(value=tuned.value, reasons=(*why, *tuned.reasons), warnings=warnings)
@@ -128,18 +126,13 @@ def _peak_lr(
     requested: float | Literal["auto"],
     flops: float,
     batch_tokens: int,
-    kind: Literal["adamw", "muon"],
     key: str = "optimizer.lr",
 ) -> Derived[float]:
     usual = published_rules.usual_batch_tokens(flops)
-    largest = {"adamw": ADAMW_LARGEST_LR, "muon": MUON_LARGEST_LR}[kind]
-    of_flops, adamws = published_rules.peak_lr(flops, largest), published_rules.peak_lr(flops)
-    published = published_rules.lr_for_batch(of_flops, batch=batch_tokens, usual_batch=usual)
+    published = published_rules.lr_for_batch(published_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
     if requested == "auto":
         lr = float(f"{published:.3g}")
         rule = f"for {power_of_ten(flops)} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)"
-        if of_flops > adamws:
-            rule += f", {of_flops / adamws:.2g} times AdamW's, as short runs learned more so (measured, docs/log.md)"
         return Derived(value=lr, reasons=(f"peak learning rate {lr:g}: {rule}",))
     if requested <= MOST_TIMES_PUBLISHED_LR * published:
         return Derived(value=requested)
