@@ -157,7 +157,7 @@ def test_what_cannot_begin_is_told_in_a_sentence(pair: Pair, tmp_path: Path) -> 
     foreign = pair.lead.run("train", "tiny.toml", "--hosts", "2", "--address", "203.0.113.7")
     assert foreign.code == 2 and "203.0.113.7 is not an address of this machine" in foreign.sentence()
     nobody = ended(pair.start_join(), within_s=30)
-    assert nobody.code == 2 and "nobody waits" in nobody.sentence()
+    assert nobody.code == 2 and "no run accepts hosts" in nobody.sentence()
     odd = pair.other.run("join", "somewhere", "--secret-file", str(pair.secret))
     assert odd.code == 2 and '"somewhere" is no HOST:PORT' in odd.sentence()
     pair.assert_nothing_left()
