@@ -40,7 +40,8 @@ class StatisticsGroup:
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self.waited_s = 0.0
-        """Seconds that this worker has spent in messages so far; on a GPU only in beginning them."""
+        """Seconds that this worker has spent in messages and in waiting for them so far; on a GPU only in beginning
+        them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StatisticsGroup:
         """A copied model talks over the same connections."""
@@ -98,7 +99,9 @@ class GlobalBatchNorm(_BatchNorm):
             return F.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, rate, self.eps
             )
+        began = time.perf_counter()
         self.announce()
+        self.group.waited_s += time.perf_counter() - began
         mean, variance, count = _whole_batch(input, self.group)
         if input.numel() < 2 * input.shape[1] and count < 2:
             raise PlaitError("BatchNorm needs two values a channel to train; take a larger batch, or call model.eval()")
