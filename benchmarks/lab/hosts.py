@@ -94,7 +94,7 @@ class Lab:
         _carry_out(parting(self.name, hosts, rate))
 
     def limit(self, rate: float) -> None:
-        """From now on cables of so many bits a second, whatever they were begun with."""
+        """Change the bandwidth of the cables, in bits a second, while hosts are running."""
         _carry_out(limiting(self.name, self.hosts, rate))
 
     def folder_of(self, host: Host) -> Path:

@@ -143,7 +143,7 @@ def _indistinct(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]])
     if tolerance_of(steps, events) == ROUNDED and parts * ROUNDED >= 0.5:
         return [
             f"gradients were computed or sent in 16 bits, and each step has {parts} micro-batches over all ranks: a "
-            "missing one could not be told from rounding; take fewer --workers or micro-batches, or float32"
+            "missing one would look like rounding; take fewer --workers or micro-batches, or float32"
         ]
     return []
 
