@@ -51,6 +51,38 @@ def data_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
     return list(found.values())
 
 
+def data_not_checked(events: Sequence[Sequence[Event]]) -> list[str]:
+    """What could not be known about the order of the training data, so that no finding does not mean no mistake."""
+    by_rank = [_passes_of(rank) for rank in events]
+    training: dict[tuple[int, int], list[_Pass]] = {}
+    for passes in by_rank:
+        for key, one in passes.items():
+            if one.use == "training":
+                training.setdefault(key, []).append(one)
+    if len(events) < 2:
+        return []
+    if not training:
+        return [
+            "not checked: which examples each rank gets, because the program draws its batches without a DataLoader; "
+            "only whether two ranks get the same ones was compared"
+        ]
+    said: dict[str, str] = {}
+    for (loader, _), passes in training.items():
+        where = passes[0].about["site"] or f"DataLoader {loader + 1}"
+        if passes[0].about["dataset_length"] is None:
+            why = "an IterableDataset has no indices"
+        elif not all(one.known for one in passes):
+            why = "its sampler yields no lists of indices"
+        elif not _one_dataset(passes):
+            why = "each rank has a data set of its own"
+        else:
+            continue
+        said[where] = f"not checked: whether examples come twice or are left out in the data at {where}: {why}"
+    if not said and not any(all(one.ended for one in passes) for passes in training.values()):
+        said[""] = "not checked: whether a pass over the data leaves examples out, because no pass ended by then"
+    return list(said.values())
+
+
 def _passes_of(events: Sequence[Event]) -> dict[tuple[int, int], _Pass]:
     passes: dict[tuple[int, int], _Pass] = {}
     undecided: list[_Pass] = []

@@ -10,7 +10,7 @@ ProgramFindingKind = Literal[
     "world_size", "accumulation", "scale", "mean_of_means", "missing_sum", "never_summed", "lost_micro_batches",
     "uneven_ranks", "weights_apart", "rates_apart", "same_batch", "repeated_samples", "samples_left_out",
     "dropout_alike", "batch_norm", "partial_clipping", "clipping_before_sum", "schedule", "evaluation_data",
-    "stale_gradients", "update", "unexplained", "printed_loss", "same_order", "weight_decay",
+    "stale_gradients", "uneven_steps", "update", "unexplained", "printed_loss", "same_order", "weight_decay",
 ]  # fmt: skip
 FIXES: Mapping[ProgramFindingKind, str] = {
     "world_size": "DistributedDataParallel and fully_shard already divide the sum by the number of ranks: divide or "
@@ -39,6 +39,8 @@ FIXES: Mapping[ProgramFindingKind, str] = {
     "evaluation_data": "evaluate each example once: remove the padding that a DistributedSampler adds (Accelerate: "
     "gather_for_metrics), or evaluate all data on one rank",
     "stale_gradients": "call optimizer.zero_grad() in every step",
+    "uneven_steps": "let every rank take every step: give all ranks equally many batches (drop_last, or "
+    "DistributedDataParallel.join), and decide about skipping a step on all ranks alike",
     "update": "let every rank apply the same update to the same gradients, and share the results of an update",
     "unexplained": "compare this parameter's gradients by hand: hooks, custom autograd functions, parts that only one "
     "rank runs",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,12 @@ from plait.checking.reference import (
     one_process_factors,
     passes_of,
     unit_count,
+    weights_of_loss,
 )
+
+OtherWorkers = Callable[[], Mapping[int, Mapping[str, float]] | None]
+"""Runs a step on another number of workers; answers `weights_of_loss` of each optimizer's first step, None if that run
+fails."""
 
 _SAME = 2e-3
 """Factors and norms that differ by less than this share are the same."""
@@ -33,18 +38,21 @@ class GradientVerdict:
     findings: Sequence[ProgramFinding]
     notes: Sequence[str]
     largest_error: float | None
+    undecided: Sequence[str] = ()
+    """Why some gradients cannot be judged."""
 
     def has(self, *kinds: ProgramFindingKind) -> bool:
         return any(one.kind in kinds for one in self.findings)
 
 
 def judge_gradients(
-    steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]], follows_workers: Callable[[float], bool | None]
+    steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]], other_workers: OtherWorkers
 ) -> GradientVerdict:
     """Compare all steps, and name what differs."""
     tolerance = tolerance_of(steps, events)
     findings: list[ProgramFinding] = []
     notes: list[str] = []
+    undecided: list[str] = []
     if tolerance == ROUNDED:
         notes.append("gradients were computed or sent in 16 bits, so they are compared to 3 %")
     kinds_of_clips = [clip for step in steps for clip in _clip_findings(step, events)]
@@ -62,11 +70,15 @@ def judge_gradients(
     notes += [by_hand] * bool(by_hand)
     for result in compared:
         if result.differing and result.step.step not in explained:
-            found, note = _explain(result, compared, follows_workers)
-            findings += [one for one in found if one.kind not in {have.kind for have in findings}]
-            notes += [note] * (bool(note) and note not in notes)
+            for found in _explain(result, compared, tolerance, other_workers):
+                if isinstance(found, ProgramFinding):
+                    findings += [found] * (found.kind not in {have.kind for have in findings})
+                else:
+                    into = undecided if isinstance(found, _Undecided) else notes
+                    into += [found.text] * (found.text not in into)
     errors = [result.largest_error for result in compared]
-    return GradientVerdict(findings=findings, notes=notes, largest_error=max(errors, default=None))
+    largest = max(errors, default=None)
+    return GradientVerdict(findings=findings, notes=notes, largest_error=largest, undecided=undecided)
 
 
 def tolerance_of(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> float:
@@ -185,10 +197,24 @@ def _clipped_by_hand(compared: Sequence[StepComparison]) -> tuple[str, set[int]]
 # Relations.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Note:
+    """Something to say about gradients that are as they should be."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Undecided:
+    """Why gradients may be right or wrong."""
+
+    text: str
+
+
 def _explain(
-    result: StepComparison, compared: Sequence[StepComparison], follows_workers: Callable[[float], bool | None]
-) -> tuple[list[ProgramFinding], str]:
-    """The findings of one step, by groups of parameters that relate in the same way; and a note."""
+    result: StepComparison, compared: Sequence[StepComparison], tolerance: float, other_workers: OtherWorkers
+) -> list[ProgramFinding | _Note | _Undecided]:
+    """What there is to say about one step, by groups of parameters that relate in the same way."""
     worst: dict[int, Comparison] = {}
     for one in result.differing:
         worst.setdefault(one.parameter, one)
@@ -197,57 +223,76 @@ def _explain(
     for one in worst.values():
         key = f"{one.relation} {one.factor:.3g}" if one.relation == "scaled" else one.relation
         groups.setdefault(key, []).append(one)
-    findings: list[ProgramFinding] = []
-    note = ""
-    for members in groups.values():
-        first = members[0]
-        if first.relation == "scaled":
-            found, note = _scaled(result, members, total, follows_workers)
-            findings += found
-        else:
-            findings.append(_related(result, members, total, compared))
-    return findings, note
+    return [
+        _scaled(result, members, total, tolerance, other_workers)
+        if members[0].relation == "scaled"
+        else _related(result, members, total, compared)
+        for members in groups.values()
+    ]
 
 
 def _scaled(
-    result: StepComparison, members: Sequence[Comparison], total: int, follows_workers: Callable[[float], bool | None]
-) -> tuple[list[ProgramFinding], str]:
+    result: StepComparison,
+    members: Sequence[Comparison],
+    total: int,
+    tolerance: float,
+    other_workers: OtherWorkers,
+) -> ProgramFinding | _Note | _Undecided:
+    """What a common factor of some gradients means. That it equals the number of ranks or micro-batches proves nothing:
+    a loss may be half a squared error. It must change with the ranks, or the loss must show its divisions."""
     step, factor = result.step, members[0].factor
     ranks, micros = len(step.ranks), passes_of(step)
     name = named_factor(factor, ranks, micros)
     if divides_by_another_count(result) and not name:
-        return [], "the loss is divided by a count other than its elements, the same for all of them"
+        return _Note(text="the loss is divided by a count other than its elements, the same for all of them")
+    divisions = min(sum(abs(one / micros - 1) < _SAME for one in micro.divisors) for micro in step.micros)
     own = result.literal_factor * (micros if result.unit != "as written" else 1)
     is_own = len(members) == total and own > 0 and abs(factor / own - 1) < _SAME
+    is_by_passes = abs(factor / micros - 1) < _SAME or abs(factor * micros - 1) < _SAME
     kind: ProgramFindingKind = "scale"
-    if is_own and abs(own - micros) <= _SAME * micros:
+    never, twice = divisions == 0 and factor > 1, divisions == 2 and factor < 1
+    is_accumulation = is_own and micros > 1 and is_by_passes and (never or twice)
+    if is_accumulation and (never or ranks != micros):
         kind, name = "accumulation", "accumulation"
-    elif is_own:
-        # Its own factor: one that the author chose, or one that hides the number of ranks or micro-batches?
-        # A factor without a name is tried once, at the first step: a loss's weight may change from step to step.
-        is_tried = bool(name) or (step.optimizer, step.step) == (0, 0)
-        follows = follows_workers(factor) if is_tried else False
-        by_micros = micros > 1 and any(abs(factor / one - 1) < _SAME for one in (micros, 1 / micros))
-        if not by_micros and follows is False:
-            return [], f"the loss is {factor:.4g} times a mean for any number of workers, as the program writes it"
-        if not by_micros and follows is None and not name:
-            return [], f"the loss is {factor:.4g} times a mean; check with other --workers that it stays so"
-        kind = "accumulation" if by_micros and not follows else "world_size"
-        name = "accumulation" if kind == "accumulation" else "world size"
+    elif len(members) == total and (is_own or "accumulation" not in name or "world" in name):
+        follows = _follows_workers(result, tolerance, other_workers)
+        if follows is False and micros > 1 and is_by_passes and (is_accumulation or not is_own):
+            kind, name = "accumulation", "accumulation"
+        elif follows is False:
+            written = f"the loss is {factor:.4g} times a mean" if is_own else f"gradients are {factor:.4g} times a mean"
+            return _Note(text=f"{written} for any number of workers, as the program writes it")
+        elif follows is None and is_own:
+            text = (
+                f"the loss is {factor:.4g} times a mean, which may be its own factor or the number of ranks, and the "
+                "program did not run on another number of workers to show which; check it with other --workers"
+            )
+            return _Undecided(text=text) if name else _Note(text=text)
+        else:
+            kind = "world_size" if is_own or "world" in name else "scale"
+            name = name or ("world size" if is_own else "")
     elif "world" in name:
         kind = "world_size"
     elif "accumulation" in name:
         kind = "accumulation"
-    number = f"{factor:.4g}"
     because = f" ({name}: {_numbers(name, ranks, micros)})" if name else ""
-    return [
-        ProgramFinding(
-            kind=kind, is_fault=True, where=_where(step), step=step.step, parameter=step.name(members[0].parameter),
-            parameters=len(members),
-            what=f"gradients are {number} times what they should be{because}: {_names(step, members, total)}",
-            one_process=_mean_of(result),
-        )
-    ], ""  # fmt: skip
+    return ProgramFinding(
+        kind=kind, is_fault=True, where=_where(step), step=step.step, parameter=step.name(members[0].parameter),
+        parameters=len(members),
+        what=f"gradients are {factor:.4g} times what they should be{because}: {_names(step, members, total)}",
+        one_process=_mean_of(result),
+    )  # fmt: skip
+
+
+def _follows_workers(result: StepComparison, tolerance: float, other_workers: OtherWorkers) -> bool | None:
+    """Whether a factor of a step's gradients changes with the number of workers; None where that cannot be tried."""
+    mine = weights_of_loss(result.step, tolerance=tolerance)
+    if result.unit == "as written":
+        mine = {reading: weight for reading, weight in mine.items() if reading.endswith("as written")}
+    others = (other_workers() or {}).get(result.step.optimizer, {})
+    common = [reading for reading in mine if reading in others]
+    if not common:
+        return None
+    return all(abs(others[one] / mine[one] - 1) > max(_SAME, tolerance) for one in common)
 
 
 def _numbers(words: str, ranks: int, micros: int) -> str:

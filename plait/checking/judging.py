@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from plait.checking.data_order import data_findings
-from plait.checking.findings import CheckReport, ProgramFinding
-from plait.checking.gradient_findings import judge_gradients, tolerance_of
+from plait.checking.data_order import data_findings, data_not_checked
+from plait.checking.findings import CheckOutcome, CheckReport, ProgramFinding
+from plait.checking.gradient_findings import OtherWorkers, judge_gradients, tolerance_of
 from plait.checking.recorded import CheckedStep, Event, checked_steps
 from plait.checking.reference import ROUNDED
 from plait.checking.rest_findings import (
@@ -17,14 +17,11 @@ from plait.checking.rest_findings import (
     schedule_findings,
     weight_decay_findings,
 )
-from plait.checking.updates import judge_updates, rate_findings, weight_findings
-
-ConfirmFactor = Callable[[float], bool | None]
-"""Runs the program on another number of workers: whether a factor changes with that number; None if that fails."""
+from plait.checking.updates import judge_updates, rate_findings, step_count_findings, weight_findings
 
 
 def judge(
-    folder: Path, events: Sequence[Sequence[Event]], *, wall_s: float, follows_workers: ConfirmFactor
+    folder: Path, events: Sequence[Sequence[Event]], *, wall_s: float, other_workers: OtherWorkers
 ) -> CheckReport:
     """Judge what was recorded in `folder`."""
     workers = len(events)
@@ -37,10 +34,11 @@ def judge(
             outcome="cannot judge", workers=workers, steps=len(steps), parameters=len(names), largest_error=None,
             reasons=tuple(reasons), changed=changed, wall_s=wall_s, findings=tuple(data_findings(events)),
         )  # fmt: skip
-    gradients = judge_gradients(steps, events, follows_workers)
+    gradients = judge_gradients(steps, events, other_workers)
     updates = judge_updates(steps)
     causes = [*gradients.findings, *updates.findings, *rate_findings(steps)]
     findings: list[ProgramFinding] = [
+        *step_count_findings(steps, events),
         *weight_findings(steps, causes),
         *causes,
         *data_findings(events),
@@ -51,9 +49,17 @@ def judge(
         *weight_decay_findings(steps),
     ]
     findings = _without_consequences(findings)
-    notes = (*gradients.notes, *updates.notes)
+    is_faulty = any(one.is_fault for one in findings)
+    outcome: CheckOutcome = "differs" if is_faulty else "cannot judge" if gradients.undecided else "proven"
+    notes = (
+        *gradients.undecided,
+        *gradients.notes,
+        *updates.notes,
+        *_not_compared(steps, events),
+        *data_not_checked(events),
+    )
     return CheckReport(
-        outcome="differs" if any(one.is_fault for one in findings) else "proven",
+        outcome=outcome,
         workers=workers,
         steps=len(steps),
         parameters=len(names),
@@ -63,6 +69,16 @@ def judge(
         changed=changed,
         wall_s=wall_s,
     )
+
+
+def _not_compared(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> list[str]:
+    """Steps that some ranks recorded and others did not."""
+    taken = [{(one["optimizer"], one["step"]) for one in rank if one["kind"] == "step"} for rank in events]
+    missing = sorted(set().union(*taken) - {(step.optimizer, step.step) for step in steps})
+    if not missing:
+        return []
+    numbers = ", ".join(str(step + 1) for step in sorted({step for _, step in missing}))
+    return [f"not checked: optimizer steps that only some ranks took while they were watched (step {numbers})"]
 
 
 def _without_consequences(findings: Sequence[ProgramFinding]) -> list[ProgramFinding]:

@@ -31,6 +31,8 @@ class MicroBatch:
     units: Mapping[str, float]
     """The elements of the main mean or sum, counted in several ways."""
     is_linear: bool
+    divisors: Sequence[float] = ()
+    """Each number that the loss divides its main part by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ def _micro_batches(step: Event, rank: int) -> list[MicroBatch]:
                 coefficient=float(term["coefficient"] or 0.0),
                 units=units,
                 is_linear=all(one["is_linear"] for one in about["terms"]),
+                divisors=tuple(term["divisors"]),
             )
         )
     return found
@@ -114,7 +117,7 @@ def _micro_batches(step: Event, rank: int) -> list[MicroBatch]:
 def _main_term(terms: Sequence[Event]) -> Event:
     """The part of a loss with the largest factor: cross-entropy beside a balance loss of a hundredth."""
     if not terms:
-        return {"kind": "opaque", "units": {}, "coefficient": 1.0, "is_linear": True}
+        return {"kind": "opaque", "units": {}, "coefficient": 1.0, "is_linear": True, "divisors": ()}
 
     def weight(term: Event) -> tuple[bool, float]:
         counts = term["units"].get("valid") or term["units"].get("elements") or 1.0

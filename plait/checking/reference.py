@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -78,11 +78,7 @@ def compare_step(step: CheckedStep, *, tolerance: float, after_clipping: bool = 
     A sum that the program divided itself may have been divided by tokens, elements or examples, or be meant as a sum:
     the reading that explains most is taken, the first one where several do.
     """
-    kinds = {micro.kind for micro in step.micros}
-    units: list[Unit] = ["valid", "elements", "rows"] if kinds == {"sum"} else ["valid"]
-    is_constant = kinds == {"sum"} and len({micro.coefficient for micro in step.micros}) == 1
-    if is_constant and not _divides_by_own_count(step):
-        units.append("as written")  # by one number everywhere: a constant, or nothing
+    units = _readings(step)
     sites = {micro.site for micro in step.micros}
     # Backward at two lines: two losses that are added, or the halves of an unrolled loop.
     readings = [step, replace(step, micros=_as_of_one_site(step.micros))] if len(sites) > 1 else [step]
@@ -90,18 +86,60 @@ def compare_step(step: CheckedStep, *, tolerance: float, after_clipping: bool = 
     return min(results, key=_complexity)
 
 
+def _readings(step: CheckedStep) -> list[Unit]:
+    """What the losses of a step may be means over; a sum that the program divides by one number, or by nothing, may be
+    meant as a sum."""
+    if {micro.kind for micro in step.micros} != {"sum"}:
+        return ["valid"]
+    is_constant = len({micro.coefficient for micro in step.micros}) == 1
+    units: list[Unit] = ["valid", "elements", "rows"]
+    return [*units, "as written"] if is_constant and not _divides_by_own_count(step) else units
+
+
 def _divides_by_own_count(step: CheckedStep) -> bool:
-    """Whether every sum is a mean over its own elements that the program wrote out, such as loss.sum() / batch_size."""
+    """Whether every sum is a mean over its own elements that the program wrote out, such as loss.sum() / batch_size,
+    also where another factor, such as 0.3, stands before it."""
     passes = passes_of(step)
     counted: Sequence[Unit] = ("valid", "elements", "rows")
     return any(
         all(
             (count := unit_count(micro, unit)) > 1
-            and any(abs(micro.coefficient * count * times - 1) < _FACTOR_TOLERANCE for times in (1, passes))
+            and any(
+                abs(inverse * count * times - 1) < _FACTOR_TOLERANCE
+                for inverse in (micro.coefficient, *(1 / one for one in micro.divisors if one))
+                for times in (1, passes)
+            )
             for micro in step.micros
         )
         for unit in counted
     )
+
+
+def _is_bare_sum(step: CheckedStep) -> bool:
+    """Whether the loss is a sum over several elements as it stands, which nothing divides or multiplies."""
+    return all(
+        micro.kind == "sum" and micro.coefficient == 1 and unit_count(micro, "valid") > 1 for micro in step.micros
+    )
+
+
+def weights_of_loss(step: CheckedStep, *, tolerance: float) -> Mapping[str, float]:
+    """How many times one process's gradient, of a mean or of a sum, a step's gradients are, in each reading in which
+    all parameters share one factor.
+
+    A program's own weight, such as 0.3, is the same for any number of workers in one of the readings; a factor that
+    hides the number of ranks is so in none.
+    """
+    found: dict[str, float] = {}
+    merged = replace(step, micros=_as_of_one_site(step.micros))
+    for name, reading in (("", step), ("as one loss, ", merged)):
+        for unit in _readings(step):
+            comparisons = _compare_in(reading, unit, tolerance, after_clipping=False).comparisons
+            factors = [one.factor for one in comparisons]
+            if not comparisons or any(one.relation not in ("equal", "scaled") for one in comparisons):
+                continue
+            if max(factors) - min(factors) <= max(_FACTOR_TOLERANCE, tolerance) * abs(max(factors, key=abs)):
+                found[name + unit] = factors[0] * (step.micros[0].coefficient if unit == "as written" else 1.0)
+    return found
 
 
 def _as_of_one_site(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -127,7 +165,10 @@ def _complexity(result: StepComparison) -> tuple[float, float]:
         ranks, micros = len(result.step.ranks), passes_of(result.step)
         factors = [one.factor for one in result.comparisons if one.relation == "scaled"]
         is_named = all(named_factor(one, ranks, micros) for one in factors)
-        plain = 0.2 if is_named and result.unit == "as written" else 0.0 if is_named else 0.5
+        if result.unit == "as written":  # that a factor is 1 / ranks shows a forgotten division only of a bare sum
+            plain = 0.2 if is_named and _is_bare_sum(result.step) else 0.6
+        else:
+            plain = 0.0 if is_named else 0.5
         plain = 0.1 if divides_by_another_count(result) else plain
     return worst + plain, count
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from plait.checking.findings import ProgramFinding
-from plait.checking.recorded import CheckedStep
+from plait.checking.recorded import CheckedStep, Event
 
 _MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 _ELEMENTWISE: Mapping[str, _MakeOptimizer] = {
-    kind.__name__: kind
+    f"{kind.__module__}.{kind.__qualname__}": kind
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
                  torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta)
 }  # fmt: skip
-"""Optimizers that update each element from its own gradients alone, so a sample of elements suffices."""
+"""torch's optimizers that update each element from its own gradients alone, so a sample of elements suffices."""
 _KINDS = ("foreach", "fused", "capturable", "differentiable")
 """Options of an optimizer that change how an update is computed, but not its result."""
 _UPDATE_TOLERANCE, _ROUNDING = 2e-3, 3e-7
@@ -51,16 +51,21 @@ def judge_updates(steps: Sequence[CheckedStep]) -> UpdateVerdict:
                 if len(own) > 1
                 else "its weights are compared between ranks from the second step on, so take more --steps"
             )
-            notes.append(f"the update rule {kind} was not recomputed; {compared}")
+            notes.append(f"the update rule {_short(kind)} was not recomputed; {compared}")
             continue
         if any(rank.event["resumed"] for rank in own[0].ranks):
             notes.append(
-                f"{kind} had state before its first step, as after loading, so its updates were not recomputed"
+                f"{_short(kind)} had state before its first step, as after loading, so its updates were not recomputed"
             )
             continue
         if (finding := _first_wrong(own, _ELEMENTWISE[kind])) is not None:
             return UpdateVerdict(findings=(finding,), notes=notes)
     return UpdateVerdict(findings=(), notes=notes)
+
+
+def _short(kind: str) -> str:
+    """ "AdamW" for torch's own, "train.AdamW" for one of the program's."""
+    return kind.rpartition(".")[2] if kind.startswith("torch.") else kind.replace("__main__", "the program's own")
 
 
 def _first_wrong(steps: Sequence[CheckedStep], kind: _MakeOptimizer) -> ProgramFinding | None:
@@ -124,6 +129,29 @@ def _groups(kind: _MakeOptimizer, groups: Sequence[Mapping[str, Any]], weights: 
         }
         for group in groups
     ]
+
+
+def step_count_findings(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
+    """Ranks that took fewer optimizer steps than others by the end of the program."""
+    if not steps or not all(any(one["kind"] == "ended" for one in rank) for rank in events):
+        return []
+    if any(one["kind"] == "join" for rank in events for one in rank):
+        return []  # Join lets ranks that run out of data wait for the others
+    for optimizer in sorted({step.optimizer for step in steps}):
+        taken = [
+            sum(one["kind"] in ("step", "light_step") and one["optimizer"] == optimizer for one in rank)
+            for rank in events
+        ]
+        if len(set(taken)) > 1:
+            text = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
+            return [
+                ProgramFinding(
+                    kind="uneven_steps", is_fault=True, where=steps[0].site, parameter=steps[0].name(0),
+                    what=f"ranks take different numbers of optimizer steps: {text}",
+                    one_process="it would take every step with the data of all ranks",
+                )
+            ]  # fmt: skip
+    return []
 
 
 def weight_findings(steps: Sequence[CheckedStep], others: Sequence[ProgramFinding]) -> list[ProgramFinding]:

@@ -28,12 +28,12 @@ class SoundCase:
         return changed(self.program, self.changes)
 
 
-_ACCUM_HALVES = (
+ACCUM_HALVES = (
     "        for x, y in loader:\n            optimizer.zero_grad()\n"
     "            for a, b in zip(x.chunk(2), y.chunk(2)):\n"
     "                loss = F.cross_entropy(model(a), b) / 2\n                loss.backward()\n"
 )
-_PLAIN = (
+PLAIN = (
     "        for x, y in loader:\n            logits = model(x)\n            loss = F.cross_entropy(logits, y)\n"
     "            optimizer.zero_grad()\n            loss.backward()\n"
 )
@@ -47,7 +47,7 @@ FIRST_SOUND: Sequence[SoundCase] = (
     SoundCase(name="all_reduce by hand", program=texts.LOOP),
     SoundCase(name="FSDP2", program=texts.FSDP),
     SoundCase(name="Accelerate", program=texts.ACCELERATE, needs="accelerate"),
-    SoundCase(name="accumulated halves", program=texts.CLASSIFIER, changes=[(_PLAIN, _ACCUM_HALVES)]),
+    SoundCase(name="accumulated halves", program=texts.CLASSIFIER, changes=[(PLAIN, ACCUM_HALVES)]),
     SoundCase(
         name="one flat all_reduce", program=texts.LOOP,
         changes=[(_SUMS, "    flat = torch.cat([p.grad.flatten() for p in model.parameters()])\n"

@@ -360,7 +360,7 @@ class GradientWatch:
             "step",
             optimizer=index,
             step=step,
-            optimizer_kind=type(getattr(optimizer, "optim", optimizer)).__name__,  # ZeroRedundancyOptimizer holds one
+            optimizer_kind=_class_name(getattr(optimizer, "optim", optimizer)),  # ZeroRedundancyOptimizer holds one
             site=call_site(),
             resumed=id(optimizer) in self._resumed,
             file=file,
@@ -412,6 +412,11 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 def _parameters_of(optimizer: Optimizer) -> Iterable[Tensor]:
     return (one for group in optimizer.param_groups for one in group["params"])
+
+
+def _class_name(optimizer: Any) -> str:
+    """With its module: a person's own class may be called AdamW, too."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _has_state(optimizer: Optimizer) -> bool:

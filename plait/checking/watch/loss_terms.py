@@ -37,11 +37,19 @@ class LossTerm:
     is_linear: bool
     """Whether the loss only scales and adds it; a logarithm or root of a mean is no mean."""
     node: Any = field(repr=False)
+    divisors: tuple[float, ...] = ()
+    """Each number that the loss divides it by, one by one: what `loss / 4 / 2` shows and a coefficient does not."""
     coefficient: float | None = None
     """The derivative of the loss with respect to it; known after the backward pass."""
 
     def described(self) -> dict[str, Any]:
-        return {"kind": self.kind, "units": self.units, "is_linear": self.is_linear, "coefficient": self.coefficient}
+        return {
+            "kind": self.kind,
+            "units": self.units,
+            "is_linear": self.is_linear,
+            "coefficient": self.coefficient,
+            "divisors": self.divisors,
+        }
 
 
 def find_terms(root: Tensor) -> list[LossTerm]:
@@ -115,19 +123,21 @@ def gathers_in_graph(root: Tensor) -> bool:
     return False
 
 
-def _terms_below(node: Any, output: int, *, linear: bool, seen: set[Any]) -> Iterator[LossTerm]:
+def _terms_below(
+    node: Any, output: int, *, linear: bool, seen: set[Any], divisors: tuple[float, ...] = ()
+) -> Iterator[LossTerm]:
     if node is None or (node, output) in seen or len(seen) > _NODES_AT_MOST:
         return
     seen.add((node, output))
     name = node.name()
     if (reduction := _reduction(node, name)) is not None:
         kind, units = reduction
-        yield LossTerm(kind=kind, units=units, is_linear=linear, node=node)
+        yield LossTerm(kind=kind, units=units, is_linear=linear, node=node, divisors=divisors)
         return
     if name.startswith("_DDPSink"):  # all outputs of a DDP module pass through it, in their order
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         if output < len(edges):
-            yield from _terms_below(*edges[output], linear=linear, seen=seen)
+            yield from _terms_below(*edges[output], linear=linear, seen=seen, divisors=divisors)
         return
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     scales = _operation(name) in _SCALAR_ARITHMETIC
@@ -135,11 +145,20 @@ def _terms_below(node: Any, output: int, *, linear: bool, seen: set[Any]) -> Ite
         scales = False
     if not scales and not edges:
         return
-    below = [term for edge in edges for term in _terms_below(*edge, linear=linear and scales, seen=seen)]
+    divisors = (*divisors, *_divisor(node, name))
+    below = [
+        term for edge in edges for term in _terms_below(*edge, linear=linear and scales, seen=seen, divisors=divisors)
+    ]
     if not scales and not below:
-        yield LossTerm(kind="opaque", units={}, is_linear=linear, node=node)
+        yield LossTerm(kind="opaque", units={}, is_linear=linear, node=node, divisors=divisors)
         return
     yield from below
+
+
+def _divisor(node: Any, name: str) -> tuple[float, ...]:
+    """The number by which a node divides; empty for all others."""
+    other = getattr(node, "_saved_other", None) if name.startswith("DivBackward") else None
+    return (float(other),) if isinstance(other, Tensor) and other.numel() == 1 else ()
 
 
 def _operation(name: str) -> str:

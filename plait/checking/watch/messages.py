@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join
 
 from plait.checking.watch.call_site import call_site, called_below
 from plait.checking.watch.gradients import GradientWatch
@@ -33,6 +34,7 @@ class MessageWatch:
     def install(self) -> None:
         for name in _CALLS:
             self._watch_call(name)
+        self._watch_join()
         sys.stdout = _WatchedText(sys.stdout, self._see_text)
         sys.stderr = _WatchedText(sys.stderr, self._see_text)
 
@@ -61,6 +63,16 @@ class MessageWatch:
         setattr(dist, name, watched)
         if getattr(dist.distributed_c10d, name, None) is original:
             setattr(dist.distributed_c10d, name, watched)
+
+    def _watch_join(self) -> None:
+        """Inside of Join, ranks that run out of data may take fewer steps than others."""
+        original = Join.__enter__
+
+        def entered(join: Join) -> Any:
+            self._journal.write("join", site=call_site())
+            return original(join)
+
+        Join.__enter__ = entered
 
     def _see_text(self, text: str) -> None:
         if self._lines < _LINES_AT_MOST and (found := _NUMBER.findall(text)):

@@ -121,7 +121,9 @@ class ProcessorStandIns:
     ) -> None:
         if isinstance(file, str | os.PathLike):
             self._say("torch.save wrote to a temporary folder")
-            file = self._outputs / f"{self._rank}-{Path(file).name}"
+            # By its whole path: many programs save step-1/model.pt and step-2/model.pt.
+            file = self._outputs / f"saved-by-rank-{self._rank}" / Path(file).resolve().relative_to("/")
+            file.parent.mkdir(parents=True, exist_ok=True)
         original(content, file, *arguments, **keywords)
 
 
