@@ -191,20 +191,33 @@ def check(
     steps: int = 6,
     silent_s: float = 60,
     limit_s: float = 600,
+    resume: Sequence[str] | None = None,
     progress: ProgressDisplay = "off",
 ) -> CheckReport:
     """Run a distributed training program, such as ["torchrun", "train.py"], in local processes, and compare its
     gradients and updates with one process.
 
-    The report's `ok` says whether it is proven; `str(report)` is what `plait check` prints. Raises PlaitError for a
-    command that starts no Python program; a program that fails or hangs is a report whose outcome is "cannot judge".
+    With `resume`, stop it midway, start it again with these arguments appended ([] for none), and compare it with a run
+    without a stop instead. The report's `ok` says whether it is proven; `str(report)` is what `plait check` prints.
+    Raises PlaitError for a command that starts no Python program; a program that fails or hangs is a report whose
+    outcome is "cannot judge".
     """
     from plait.commands.check import check as prove
+    from plait.commands.check_resume import check_resume
 
     check_arguments(workers=workers, steps=steps, silent_s=silent_s, limit_s=limit_s, progress=progress)
     if isinstance(command, str) or not all(isinstance(word, str) for word in command):
         raise PlaitError(f'command = {command!r:.80} is not usable; give a list such as ["torchrun", "train.py"]')
+    if isinstance(resume, str) or not all(isinstance(word, str) for word in resume or ()):
+        raise PlaitError(
+            f'resume = {resume!r:.80} is not usable; give a list such as ["--resume_from", "last.pt"], or []'
+        )
     with as_command():
+        if resume is not None:
+            return check_resume(
+                command, resume, workers=workers, steps=steps, silent_s=silent_s, limit_s=limit_s,
+                screen=screen_for(progress),
+            )  # fmt: skip
         return prove(
             command, workers=workers, steps=steps, silent_s=silent_s, limit_s=limit_s, screen=screen_for(progress)
         )

@@ -10,7 +10,8 @@ ProgramFindingKind = Literal[
     "world_size", "accumulation", "scale", "mean_of_means", "missing_sum", "never_summed", "lost_micro_batches",
     "uneven_ranks", "weights_apart", "rates_apart", "same_batch", "repeated_samples", "samples_left_out",
     "dropout_alike", "batch_norm", "partial_clipping", "clipping_before_sum", "schedule", "evaluation_data",
-    "stale_gradients", "uneven_steps", "update", "unexplained", "printed_loss", "same_order", "weight_decay",
+    "stale_gradients", "uneven_steps", "update", "unexplained", "resumed_weights", "resumed_data", "resumed_optimizer",
+    "resumed_schedule", "resumed_random", "resumed_loss", "printed_loss", "same_order", "weight_decay",
 ]  # fmt: skip
 FIXES: Mapping[ProgramFindingKind, str] = {
     "world_size": "DistributedDataParallel and fully_shard already divide the sum by the number of ranks: divide or "
@@ -44,6 +45,13 @@ FIXES: Mapping[ProgramFindingKind, str] = {
     "update": "let every rank apply the same update to the same gradients, and share the results of an update",
     "unexplained": "compare this parameter's gradients by hand: hooks, custom autograd functions, parts that only one "
     "rank runs",
+    "resumed_weights": "save and load the state_dict of the whole model, in its own number format, on every rank",
+    "resumed_data": "save how many batches of the pass are used (or the DataLoader's state_dict, with torchdata's "
+    "StatefulDataLoader), and go on from there with the same seed and epoch",
+    "resumed_optimizer": "save optimizer.state_dict() beside the model, and load it after the optimizer is made",
+    "resumed_schedule": "save scheduler.state_dict() and the number of steps taken, and load them",
+    "resumed_random": "save each rank's torch.get_rng_state() (and numpy's and Python's), and set it after loading",
+    "resumed_loss": "compare what else the loss depends on: buffers, averaged weights, loss scales, counters",
     "printed_loss": "all_reduce the loss and its count before printing",
     "same_order": "call sampler.set_epoch(epoch) at the beginning of each epoch",
     "weight_decay": "put biases and norms into a parameter group with weight_decay=0 unless this is intended",
@@ -106,6 +114,10 @@ class CheckReport:
     changed: tuple[str, ...] = ()
     """What was replaced to run the program here."""
     wall_s: float = 0.0
+    stopped_after: int | None = None
+    """Where a stop was tried: how many steps the program had taken when it ended."""
+    resumed_after: int | None = None
+    """How many of them it had when it went on."""
 
     @property
     def ok(self) -> bool:
@@ -130,6 +142,8 @@ class CheckReport:
             "reasons": list(self.reasons),
             "changed": list(self.changed),
             "wall_s": round(self.wall_s, 2),
+            "stopped_after": self.stopped_after,
+            "resumed_after": self.resumed_after,
         }
 
     def __str__(self) -> str:
@@ -146,7 +160,9 @@ def check_report_lines(report: CheckReport) -> Sequence[str]:
         if report.steps != 1
         else f"1 step on {report.workers} workers"
     )
-    if report.outcome == "proven":
+    if report.outcome == "proven" and report.stopped_after is not None:
+        lines.append(f"proven   {of}: {_resumed_text(report)}")
+    elif report.outcome == "proven":
         error = f", largest difference {report.largest_error:.0e}" if report.largest_error else ""
         lines.append(f"proven   {of}: all {report.parameters} gradients and updates match one process{error}")
     elif report.outcome == "differs":
@@ -156,6 +172,12 @@ def check_report_lines(report: CheckReport) -> Sequence[str]:
         lines.append("cannot judge this program")
     lines += [f"note     {one}" if report.outcome != "cannot judge" else f"because  {one}" for one in report.reasons]
     return lines
+
+
+def _resumed_text(report: CheckReport) -> str:
+    stopped, resumed = report.stopped_after or 0, report.resumed_after or 0
+    again = "" if stopped <= resumed else f", after taking {stopped - resumed} of them again"
+    return f"stopped after step {stopped} and started again, it goes on as if it had not been stopped{again}"
 
 
 def _finding_lines(finding: ProgramFinding) -> list[str]:

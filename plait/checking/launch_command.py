@@ -72,20 +72,29 @@ def read_launch_command(words: Sequence[str]) -> WatchedProgram:
     return replace(program, environment={**program.environment, **environment})
 
 
+def output_folders(program: WatchedProgram) -> Mapping[str, str]:
+    """The folders that arguments such as --output_dir name, by the option."""
+    found: dict[str, str] = {}
+    for word, after in zip(program.arguments, (*program.arguments[1:], ""), strict=True):
+        option, equals, value = word.partition("=")
+        if option.startswith("--") and option[2:].replace("-", "_") in OUTPUT_ARGUMENTS:
+            found[option] = value if equals else after
+    return found
+
+
 def with_outputs_in(program: WatchedProgram, folder: Path) -> tuple[WatchedProgram, tuple[str, ...]]:
     """The program with a temporary folder in place of what arguments such as --output_dir name, and their names."""
-    changed: list[str] = []
+    changed = output_folders(program)
+    places = {option: str(folder / option[2:].replace("-", "_")) for option in changed}
     arguments = list(program.arguments)
     for index, word in enumerate(arguments):
         option, equals, _ = word.partition("=")
-        if not option.startswith("--") or option[2:].replace("-", "_") not in OUTPUT_ARGUMENTS:
+        if option not in places:
             continue
-        place = str(folder / option[2:].replace("-", "_"))
         if equals:
-            arguments[index] = f"{option}={place}"
+            arguments[index] = f"{option}={places[option]}"
         elif index + 1 < len(arguments):
-            arguments[index + 1] = place
-        changed.append(option)
+            arguments[index + 1] = places[option]
     return replace(program, arguments=tuple(arguments)), tuple(changed)
 
 

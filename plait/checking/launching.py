@@ -27,6 +27,8 @@ _BUSY_S = 0.2
 LIGHT_AT_LEAST_S = 5.0
 """How long a program goes on after the checked steps, so that passes, schedules and evaluations come to their end;
 longer where the checked steps took longer."""
+GRACE_S = 30.0
+"""From SIGTERM to SIGKILL, as in Slurm's KillWait and Kubernetes' grace period."""
 OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
            "HF_HUB_DISABLE_TELEMETRY": "1", "COMET_MODE": "offline", "NEPTUNE_MODE": "offline"}  # fmt: skip
 """Set for the program, so that a check neither logs in nor downloads anything."""
@@ -77,10 +79,16 @@ def run_watched(
     silent_s: float,
     limit_s: float,
     after_s: float = LIGHT_AT_LEAST_S,
+    working: Path | None = None,
+    stop_after: int | None = None,
+    grace_s: float = GRACE_S,
     start: StartRank = start_process,
 ) -> WatchedLaunch:
     """Start the ranks, wait until the steps are recorded and then for `after_s` (or as long as the steps took, if that
-    is longer), and end the ranks; blocks.
+    is longer), and end the ranks; blocks. The program runs in `working`, by default in the current folder.
+
+    With `stop_after`, each rank gets SIGTERM after as many optimizer steps, and SIGKILL `grace_s` later: the ending is
+    "ended" where all ranks ended before that, else "enough".
 
     Everything that they print goes to rank-N.log in `folder`. No rank outlives this call.
     """
@@ -93,6 +101,8 @@ def run_watched(
         "kind": program.kind,
         "arguments": list(program.arguments),
         "parent": os.getpid(),
+        "working": str(working) if working is not None else "",
+        "stop_after": stop_after,
     }
     request.write_text(json.dumps(requested), encoding="utf-8")
     (folder / "outputs").mkdir(exist_ok=True)
@@ -103,7 +113,10 @@ def run_watched(
         for rank in range(workers):
             environment = rank_environment(os.environ, program, folder, rank, workers, port)
             started.append(start(request, environment, folder / f"rank-{rank}.log"))
-        ending = _wait(started, folder, silent_s=silent_s, limit_s=limit_s, after_s=after_s)
+        if stop_after is None:
+            ending = _wait(started, folder, "checked", silent_s=silent_s, limit_s=limit_s, after_s=after_s)
+        else:
+            ending = _wait(started, folder, "stopping", silent_s=silent_s, limit_s=limit_s, after_s=grace_s)
         codes = tuple(one.poll() for one in started)
     finally:
         _end(started)
@@ -143,9 +156,16 @@ def rank_environment(
 
 
 def _wait(
-    started: Sequence[RankProcess], folder: Path, *, silent_s: float, limit_s: float, after_s: float
+    started: Sequence[RankProcess],
+    folder: Path,
+    event: Literal["checked", "stopping"],
+    *,
+    silent_s: float,
+    limit_s: float,
+    after_s: float,
 ) -> RunEnding:
-    """Wait until the program is over, or enough is recorded in the ranks' event files."""
+    """Wait until the program is over, or until `after_s` have passed since an event: all ranks have recorded their
+    steps, or the first one has got a signal, after which a rank that fails is only what a stop does to others."""
     files = [folder / f"rank-{rank}" / "events.jsonl" for rank in range(len(started))]
     sizes, checked = [0] * len(started), [False] * len(started)
     began = grew = time.monotonic()
@@ -157,20 +177,22 @@ def _wait(
                 size = file.stat().st_size
                 if size != sizes[rank]:
                     grew = now
-                    checked[rank] = checked[rank] or _mentions_end(file, sizes[rank])
+                    checked[rank] = checked[rank] or _mentions(event, file, sizes[rank])
                     sizes[rank] = size
         if (used := sum(_processor_s(one.pid) for one in started)) > busy_s + _BUSY_S:
             busy_s, grew = used, now  # imports, and long computations
         codes = [one.poll() for one in started]
+        is_stopping = event == "stopping" and any(checked)
         if all(code is not None for code in codes):
-            return "failed" if any(codes) else "ended"
-        if any(code not in (None, 0) for code in codes):
+            return "failed" if any(codes) and not is_stopping else "ended"
+        if any(code not in (None, 0) for code in codes) and not is_stopping:
             failed_at = failed_at or now
             if now - failed_at > _AFTER_FAILURE_S:
                 return "failed"
-        if all(checked):
+        if all(checked) or is_stopping:
             checked_at = checked_at or now
-            if now - checked_at >= (max(after_s, checked_at - began) if after_s else 0.0):
+            as_long_again = checked_at - began if after_s and event == "checked" else 0.0
+            if now - checked_at >= max(after_s, as_long_again):
                 return "enough"
         elif now - grew > silent_s:
             return "silent"
@@ -188,10 +210,11 @@ def _processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _mentions_end(file: Path, start: int) -> bool:
+def _mentions(event: str, file: Path, start: int) -> bool:
+    text = f'"kind": "{event}"'.encode()
     with file.open("rb") as opened:
-        opened.seek(max(0, start - 20))
-        return b'"kind": "checked"' in opened.read()
+        opened.seek(max(0, start - len(text)))
+        return text in opened.read()
 
 
 def _end(started: Sequence[RankProcess]) -> None:

@@ -39,7 +39,7 @@ def check(
     """
     require_linux()
     program = read_launch_command(command)
-    _check_python(program)
+    require_same_python(program)
     count = workers or program.workers or DEFAULT_WORKERS
     if not 2 <= count <= WORKERS_AT_MOST:
         raise PlaitError(f"{count} workers: a proof compares ranks; choose --workers from 2 to {WORKERS_AT_MOST}")
@@ -52,7 +52,7 @@ def check(
         limits = {"silent_s": silent_s, "limit_s": limit_s}
         run = run_watched(program, folder / "run", workers=count, steps=steps, **limits, start=start)
         events = [read_events(folder / "run", rank) for rank in range(count)]
-        if (unable := _unable(run, events, folder / "run", limit_s, silent_s)) is not None:
+        if (unable := why_unusable(run, events, folder / "run", limit_s, silent_s)) is not None:
             report = CheckReport(
                 outcome="cannot judge", workers=count, steps=0, parameters=0, largest_error=None, reasons=(unable,),
                 changed=tuple(dict.fromkeys(e["what"] for rank in events for e in rank if e["kind"] == "stand_in")),
@@ -85,7 +85,8 @@ def _introduction(program: WatchedProgram, workers: int, steps: int, moved: Sequ
     return f"checks   {program.name}: {steps} steps on {workers} processes of this machine{where}"
 
 
-def _check_python(program: WatchedProgram) -> None:
+def require_same_python(program: WatchedProgram) -> None:
+    """Raise PlaitError if a command names another interpreter than the one that runs plait."""
     if program.python and Path(program.python).resolve() != Path(sys.executable).resolve():
         if Path(program.python).parent == Path(sys.executable).parent:
             return
@@ -95,7 +96,7 @@ def _check_python(program: WatchedProgram) -> None:
         )
 
 
-def _unable(
+def why_unusable(
     run: WatchedLaunch, events: Sequence[Sequence[dict[str, object]]], folder: Path, limit_s: float, silent_s: float
 ) -> str | None:
     """Why a run cannot be judged, or None if it can: a program that fails after the checked steps has shown enough."""

@@ -4,6 +4,8 @@ normalized, and what the optimizer got in the end."""
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -36,8 +38,14 @@ class GradientWatch:
     Everything is found by hooks that torch offers, but for backward itself and gradient clipping, which have none.
     """
 
-    def __init__(self, journal: Journal, steps: int) -> None:
+    def __init__(
+        self, journal: Journal, steps: int, *, stop_after: int | None = None, keeps_states: bool = False
+    ) -> None:
+        """`stop_after` optimizer steps the process gets SIGTERM, once; with `keeps_states` the optimizers' states are
+        written down before each step."""
         self._journal, self._steps = journal, steps
+        self._stop_after, self._keeps_states = stop_after, keeps_states
+        self._states: dict[str, Any] = {}
         self._roots: dict[int, nn.Module] = {}
         self._hooked: dict[int, Tensor] = {}
         self._sharded_of: dict[int, int] = {}
@@ -109,6 +117,7 @@ class GradientWatch:
         if self._depth > 1 or self._in_backward:
             self._see_first_root()
             return
+        self._stop_if_due()
         if id(module) not in self._roots:
             self._roots[id(module)] = module
             self._learn_names(module)
@@ -121,6 +130,15 @@ class GradientWatch:
             self._watch_parameters(module.parameters())
             self._see_batch_norms(module)
         self._rng = _digest(torch.get_rng_state()) if module.training else ""
+
+    def _stop_if_due(self) -> None:
+        """Signal this process in the middle of a step, where a scheduler's signal is most likely to arrive: its own
+        handler, if it has one, runs now."""
+        taken = self._steps_of.values()
+        if self._stop_after is not None and taken and min(taken) >= self._stop_after and torch.is_grad_enabled():
+            self._stop_after = None
+            self._journal.write("stopping", site=call_site())
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _see_first_root(self) -> None:
         root, self._first_root = self._first_root, None
@@ -319,6 +337,7 @@ class GradientWatch:
         if self._steps_of[id(optimizer)] >= self._steps:
             return
         self._weights = {id(one): sampled(_whole(one)) for one in _parameters_of(optimizer)}
+        self._states = _state_facts(optimizer) if self._keeps_states else {}
 
     def _after_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         self._in_step -= 1
@@ -363,6 +382,7 @@ class GradientWatch:
             optimizer_kind=_class_name(getattr(optimizer, "optim", optimizer)),  # ZeroRedundancyOptimizer holds one
             site=call_site(),
             resumed=id(optimizer) in self._resumed,
+            state=self._states,
             file=file,
             parameters=[
                 {
@@ -423,6 +443,23 @@ def _has_state(optimizer: Optimizer) -> bool:
     """Whether steps have left something in an optimizer; some make empty state before their first step."""
     states = getattr(optimizer, "optim", optimizer).state.values()
     return any(isinstance(one, Tensor) and bool(_local(one).any()) for state in states for one in state.values())
+
+
+def _state_facts(optimizer: Optimizer) -> dict[str, dict[str, list[float]]]:
+    """Of each parameter's state: the norm and sum of each tensor, or the number itself."""
+    state = getattr(optimizer, "optim", optimizer).state
+    found: dict[str, dict[str, list[float]]] = {}
+    for position, parameter in enumerate(_parameters_of(optimizer)):
+        facts: dict[str, list[float]] = {}
+        for key, value in state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                values = _local(value).detach().double()
+                facts[str(key)] = [float(values.norm()), float(values.sum())]
+            elif isinstance(value, int | float):
+                facts[str(key)] = [float(value)]
+        if facts:
+            found[str(position)] = facts
+    return found
 
 
 def _named(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ none.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,11 @@ from plait.checking.watch.journal import Journal
 class ProcessorStandIns:
     """Replaces, in this watched process, what needs a GPU or would write outside of the folder of the check."""
 
-    def __init__(self, journal: Journal, rank: int, size: int, outputs: Path) -> None:
+    def __init__(self, journal: Journal, rank: int, size: int, outputs: Path, working: Path | None = None) -> None:
+        """`working` is a copy of the working folder, below which the program may write as it does; None where it runs
+        in the folder itself."""
         self._journal, self._rank, self._size, self._outputs = journal, rank, size, outputs
+        self._working = working
         self._said: set[str] = set()
 
     def install(self) -> None:
@@ -119,12 +123,40 @@ class ProcessorStandIns:
     def _save_elsewhere(
         self, original: Callable[..., Any], content: Any, file: Any, *arguments: Any, **keywords: Any
     ) -> None:
-        if isinstance(file, str | os.PathLike):
+        if isinstance(file, str | os.PathLike) and self._is_ours(Path(file)):
+            Path(file).unlink(missing_ok=True)  # not through a link to the person's own file
+        elif isinstance(file, str | os.PathLike):
+            self._journal.write("saved_elsewhere", file=str(file))
             self._say("torch.save wrote to a temporary folder")
             # By its whole path: many programs save step-1/model.pt and step-2/model.pt.
             file = self._outputs / f"saved-by-rank-{self._rank}" / Path(file).resolve().relative_to("/")
             file.parent.mkdir(parents=True, exist_ok=True)
         original(content, file, *arguments, **keywords)
+
+    def _is_ours(self, file: Path) -> bool:
+        """Whether a file is in a folder that the check made for this run."""
+        if self._working is None:
+            return False
+        place = file.parent.resolve() / file.name
+        return any(place.is_relative_to(one.resolve()) for one in (self._working, self._outputs.parent.parent))
+
+    def keep_linked_files(self) -> None:
+        """Large files of the working folder are links in its copy: one that is opened for writing becomes a file."""
+        working = self._working
+        assert working is not None, "only a copy of the working folder has links"
+
+        def see(event: str, arguments: tuple[Any, ...]) -> None:
+            if event != "open" or not isinstance(arguments[0], str) or not isinstance(arguments[2], int):
+                return
+            path, flags = Path(arguments[0]), arguments[2]
+            writes = flags & (os.O_WRONLY | os.O_RDWR)
+            if writes and path.is_symlink() and path.absolute().is_relative_to(working):
+                target = path.resolve()
+                path.unlink()
+                if not flags & os.O_TRUNC and target.is_file():
+                    shutil.copyfile(target, path)
+
+        sys.addaudithook(see)
 
 
 class _OnProcessors(TorchFunctionMode):
