@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -75,7 +76,7 @@ def read_launch_command(words: Sequence[str]) -> WatchedProgram:
 def output_folders(program: WatchedProgram) -> Mapping[str, str]:
     """The folders that arguments such as --output_dir name, by the option."""
     found: dict[str, str] = {}
-    for word, after in zip(program.arguments, (*program.arguments[1:], ""), strict=True):
+    for word, after in pairwise((*program.arguments, "")):
         option, equals, value = word.partition("=")
         if option.startswith("--") and option[2:].replace("-", "_") in OUTPUT_ARGUMENTS:
             found[option] = value if equals else after
