@@ -126,7 +126,7 @@ def _training(passes: Sequence[_Pass], ranks: int) -> list[ProgramFinding]:
             )
         ]  # fmt: skip
     if not all(one.known for one in passes) or not _one_dataset(passes):
-        return []
+        return [] if (overlap := _overlap(passes)) is None else [overlap]
     length, drawn = about["dataset_length"], Counter(one for each in passes for one in _flat(each.batches))
     ended = all(one.ended for one in passes)
     share = max(one.about["sampler_length"] or 0 for one in passes)
@@ -194,6 +194,23 @@ def _same_inputs(events: Sequence[Sequence[Event]]) -> ProgramFinding | None:
                     "forward passes compared)",
                     one_process="it would get different examples in their place",
                 )  # fmt: skip
+    return None
+
+
+def _overlap(passes: Sequence[_Pass]) -> ProgramFinding | None:
+    """Examples without indices that one rank draws and another one, too, by what is in them."""
+    drawn = [[content for batch in one.contents for content in batch] for one in passes]
+    for rank, own in enumerate(drawn):
+        if len(own) < 8 or len(set(own)) < 0.9 * len(own):
+            continue  # contents that come often by themselves, such as labels
+        others = {content for other in (*drawn[:rank], *drawn[rank + 1 :]) for content in other}
+        common = sum(content in others for content in own)
+        if common > len(own) / 2:
+            return ProgramFinding(
+                kind="repeated_samples", is_fault=True, where=passes[0].about["site"],
+                what=f"data: {common} of the {len(own)} examples that rank {rank} drew so far came on other ranks, too",
+                one_process="it would draw each example once in a pass",
+            )  # fmt: skip
     return None
 
 

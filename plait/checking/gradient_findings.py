@@ -249,9 +249,11 @@ def _scaled(
     own = result.literal_factor * (micros if result.unit != "as written" else 1)
     is_own = len(members) == total and own > 0 and abs(factor / own - 1) < _SAME
     is_by_passes = abs(factor / micros - 1) < _SAME or abs(factor * micros - 1) < _SAME
+    scaled_down = any(abs(one * micros - 1) < _SAME for micro in step.micros for one in micro.multipliers)
     kind: ProgramFindingKind = "scale"
-    never, twice = divisions == 0 and factor > 1, divisions == 2 and factor < 1
-    is_accumulation = is_own and micros > 1 and is_by_passes and (never or twice)
+    # Cross-entropy with smoothed labels has a factor of its own, so what is left need not be the micro-batches' number.
+    never, twice = divisions == 0 and factor > 1 and not scaled_down, divisions == 2 and factor < 1 and is_by_passes
+    is_accumulation = is_own and micros > 1 and (never or twice)
     if is_accumulation and (never or ranks != micros):
         kind, name = "accumulation", "accumulation"
     elif len(members) == total and (is_own or "accumulation" not in name or "world" in name):
@@ -339,6 +341,8 @@ def _related(
             what = f"a sum leaves ranks out: their gradients count {factors} times: {names}"
         else:
             kind, what = "uneven_ranks", f"ranks do not count equally: their gradients count {factors} times: {names}"
+    elif first.relation == "micro-batches uneven":
+        kind, what = _by_micro_batch(step, first, names)
     else:
         kind = "unexplained"
         what = f"gradients differ by {first.error:.1g}, and no known mistake explains it: {names}"
@@ -346,6 +350,23 @@ def _related(
         kind=kind, is_fault=True, where=_where(step), step=step.step, parameter=step.name(first.parameter),
         parameters=len(members), what=what, one_process=_mean_of(result),
     )  # fmt: skip
+
+
+def _by_micro_batch(step: CheckedStep, one: Comparison, names: str) -> tuple[ProgramFindingKind, str]:
+    """Which micro-batches count how much in a rank's gradient."""
+    counts = {(micro.rank, micro.place): count for micro, count in zip(step.micros, one.rank_factors, strict=True)}
+    places = sorted({place for _, place in counts})
+    alone = [
+        place
+        for place in places
+        if abs(counts.get((one.rank, place), 0.0)) > 1e-2
+        and all(abs(count) < 1e-2 for (rank, at), count in counts.items() if at == place and rank != one.rank)
+    ]
+    if alone:
+        numbers = ", ".join(str(place + 1) for place in alone)
+        return "missing_sum", f"a sum is missing: of micro-batch {numbers} each rank keeps its own gradient: {names}"
+    text = ", ".join(f"{count:.3g}" for count in one.rank_factors)
+    return "uneven_ranks", f"micro-batches do not count equally: {text} times on rank {one.rank}: {names}"
 
 
 def _clips_before_sum(compared: Sequence[StepComparison]) -> bool:

@@ -124,6 +124,15 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
     passes = [about for step in steps for rank in step.ranks for about in rank.event["backwards"].values()]
     if any(one["gathers"] for one in passes):
         return ["the loss is computed from other ranks' outputs (torch.distributed.nn), not batch by batch"]
+    gathers = [
+        one for rank in events for one in rank
+        if one["kind"] == "message" and one["trained"] and "gather" in one["call"] and not one["in_backward"]
+    ]  # fmt: skip
+    if gathers and any(one["joins_constants"] for one in passes):
+        return [
+            f"the loss joins a model's outputs with those of other ranks ({gathers[0]['call']} at {gathers[0]['site']} "
+            "carries no gradient), so it is not computed batch by batch"
+        ]
     if any(one["contrastive"] for one in passes):
         return [
             "the loss multiplies the batch's outputs with each other (contrastive): each rank compares its own samples "

@@ -21,8 +21,10 @@ class MicroBatch:
     number: int
     """In the order of the rank's events."""
     place: int
-    """Its index among the rank's passes from this line within the step."""
+    """Its index among the rank's passes of the same loss within the step."""
     site: str
+    source: str = ""
+    """Which loss it is: the lines that led to backward; those of one loop are the same."""
     loss: float
     kind: str
     """How the main part of the loss reduces: "mean", "sum" or "opaque"."""
@@ -33,6 +35,7 @@ class MicroBatch:
     is_linear: bool
     divisors: Sequence[float] = ()
     """Each number that the loss divides its main part by."""
+    multipliers: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +94,8 @@ def _micro_batches(step: Event, rank: int) -> list[MicroBatch]:
     found: list[MicroBatch] = []
     places: dict[str, int] = {}
     for about in sorted(step["backwards"].values(), key=lambda one: one["backward"]):
-        site = about["site"]
-        place = places[site] = places.get(site, -1) + 1
+        site, loss = about["site"], about["callers"]
+        place = places[loss] = places.get(loss, -1) + 1
         term = _main_term(about["terms"])
         units = dict(term["units"])
         if about["rows"]:
@@ -103,12 +106,14 @@ def _micro_batches(step: Event, rank: int) -> list[MicroBatch]:
                 number=about["backward"],
                 place=place,
                 site=site,
+                source=loss,
                 loss=float(about["loss"]),
                 kind=term["kind"],
                 coefficient=float(term["coefficient"] or 0.0),
                 units=units,
                 is_linear=all(one["is_linear"] for one in about["terms"]),
                 divisors=tuple(term["divisors"]),
+                multipliers=tuple(term["multipliers"]),
             )
         )
     return found
@@ -117,7 +122,7 @@ def _micro_batches(step: Event, rank: int) -> list[MicroBatch]:
 def _main_term(terms: Sequence[Event]) -> Event:
     """The part of a loss with the largest factor: cross-entropy beside a balance loss of a hundredth."""
     if not terms:
-        return {"kind": "opaque", "units": {}, "coefficient": 1.0, "is_linear": True, "divisors": ()}
+        return {"kind": "opaque", "units": {}, "coefficient": 1.0, "is_linear": True, "divisors": (), "multipliers": ()}
 
     def weight(term: Event) -> tuple[bool, float]:
         counts = term["units"].get("valid") or term["units"].get("elements") or 1.0

@@ -23,13 +23,15 @@ from plait.checking.recorded import CheckedStep, MicroBatch
 EXACT, ROUNDED = 1e-4, 3e-2
 """Largest difference that is rounding, as a share of what was summed: in float32 and float64, and in 16 bits."""
 _FACTOR_TOLERANCE = 2e-3
+_MICROS_SOLVED = 32
+"""Micro-batches of a step for which it is tried whether any factors explain a gradient."""
 _NEARLY = 1.35
 """A count of elements is off by less than this where it counts, say, the first token of each text; by ranks it is off
 by two or more."""
 Unit = Literal["valid", "elements", "rows", "as written"]
 Relation = Literal[
-    "equal", "scaled", "mean of means", "own only", "micro-batches lost", "ranks uneven", "pieces uneven", "missing",
-    "unknown",
+    "equal", "scaled", "mean of means", "own only", "micro-batches lost", "ranks uneven", "pieces uneven",
+    "micro-batches uneven", "missing", "unknown",
 ]  # fmt: skip
 
 
@@ -46,6 +48,7 @@ class Comparison:
     detail: str = ""
     """Which variant of the relation."""
     rank_factors: tuple[float, ...] = ()
+    """How much each rank's own gradient counts; of uneven micro-batches, how much each of them does."""
 
     @property
     def explanation(self) -> tuple[str, str, str]:
@@ -79,9 +82,9 @@ def compare_step(step: CheckedStep, *, tolerance: float, after_clipping: bool = 
     the reading that explains most is taken, the first one where several do.
     """
     units = _readings(step)
-    sites = {micro.site for micro in step.micros}
+    sources = {micro.source for micro in step.micros}
     # Backward at two lines: two losses that are added, or the halves of an unrolled loop.
-    readings = [step, replace(step, micros=_as_of_one_site(step.micros))] if len(sites) > 1 else [step]
+    readings = [step, replace(step, micros=_as_of_one_site(step.micros))] if len(sources) > 1 else [step]
     results = [_compare_in(reading, unit, tolerance, after_clipping) for reading in readings for unit in units]
     return min(results, key=_complexity)
 
@@ -148,12 +151,12 @@ def _as_of_one_site(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
     merged = []
     for micro in micros:
         place = places[micro.rank] = places.get(micro.rank, -1) + 1
-        merged.append(replace(micro, site=micros[0].site, place=place))
+        merged.append(replace(micro, source=micros[0].source, place=place))
     return merged
 
 
 _ORDER: Sequence[Relation] = ("equal", "scaled", "mean of means", "own only", "micro-batches lost", "ranks uneven",
-                              "pieces uneven", "missing", "unknown")  # fmt: skip
+                              "pieces uneven", "micro-batches uneven", "missing", "unknown")  # fmt: skip
 
 
 def _complexity(result: StepComparison) -> tuple[float, float]:
@@ -238,9 +241,9 @@ def one_process_factors(micros: Sequence[MicroBatch], unit: Unit) -> list[float]
         return [1.0] * len(micros)
     totals: dict[str, float] = {}
     for micro in micros:
-        totals[micro.site] = totals.get(micro.site, 0.0) + unit_count(micro, unit)
+        totals[micro.source] = totals.get(micro.source, 0.0) + unit_count(micro, unit)
     return [
-        unit_count(micro, unit) / totals[micro.site] * mean_factor(micro, unit) if totals[micro.site] else 0.0
+        unit_count(micro, unit) / totals[micro.source] * mean_factor(micro, unit) if totals[micro.source] else 0.0
         for micro in micros
     ]
 
@@ -249,6 +252,7 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
     factors = torch.tensor(one_process_factors(step.micros, unit), dtype=torch.float64)
     alternatives = list(_alternatives(step, unit))
     found: list[Sequence[Comparison]] = []
+    nothing = _rounding_of_nothing(step)
     for parameter in range(len(step.parameters)):
         owns = [step.ranks[micro.rank].local(micro, parameter) for micro in step.micros]
         shape = next((one.shape for one in owns if one is not None), None)
@@ -265,6 +269,8 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
                     )
                 continue
             rows = torch.stack([torch.zeros(shape, dtype=torch.float64) if one is None else one for one in owns])
+            if float(rows.norm()) <= nothing and (got is None or float(got.norm()) <= nothing):
+                continue  # a gradient that cancels out, such as that of a bias before softmax, says nothing
             if got is None:
                 if float((factors @ rows).norm()) > 0:
                     found.append(
@@ -282,6 +288,15 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
         comparisons=_most_common(found),
         literal_factor=literal.pop() if len(literal) == 1 else 0.0,
     )
+
+
+def _rounding_of_nothing(step: CheckedStep) -> float:
+    """The norm of a gradient that is rounding beside those of the other parameters."""
+    norms = (
+        float(tensor.double().norm()) for rank in step.ranks for key, tensor in rank.tensors.items()
+        if key.startswith("local/")
+    )  # fmt: skip
+    return 1e-7 * max(norms, default=0.0)
 
 
 def _most_common(found: Sequence[Sequence[Comparison]]) -> list[Comparison]:
@@ -339,6 +354,10 @@ def _relate(
     solved = torch.linalg.lstsq(sums.T, got.unsqueeze(1)).solution.squeeze(1)
     if float((solved @ sums - got).norm()) <= tolerance * max(float(got.norm()), size * 1e-3):
         found.append(answer("ranks uneven", of_ranks=solved.tolist()))
+    if not found and len(micros) <= _MICROS_SOLVED and got.numel() > 4 * len(micros):
+        solved = torch.linalg.lstsq((factors.unsqueeze(1) * rows).T, got.unsqueeze(1)).solution.squeeze(1)
+        if float((solved @ (factors.unsqueeze(1) * rows) - got).norm()) <= tolerance * float(got.norm()):
+            found.append(answer("micro-batches uneven", of_ranks=solved.tolist()))
     return found or [answer("unknown")]
 
 

@@ -62,7 +62,7 @@ class _Step:
 def compare_resumed(undisturbed: RecordedRun, stopped: RecordedRun, resumed: RecordedRun) -> ResumeVerdict:
     """Compare the steps after a second start with the same steps of the undisturbed run."""
     whole, first, second = (_steps_by_rank(one) for one in (undisturbed, stopped, resumed))
-    stopped_after = min(len(one) for one in first)
+    stopped_after = steps_taken(stopped)
     if (reason := _not_repeatable(whole, first)) is not None:
         return ResumeVerdict(stopped_after=stopped_after, reasons=(reason,))
     places = [_place(undisturbed, resumed, rank, whole[rank], second[rank][0]) for rank in range(len(whole))]
@@ -94,7 +94,7 @@ def compare_resumed(undisturbed: RecordedRun, stopped: RecordedRun, resumed: Rec
 
 def steps_taken(run: RecordedRun) -> int:
     """Optimizer steps that all ranks of a run took."""
-    return min(len(one) for one in _steps_by_rank(run))
+    return min(sum(one["kind"] in ("step", "light_step") for one in rank) for rank in run.events)
 
 
 def _steps_by_rank(run: RecordedRun) -> list[list[_Step]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.checking.data_order import data_findings
+from plait.checking.data_order import data_findings, data_not_checked
 
 
 def events(batches: Sequence[Sequence[int]], *, length: int, grad: bool = True, **about: Any) -> list[dict[str, Any]]:
@@ -53,6 +53,21 @@ def test_shards_of_their_own_have_no_common_indices() -> None:
         if event["kind"] == "draw":
             event["content"] = [f"{one} of rank 1" for one in event["content"]]
     assert data_findings([first, second]) == []
+
+
+def test_examples_of_a_stream_that_come_on_two_ranks_are_found_by_what_is_in_them() -> None:
+    ranks = [events([[at, at + 1] for at in range(rank, 12 + rank, 2)], length=99) for rank in (0, 1)]
+    for event in (one for rank in ranks for one in rank if one["kind"] == "draw"):
+        event["indices"] = None
+    finding = data_findings(ranks)[0]
+    assert finding.kind == "repeated_samples" and "11 of the 12 examples that rank 0 drew" in finding.what
+
+
+def test_an_order_that_cannot_be_known_is_said() -> None:
+    ranks = [events([[0, 1], [4, 5]], length=8, dataset_length=None) for _ in range(2)]
+    assert ["IterableDataset has no indices" in one for one in data_not_checked(ranks)] == [True]
+    assert ["without a DataLoader" in one for one in data_not_checked([[], []])] == [True]
+    assert data_not_checked([events([[0, 1], [4, 5]], length=8), events([[2, 3], [6, 7]], length=8)]) == []
 
 
 def test_batches_without_tensors_are_compared_by_what_the_model_gets() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.checking.watch.loss_terms import compares_samples, find_terms, record_coefficients
+from plait.checking.watch.loss_terms import compares_samples, find_terms, joins_constants, record_coefficients
 
 LABELS = torch.tensor([0, 2, -100, 1, -100, 2])
 MASK = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
@@ -40,6 +40,18 @@ def test_a_loss_and_its_count(loss: Callable[[Tensor], Tensor], kind: str, count
     assert first.kind == kind and first.is_linear
     assert first.units.get("valid", first.units["elements"]) == count
     assert first.coefficient == pytest.approx(coefficient)
+
+
+def test_numbers_that_a_loss_divides_and_multiplies_by_are_kept_apart() -> None:
+    x = torch.randn(6, 3, requires_grad=True)
+    term = find_terms(0.5 * (F.mse_loss(x, torch.zeros_like(x)) / 4) / torch.tensor(3.0))[0]
+    assert (term.divisors, term.multipliers) == ((3.0, 4.0), (0.5,))
+
+
+def test_outputs_that_are_joined_with_those_of_other_ranks_are_seen() -> None:
+    features = torch.randn(5, 3) @ torch.randn(3, 4, requires_grad=True)
+    assert joins_constants(torch.cat([torch.randn(5, 4), features]).mean(), [features.grad_fn])
+    assert not joins_constants(torch.cat([features, features]).mean(), [features.grad_fn])
 
 
 def test_a_root_of_a_mean_is_not_linear() -> None:

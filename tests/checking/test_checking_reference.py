@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.checking.recorded import CheckedStep, MicroBatch, RankStep
-from plait.checking.reference import EXACT, StepComparison, compare_step, named_factor
+from plait.checking.reference import EXACT, StepComparison, compare_step, named_factor, weights_of_loss
 
 COUNTS = ((5.0, 9.0), (20.0, 3.0))
 """Elements of two ranks' two micro-batches."""
@@ -82,6 +82,32 @@ def test_a_sum_that_the_program_divides_by_its_own_count_is_a_mean(monkeypatch: 
     assert relations(added(1 / 1000)) == {("equal", 1.0)}
     assert relations(added(1 / 8)) == {("scaled", 2.0)}  # of 4 elements and 2 micro-batches
     assert relations(added(1 / 4)) == {("scaled", 4.0)}  # and accumulation, too
+
+
+def test_one_micro_batch_that_is_not_summed() -> None:
+    def own_last(means: list[list[Tensor]], rank: int) -> Tensor:
+        first = torch.stack([COUNTS[one][0] * means[one][0] for one in (0, 1)]).sum(0) / 37
+        return first + 2 * COUNTS[rank][1] * means[rank][1] / 37
+
+    found = compare_step(step_of(own_last), tolerance=EXACT).comparisons
+    assert [one.relation for one in found] == ["micro-batches uneven"] * 2
+    assert found[0].rank_factors == pytest.approx((1, 2, 1, 0), abs=1e-6)
+
+
+def test_a_gradient_that_cancels_out_says_nothing() -> None:
+    step = step_of(lambda means, rank: by_elements(means))
+    about = {**step.parameters[0], "name": "bias"}
+    for index, rank in enumerate(step.ranks):
+        rank.event["parameters"].append(about)
+        noise = torch.randn(40, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        assert isinstance(rank.tensors, dict)
+        rank.tensors.update({"gradient/1": 1e-9 * noise, "local/0/1": -2e-9 * noise})
+    assert relations(compare_step(step, tolerance=EXACT)) == {("equal", 1.0)}
+
+
+def test_the_weight_of_a_loss_in_each_reading() -> None:
+    step = step_of(lambda sums, rank: torch.stack([*sums[0], *sums[1]]).sum(0) / 2000, 1 / 1000, "sum")
+    assert weights_of_loss(step, tolerance=EXACT)["as written"] == pytest.approx(1 / 2000)
 
 
 def test_noise_fits_nothing() -> None:

@@ -21,6 +21,18 @@ def call_site() -> str:
     return ""
 
 
+def call_path() -> str:
+    """All lines outside of libraries that are being carried out, innermost first: a helper that calls backward for two
+    losses is called from two places."""
+    lines, frame = [], sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*_LIBRARIES, _OWN, "<")):
+            lines.append(f"{_short(name)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(lines)
+
+
 def called_below(*parts: str) -> bool:
     """Whether a function of one of these library folders is among the callers."""
     frame = sys._getframe(1)

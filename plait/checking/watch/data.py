@@ -99,7 +99,8 @@ def _facts(loader: DataLoader[Any]) -> dict[str, Any]:
     inner = getattr(
         batches, "batch_sampler", batches
     )  # Accelerate's BatchSamplerShard holds the one that it shares out
-    sampler = getattr(inner, "sampler", getattr(loader, "sampler", None))
+    # Beside a batch sampler of the program's own, a DataLoader holds a sampler that it never asks.
+    sampler = getattr(inner, "sampler", None) if batches is not None else getattr(loader, "sampler", None)
     dataset = loader.dataset
     is_map = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
     replicas = getattr(sampler, "num_replicas", getattr(batches, "num_processes", None))

@@ -18,12 +18,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from plait.checking.watch.call_site import call_site
+from plait.checking.watch.call_site import call_path, call_site
 from plait.checking.watch.journal import Journal, sampled
 from plait.checking.watch.loss_terms import (
     compares_samples,
     find_terms,
     gathers_in_graph,
+    joins_constants,
     record_coefficients,
 )
 
@@ -56,6 +57,10 @@ class GradientWatch:
         its gradient was last empty."""
         self._unused: dict[int, list[tuple[int, Tensor]]] = {}
         """Of each parameter: contributions that were emptied away before any step used them."""
+        self._computed: dict[int, list[tuple[int, Tensor]]] = {}
+        """Of each parameter: what torch.autograd.grad computed since its optimizer's last step, which the program puts
+        into its gradient by itself."""
+        self._in_grad = 0
         self._backwards: dict[int, dict[str, Any]] = {}
         self._stepped: set[tuple[int, int]] = set()
         """(optimizer, backward pass): whose gradients that optimizer has used in a step."""
@@ -68,6 +73,7 @@ class GradientWatch:
         self._depth = 0
         self._in_backward = 0
         self._in_step = 0
+        self._is_light, self._has_ended = False, False
         self._current: int | None = None
         self._outputs: list[Any] = []
         self._rows = 0
@@ -89,6 +95,7 @@ class GradientWatch:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         _wrap(torch.autograd, "backward", self._watched_backward)
+        _wrap(torch.autograd, "grad", self._watched_grad)
         _wrap(torch.Tensor, "register_hook", self._hook_ours_first)
         _wrap(Optimizer, "add_param_group", self._see_group)
         _wrap(torch.nn.utils, "clip_grad_norm_", self._watched_clip("norm"))
@@ -223,9 +230,25 @@ class GradientWatch:
             if self.is_over or self._current is None:
                 return
             held = self._sharded_of.get(key, key)
-            self._contributions.setdefault(held, []).append((self._current, sampled(gradient)))
+            into = self._computed if self._in_grad else self._contributions
+            into.setdefault(held, []).append((self._current, sampled(gradient)))
 
         return hook
+
+    def _watched_grad(
+        self, original: Callable[..., Any], outputs: Any, inputs: Any, *arguments: Any, **keywords: Any
+    ) -> Any:
+        """Gradients of weights that the program computes without backward; others, such as a penalty's, are none."""
+        wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        if keywords.get("create_graph") or not any(id(one) in self._hooked for one in wanted):
+            return original(outputs, wanted, *arguments, **keywords)
+        self._in_grad += 1
+        try:
+            return self._watched_backward(
+                lambda roots, *rest, **more: original(roots, wanted, *rest, **more), outputs, *arguments, **keywords
+            )
+        finally:
+            self._in_grad -= 1
 
     def _watched_backward(self, original: Callable[..., Any], tensors: Any, *arguments: Any, **keywords: Any) -> Any:
         if self._in_backward or self.is_over:
@@ -238,9 +261,11 @@ class GradientWatch:
         remove = record_coefficients(terms)
         contrastive = any(compares_samples(root, self._outputs, self._rows) for root in roots)
         gathers = any(gathers_in_graph(root) for root in roots)
+        joins = any(joins_constants(root, self._outputs) for root in roots)
         losses = [float(root.detach()) for root in roots if root.numel() == 1]
         site = call_site()
         number = self._current = self._journal.write("backward_begins", site=site)
+        callers = call_path()
         depth = self._depth
         self._in_backward += 1
         try:
@@ -252,11 +277,13 @@ class GradientWatch:
             about = {
                 "backward": number,
                 "site": site,
+                "callers": callers,
                 "loss": sum(losses),
                 "rows": self._rows,
                 "terms": [term.described() for term in terms],
                 "contrastive": contrastive,
                 "gathers": gathers,
+                "joins_constants": joins,
             }
             self._backwards[number] = about
             self._outputs = []
@@ -274,6 +301,8 @@ class GradientWatch:
                 gradient = getattr(parameter, "grad", None)
             if gradient is None or not bool(_local(gradient).any()):
                 for number, gradient in self._contributions.pop(held):
+                    if self._in_step:
+                        continue  # a closure that an optimizer such as LBFGS evaluates several times
                     if all((index, number) not in self._stepped for index in range(len(self._optimizers))):
                         self._unused.setdefault(held, []).append((number, gradient))
 
@@ -334,7 +363,8 @@ class GradientWatch:
             self._optimizers.append(optimizer)
             if _has_state(optimizer):
                 self._resumed.add(id(optimizer))
-        if self._steps_of[id(optimizer)] >= self._steps:
+        self._is_light = self.is_over or self._steps_of[id(optimizer)] >= self._steps
+        if self._is_light:
             return
         self._weights = {id(one): sampled(_whole(one)) for one in _parameters_of(optimizer)}
         self._states = _state_facts(optimizer) if self._keeps_states else {}
@@ -347,10 +377,11 @@ class GradientWatch:
         self._steps_of[id(optimizer)] = step + 1
         rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         index = self._optimizers.index(optimizer)
-        if step >= self._steps:
+        if self._is_light:
             self._journal.write(
                 "light_step", optimizer=index, step=step, rates=rates, schedules=self.scheduler_states()
             )
+            self._end_if_over()
             return
         held = list(_parameters_of(optimizer))
         rank_of = {id(one): position for position, one in enumerate(held)}
@@ -365,10 +396,10 @@ class GradientWatch:
             if key in self._before_clip:
                 tensors[f"unclipped/{position}"] = self._before_clip[key]
             merged: dict[int, Tensor] = {}
-            kept = self._contributions.get(key, [])
-            sites = {self._backwards[number]["site"] for number, _ in kept if number in self._backwards}
+            kept = self._contributions.get(key) or self._computed.get(key, [])
+            sites = {self._backwards[number]["callers"] for number, _ in kept if number in self._backwards}
             # Of the same loss: micro-batches that were lost. Of another one: what an adversary's pass left behind.
-            lost = [one for one in self._unused.pop(key, []) if self._backwards[one[0]]["site"] in sites]
+            lost = [one for one in self._unused.pop(key, []) if self._backwards[one[0]]["callers"] in sites]
             for number, gradient in [*lost, *kept]:
                 merged[number] = merged[number] + gradient if number in merged else gradient
             for number, gradient in merged.items():
@@ -409,8 +440,14 @@ class GradientWatch:
         self._clips = [clip for clip in self._clips if not any(key in rank_of for key in clip["parameters"])]
         for one in held:
             self._before_clip.pop(id(one), None)
-        if self.is_over:
-            self._contributions.clear()
+            self._computed.pop(id(one), None)
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        if self.is_over and not self._has_ended:
+            self._has_ended = True
+            for held in (self._contributions, self._unused, self._computed):
+                held.clear()
             self._journal.write("checked", steps=self._steps)
 
 

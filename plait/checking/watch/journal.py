@@ -36,9 +36,8 @@ class Journal:
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> str:
         """Write a step's tensors; returns the name of their file."""
-        whole = {key: one.contiguous().clone() for key, one in tensors.items()}
         unfinished = self._folder / f"{name}.unfinished"
-        save_file(whole, str(unfinished))
+        save_file({key: one.contiguous() for key, one in tensors.items()}, str(unfinished))
         unfinished.rename(self._folder / f"{name}.safetensors")
         return f"{name}.safetensors"
 

@@ -25,6 +25,8 @@ _POINTWISE_LOSSES = ("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss", "
 _MEAN = 1
 """ATen's number for reduction="mean"; 0 is "none" and 2 is "sum"."""
 _NODES_AT_MOST = 3000
+_Scales = tuple[tuple[float, ...], tuple[float, ...]]
+"""The numbers by which a loss divides and multiplies a part of it, on the way to that part."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class LossTerm:
     node: Any = field(repr=False)
     divisors: tuple[float, ...] = ()
     """Each number that the loss divides it by, one by one: what `loss / 4 / 2` shows and a coefficient does not."""
+    multipliers: tuple[float, ...] = ()
+    """Each number that the loss multiplies it by."""
     coefficient: float | None = None
     """The derivative of the loss with respect to it; known after the backward pass."""
 
@@ -49,6 +53,7 @@ class LossTerm:
             "is_linear": self.is_linear,
             "coefficient": self.coefficient,
             "divisors": self.divisors,
+            "multipliers": self.multipliers,
         }
 
 
@@ -123,21 +128,36 @@ def gathers_in_graph(root: Tensor) -> bool:
     return False
 
 
-def _terms_below(
-    node: Any, output: int, *, linear: bool, seen: set[Any], divisors: tuple[float, ...] = ()
-) -> Iterator[LossTerm]:
+def joins_constants(root: Tensor, outputs: Sequence[Any]) -> bool:
+    """Whether the loss joins a model's outputs with tensors that have no gradient, as where the outputs of other ranks
+    are gathered without one."""
+    stops = set(outputs)
+    waiting, seen = [root.grad_fn], set()
+    while waiting and len(seen) < _NODES_AT_MOST:
+        node = waiting.pop()
+        if node is None or node in seen or node in stops:
+            continue
+        seen.add(node)
+        edges = [after for after, _ in node.next_functions]
+        if node.name().startswith(("CatBackward", "StackBackward")) and None in edges and any(edges):
+            return True
+        waiting.extend(after for after in edges if after is not None)
+    return False
+
+
+def _terms_below(node: Any, output: int, *, linear: bool, seen: set[Any], by: _Scales = ((), ())) -> Iterator[LossTerm]:
     if node is None or (node, output) in seen or len(seen) > _NODES_AT_MOST:
         return
     seen.add((node, output))
     name = node.name()
     if (reduction := _reduction(node, name)) is not None:
         kind, units = reduction
-        yield LossTerm(kind=kind, units=units, is_linear=linear, node=node, divisors=divisors)
+        yield LossTerm(kind=kind, units=units, is_linear=linear, node=node, divisors=by[0], multipliers=by[1])
         return
     if name.startswith("_DDPSink"):  # all outputs of a DDP module pass through it, in their order
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         if output < len(edges):
-            yield from _terms_below(*edges[output], linear=linear, seen=seen, divisors=divisors)
+            yield from _terms_below(*edges[output], linear=linear, seen=seen, by=by)
         return
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     scales = _operation(name) in _SCALAR_ARITHMETIC
@@ -145,19 +165,17 @@ def _terms_below(
         scales = False
     if not scales and not edges:
         return
-    divisors = (*divisors, *_divisor(node, name))
-    below = [
-        term for edge in edges for term in _terms_below(*edge, linear=linear and scales, seen=seen, divisors=divisors)
-    ]
+    by = ((*by[0], *_number(node, name, "Div")), (*by[1], *_number(node, name, "Mul")))
+    below = [term for edge in edges for term in _terms_below(*edge, linear=linear and scales, seen=seen, by=by)]
     if not scales and not below:
-        yield LossTerm(kind="opaque", units={}, is_linear=linear, node=node, divisors=divisors)
+        yield LossTerm(kind="opaque", units={}, is_linear=linear, node=node, divisors=by[0], multipliers=by[1])
         return
     yield from below
 
 
-def _divisor(node: Any, name: str) -> tuple[float, ...]:
-    """The number by which a node divides; empty for all others."""
-    other = getattr(node, "_saved_other", None) if name.startswith("DivBackward") else None
+def _number(node: Any, name: str, operation: str) -> tuple[float, ...]:
+    """The number by which a node divides or multiplies; empty for all others."""
+    other = getattr(node, "_saved_other", None) if _operation(name) == operation else None
     return (float(other),) if isinstance(other, Tensor) and other.numel() == 1 else ()
 
 

@@ -52,6 +52,7 @@ class MessageWatch:
                 elements=tensor.numel() if tensor is not None else 0,
                 gradient=tensor is not None and self._gradients.holds_gradient(tensor),
                 number_kind=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
+                trained=any(one.requires_grad and one.numel() > 1 for one in arguments if isinstance(one, Tensor)),
                 in_forward=self._gradients.depth > 0 and torch.is_grad_enabled(),
                 in_backward=self._gradients.in_backward,
                 norm=called_below("torch/nn/modules/_functions.py"),

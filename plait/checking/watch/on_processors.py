@@ -124,7 +124,8 @@ class ProcessorStandIns:
         self, original: Callable[..., Any], content: Any, file: Any, *arguments: Any, **keywords: Any
     ) -> None:
         if isinstance(file, str | os.PathLike) and self._is_ours(Path(file)):
-            Path(file).unlink(missing_ok=True)  # not through a link to the person's own file
+            if Path(file).is_symlink():
+                Path(file).unlink()  # not through a link to the person's own file
         elif isinstance(file, str | os.PathLike):
             self._journal.write("saved_elsewhere", file=str(file))
             self._say("torch.save wrote to a temporary folder")
