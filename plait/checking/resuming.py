@@ -20,8 +20,8 @@ from plait.checking.recorded import Event
 
 _SAME, _SAME_STATE, _SAME_LOSS = 1e-6, 1e-4, 1e-4
 """Shares of a weight, of an optimizer's state and of a loss that are rounding between two runs of one program."""
-_NEAR = 0.3
-"""Restored weights that are this share of a step's update away from a step's weights were saved after that step, with
+_NEAR = 1.0
+"""Restored weights that are nearer to a step's weights than this share of the step's update are those weights, with
 something lost."""
 
 
@@ -79,7 +79,7 @@ def compare_resumed(undisturbed: RecordedRun, stopped: RecordedRun, resumed: Rec
         )
     pairs = [list(zip(own[resumed_after:], after, strict=False)) for own, after in zip(whole, second, strict=True)]
     checks: Sequence[Callable[[int, Sequence[tuple[_Step, _Step]], Sequence[_Step]], ProgramFinding | None]] = (
-        _data, _randoms, _schedule, _optimizer,
+        _data, _randoms, _optimizer, _schedule,
     )  # fmt: skip
     for check in checks:
         each = (check(rank, pairs[rank], whole[rank]) for rank in range(len(whole)))
@@ -234,7 +234,8 @@ def _data(rank: int, pairs: Sequence[tuple[_Step, _Step]], whole: Sequence[_Step
         elif drawn < number:
             does = f"gets the batch of step {drawn + 1} again"
         else:
-            does = f"gets the batch of step {drawn + 1}, so {drawn - number} batches are skipped"
+            skipped = "a step's batch is" if drawn - number == 1 else f"batches of {drawn - number} steps are"
+            does = f"gets the batch of step {drawn + 1}, so {skipped} skipped"
         return _finding(
             "resumed_data", f"in step {number + 1} rank {rank} {does}", after.data_site or after.forward_site, own,
             f"step {number + 1} has a batch of its own",
