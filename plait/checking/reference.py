@@ -109,7 +109,7 @@ def _divides_by_own_count(step: CheckedStep) -> bool:
             (count := unit_count(micro, unit)) > 1
             and any(
                 abs(inverse * count * times - 1) < _FACTOR_TOLERANCE
-                for inverse in (micro.coefficient, *(1 / one for one in micro.divisors if one))
+                for inverse in (abs(micro.coefficient), *(1 / one for one in micro.divisors if one))
                 for times in (1, passes)
             )
             for micro in step.micros
@@ -228,11 +228,11 @@ def unit_count(micro: MicroBatch, unit: Unit) -> float:
 
 
 def mean_factor(micro: MicroBatch, unit: Unit) -> float:
-    """What turns a micro-batch's gradient into that of the mean over its elements; 0.0 where nothing counts."""
-    if micro.kind == "sum":
-        divided = micro.coefficient * unit_count(micro, unit)
-        return 1.0 / divided if divided else 0.0
-    return 1.0 / micro.coefficient if micro.coefficient else 0.0
+    """What turns a micro-batch's gradient into that of the mean over its elements, or of the negative mean where the
+    program minimizes that; 0.0 where nothing counts."""
+    size = abs(micro.coefficient)
+    divided = size * unit_count(micro, unit) if micro.kind == "sum" else size
+    return 1.0 / divided if divided else 0.0
 
 
 def one_process_factors(micros: Sequence[MicroBatch], unit: Unit) -> list[float]:

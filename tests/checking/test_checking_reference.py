@@ -84,6 +84,11 @@ def test_a_sum_that_the_program_divides_by_its_own_count_is_a_mean(monkeypatch: 
     assert relations(added(1 / 4)) == {("scaled", 4.0)}  # and accumulation, too
 
 
+def test_a_mean_that_the_program_maximizes_is_no_factor() -> None:
+    step = step_of(lambda means, rank: -by_elements(means), coefficient=-1.0)
+    assert relations(compare_step(step, tolerance=EXACT)) == {("equal", 1.0)}
+
+
 def test_one_micro_batch_that_is_not_summed() -> None:
     def own_last(means: list[list[Tensor]], rank: int) -> Tensor:
         first = torch.stack([COUNTS[one][0] * means[one][0] for one in (0, 1)]).sum(0) / 37
