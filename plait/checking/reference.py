@@ -253,6 +253,8 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
     alternatives = list(_alternatives(step, unit))
     found: list[Sequence[Comparison]] = []
     nothing = _rounding_of_nothing(step)
+    unknown: list[tuple[int, Tensor, Tensor]] = []
+    """Index in `found`, gradient, and what each micro-batch has in one process's, where nothing explains it yet."""
     for parameter in range(len(step.parameters)):
         owns = [step.ranks[micro.rank].local(micro, parameter) for micro in step.micros]
         shape = next((one.shape for one in owns if one is not None), None)
@@ -280,7 +282,12 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
             about = step.parameters[parameter]
             pieces = len(step.ranks) if about["sharded"] and got.numel() == math.prod(about["shape"]) else 1
             cut = (pieces, about["shape"][0] if about["shape"] else 1)
-            found.append(_relate(parameter, rank, got, rows, factors, alternatives, step.micros, tolerance, cut))
+            related = _relate(parameter, rank, got, rows, factors, alternatives, step.micros, tolerance, cut)
+            if related[0].relation == "unknown":
+                unknown.append((len(found), got, factors.unsqueeze(1) * rows))
+            found.append(related)
+    for index, got, rows in unknown:
+        found[index] = [_as_the_others_of_its_rank(found[index][0], got, rows, found, tolerance)]
     literal = {round(_literal_factor(micro, unit), 6) for micro in step.micros}
     return StepComparison(
         step=step,
@@ -288,6 +295,18 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
         comparisons=_most_common(found),
         literal_factor=literal.pop() if len(literal) == 1 else 0.0,
     )
+
+
+def _as_the_others_of_its_rank(
+    one: Comparison, got: Tensor, rows: Tensor, found: Sequence[Sequence[Comparison]], tolerance: float
+) -> Comparison:
+    """A small parameter, whose elements are too few to find factors of micro-batches, by the factors of larger ones."""
+    for other in (each[0] for each in found):
+        if other.relation == "micro-batches uneven" and other.rank == one.rank:
+            wanted = torch.tensor(other.rank_factors, dtype=torch.float64) @ rows
+            if float((got - wanted).norm()) <= 10 * tolerance * float(got.norm()):
+                return replace(one, relation="micro-batches uneven", rank_factors=other.rank_factors)
+    return one
 
 
 def _rounding_of_nothing(step: CheckedStep) -> float:
