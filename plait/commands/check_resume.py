@@ -151,7 +151,8 @@ class _Trial:
         )  # fmt: skip
         events = [read_events(folder / name, rank) for rank in range(self.workers)]
         unusable = why_unusable(launch, events, folder / name, self.limit_s, self.silent_s) or ""
-        was_killed = stop_after is not None and launch.ending == "enough"
+        has_ended = all(any(one["kind"] == "ended" for one in rank) for rank in events)
+        was_killed = stop_after is not None and launch.ending == "enough" and not has_ended
         return _Start(folder=folder / name, events=events, unusable=unusable, was_killed=was_killed)
 
     def _cannot_judge(self, start: _Start, *reasons: str) -> CheckReport:
