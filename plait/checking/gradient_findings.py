@@ -23,8 +23,8 @@ from plait.checking.reference import (
     weights_of_loss,
 )
 
-OtherWorkers = Callable[[], Mapping[int, Mapping[str, float]] | None]
-"""Runs a step on another number of workers; answers `weights_of_loss` of each optimizer's first step, None if that run
+OtherWorkers = Callable[[], Mapping[tuple[int, int], Mapping[str, float]] | None]
+"""Runs the same steps on another number of workers; answers `weights_of_loss` by optimizer and step, None if that run
 fails."""
 
 _SAME = 2e-3
@@ -290,7 +290,7 @@ def _follows_workers(result: StepComparison, tolerance: float, other_workers: Ot
     mine = weights_of_loss(result.step, tolerance=tolerance)
     if result.unit == "as written":
         mine = {reading: weight for reading, weight in mine.items() if reading.endswith("as written")}
-    others = (other_workers() or {}).get(result.step.optimizer, {})
+    others = (other_workers() or {}).get((result.step.optimizer, result.step.step), {})
     common = [reading for reading in mine if reading in others]
     if not common:
         return None

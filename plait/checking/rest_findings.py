@@ -11,6 +11,9 @@ from plait.checking.findings import ProgramFinding
 from plait.checking.recorded import CheckedStep, Event, MicroBatch
 from plait.checking.reference import passes_of, unit_count
 
+_TELLING_DECIMALS = 5
+"""Of a printed number that is a loss beyond doubt."""
+
 
 def norm_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
     """BatchNorm layers that see a rank's own samples alone."""
@@ -83,28 +86,36 @@ def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[Checked
 
 
 def printed_findings(events: Sequence[Sequence[Event]], steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
-    """Printed losses that are rank 0's own, where those of other ranks differ."""
+    """Printed losses that are rank 0's own, where those of other ranks differ: in two steps at least or to five
+    decimals, because other numbers may look like a loss, and nowhere the loss over all ranks."""
     if len(events) < 2:
         return []
+    found: list[ProgramFinding] = []
+    decimals = 0
     for step in steps:
         own, whole = _losses(step, 0), _whole_losses(step)
         begins = min((micro.number for micro in step.micros if micro.rank == 0), default=0)
         ends = next((one["number"] for one in events[0] if one["kind"] == "backward_begins"
                      and one["number"] > step.ranks[0].event["number"]), float("inf"))  # fmt: skip
-        for event in events[0]:
-            if event["kind"] != "printed" or not begins < event["number"] < ends:
-                continue
-            for text in event["numbers"]:
-                if _shows(text, own) and not _shows(text, whole):
-                    return [
-                        ProgramFinding(
-                            kind="printed_loss", is_fault=False, where=event["site"], step=step.step,
-                            what=f"the printed loss {text} is rank 0's own; over all ranks it is "
-                            f"{whole[0]:.{_decimals(text)}f}",
-                            one_process="it would print the mean over all ranks' batches",
-                        )
-                    ]  # fmt: skip
-    return []
+        printed = [
+            (text, event["site"])
+            for event in events[0]
+            if event["kind"] == "printed" and begins < event["number"] < ends
+            for text in event["numbers"]
+        ]
+        if any(_shows(text, whole) for text, _ in printed):
+            return []
+        of_rank = [(text, site) for text, site in printed if _shows(text, own)]
+        for text, site in of_rank[:1]:
+            decimals = max(decimals, _decimals(text))
+            found.append(
+                ProgramFinding(
+                    kind="printed_loss", is_fault=False, where=site, step=step.step,
+                    what=f"the printed loss {text} is rank 0's own; over all ranks it is {whole[0]:.{_decimals(text)}f}",
+                    one_process="it would print the mean over all ranks' batches",
+                )
+            )  # fmt: skip
+    return found[:1] if len(found) > 1 or decimals >= _TELLING_DECIMALS else []
 
 
 def _losses(step: CheckedStep, rank: int) -> list[float]:

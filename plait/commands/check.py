@@ -62,9 +62,9 @@ def check(
             from plait.checking.judging import judge
 
             @cache
-            def other_workers() -> Mapping[int, Mapping[str, float]] | None:
+            def other_workers() -> Mapping[tuple[int, int], Mapping[str, float]] | None:
                 for more in (count + 1, 2 * count):  # a batch that three ranks cannot share four may
-                    if (weights := _weights_on(program, folder / f"on-{more}", more, limits, start)) is not None:
+                    if (weights := _weights_on(program, folder / f"on-{more}", more, steps, limits, start)) is not None:
                         return weights
                 return None
 
@@ -166,18 +166,18 @@ def _last_doing(events: Sequence[dict[str, object]]) -> str:
 
 
 def _weights_on(
-    program: WatchedProgram, folder: Path, workers: int, limits: Mapping[str, float], start: StartRank
-) -> Mapping[int, Mapping[str, float]] | None:
-    """Run one step on another number of workers, and return how many times one process's gradients each optimizer's
-    are; None if that run fails."""
+    program: WatchedProgram, folder: Path, workers: int, steps: int, limits: Mapping[str, float], start: StartRank
+) -> Mapping[tuple[int, int], Mapping[str, float]] | None:
+    """Run the same steps on another number of workers, and return how many times one process's gradients theirs are;
+    None if that run fails. A loss's weight may change from step to step, so one step would not do."""
     from plait.checking.gradient_findings import tolerance_of
     from plait.checking.recorded import checked_steps
     from plait.checking.reference import weights_of_loss
 
-    run = run_watched(program, folder, workers=workers, steps=1, **limits, after_s=0, start=start)
+    run = run_watched(program, folder, workers=workers, steps=steps, **limits, after_s=0, start=start)
     events = [read_events(folder, rank) for rank in range(workers)]
-    steps = checked_steps(folder, events)
-    if run.ending not in ("enough", "ended") or not steps:
+    taken = checked_steps(folder, events)
+    if run.ending not in ("enough", "ended") or not taken:
         return None
-    tolerance = tolerance_of(steps, events)
-    return {step.optimizer: weights_of_loss(step, tolerance=tolerance) for step in reversed(steps)}
+    tolerance = tolerance_of(taken, events)
+    return {(step.optimizer, step.step): weights_of_loss(step, tolerance=tolerance) for step in taken}
