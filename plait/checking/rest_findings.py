@@ -111,7 +111,8 @@ def printed_findings(events: Sequence[Sequence[Event]], steps: Sequence[CheckedS
             found.append(
                 ProgramFinding(
                     kind="printed_loss", is_fault=False, where=site, step=step.step,
-                    what=f"the printed loss {text} is rank 0's own; over all ranks it is {whole[0]:.{_decimals(text)}f}",
+                    what=f"the printed loss {text} is rank 0's own; over all ranks it is "
+                    f"{whole[0]:.{_decimals(text)}f}",
                     one_process="it would print the mean over all ranks' batches",
                 )
             )  # fmt: skip

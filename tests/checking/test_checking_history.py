@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_rank import start_forked
 from history_programs import CASES, HistoricalCase
 
 from plait.commands.check import check
@@ -21,9 +22,10 @@ pytestmark = pytest.mark.history
 def test_a_published_mistake_is_found(case: HistoricalCase, tmp_path: Path) -> None:
     pytest.importorskip(case.needs or "torch")
     program = tmp_path / "train.py"
-    program.write_text(case.text, encoding="utf-8")
-    command = ["env", f"PYTHONPATH={_installed(case, tmp_path)}", "torchrun", "--nproc-per-node", "2", str(program)]
-    report = check(command, silent_s=240, screen=screen_for("off"))
+    first = f"import sys\nsys.path.insert(0, {str(_installed(case, tmp_path))!r})\n"  # ranks are forks of this process
+    program.write_text(first + case.text, encoding="utf-8")
+    command = ["torchrun", "--nproc-per-node", "2", str(program)]
+    report = check(command, silent_s=240, screen=screen_for("off"), start=start_forked)
     print(report)
     assert report.outcome == "differs", report
     assert [one.kind for one in report.faults] == [case.kind], report
