@@ -13,7 +13,15 @@ from tempfile import TemporaryDirectory
 
 from plait.checking.findings import CheckReport, check_report_lines
 from plait.checking.launch_command import WatchedProgram, read_launch_command, with_outputs_in
-from plait.checking.launching import StartRank, WatchedLaunch, log_tail, read_events, run_watched, start_process
+from plait.checking.launching import (
+    LIGHT_AT_LEAST_S,
+    StartRank,
+    WatchedLaunch,
+    log_tail,
+    read_events,
+    run_watched,
+    start_process,
+)
 from plait.errors import PlaitError
 from plait.launch.local.guard import require_linux
 from plait.screen.screen import Screen
@@ -49,8 +57,14 @@ def check(
         folder = Path(name)
         program, moved = with_outputs_in(program, folder / "outputs")
         screen.print(_introduction(program, count, steps, moved))
-        limits = {"silent_s": silent_s, "limit_s": limit_s}
-        run = run_watched(program, folder / "run", workers=count, steps=steps, **limits, start=start)
+
+        def watched(where: str, workers: int, after_s: float = LIGHT_AT_LEAST_S) -> WatchedLaunch:
+            return run_watched(
+                program, folder / where, workers=workers, steps=steps, silent_s=silent_s, limit_s=limit_s,
+                after_s=after_s, start=start,
+            )  # fmt: skip
+
+        run = watched("run", count)
         events = [read_events(folder / "run", rank) for rank in range(count)]
         if (unable := why_unusable(run, events, folder / "run", limit_s, silent_s)) is not None:
             report = CheckReport(
@@ -64,7 +78,8 @@ def check(
             @cache
             def other_workers() -> Mapping[tuple[int, int], Mapping[str, float]] | None:
                 for more in (count + 1, 2 * count):  # a batch that three ranks cannot share four may
-                    if (weights := _weights_on(program, folder / f"on-{more}", more, steps, limits, start)) is not None:
+                    ended = watched(f"on-{more}", more, after_s=0).ending in ("enough", "ended")
+                    if ended and (weights := _weights_on(folder / f"on-{more}", more)):
                         return weights
                 return None
 
@@ -165,19 +180,14 @@ def _last_doing(events: Sequence[dict[str, object]]) -> str:
     return doing.get(str(last["kind"]), "runs") + where
 
 
-def _weights_on(
-    program: WatchedProgram, folder: Path, workers: int, steps: int, limits: Mapping[str, float], start: StartRank
-) -> Mapping[tuple[int, int], Mapping[str, float]] | None:
-    """Run the same steps on another number of workers, and return how many times one process's gradients theirs are;
-    None if that run fails. A loss's weight may change from step to step, so one step would not do."""
+def _weights_on(folder: Path, workers: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
+    """How many times one process's gradients are those of a run on another number of workers, step by step: a loss's
+    weight may change from step to step."""
     from plait.checking.gradient_findings import tolerance_of
     from plait.checking.recorded import checked_steps
     from plait.checking.reference import weights_of_loss
 
-    run = run_watched(program, folder, workers=workers, steps=steps, **limits, after_s=0, start=start)
     events = [read_events(folder, rank) for rank in range(workers)]
-    taken = checked_steps(folder, events)
-    if run.ending not in ("enough", "ended") or not taken:
-        return None
-    tolerance = tolerance_of(taken, events)
-    return {(step.optimizer, step.step): weights_of_loss(step, tolerance=tolerance) for step in taken}
+    steps = checked_steps(folder, events)
+    tolerance = tolerance_of(steps, events)
+    return {(step.optimizer, step.step): weights_of_loss(step, tolerance=tolerance) for step in steps}

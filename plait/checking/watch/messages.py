@@ -73,7 +73,7 @@ class MessageWatch:
             self._journal.write("join", site=call_site())
             return original(join)
 
-        Join.__enter__ = entered
+        setattr(Join, "__enter__", entered)  # noqa: B010
 
     def _see_text(self, text: str) -> None:
         if self._lines < _LINES_AT_MOST and (found := _NUMBER.findall(text)):
