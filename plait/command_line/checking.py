@@ -40,7 +40,9 @@ def check_program_command(
         float, typer.Option(metavar="SECONDS", help="Give up when the steps are not taken by then.", min=1)
     ] = 600,
 ) -> None:
-    """Prove your own distributed program against one process, or that it resumes as if it had not been stopped.
+    """Prove your own distributed program against one process.
+
+    With --resume: that it goes on as if it had not been stopped.
 
     Exit code 0: proven, 1: it differs, 2: it cannot be judged, and why.
     """
