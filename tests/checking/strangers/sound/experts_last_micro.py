@@ -1,4 +1,4 @@
-"""Experts chosen per micro-batch, after pytorch/pytorch#69031: an expert that the last micro-batch skips."""
+"""Experts chosen per micro-batch, after pytorch/pytorch#69031: the last micro-batch skips an expert. torch 2.13 sums it."""
 
 import torch
 import torch.distributed as dist
