@@ -14,7 +14,10 @@ import torch.distributed.fsdp
 import torch.distributed.optim
 import torch.nn.parallel
 
+from plait.checking.findings import CheckReport
 from plait.checking.watch.program import run_rank
+from plait.commands.check import check
+from plait.commands.python_call import screen_for
 
 torch.set_num_threads(1)  # a process with OpenMP's threads cannot be forked
 
@@ -57,3 +60,9 @@ def start_forked(request: Path, environment: Mapping[str, str], log: Path) -> Fo
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def check_in_forks(program: Path, workers: int, *arguments: str) -> CheckReport:
+    """`plait check -- torchrun PROGRAM`, with forks of this process as ranks."""
+    command = ["torchrun", "--nproc-per-node", str(workers), str(program), *arguments]
+    return check(command, silent_s=240, screen=screen_for("off"), start=start_forked)

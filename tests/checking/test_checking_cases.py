@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 from faulty_cases import FIRST_FAULTS, SECOND_FAULTS, FaultyCase, changed
-from forked_rank import start_forked
+from forked_rank import check_in_forks
 from program_texts import CLASSIFIER, LOOP
 from sound_cases import ACCUM_HALVES, FIRST_SOUND, PLAIN, SECOND_SOUND, SoundCase
 
 from plait.checking.findings import CheckReport
-from plait.commands.check import check
-from plait.commands.python_call import screen_for
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +18,7 @@ pytestmark = pytest.mark.slow
 def checked(text: str, folder: Path, workers: int, *arguments: str) -> CheckReport:
     program = folder / "program.py"
     program.write_text(text, encoding="utf-8")
-    command = ["torchrun", "--nproc-per-node", str(workers), str(program), *arguments]
-    return check(command, silent_s=240, screen=screen_for("off"), start=start_forked)
+    return check_in_forks(program, workers, *arguments)
 
 
 @pytest.mark.parametrize("case", [*FIRST_FAULTS, *SECOND_FAULTS], ids=lambda case: case.name)

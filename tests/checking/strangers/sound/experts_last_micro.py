@@ -1,4 +1,4 @@
-"""Experts chosen per micro-batch, after pytorch/pytorch#69031: the last micro-batch skips an expert. torch 2.13 sums it."""
+"""Experts chosen per micro-batch; the last one skips an expert (pytorch/pytorch#69031, which torch 2.13 handles)."""
 
 import torch
 import torch.distributed as dist
