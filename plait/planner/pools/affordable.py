@@ -65,7 +65,7 @@ def affordable_model(config: RunConfig, corpus: CorpusFacts, pool: Pool, aims: A
     little."""
     assert aims.max_cost is not None
     vocabulary = fitting_vocabulary(config.model.vocabulary, corpus.vocabulary)
-    size, tried = "125M", dict[str, tuple[float, RunConfig, int]]()
+    size, tried = "125M", dict[str, tuple[float, RunConfig, int, int]]()
     for _ in range(ROUNDS):
         sized = config.model_copy(update={"model": config.model.model_copy(update={"size": size})})
         job = pool_job(sized, corpus, pool)
@@ -74,24 +74,24 @@ def affordable_model(config: RunConfig, corpus: CorpusFacts, pool: Pool, aims: A
         tokens = SPARED * _most_tokens(choices, aims)
         tokens = min(tokens, useful_tokens(corpus.train_tokens))
         loss = min(predicted_losses(parameters, tokens, corpus.train_tokens).values())
-        tried[size] = loss, sized, int(tokens)
+        tried[size] = loss, sized, int(tokens), parameters
         best = compute_optimal_parameters(flops=6 * parameters * tokens, unique_tokens=corpus.train_tokens)
         size = nearest_size(best, vocabulary)
         if size in tried:
             break
     size = min(tried, key=lambda one: tried[one][0])
-    _, sized, tokens = tried[size]
-    sized = sized.model_copy(update={"train": config.train.model_copy(update={"budget": f"{tokens} tokens"})})
-    parameters = parameter_count(pool_job(sized, corpus, pool).sized.job.shape)
+    _, sized, tokens, parameters = tried[size]
     if tokens < parameters:
+        amount = "less than one token" if tokens == 0 else f"{format_count(tokens)} token{'s' if tokens > 1 else ''}"
         raise PlaitError(
-            f"plan.max_cost = {aims.max_cost:g} pays for {format_count(tokens)} tokens of a model of {size}, too few "
-            f"to learn from ({TOKENS_PER_PARAMETER} a parameter are usual); raise it, or name a smaller model.size"
+            f"plan.max_cost = {aims.max_cost:g} pays for training a {size} model on {amount}, too few to learn "
+            f"from ({TOKENS_PER_PARAMETER} a parameter are usual); raise it, or name a smaller model.size"
         )
+    sized = sized.model_copy(update={"train": config.train.model_copy(update={"budget": f"{tokens} tokens"})})
     return AffordableModel(
         config=sized,
         size=size,
-        parameters=parameters,
+        parameters=parameter_count(pool_job(sized, corpus, pool).sized.job.shape),
         tokens=tokens,
         losses=predicted_losses(parameters, tokens, corpus.train_tokens),
     )
