@@ -190,7 +190,7 @@ def _loss_lines(found: RunComparison) -> Iterator[str]:
     if loss.heldout_tokens and loss.text_error is not None:
         yield (
             f"         of the held-out text ({format_count(loss.heldout_tokens)} tokens): on other text of its kind a "
-            f"loss could be about {loss.text_error:.2g} higher or lower, the difference of two runs by less"
+            f"loss could be about {loss.text_error:.2g} higher or lower, and the difference between two runs by less"
         )
     if not _is_within_noise(found) and (explained := _explained_loss(found)):
         yield f"         {explained}"
@@ -244,12 +244,17 @@ def _explained_loss(found: RunComparison) -> str:
     asked = [one for one in found.recipe if _asks_for_learning(one.key)]
     seeds = "; their seeds differ, too" if found.seeds[0] != found.seeds[1] else ""
     if not causes and not asked and found.text == "same tokens":
-        return "" if seeds else "nothing that is learned from differs: what remains is rounding, by layout or kernels"
+        return (
+            ""
+            if seeds
+            else "nothing that changes what is learned differs: what remains is rounding, by layout or kernels"
+        )
     if len(asked) == 1:
         own = asked[0].key.rpartition(".")[2]
         follows = [one for one in causes if not one.key.startswith("job.budget") and not one.key.endswith(own)]
         derived = f" (from it follow: {_listed(follows)})" if follows else ""
-        return f"explained by {asked[0].key}, as nothing else that was asked changes what is learned{derived}{seeds}"
+        only = f"{asked[0].key}, the only setting that differs and changes what is learned"
+        return f"explained by {only}{derived}{seeds}"
     named = asked or causes
     if len(named) == 1:
         return f"explained by {_listed(named)}{seeds}"
@@ -274,7 +279,7 @@ def _listed(differences: Sequence[RunDifference]) -> str:
 def _speed_lines(found: RunComparison) -> Iterator[str]:
     speed = found.speed
     if speed is None:
-        yield "speed    not known of both: one has no step yet"
+        yield "speed    not known for both: one has no step yet"
         return
     ratio = speed.tokens_per_s[1] / speed.tokens_per_s[0]
     fast, times = (found.names[1], ratio) if ratio > 1 else (found.names[0], 1 / ratio)
@@ -294,7 +299,7 @@ def _explained_speed(found: RunComparison, speed: SpeedComparison) -> str:
     causes = [one for one in found.plan if "speed" in effect_of(one.key)]
     if not causes:
         versions = f" but the versions of {_listed(found.versions)}" if found.versions else ""
-        return f"nothing that decides the speed differs{versions}: other programs, or the noise of the machine"
+        return f"nothing that decides the speed differs{versions}: other programs or the machine's noise may be why"
     text = f"explained by {_listed(causes)}" if len(causes) == 1 else f"may come from {_listed(causes)}"
     first, second = speed.forecast_step_s
     if first is None or second is None:

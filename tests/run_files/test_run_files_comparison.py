@@ -60,7 +60,7 @@ def test_without_other_seeds_the_noise_is_said_to_be_unknown(here: WorkingFolder
     assert "not known, no run here differs from one of these by its seed alone" in text
     assert "plait train runs/low/recipe.toml run.name=low-seed2 run.seed=2" in text
     assert "'train.budget=100 steps'" in text and "optimizer.lr=0.001" in text, "a budget of time would be another run"
-    assert "explained by optimizer.lr, as nothing else that was asked changes what is learned" in text
+    assert "explained by optimizer.lr, the only setting that differs and changes what is learned" in text
     assert [one.key for one in found.recipe] == ["optimizer.lr"]
     assert [(one.key, one.first, one.second) for one in found.plan] == [("job.optimizer.lr", 1e-3, 3e-3)]
 
@@ -144,7 +144,7 @@ def test_speed_without_a_cause_is_said_to_have_none(here: WorkingFolder) -> None
     written_run(here, "two", step_s=0.05)
     text = text_of("one", "two")
     assert "two is 4 times as fast" in text
-    assert "nothing that decides the speed differs: other programs, or the noise of the machine" in text
+    assert "nothing that decides the speed differs: other programs or the machine's noise may be why" in text
 
 
 def test_unfinished_runs_are_compared_at_the_same_tokens(here: WorkingFolder) -> None:
@@ -161,7 +161,7 @@ def test_a_run_without_steps(here: WorkingFolder) -> None:
     written_run(here, "one")
     written_run(here, "two", steps_done=0, held_out=None)
     found, text = compared("one", "two"), text_of("one", "two")
-    assert found.loss is None and "two has no step yet" in text and "speed    not known of both" in text
+    assert found.loss is None and "two has no step yet" in text and "speed    not known for both" in text
 
 
 def test_pairs_and_tokens_are_not_compared(here: WorkingFolder) -> None:
