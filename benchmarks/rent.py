@@ -18,7 +18,7 @@ from itertools import combinations
 import numpy as np
 
 from benchmarks.pairing import save
-from benchmarks.published.programs import MEGATRON_DEEPSPEED
+from plait.planner.problem.program_profiles import MEGATRON_DEEPSPEED
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.machines.pool import Pool, pool_from_toml

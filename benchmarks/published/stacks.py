@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.published import programs
+from plait.planner.problem import program_profiles as programs
 from benchmarks.published.cells import Row, is_tpu
 from plait.planner.problem.software_profile import SoftwareProfile
 

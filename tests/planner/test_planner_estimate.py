@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.published.memory_fit import cannot_fit, fits
-from benchmarks.published.programs import MEGATRON, MEGATRON_2021
+from plait.planner.problem.program_profiles import MEGATRON, MEGATRON_2021
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from plait.machines.cluster import read_cluster

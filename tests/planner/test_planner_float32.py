@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.published.programs import MEGATRON_DEEPSPEED
+from plait.planner.problem.program_profiles import MEGATRON_DEEPSPEED
 from plait.errors import PlaitError
 from plait.machines.cluster import Cluster, read_cluster
 from plait.machines.machine import Machine

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.published.programs import MEGATRON
+from plait.planner.problem.program_profiles import MEGATRON
 from plait.machines.catalog import link_at_rate
 from plait.machines.cluster import Cluster, read_cluster
 from plait.planner.problem.candidates import Candidates

@@ -145,3 +145,11 @@ MAXTEXT = SoftwareProfile(
     update_bytes=17.0,
 )
 FSDP = replace(COMPOSER, name="fsdp")
+# torchtitan without torch.compile: TORCHTITAN with the traffic of operations that are not fused.
+TORCHTITAN_EAGER = replace(TORCHTITAN, name="torchtitan, eager", stream_bytes=60.0, inner_bytes=10.0)
+# transformers' Trainer and what is built on it (TRL, Axolotl): eager torch.
+HUGGING_FACE = replace(FSDP, name="transformers", logit_copies_bytes=10.0)
+# litgpt's loop through Lightning Fabric: eager torch.
+LITGPT_PROFILE = replace(FSDP, name="litgpt", logit_copies_bytes=10.0, outside_bytes=1.0e9)
+# A program of its own with DeepSpeed's engine: 16-bit gradients, flat buckets.
+DEEPSPEED_ENGINE = replace(FSDP, name="deepspeed", gradient_bytes=2, logit_copies_bytes=10.0)
