@@ -24,6 +24,7 @@ from plait.errors import PlaitError
 from plait.foreign_configs.forecast import RunForecast, forecast
 from plait.foreign_configs.reading import read_configuration
 from plait.machines.cluster import read_cluster
+from plait.planner.memory.estimate import ALLOCATOR_RESERVE
 
 ROWS = Path(__file__).parent / "published" / "foreign_configs.csv"
 
@@ -42,8 +43,13 @@ class JudgedConfig:
         """Relative error of memory, by the kind of reading that the source gives."""
         if not self.row["memory_gib"] or self.found is None:
             return None
-        is_allocated = self.row["reading"] == "allocated"
-        said = self.found.allocated_bytes if is_allocated else self.found.needed_bytes
+        found = self.found
+        readings = {
+            "allocated": found.allocated_bytes,
+            "reserved": found.allocated_bytes * ALLOCATOR_RESERVE,
+            "device": found.needed_bytes,
+        }
+        said = readings[self.row["reading"]]
         return said / 2**30 / float(self.row["memory_gib"]) - 1
 
     @property
@@ -145,7 +151,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _line(one: JudgedConfig) -> str:
     if one.found is None:
         return f"{one.row['id']:14s} {one.why}"
-    errors = [f"{name} {error:+.1%}" for name, error in (("memory", one.memory_error), ("time", one.time_error)) if error is not None]
+    errors = [
+        f"{name} {error:+.1%}"
+        for name, error in (("memory", one.memory_error), ("time", one.time_error))
+        if error is not None
+    ]
     need = f"{one.found.needed_bytes / 2**30:.1f} of {one.found.device_bytes / 2**30:.0f} GiB"
     read = f"read {one.row['memory_gib']}" if one.row["memory_gib"] else ""
     return f"{one.row['id']:14s} {one.row['outcome']:13s} {one.found.verdict:16s} {need} {read} {' '.join(errors)}"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from plait.errors import PlaitError
 from plait.foreign_configs.adapters import ALL_TARGETS, PEFT_DEFAULT, adapter_targets
 from plait.foreign_configs.keys import (
     ConfigFormat,
@@ -22,7 +23,6 @@ from plait.foreign_configs.keys import (
     word,
     words,
 )
-from plait.errors import PlaitError
 from plait.foreign_configs.run_description import ALL_DEVICES
 
 _FIELDS: Fields = {
@@ -41,7 +41,12 @@ _FIELDS: Fields = {
     "dp_shard_size": ("shard", whole_or_none),
     "torch_compile": ("compiled", flag),
 }
-_PIECES = ("liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy", "unsloth_cross_entropy_loss")
+_PIECES = (
+    "liger_fused_linear_cross_entropy",
+    "cut_cross_entropy",
+    "chunked_cross_entropy",
+    "unsloth_cross_entropy_loss",
+)
 _DEEPSPEED_STAGE = re.compile(r"zero_?-?([0-3])")
 
 
@@ -59,11 +64,15 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     names = found.pop("lora_target_modules", ())
     if adapter:
         found.setdefault("adapter_rank", 8)
-        targets = ALL_TARGETS if is_on(values, "lora_target_linear") else adapter_targets(names) if names else PEFT_DEFAULT
+        targets = (
+            ALL_TARGETS if is_on(values, "lora_target_linear") else adapter_targets(names) if names else PEFT_DEFAULT
+        )
         found |= {"adapter_targets": targets, "quantized_bits": bits or 0}
     else:
         found.pop("adapter_rank", None)
-    fsdp = any(key in ("fsdp", "fsdp_version") or key.startswith("fsdp_config") for key, value in values.items() if value)
+    fsdp = any(
+        key in ("fsdp", "fsdp_version") or key.startswith("fsdp_config") for key, value in values.items() if value
+    )
     sharded: dict[str, Any] = {}
     if values.get("deepspeed"):
         if fsdp:
@@ -71,13 +80,16 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         stage = _DEEPSPEED_STAGE.search(str(values["deepspeed"]))
         if "sharded" not in overridden and not stage:
             raise PlaitError(
-                f"deepspeed: {values['deepspeed']} is a file whose ZeRO stage its name does not say; give sharded=optimizer "
-                "(stage 1), sharded=gradients (2) or sharded=parameters (3)"
+                f"deepspeed: {values['deepspeed']} is a file whose ZeRO stage its name does not say; "
+                "give sharded=optimizer (stage 1), sharded=gradients (2) or sharded=parameters (3)"
             )
         number = int(stage[1]) if stage else 0
         sharded = {"sharded": ("nothing", "optimizer", "gradients", "parameters")[number]}
         offloads = "cpuoffload" in str(values["deepspeed"]).lower()
-        sharded |= {"offloads_optimizer": offloads, "offloads_parameters": "all" in str(values["deepspeed"]) and offloads}
+        sharded |= {
+            "offloads_optimizer": offloads,
+            "offloads_parameters": "all" in str(values["deepspeed"]) and offloads,
+        }
         assumed.append(f"ZeRO stage {number}, by the name of {values['deepspeed']}, which was not read")
     elif fsdp:
         offloads = any(_is_on_at(values, f"fsdp_config.{key}") for key in ("offload_params", "fsdp_offload_params"))
@@ -114,7 +126,9 @@ def _is_on_at(values: Values, key: str) -> bool:
 
 
 def _is_checkpointed(values: Values) -> bool:
-    if any(key.startswith("activation_checkpointing") or key == "fsdp_config.activation_checkpointing" for key in values):
+    if any(
+        key.startswith("activation_checkpointing") or key == "fsdp_config.activation_checkpointing" for key in values
+    ):
         return True
     value = values.get("gradient_checkpointing")
     return str(value).lower() in ("true", "unsloth", "offload", "offload_disk") if value is not None else False

@@ -50,7 +50,6 @@ def command_line(text: str, where: str) -> CommandLine:
 
 def _commands(text: str, where: str) -> Iterator[list[str]]:
     variables: dict[str, str] = {}
-    conditional: dict[str, set[str]] = {}
     depth = 0
     for line in _logical_lines(text):
         depth += bool(_OPENS.match(line)) - bool(_CLOSES.match(line))
@@ -59,18 +58,18 @@ def _commands(text: str, where: str) -> Iterator[list[str]]:
             value = value.strip()
             value = value[1:-1] if value.startswith("(") and value.endswith(")") else _unquoted(value)
             value = " ".join(value.split())
-            if depth > 0 and not adds:
-                conditional.setdefault(name, set()).add(value)
-                if len(conditional[name]) > 1:
-                    variables[name] = f"<{name} depends on a condition>"
-                    continue
+            value = _expanded(value, variables)
+            if depth > 0 and not adds and variables.get(name, value) != value:
+                value = f"<{name} depends on a condition>"
             variables[name] = f"{variables.get(name, '')} {value}".strip() if adds else value
             continue
         words = _words(_expanded(line, variables), where)
         if any(" --" in word for word in words):  # srun sh -c "python … --option"
             words = [part for word in words for part in (_words(word, where) if " --" in word else [word])]
         if len(words) > MOST_WORDS:
-            raise PlaitError(f"{where} has a command of more than {MOST_WORDS:,} words; no training command has as many")
+            raise PlaitError(
+                f"{where} has a command of more than {MOST_WORDS:,} words; no training command has as many"
+            )
         if any(word.startswith("--") for word in words):
             yield words
 
@@ -202,7 +201,11 @@ def _options(words: Sequence[str], where: str, *, keep_last: bool) -> tuple[dict
 
 
 def _begins_option(word: str) -> bool:
-    return word.startswith("--") or word in ("|", "&&", "||", "&", ">", ">>", "2>&1") or bool(re.match(r"^-[A-Za-z]", word))
+    return (
+        word.startswith("--")
+        or word in ("|", "&&", "||", "&", ">", ">>", "2>&1")
+        or bool(re.match(r"^-[A-Za-z]", word))
+    )
 
 
 def _of_words(values: Sequence[str]) -> Any:

@@ -36,7 +36,9 @@ def zero_fields(values: Values) -> dict[str, Any]:
 def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     found = mapped(values, _FIELDS, overridden)
     if found.pop("hpz", 1) != 1:
-        found["not_priced"] = ("zero_optimization.zero_hpz_partition_size (a second copy of the parameters in each node)",)
+        found["not_priced"] = (
+            "zero_optimization.zero_hpz_partition_size (a second copy of the parameters in each node)",
+        )
     precision = one_of(values, {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"})
     optimizer = values.get("optimizer.type")
     return {
@@ -55,6 +57,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     }
 
 
+_BATCH = '"train_micro_batch_size_per_gpu": {micro}, "gradient_accumulation_steps": {accumulation}'
 DEEPSPEED = ConfigFormat(
     name="DeepSpeed JSON",
     known="deepspeed",
@@ -71,8 +74,8 @@ DEEPSPEED = ConfigFormat(
         "amp": "NVIDIA's AMP in place of 16-bit weights",
     },
     changes={
-        "smaller micro-batch": '"train_micro_batch_size_per_gpu": {micro}, "gradient_accumulation_steps": {accumulation}',
-        "larger micro-batch": '"train_micro_batch_size_per_gpu": {micro}, "gradient_accumulation_steps": {accumulation}',
+        "smaller micro-batch": _BATCH,
+        "larger micro-batch": _BATCH,
         "recompute": "gradient checkpointing in the program (model.gradient_checkpointing_enable())",
         "no recompute": "no gradient checkpointing in the program",
         "shard optimizer": '"zero_optimization": {{"stage": 1}}',

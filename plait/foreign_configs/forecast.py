@@ -8,7 +8,7 @@ from math import fsum
 from typing import Literal
 
 from plait.errors import PlaitError
-from plait.foreign_configs.habits import knows_optimizer, profile_of
+from plait.foreign_configs.habits import held_besides, knows_optimizer, loading_bytes, profile_of
 from plait.foreign_configs.models import model_numbers, workload_numbers
 from plait.foreign_configs.run_description import ALL_DEVICES, RunDescription
 from plait.machines.cluster import Cluster
@@ -109,14 +109,12 @@ def forecast(run: RunDescription, machines: Cluster) -> RunForecast:
     layout = {**layout, "micro_sequences": micro}
     workload = _workload(run, batch)
     if run.pipeline * run.virtual > workload.layers:
-        raise PlaitError(f"{run.pipeline * run.virtual} pipeline stages are more than the model's {workload.layers} layers")
+        raise PlaitError(
+            f"{run.pipeline * run.virtual} pipeline stages are more than the model's {workload.layers} layers"
+        )
     candidates = Candidates.from_rows([layout])
-    profile = profile_of(run, bool(candidates.is_fully_sharded[0])).for_cluster(used)
-    profile = replace(
-        profile,
-        memory_model="by share",
-        **({"logit_copies_bytes": 1.0, "logits_at_once": 2.0**27} if run.loss == "in pieces" else {}),
-    )
+    own = profile_of(run, workload, bool(candidates.is_fully_sharded[0]))
+    profile = replace(own.for_cluster(used), memory_model="by share")  # on processors plait's own step is followed else
     memory, allocated = _memory(run, workload, candidates, profile)
     return RunForecast(
         run=run,
@@ -132,11 +130,12 @@ def forecast(run: RunDescription, machines: Cluster) -> RunForecast:
 
 
 def used_devices(run: RunDescription, machines: Cluster) -> Cluster:
-    """The part of the machines that the run uses; raises PlaitError where there are too few devices, or several kinds."""
+    """The part of the machines that the run uses; raises PlaitError for too few devices, or several kinds."""
     first = machines.islands[0]
     if any(island.device != first.device or island.speed != first.speed for island in machines.islands):
         raise PlaitError(
-            f"{machines.name} has devices of several kinds, and this program treats all as equal; name one kind with --cluster"
+            f"{machines.name} has devices of several kinds, and this program treats all as equal; name one kind with "
+            "--cluster"
         )
     if run.devices is None or run.devices == machines.n_devices:
         return machines
@@ -233,8 +232,10 @@ def _workload(run: RunDescription, batch: int) -> Workload:
 def _memory(
     run: RunDescription, workload: Workload, candidates: Candidates, profile: SoftwareProfile
 ) -> tuple[dict[str, float], float]:
+    workload, candidates = _sharded_over_context(run, workload, candidates)
     found = estimate_memory(workload, candidates, profile)
     items = {name: float(getattr(found, name)[0]) for name in MEMORY_NAMES if name != "reserve"}
+    items = {name: value + held_besides(run, workload, candidates).get(name, 0.0) for name, value in items.items()}
     if run.adapter_rank:
         items["parameters"] += _frozen_weights(workload, candidates) * (_frozen_bytes(run) - workload.element_bytes)
         if run.quantized_bits:
@@ -244,8 +245,24 @@ def _memory(
     if run.offloads_parameters:
         items["parameters"] = 0.0
     allocated = fsum(items.values())
+    if (loading := loading_bytes(run, workload, candidates)) > allocated:
+        items = {**dict.fromkeys(items, 0.0), "parameters": loading}
+        allocated = loading
     reserve = (ALLOCATOR_RESERVE - 1) * allocated + profile.outside_bytes
     return {**items, "reserve": reserve}, allocated
+
+
+def _sharded_over_context(
+    run: RunDescription, workload: Workload, candidates: Candidates
+) -> tuple[Workload, Candidates]:
+    """Where parameters are sharded over the ranks that cut a sequence alone, the same memory with sequences that are
+    shorter in place of cut: candidates shard over an axis of at least two."""
+    context = int(candidates.context[0])
+    if run.sharded != "parameters" or int(candidates.shard[0]) > 1 or context == 1:
+        return workload, candidates
+    row = {**candidates.row(0), "shard": context, "context": 1, "shard_what": "parameters"}
+    short = replace(workload, sequence=workload.sequence // context, batch_sequences=workload.batch_sequences * context)
+    return short, Candidates.from_rows([row])
 
 
 def _frozen_weights(workload: Workload, candidates: Candidates) -> float:
@@ -264,9 +281,7 @@ def _frozen_bytes(run: RunDescription) -> float:
 def _time(
     run: RunDescription, workload: Workload, candidates: Candidates, profile: SoftwareProfile, used: Cluster
 ) -> dict[str, float]:
-    priced = estimate_step_time(
-        CostInputs(workload=workload, cluster=used, candidates=candidates, profile=profile)
-    )
+    priced = estimate_step_time(CostInputs(workload=workload, cluster=used, candidates=candidates, profile=profile))
     items = {name: float(getattr(priced, name)[0]) for name in TIME_NAMES}
     items["bubble"] += float(priced.step_s[0]) - fsum(items.values())  # stragglers, where a profile has them
     if run.quantized_bits:

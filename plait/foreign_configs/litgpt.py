@@ -87,7 +87,9 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     if values.get("quantize"):
         quantize = word("quantize", values["quantize"])
         if not quantize.startswith(("bnb.nf4", "bnb.fp4", "bnb.int8")):
-            raise PlaitError(f"quantize: {quantize} is not priced; plait knows bnb.nf4, bnb.fp4, their -dq, and bnb.int8")
+            raise PlaitError(
+                f"quantize: {quantize} is not priced; plait knows bnb.nf4, bnb.fp4, their -dq, and bnb.int8"
+            )
         if not rank:
             raise PlaitError("quantize freezes all weights, and none would learn without adapters; use finetune_lora")
         bits = 8 if "int8" in quantize else 4
@@ -121,7 +123,10 @@ LITGPT = ConfigFormat(
     known="litgpt",
     marks=("train.micro_batch_size", "train.global_batch_size", "train.max_seq_length"),
     describe=_describe,
-    not_priced={"lora_head": "an adapter beside the head", "train.tie_embeddings": "another embedding than the model's"},
+    not_priced={
+        "lora_head": "an adapter beside the head",
+        "train.tie_embeddings": "another embedding than the model's",
+    },
     changes={
         "smaller micro-batch": "train.micro_batch_size: {micro}",
         "larger micro-batch": "train.micro_batch_size: {micro}",

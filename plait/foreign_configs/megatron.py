@@ -59,10 +59,12 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     shape = mapped(values, _MODEL_FIELDS, overridden)
     assumed: list[str] = []
     if "model" not in overridden:
-        missing = [key for key, name in (("num-layers", "layers"), ("hidden-size", "width"), ("num-attention-heads", "heads"))
-                   if name not in shape]  # fmt: skip
+        needed = {"num-layers": "layers", "hidden-size": "width", "num-attention-heads": "heads"}
+        missing = [key for key, name in needed.items() if name not in shape]
         if missing:
-            raise PlaitError(f"the command has no {', '.join(f'--{key}' for key in missing)}; add them, or give model=NAME")
+            raise PlaitError(
+                f"the command has no {', '.join(f'--{key}' for key in missing)}; add them, or give model=NAME"
+            )
         found["shape"] = _shape(values, shape, found.get("tensor", 1), assumed)
     era = any(_is_there(values, key) for key in _OF_2021)
     zero = whole_or_none("zero-stage", values["zero-stage"]) if values.get("zero-stage") is not None else None
@@ -112,7 +114,9 @@ def _shape(values: Values, shape: dict[str, Any], tensor: int, assumed: list[str
     if "vocabulary" not in shape:
         shape["vocabulary"] = _GPT2_VOCABULARY
         assumed.append("a vocabulary of GPT-2's 50,257 tokens; give vocabulary=NUMBER for another one")
-    multiple = (whole("", values.get("make-vocab-size-divisible-by")) if values.get("make-vocab-size-divisible-by") else 128) or 128
+    multiple = (
+        whole("", values.get("make-vocab-size-divisible-by")) if values.get("make-vocab-size-divisible-by") else 128
+    ) or 128
     multiple *= tensor
     shape["vocabulary"] = -(-shape["vocabulary"] // multiple) * multiple
     if shape.get("experts"):

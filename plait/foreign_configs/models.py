@@ -1,4 +1,4 @@
-"""The model that a configuration only names: from plait's list of public models, or from a config.json of transformers."""
+"""The model that a configuration only names: from a list of public models, or from a config.json of transformers."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def model_numbers(model: str) -> Mapping[str, Any]:
     )
 
 
+_OF_SHAPE = (
+    "layers", "width", "heads", "kv_heads", "head_width", "ffn", "gated", "vocabulary", "tied", "experts",
+    "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers", "latent", "projection_weights",
+)  # fmt: skip
+
+
 def _of_config(file: Path) -> Mapping[str, Any]:
     try:
         values = parse_json(read_regular_text(file, SMALL_FILE_BYTES))
@@ -52,9 +58,7 @@ def _of_config(file: Path) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise PlaitError(f"{file} is no config.json of transformers: it holds no object")
     found = workload_of(shape_of_config(values), sequence=1, batch_sequences=1)
-    names = ("layers", "width", "heads", "kv_heads", "head_width", "ffn", "gated", "vocabulary", "tied", "experts",
-             "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers", "latent", "projection_weights")  # fmt: skip
-    return {name: getattr(found, name) for name in names}
+    return {name: getattr(found, name) for name in _OF_SHAPE}
 
 
 @cache
@@ -74,7 +78,9 @@ def workload_numbers(shape: Mapping[str, Any]) -> dict[str, Any]:
         numbers["head_width"] = numbers["width"] // heads
     numbers.setdefault("kv_heads", heads)
     if heads % numbers["kv_heads"]:
-        raise PlaitError(f"{numbers['kv_heads']} heads of keys do not divide {heads} heads of queries; change one of them")
+        raise PlaitError(
+            f"{numbers['kv_heads']} heads of keys do not divide {heads} heads of queries; change one of them"
+        )
     numbers.setdefault("ffn", 4 * numbers["width"])
     numbers.setdefault("gated", True)
     numbers.setdefault("tied", False)

@@ -24,7 +24,7 @@ from plait.regular_file import SMALL_FILE_BYTES, read_regular_text
 
 FORMATS = (AXOLOTL, LITGPT, TORCHTITAN_TOML, DEEPSPEED, TRAINING_ARGUMENTS, MEGATRON_ARGUMENTS)
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json", ".sh", ".slurm", ".sbatch")
-"""Files that are configurations by their name; a .py file is one where it comes alone."""
+"""Files that are configurations by their name."""
 _CONFIG_OPTIONS = ("config", "config_file", "job.config_file", "config-file")
 OVERRIDES: Mapping[str, tuple[str, Any]] = {
     "model": ("a model's name, or the path of its config.json", name),
@@ -52,8 +52,13 @@ _WORDS = {
 }
 
 
-def is_configuration(target: str) -> bool:
-    """Whether the first word of `plait check` names a configuration, and not a program to run."""
+def is_configuration(target: str, said: Sequence[str] = (), *, names_machines: bool = False) -> bool:
+    """Whether the first word of `plait check` names a configuration, and not a program to run.
+
+    A Python file is a program, unless machines are named or something is said that no program would understand.
+    """
+    if Path(target).suffix.lower() == ".py":
+        return names_machines or (bool(said) and all(text.partition("=")[0] in OVERRIDES for text in said))
     return Path(target).suffix.lower() in CONFIG_SUFFIXES or " " in target.strip()
 
 
@@ -107,7 +112,7 @@ def _of_values(
 
 
 def _of_command(command: CommandLine, folder: Path, said: Mapping[str, Any]) -> tuple[str, RunDescription]:
-    options = {key: value for key, value in command.options.items()}
+    options = dict(command.options)
     if command.program in ("litgpt", "axolotl", "trl") or any(key in options for key in _CONFIG_OPTIONS):
         found = _of_named_file(command, folder, said)
         if found is not None:
@@ -133,9 +138,7 @@ def _of_command(command: CommandLine, folder: Path, said: Mapping[str, Any]) -> 
     return one.name, _on_devices(_with(description(one, values, said.keys()), said), command, said)
 
 
-def _of_named_file(
-    command: CommandLine, folder: Path, said: Mapping[str, Any]
-) -> tuple[str, RunDescription] | None:
+def _of_named_file(command: CommandLine, folder: Path, said: Mapping[str, Any]) -> tuple[str, RunDescription] | None:
     """What a command's configuration file says, with the command's own options in place of the file's."""
     named = next((command.options[key] for key in _CONFIG_OPTIONS if isinstance(command.options.get(key), str)), None)
     words = [one for one in command.arguments if Path(one).suffix.lower() in (".yaml", ".yml", ".toml")]
@@ -177,7 +180,9 @@ def _overrides(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or key not in OVERRIDES:
-            raise PlaitError(f"{text!r:.60} is none of what can be said beside a file: {', '.join(f'{k}=…' for k in OVERRIDES)}")
+            raise PlaitError(
+                f"{text!r:.60} is none of what can be said beside a file: {', '.join(f'{k}=…' for k in OVERRIDES)}"
+            )
         if key in found:
             raise PlaitError(f"{key} is given twice; keep one")
         read = OVERRIDES[key][1](key, value)

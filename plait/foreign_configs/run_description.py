@@ -11,7 +11,10 @@ from plait.model.adapter_shape import AdapterTarget
 from plait.planner.problem.candidates import ShardedState
 from plait.planner.problem.workload import AttentionKernel, PricedPrecision
 
-Program = Literal["axolotl", "transformers", "torchtitan", "megatron", "megatron 2021", "deepspeed", "litgpt"]
+Program = Literal[
+    "axolotl", "transformers", "torchtitan", "torchtitan 2024", "megatron", "megatron 2021", "deepspeed", "litgpt"
+]
+"""The programs; a year where one has changed what it costs since."""
 WeightNumbers = Literal["float32", "16 bits"]
 """The numbers in which weights that learn are kept beside what they are multiplied in."""
 ALL_DEVICES = 0

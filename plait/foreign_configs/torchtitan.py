@@ -28,6 +28,8 @@ _FIELDS: Fields = {
     "parallelism.expert_parallel_degree": ("expert", whole),
     "parallelism.pipeline_parallel_microbatch_size": ("piped", whole),
 }
+_OF_2024 = ("training.batch_size", "training.tensor_parallel_degree", "training.data_parallel_degree")
+"""Keys that went in 2025: they date the program."""
 _DEFAULT_LOCAL, _DEFAULT_SEQUENCE = 8, 2048
 
 
@@ -47,14 +49,8 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         found |= {"micro_sequences": piped, "accumulation": max(local // piped, 1)}
     else:
         found["micro_sequences"] = local
-    if found.get("shard") == 1 and replicate == 1:
-        found["sharded"] = "nothing"
-    elif found.get("shard") == 1:
-        found["sharded"] = "nothing"
-        found.pop("shard")
-    else:
-        found["sharded"] = "parameters"
-    found.setdefault("shard", ALL_DEVICES)
+    shards = found.setdefault("shard", ALL_DEVICES) != 1 or (found.get("context", 1) > 1 and replicate == 1)
+    found["sharded"] = "parameters" if shards else "nothing"
     mode = word("activation_checkpoint.mode", values.get("activation_checkpoint.mode") or "selective")
     if mode not in ("none", "selective", "full", "memory_budget"):
         raise PlaitError(f"activation_checkpoint.mode = {mode!r:.40} is none of none, selective and full")
@@ -67,13 +63,14 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         found["model"] = f"{model}-{flavor}" if flavor else str(model)
     converters = " ".join(map(str, _listed(values.get("model.converters"))))
     fp8 = "float8" in converters or one_of(
-        values, {"float8.enable_float8_linear": True, "training.enable_float8_linear": True, "training.fp8_linear": True}
+        values,
+        {"float8.enable_float8_linear": True, "training.enable_float8_linear": True, "training.fp8_linear": True},
     )
     rowwise = str(values.get("quantize.linear.float8.recipe_name") or values.get("float8.recipe_name") or "")
     precision = str(values.get("training.mixed_precision_param") or "bfloat16")
     offloads = is_on(values, "training.enable_cpu_offload")
     return {
-        "program": "torchtitan",
+        "program": "torchtitan 2024" if any(key in values for key in _OF_2024) else "torchtitan",
         **found,
         "sequence_parallel": found.get("tensor", 1) > 1,
         # Scaled by row, fp8 gained nothing over bf16 in torchtitan's own tables of 2025.

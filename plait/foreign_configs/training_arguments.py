@@ -59,7 +59,9 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         assumed.append(f"per_device_train_batch_size is {USUAL_BATCH}, which is transformers' default")
     if "sequence" not in found and "sequence" not in overridden:
         found["sequence"] = TRL_SEQUENCE
-        assumed.append(f"sequences of {TRL_SEQUENCE} tokens, which is TRL's default; give sequence=NUMBER for another length")
+        assumed.append(
+            f"sequences of {TRL_SEQUENCE} tokens, which is TRL's default; give sequence=NUMBER for another length"
+        )
     if "epochs" not in found and "steps" not in found:
         found["epochs"] = 3.0
     found |= _adapters(values, found)
@@ -118,8 +120,8 @@ def _sharding(values: Values, overridden: Collection[str], assumed: list[str]) -
         stage = re.search(r"(?:zero|stage|z)_?-?([0-3])", str(values["deepspeed"]))
         if not stage and "sharded" not in overridden:
             raise PlaitError(
-                f"deepspeed = {values['deepspeed']} is a file whose ZeRO stage its name does not say; give sharded=optimizer "
-                "(stage 1), sharded=gradients (2) or sharded=parameters (3)"
+                f"deepspeed = {values['deepspeed']} is a file whose ZeRO stage its name does not say; "
+                "give sharded=optimizer (stage 1), sharded=gradients (2) or sharded=parameters (3)"
             )
         number = int(stage[1]) if stage else 0
         assumed.append(f"ZeRO stage {number}, by the name of {values['deepspeed']}, which was not read")
@@ -136,7 +138,9 @@ def accelerate_sharding(values: Values) -> dict[str, Any]:
     kind = word("distributed_type", values["distributed_type"])
     if kind == "fsdp":
         said = str(values.get("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD")).lower()
-        what = {"shard_grad_op": "gradients", "2": "gradients", "no_shard": "nothing", "3": "nothing"}.get(said, "parameters")
+        what = {"shard_grad_op": "gradients", "2": "gradients", "no_shard": "nothing", "3": "nothing"}.get(
+            said, "parameters"
+        )
         offloads = is_on(values, "fsdp_config.fsdp_offload_params")
         return {"sharded": what, "offloads_parameters": offloads, "offloads_optimizer": offloads}
     if kind == "deepspeed":
