@@ -69,10 +69,10 @@ def _answer_for_file(context: typer.Context, words: list[str], cluster: str | No
         with again:
             context.command.invoke(again)
         raise typer.Exit(0)
-    from plait.commands.check_file import check_file
+    from plait.commands.check_file import check_configuration
     from plait.foreign_configs.answer import checked_config_json, checked_config_text
 
-    checked = check_file(words[0], words[1:], cluster=cluster)
+    checked = check_configuration(words[0], words[1:], cluster=cluster)
     text = checked_config_json(checked) if as_json else checked_config_text(checked)
     OptionalOutput(sys.stdout).write(text + "\n")
     raise typer.Exit(checked.exit_code)

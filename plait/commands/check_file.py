@@ -19,7 +19,7 @@ from plait.workers import worker_pool
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 
-def check_file(
+def check_configuration(
     target: str, overrides: Sequence[str] = (), *, cluster: str | None = None, working: WorkingFolder = CURRENT_FOLDER
 ) -> CheckedConfig:
     """Forecast the run of a configuration file or of a command line in one text, on a named cluster or on this machine;

@@ -13,20 +13,19 @@ from plait.foreign_configs.keys import (
     Fields,
     Values,
     amount,
+    as_written,
+    fields_of_keys,
     flag,
     is_on,
-    mapped,
-    name,
     one_of,
     whole,
     whole_or_none,
     word,
     words,
 )
-from plait.foreign_configs.run_description import ALL_DEVICES
 
 _FIELDS: Fields = {
-    "base_model": ("model", name),
+    "base_model": ("model", as_written),
     "sequence_len": ("sequence", whole),
     "micro_batch_size": ("micro_sequences", whole),
     "gradient_accumulation_steps": ("accumulation", whole),
@@ -51,7 +50,7 @@ _DEEPSPEED_STAGE = re.compile(r"zero_?-?([0-3])")
 
 
 def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
-    found = mapped(values, _FIELDS, overridden)
+    found = fields_of_keys(values, _FIELDS, overridden)
     assumed: list[str] = []
     adapter = word("adapter", values["adapter"]) if values.get("adapter") else ""
     if adapter not in ("", "lora", "qlora"):
@@ -109,7 +108,6 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         assumed.append("every example is as long as sequence_len, which is the most that a batch can need")
     return {
         "program": "axolotl",
-        "shard": ALL_DEVICES,
         **sharded,
         **found,
         "precision": precision or "float32",

@@ -9,12 +9,12 @@ from plait.errors import PlaitError
 from plait.foreign_configs.adapters import ALL_TARGETS
 from plait.foreign_configs.forecast import RunForecast, forecast
 from plait.foreign_configs.keys import ConfigFormat
-from plait.foreign_configs.run_description import ALL_DEVICES, RunDescription
+from plait.foreign_configs.run_description import RunDescription
 from plait.machines.cluster import Cluster
 
 WORTH_SAYING = 0.03
 """Share of a step's time below which a change is not proposed."""
-SHORTEST_SEQUENCE = 256
+SHORTEST_PROPOSED = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def _tried(
                 accumulation=after.accumulation,
                 batch=after.workload.batch_sequences,
                 sequence=run.sequence,
-                tensor=run.tensor,
+                tensor=run.layout.tensor,
                 devices=run.devices or machines.n_devices,
             )
             yield ConfigChange(text=words, keeps_mathematics=changes is not _OTHER_MATHEMATICS, after=after)
@@ -125,7 +125,7 @@ def _shard(what: str) -> Change:
         is_more = states.index(what) > states.index(str(found.layout["shard_what"]))
         if not is_more or int(found.layout["replicate"]) * int(found.layout["shard"]) == 1:
             return None
-        return replace(found.run, sharded=states[states.index(what)], shard=ALL_DEVICES)
+        return replace(found.run, sharded=states[states.index(what)], shards_over="all data ranks")
 
     return change
 
@@ -133,7 +133,7 @@ def _shard(what: str) -> Change:
 def _shard_less(found: RunForecast) -> RunDescription | None:
     if found.layout["shard_what"] != "parameters":
         return None
-    return replace(found.run, sharded="optimizer", shard=ALL_DEVICES)
+    return replace(found.run, sharded="optimizer", shards_over="all data ranks")
 
 
 def _in_pieces(found: RunForecast) -> RunDescription | None:
@@ -141,7 +141,7 @@ def _in_pieces(found: RunForecast) -> RunDescription | None:
 
 
 def _sequence_parallel(found: RunForecast) -> RunDescription | None:
-    is_new = found.run.tensor > 1 and not found.run.sequence_parallel
+    is_new = found.run.layout.tensor > 1 and not found.run.sequence_parallel
     return replace(found.run, sequence_parallel=True) if is_new else None
 
 
@@ -178,7 +178,7 @@ def _adapters(found: RunForecast) -> RunDescription | None:
 def _shorter(parts: int) -> Change:
     def change(found: RunForecast) -> RunDescription | None:
         sequence = (found.run.sequence or 0) // parts
-        return replace(found.run, sequence=sequence) if sequence >= SHORTEST_SEQUENCE else None
+        return replace(found.run, sequence=sequence) if sequence >= SHORTEST_PROPOSED else None
 
     return change
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.foreign_configs.keys import ConfigFormat, Fields, Values, is_on, mapped, one_of, whole, word
+from plait.foreign_configs.keys import ConfigFormat, Fields, Values, fields_of_keys, is_on, one_of, whole, word
 from plait.planner.problem.candidates import SHARDED_STATES
 
 _FIELDS: Fields = {
@@ -34,7 +34,7 @@ def zero_fields(values: Values) -> dict[str, Any]:
 
 
 def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
-    found = mapped(values, _FIELDS, overridden)
+    found = fields_of_keys(values, _FIELDS, overridden)
     if found.pop("hpz", 1) != 1:
         found["not_priced"] = (
             "zero_optimization.zero_hpz_partition_size (a second copy of the parameters in each node)",

@@ -10,7 +10,7 @@ from typing import Literal
 from plait.errors import PlaitError
 from plait.foreign_configs.habits import held_besides, knows_optimizer, loading_bytes, profile_of
 from plait.foreign_configs.models import model_numbers, workload_numbers
-from plait.foreign_configs.run_description import ALL_DEVICES, RunDescription
+from plait.foreign_configs.run_description import RunDescription
 from plait.machines.cluster import Cluster
 from plait.planner.memory.estimate import ALLOCATOR_RESERVE, estimate_memory
 from plait.planner.problem.candidates import Candidates
@@ -32,7 +32,7 @@ DEQUANTIZED_TRAFFIC = 7.0
 LEAST_MARGIN = 0.08
 """Share of the needed memory that must stay free before a run is said to fit: what forecasts of other programs are off
 by in the median (benchmarks/foreign_configs.py)."""
-Verdict = Literal["fits", "too close to say", "does not fit"]
+FitVerdict = Literal["fits", "too close to say", "does not fit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class RunForecast:
         return self.cluster.islands[0].device.memory_bytes
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> FitVerdict:
         """Whether it fits, the forecast's own error considered."""
         margin = 1 + max(LEAST_MARGIN, memory_error(self.workload, self.cluster))
         if self.needed_bytes * margin <= self.device_bytes:
@@ -108,9 +108,9 @@ def forecast(run: RunDescription, machines: Cluster) -> RunForecast:
     micro, batch = _batch(run, layout)
     layout = {**layout, "micro_sequences": micro}
     workload = _workload(run, batch)
-    if run.pipeline * run.virtual > workload.layers:
+    if run.layout.pipeline * run.virtual > workload.layers:
         raise PlaitError(
-            f"{run.pipeline * run.virtual} pipeline stages are more than the model's {workload.layers} layers"
+            f"{run.layout.pipeline * run.virtual} pipeline stages are more than the model's {workload.layers} layers"
         )
     candidates = Candidates.from_rows([layout])
     own = profile_of(run, workload, bool(candidates.is_fully_sharded[0]))
@@ -153,29 +153,30 @@ def used_devices(run: RunDescription, machines: Cluster) -> Cluster:
 
 
 def _layout(run: RunDescription, used: Cluster) -> dict[str, int | str]:
-    taken = run.tensor * run.pipeline * run.context
+    tensor, pipeline, context = run.layout.tensor, run.layout.pipeline, run.layout.context
+    taken = tensor * pipeline * context
     if used.n_devices % taken:
         raise PlaitError(
-            f"tensor {run.tensor} × pipeline {run.pipeline} × context {run.context} = {taken} does not divide "
+            f"tensor {tensor} × pipeline {pipeline} × context {context} = {taken} does not divide "
             f"{counted(used.n_devices, 'device')}; name machines with a multiple of {taken} with --cluster"
         )
     ranks = used.n_devices // taken
-    shard = ranks if run.shard == ALL_DEVICES else run.shard
+    shard = ranks if run.shards_over == "all data ranks" else run.layout.shard
     if ranks % shard:
         raise PlaitError(f"shards over {shard} ranks do not divide {ranks} data-parallel ranks; change one of them")
     sharded = run.sharded if ranks > 1 else "nothing"
     if sharded == "nothing":
         shard = 1
     return {
-        "pipeline": run.pipeline,
+        "pipeline": run.layout.pipeline,
         "virtual": run.virtual,
         "replicate": ranks // shard,
         "shard": shard,
         "shard_what": sharded,
-        "context": run.context,
-        "tensor": run.tensor,
-        "sequence_parallel": int(run.sequence_parallel and run.tensor > 1),
-        "expert": run.expert,
+        "context": run.layout.context,
+        "tensor": run.layout.tensor,
+        "sequence_parallel": int(run.sequence_parallel and run.layout.tensor > 1),
+        "expert": run.layout.expert,
         "recompute": run.recompute,
         "schedule": "interleaved" if run.virtual > 1 else "1f1b",
     }

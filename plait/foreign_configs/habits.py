@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from plait.foreign_configs.run_description import Program, RunDescription
+from plait.foreign_configs.run_description import ForeignProgram, RunDescription
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.program_profiles import (
     DEEPSPEED_ENGINE,
@@ -23,7 +23,7 @@ from plait.planner.problem.stage_partition import layer_parameters
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
 
-PROFILES: Mapping[Program, SoftwareProfile] = {
+PROFILES: Mapping[ForeignProgram, SoftwareProfile] = {
     "axolotl": HUGGING_FACE,
     "transformers": HUGGING_FACE,
     "torchtitan": TORCHTITAN_2025,
@@ -46,7 +46,7 @@ _MOMENTS: Mapping[str, tuple[float, float]] = {
 }  # fmt: skip
 """Bytes of an optimizer's two moments for each weight in float32; moments of four bytes have two where the weight has
 two, unless float32 weights are kept beside it."""
-_OWN_NUMBERS: tuple[Program, ...] = ("torchtitan", "torchtitan 2024", "megatron", "megatron 2021")
+_OWN_NUMBERS: tuple[ForeignProgram, ...] = ("torchtitan", "torchtitan 2024", "megatron", "megatron 2021")
 """Programs whose profile says how they keep numbers, whatever the configuration."""
 ADAPTER_STATE_BYTES = 12
 """An adapter's weight beyond its 16-bit copy, and its moments, all of which PEFT keeps in float32."""
@@ -92,7 +92,7 @@ def held_besides(run: RunDescription, workload: Workload, candidates: Candidates
     if run.program == "litgpt" and shard > 1 and not run.adapter_rank and _accumulates(workload, candidates):
         # Gradients are summed over ranks once a step, and until then whole on each (FSDP's no_sync).
         found["gradients"] += 2.0 * workload.parameters * (1 - 1 / shard)
-    if run.program in ("torchtitan", "torchtitan 2024") and run.pipeline > 1 and shard > 1:
+    if run.program in ("torchtitan", "torchtitan 2024") and run.layout.pipeline > 1 and shard > 1:
         # In a pipeline, weights stay gathered (16 bits) and gradients whole (32 bits) until all micro-batches are done.
         found["gathered"] += 6.0 * stage * (1 - 1 / shard)
     return found

@@ -12,11 +12,13 @@ from typing import Any
 from plait.errors import PlaitError
 from plait.foreign_configs.run_description import RunDescription
 from plait.foreign_configs.syntax import Placeholder
+from plait.layout import Layout
 
 Values = Mapping[str, Any]
 Convert = Callable[[str, Any], Any]
 Fields = Mapping[str, tuple[str, Convert]]
-"""For each key the field of RunDescription that it sets, and what reads its value."""
+"""For each key what it sets, a field of RunDescription or a degree of its layout, and what reads its value."""
+_DEGREES = ("pipeline", "shard", "context", "tensor", "expert")
 _LARGEST = 1 << 50
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
 
@@ -32,7 +34,7 @@ class ConfigFormat:
     marks: tuple[str, ...]
     """Keys that no other format has; one of them is enough to recognise it."""
     describe: Callable[[Values, Collection[str]], dict[str, Any]]
-    """The fields of a RunDescription; gets the values, and the fields that a person overrides."""
+    """The fields of a RunDescription and the degrees of its layout; gets the values, and what a person overrides."""
     not_priced: Mapping[str, str]
     """Keys that change memory or time by an amount that the forecast does not know, with what they do."""
     changes: Mapping[str, str]
@@ -67,14 +69,17 @@ def description(one: ConfigFormat, values: Values, overridden: Collection[str] =
     known = one.known_keys
     unknown = [key for key in values if not is_known(key, known)]
     without = [f"{key} ({what})" for key, what in one.not_priced.items() if _is_set(values, key)]
-    found = RunDescription(**one.describe(values, overridden))
-    return _checked(found, not_priced=(*found.not_priced, *without), unknown=tuple(_named(k, known) for k in unknown))
-
-
-def _checked(found: RunDescription, **more: tuple[str, ...]) -> RunDescription:
-    from dataclasses import replace
-
-    return replace(found, **more)
+    found = one.describe(values, overridden)
+    degrees = {axis: found.pop(axis) for axis in _DEGREES if axis in found}
+    return RunDescription(
+        **{
+            **found,
+            "layout": Layout(**degrees),
+            "shards_over": "layout.shard" if "shard" in degrees else "all data ranks",
+            "not_priced": (*found.get("not_priced", ()), *without),
+            "unknown": tuple(_named(key, known) for key in unknown),
+        }
+    )
 
 
 def _is_set(values: Values, key: str) -> bool:
@@ -87,7 +92,7 @@ def _named(key: str, known: Collection[str]) -> str:
     return f"{key} (is it {near[0]}?)" if near else key
 
 
-def mapped(values: Values, fields: Fields, overridden: Collection[str] = ()) -> dict[str, Any]:
+def fields_of_keys(values: Values, fields: Fields, overridden: Collection[str] = ()) -> dict[str, Any]:
     """The fields that these keys set; raises PlaitError where two keys contradict each other."""
     found: dict[str, Any] = {}
     source: dict[str, str] = {}
@@ -157,7 +162,7 @@ def word(key: str, value: Any) -> str:
     return str(value).strip().lower()
 
 
-def name(key: str, value: Any) -> str:
+def as_written(key: str, value: Any) -> str:
     """A name or a path, as it is written."""
     _refuse_placeholder(key, value)
     return str(value).strip()

@@ -11,9 +11,9 @@ from plait.foreign_configs.keys import (
     Fields,
     Values,
     amount,
+    as_written,
+    fields_of_keys,
     is_on,
-    mapped,
-    name,
     whole,
     whole_or_none,
     word,
@@ -21,7 +21,7 @@ from plait.foreign_configs.keys import (
 from plait.model.adapter_shape import AdapterTarget
 
 _FIELDS: Fields = {
-    "model_name": ("model", name),
+    "model_name": ("model", as_written),
     "train.micro_batch_size": ("micro_sequences", whole),
     "train.global_batch_size": ("batch_sequences", whole),
     "train.max_seq_length": ("sequence", whole_or_none),
@@ -60,7 +60,7 @@ _EXAMPLES = {"alpaca2k": 2_000 - 100, "alpaca": 51_760 - 2_000}
 
 
 def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
-    found = mapped(values, _FIELDS, overridden)
+    found = fields_of_keys(values, _FIELDS, overridden)
     assumed: list[str] = []
     rank = found.pop("adapter_rank", 0)
     if rank:
@@ -70,8 +70,8 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     if per_node:
         found["devices"] = per_node * (whole("num_nodes", values.get("num_nodes") or 1) or 1)
     if "model" not in found and values.get("checkpoint_dir") and "model" not in overridden:
-        found["model"] = name("checkpoint_dir", values["checkpoint_dir"]).removeprefix("checkpoints/")
-    shape = mapped({k: v for k, v in values.items() if k.startswith("model_config.")}, _MODEL_FIELDS)
+        found["model"] = as_written("checkpoint_dir", values["checkpoint_dir"]).removeprefix("checkpoints/")
+    shape = fields_of_keys({k: v for k, v in values.items() if k.startswith("model_config.")}, _MODEL_FIELDS)
     if shape:
         found["shape"] = shape
         if values.get("model_config.name") and "model" not in found:

@@ -10,8 +10,8 @@ from plait.foreign_configs.keys import (
     ConfigFormat,
     Fields,
     Values,
+    fields_of_keys,
     is_on,
-    mapped,
     one_of,
     whole,
     whole_or_none,
@@ -55,8 +55,8 @@ _OF_2021 = ("checkpoint-activations", "activations-checkpoint-method", "activati
 
 
 def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
-    found = mapped(values, _FIELDS, overridden)
-    shape = mapped(values, _MODEL_FIELDS, overridden)
+    found = fields_of_keys(values, _FIELDS, overridden)
+    shape = fields_of_keys(values, _MODEL_FIELDS, overridden)
     assumed: list[str] = []
     if "model" not in overridden:
         needed = {"num-layers": "layers", "hidden-size": "width", "num-attention-heads": "heads"}

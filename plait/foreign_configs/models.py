@@ -90,6 +90,6 @@ def workload_numbers(shape: Mapping[str, Any]) -> dict[str, Any]:
     return numbers
 
 
-def parameters_of(shape: Mapping[str, Any]) -> int:
+def model_size_of(shape: Mapping[str, Any]) -> int:
     """Weights of a model of these numbers."""
     return Workload(**workload_numbers(shape), sequence=1, batch_sequences=1).parameters

@@ -12,7 +12,7 @@ from plait.errors import PlaitError
 from plait.foreign_configs.axolotl import AXOLOTL
 from plait.foreign_configs.command_line import CommandLine, command_line
 from plait.foreign_configs.deepspeed import DEEPSPEED
-from plait.foreign_configs.keys import ConfigFormat, amount, description, is_known, name, whole, word
+from plait.foreign_configs.keys import ConfigFormat, amount, as_written, description, is_known, whole, word
 from plait.foreign_configs.litgpt import LITGPT
 from plait.foreign_configs.megatron import MEGATRON_ARGUMENTS
 from plait.foreign_configs.python_source import python_values
@@ -27,7 +27,7 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json", ".sh", ".slurm", ".sbatch"
 """Files that are configurations by their name."""
 _CONFIG_OPTIONS = ("config", "config_file", "job.config_file", "config-file")
 OVERRIDES: Mapping[str, tuple[str, Any]] = {
-    "model": ("a model's name, or the path of its config.json", name),
+    "model": ("a model's name, or the path of its config.json", as_written),
     "sequence": ("tokens of a sequence", whole),
     "micro_sequences": ("sequences of a micro-batch on one device", whole),
     "accumulation": ("micro-batches that are accumulated", whole),

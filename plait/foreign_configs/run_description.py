@@ -6,26 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from plait.layout import Recompute
+from plait.layout import Layout, Recompute
 from plait.model.adapter_shape import AdapterTarget
 from plait.planner.problem.candidates import ShardedState
 from plait.planner.problem.workload import AttentionKernel, PricedPrecision
 
-Program = Literal[
+ForeignProgram = Literal[
     "axolotl", "transformers", "torchtitan", "torchtitan 2024", "megatron", "megatron 2021", "deepspeed", "litgpt"
 ]
 """The programs; a year where one has changed what it costs since."""
 WeightNumbers = Literal["float32", "16 bits"]
 """The numbers in which weights that learn are kept beside what they are multiplied in."""
-ALL_DEVICES = 0
-"""As a degree: all devices that no other axis takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDescription:
     """A run of another program, as far as its configuration says."""
 
-    program: Program
+    program: ForeignProgram
     model: str | None = None
     """A hub id, a name, or a folder with a config.json."""
     shape: Mapping[str, Any] = field(default_factory=dict)
@@ -36,13 +34,12 @@ class RunDescription:
     batch_sequences: int | None = None
     devices: int | None = None
     per_node: int | None = None
-    tensor: int = 1
-    pipeline: int = 1
+    layout: Layout = field(default_factory=Layout)
+    """Degrees that are named; data-parallel ranks are what is left of the devices."""
     virtual: int = 1
-    context: int = 1
-    expert: int = 1
-    shard: int = ALL_DEVICES
-    """Ranks that share out what `sharded` names; it has no meaning where that is "nothing"."""
+    """Stages on each pipeline rank."""
+    shards_over: Literal["all data ranks", "layout.shard"] = "all data ranks"
+    """How many ranks share out what `sharded` names."""
     sharded: ShardedState = "nothing"
     sequence_parallel: bool = False
     recompute: Recompute = "none"

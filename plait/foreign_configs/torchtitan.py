@@ -6,8 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.foreign_configs.keys import ConfigFormat, Fields, Values, flag, is_on, mapped, one_of, whole, word
-from plait.foreign_configs.run_description import ALL_DEVICES
+from plait.foreign_configs.keys import ConfigFormat, Fields, Values, fields_of_keys, flag, is_on, one_of, whole, word
 
 _SECTIONS = ("parallelism", "experimental", "training")
 """Where degrees stood in one release or another."""
@@ -34,7 +33,7 @@ _DEFAULT_LOCAL, _DEFAULT_SEQUENCE = 8, 2048
 
 
 def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
-    found = mapped(values, _FIELDS, overridden)
+    found = fields_of_keys(values, _FIELDS, overridden)
     assumed: list[str] = []
     replicate = found.pop("replicate", 1)
     local, piped = found.pop("local", None), found.pop("piped", 1)
@@ -49,7 +48,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         found |= {"micro_sequences": piped, "accumulation": max(local // piped, 1)}
     else:
         found["micro_sequences"] = local
-    shards = found.setdefault("shard", ALL_DEVICES) != 1 or (found.get("context", 1) > 1 and replicate == 1)
+    shards = found.get("shard") != 1 or (found.get("context", 1) > 1 and replicate == 1)
     found["sharded"] = "parameters" if shards else "nothing"
     mode = word("activation_checkpoint.mode", values.get("activation_checkpoint.mode") or "selective")
     if mode not in ("none", "selective", "full", "memory_budget"):

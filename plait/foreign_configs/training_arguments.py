@@ -14,10 +14,10 @@ from plait.foreign_configs.keys import (
     Fields,
     Values,
     amount,
+    as_written,
+    fields_of_keys,
     flag,
     is_on,
-    mapped,
-    name,
     one_of,
     whole,
     whole_or_none,
@@ -28,7 +28,7 @@ from plait.foreign_configs.keys import (
 TRL_SEQUENCE = 1024
 """SFTConfig's max_length where it is not given."""
 _FIELDS: Fields = {
-    "model_name_or_path": ("model", name),
+    "model_name_or_path": ("model", as_written),
     "max_length": ("sequence", whole_or_none),
     "max_seq_length": ("sequence", whole_or_none),
     "max_seq_len": ("sequence", whole_or_none),
@@ -52,7 +52,7 @@ _OFFLOADS = re.compile(r"\boffload\b")
 
 
 def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
-    found = mapped(values, _FIELDS, overridden)
+    found = fields_of_keys(values, _FIELDS, overridden)
     assumed: list[str] = []
     if "micro_sequences" not in found and "micro_sequences" not in overridden:
         found["micro_sequences"] = USUAL_BATCH

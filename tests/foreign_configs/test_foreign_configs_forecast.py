@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.foreign_configs import ROWS, figures, judged
-from plait.commands.check_file import check_file
+from plait.commands.check_file import check_configuration
 from plait.errors import PlaitError
 from plait.foreign_configs.answer import checked_config_json, checked_config_text
 from plait.foreign_configs.forecast import RunForecast, forecast
-from plait.foreign_configs.models import model_numbers, parameters_of
+from plait.foreign_configs.models import model_numbers, model_size_of
 from plait.foreign_configs.reading import read_configuration
 from plait.machines.cluster import read_cluster
 from tests.foreign_configs import texts
@@ -35,7 +35,7 @@ def forecast_of(text: str, file: str, folder: Path, machines: str, *said: str) -
      ("unsloth/llama-3.2-1b-instruct-bnb-4bit", 1.24), ("tiiuae/falcon-7b", 6.92), ("openai/gpt-oss-20b", 20.9)],
 )  # fmt: skip
 def test_public_models_have_their_published_size(model: str, billions: float) -> None:
-    assert parameters_of(model_numbers(model)) / 1e9 == pytest.approx(billions, rel=0.02)
+    assert model_size_of(model_numbers(model)) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_an_unknown_model_is_asked_for_and_its_config_read(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_what_cannot_be_laid_out_is_one_sentence(
 )
 def test_whole_answers(name: str, file: str, text: str, machines: str, said: list[str], tmp_path: Path) -> None:
     (tmp_path / file).write_text(text)
-    checked = check_file(str(tmp_path / file), said, cluster=machines)
+    checked = check_configuration(str(tmp_path / file), said, cluster=machines)
     golden, answer = GOLDEN / f"{name}.txt", checked_config_text(checked) + "\n"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(answer, encoding="utf-8")
@@ -116,7 +116,7 @@ def test_a_run_that_does_not_fit_is_made_to_fit_without_other_mathematics(tmp_pa
     (tmp_path / "a.json").write_text(
         texts.TRL_JSON.replace('"gradient_checkpointing": true', '"gradient_checkpointing": false')
     )
-    checked = check_file(str(tmp_path / "a.json"), ["micro_sequences=16", "accumulation=2"], cluster="8xH100")
+    checked = check_configuration(str(tmp_path / "a.json"), ["micro_sequences=16", "accumulation=2"], cluster="8xH100")
     assert checked.found.verdict == "does not fit" and checked.exit_code == 1
     assert checked.change is not None and checked.change.keeps_mathematics
     assert checked.change.after.verdict == "fits"

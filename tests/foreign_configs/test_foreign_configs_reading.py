@@ -8,6 +8,7 @@ import pytest
 
 from plait.errors import PlaitError
 from plait.foreign_configs.reading import OVERRIDES, is_configuration, read_configuration
+from plait.layout import Layout
 from tests.foreign_configs import texts
 
 READ = {
@@ -29,12 +30,14 @@ READ = {
     ),
     "titan.toml": (
         texts.TORCHTITAN,
-        {"program": "torchtitan", "model": "llama3-8B", "sequence": 8192, "micro_sequences": 2, "tensor": 2,
+        {"program": "torchtitan", "model": "llama3-8B", "sequence": 8192, "micro_sequences": 2,
+         "layout": Layout(tensor=2),
          "sharded": "parameters", "recompute": "selective", "compiled": True, "unknown": ()},
     ),
     "megatron.sh": (
         texts.MEGATRON,
-        {"program": "megatron", "devices": 16, "per_node": 8, "tensor": 2, "batch_sequences": 128, "sequence": 8192,
+        {"program": "megatron", "devices": 16, "per_node": 8, "layout": Layout(tensor=2),
+         "batch_sequences": 128, "sequence": 8192,
          "sharded": "optimizer", "recompute": "selective", "sequence_parallel": True, "steps": 500, "unknown": ()},
     ),
     "ds.json": (
