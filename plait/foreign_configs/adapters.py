@@ -29,12 +29,14 @@ NOT_IN_LAYERS = ("lm_head", "embed_tokens", "output", "wte")
 
 def adapter_targets(names: Sequence[str]) -> tuple[AdapterTarget, ...]:
     """The layers that these names mean; raises PlaitError for one that is not known."""
-    found: list[AdapterTarget] = []
-    for text in names:
-        layer = text.rpartition(".")[2]
-        if layer in NOT_IN_LAYERS:
-            continue
-        if layer not in _LAYERS:
-            raise PlaitError(f"{text} is no linear layer that plait knows for adapters; write {', '.join(_LAYERS)}")
-        found += [one for one in _LAYERS[layer] if one not in found]
-    return tuple(one for one in ALL_TARGETS if one in found)
+    meant = {target for text in names for target in _layers_named(text)}
+    return tuple(one for one in ALL_TARGETS if one in meant)
+
+
+def _layers_named(text: str) -> tuple[AdapterTarget, ...]:
+    layer = text.rpartition(".")[2]
+    if layer in NOT_IN_LAYERS:
+        return ()
+    if layer not in _LAYERS:
+        raise PlaitError(f"{text} is no linear layer that plait knows for adapters; write {', '.join(_LAYERS)}")
+    return _LAYERS[layer]

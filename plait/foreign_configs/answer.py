@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.foreign_configs.changes import ConfigChange
+from plait.foreign_configs.changes import WORTH_SAYING, ConfigChange
 from plait.foreign_configs.forecast import RunForecast
 from plait.layout import layout_summary
 from plait.planner.problem.candidates import SHARDED_STATES
@@ -127,11 +127,12 @@ def _change_text(checked: CheckedConfig) -> str:
     found, change = checked.found, checked.change
     if change is None:
         if found.verdict == "fits":
-            return f"none that plait tried makes a step shorter by more than {0.03:.0%}"
+            return f"none that plait tried makes a step shorter by more than {WORTH_SAYING:.0%}"
         return "none that plait tried is enough; it needs more or larger devices"
     after = change.after
-    speed = more_or_less(after.step_s / found.step_s - 1, 0)
-    effect = f"{format_bytes(after.needed_bytes)}, a step takes {speed} time"
+    ratio = after.step_s / found.step_s - 1
+    speed = "as long" if abs(ratio) < 0.005 else f"{more_or_less(ratio, 0)} time"
+    effect = f"{format_bytes(after.needed_bytes)}, a step takes {speed}"
     kind = "" if change.keeps_mathematics else "; it changes what is computed"
     return f"{change.text}: {effect}{kind}"
 
@@ -141,8 +142,9 @@ def _plait_text(checked: CheckedConfig) -> str:
     if isinstance(plaits, PlaitError):
         return f"would not run this: {plaits}"
     values = _plait_values(plaits)
+    base = " with its base in 16 bits" if checked.found.run.quantized_bits else ""
     return (
-        f"would take {values['layout']}, micro-batches of {values['micro_sequences']}: "
+        f"would take {values['layout']}{base}, micro-batches of {values['micro_sequences']}: "
         f"{format_bytes(values['needed_bytes'])}, {format_duration(values['step_s'])} a step"
     )
 

@@ -8,10 +8,11 @@ from math import fsum
 from typing import Literal
 
 from plait.errors import PlaitError
-from plait.foreign_configs.habits import held_besides, knows_optimizer, loading_bytes, profile_of
+from plait.foreign_configs.habits import KEEPS_16_BITS, held_besides, knows_optimizer, loading_bytes, profile_of
 from plait.foreign_configs.models import model_numbers, workload_numbers
 from plait.foreign_configs.run_description import RunDescription
 from plait.machines.cluster import Cluster
+from plait.model.adapter_shape import AdapterTarget
 from plait.planner.memory.estimate import ALLOCATOR_RESERVE, estimate_memory
 from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.software_profile import SoftwareProfile
@@ -32,6 +33,7 @@ DEQUANTIZED_TRAFFIC = 7.0
 LEAST_MARGIN = 0.08
 """Share of the needed memory that must stay free before a run is said to fit: what forecasts of other programs are off
 by in the median (benchmarks/foreign_configs.py)."""
+MOST_SEQUENCES = 1 << 24
 FitVerdict = Literal["fits", "too close to say", "does not fit"]
 
 
@@ -190,6 +192,8 @@ def _batch(run: RunDescription, layout: Mapping[str, int | str]) -> tuple[int, i
         micro = max(batch // ranks // (run.accumulation or 1), 1)
     if micro is None:
         raise PlaitError("the configuration does not say the micro-batch; give micro_sequences=NUMBER (per device)")
+    if max(micro, run.accumulation or 1, batch or 1) > MOST_SEQUENCES:
+        raise PlaitError(f"a batch of more than {MOST_SEQUENCES:,} sequences is not possible; write fewer")
     if batch is None:
         return micro, micro * (run.accumulation or 1) * ranks
     each = micro * ranks
@@ -218,7 +222,10 @@ def _workload(run: RunDescription, batch: int) -> Workload:
         )
     named = {} if run.model is None or "layers" in run.shape else model_numbers(run.model)
     numbers = workload_numbers({**named, **run.shape})
-    targets = tuple(one for one in run.adapter_targets if numbers["gated"] or one != "feedforward.gate")
+    ungated = not numbers["gated"]
+    targets: tuple[AdapterTarget, ...] = tuple(
+        one for one in run.adapter_targets if not (ungated and one == "feedforward.gate")
+    )
     return Workload(
         **numbers,
         sequence=run.sequence,
@@ -233,6 +240,8 @@ def _workload(run: RunDescription, batch: int) -> Workload:
 def _memory(
     run: RunDescription, workload: Workload, candidates: Candidates, profile: SoftwareProfile
 ) -> tuple[dict[str, float], float]:
+    if run.program in KEEPS_16_BITS and workload.precision == "fp8":
+        workload = replace(workload, precision="bf16")
     workload, candidates = _sharded_over_context(run, workload, candidates)
     found = estimate_memory(workload, candidates, profile)
     items = {name: float(getattr(found, name)[0]) for name in MEMORY_NAMES if name != "reserve"}

@@ -67,10 +67,16 @@ def _models() -> tuple[tuple[str, Mapping[str, Any]], ...]:
     return tuple((entry.pop("ids"), entry) for entry in entries)
 
 
+MOST_LAYERS = 10_000
+
+
 def workload_numbers(shape: Mapping[str, Any]) -> dict[str, Any]:
     """The same with what follows from them: a head's width, a gate, a head of its own. Raises PlaitError for numbers
     that do not go together."""
     numbers = dict(shape)
+    missing = [name for name in ("layers", "width", "heads", "vocabulary") if name not in numbers]
+    if missing:
+        raise PlaitError(f"the model's {', '.join(missing)} are not in the file; give model=NAME or a config.json")
     heads = numbers["heads"]
     if "head_width" not in numbers:
         if numbers["width"] % heads:
@@ -84,9 +90,8 @@ def workload_numbers(shape: Mapping[str, Any]) -> dict[str, Any]:
     numbers.setdefault("ffn", 4 * numbers["width"])
     numbers.setdefault("gated", True)
     numbers.setdefault("tied", False)
-    missing = [name for name in ("layers", "width", "heads", "vocabulary") if name not in numbers]
-    if missing:
-        raise PlaitError(f"the model's {', '.join(missing)} are not in the file; give model=NAME or a config.json")
+    if numbers.get("layers", 1) > MOST_LAYERS:
+        raise PlaitError(f"{numbers['layers']} layers are more than any model has; write {MOST_LAYERS:,} or fewer")
     return numbers
 
 

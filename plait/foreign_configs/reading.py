@@ -71,15 +71,18 @@ def read_configuration(target: str, overrides: Sequence[str] = ()) -> tuple[str,
     path = Path(target)
     if " " in target.strip() and not path.exists():
         return _of_command(command_line(target, "the command line"), path.parent, said)
+    return _of_text(_text_of(path), path, said)
+
+
+def _text_of(path: Path) -> str:
     try:
-        text = read_regular_text(path, SMALL_FILE_BYTES)
+        return read_regular_text(path, SMALL_FILE_BYTES)
     except FileNotFoundError:
-        raise PlaitError(f"there is no file {target}") from None
+        raise PlaitError(f"there is no file {path}") from None
     except UnicodeDecodeError:
-        raise PlaitError(f"{target} is not a text in UTF-8") from None
-    except OSError as error:
-        raise PlaitError(f"{target} cannot be read: {error.strerror or error}") from None
-    return _of_text(text, path, said)
+        raise PlaitError(f"{path} is not a text in UTF-8") from None
+    except (OSError, ValueError) as error:  # a name with a NUL
+        raise PlaitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _of_text(text: str, path: Path, said: Mapping[str, Any]) -> tuple[str, RunDescription]:
@@ -148,7 +151,7 @@ def _of_named_file(command: CommandLine, folder: Path, said: Mapping[str, Any]) 
     path = folder / file
     if not path.is_file():
         raise PlaitError(f"the command reads {file}, which is not there; name that file in place of the command")
-    text = read_regular_text(path, SMALL_FILE_BYTES)
+    text = _text_of(path)
     own = {key: value for key, value in command.options.items() if key not in _CONFIG_OPTIONS}
     if path.suffix.lower() == ".toml":
         values = {**toml_values(text, str(path)), **own}
@@ -160,7 +163,7 @@ def _of_named_file(command: CommandLine, folder: Path, said: Mapping[str, Any]) 
 def _launcher_values(path: Path, name: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the file of `accelerate launch` says; nothing where it is missing and a person says what is sharded."""
     if path.is_file():
-        return yaml_values(read_regular_text(path, SMALL_FILE_BYTES), str(path))
+        return yaml_values(_text_of(path), str(path))
     if "sharded" in said:
         return {}
     raise PlaitError(
