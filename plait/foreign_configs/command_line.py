@@ -60,7 +60,7 @@ def _commands(text: str, where: str) -> Iterator[list[str]]:
             value = " ".join(value.split())
             value = _expanded(value, variables)
             if depth > 0 and not adds and variables.get(name, value) != value:
-                value = f"<{name} depends on a condition>"
+                value = f"<{name}:depends-on-a-condition>"
             variables[name] = f"{variables.get(name, '')} {value}".strip() if adds else value
             continue
         words = _words(_expanded(line, variables), where)
@@ -211,7 +211,7 @@ def _begins_option(word: str) -> bool:
 def _of_words(values: Sequence[str]) -> Any:
     if not values:
         return True
-    marked = [Placeholder(one) if re.search(r"\$|^<.*>$|depends on a condition", one) else one for one in values]
+    marked = [Placeholder(one) if re.search(r"\$|^<.*>$", one) else one for one in values]
     return marked[0] if len(marked) == 1 else tuple(marked)
 
 

@@ -125,7 +125,7 @@ BAD = {
     "nothing.sh": ("echo hello\n", "starts no program"),
     "branch.sh": ("if [ $1 == a ]; then\nTP=1\nelse\nTP=2\nfi\npython pretrain_gpt.py --num-layers 2 --hidden-size 64 "
                   "--num-attention-heads 2 --micro-batch-size 1 --tensor-model-parallel-size $TP\n",
-                  "depends on a condition"),
+                  "depends-on-a-condition"),
     "unsaid.sh": ("python pretrain_gpt.py --num-layers 2 --micro-batch-size 1\n", "no --hidden-size, --num-attention"),
     "twice.sh": ("python pretrain_gpt.py --num-layers 2 --num-layers 3 --micro-batch-size 1\n", "--num-layers twice"),
 }  # fmt: skip
