@@ -1,4 +1,5 @@
-"""The programs that ran the published rows, as the planner's stacks; above each stands where its constants are from."""
+"""Profiles of other programs: of those that ran the published rows (benchmarks/published), and of those whose
+configurations `plait check FILE` reads. Above each stands where its constants are from."""
 
 from __future__ import annotations
 
