@@ -115,7 +115,7 @@ def forecast(run: RunDescription, machines: Cluster) -> RunForecast:
             f"{run.layout.pipeline * run.virtual} pipeline stages are more than the model's {workload.layers} layers"
         )
     candidates = Candidates.from_rows([layout])
-    own = profile_of(run, workload, bool(candidates.is_fully_sharded[0]))
+    own = profile_of(run, workload, candidates)
     profile = replace(own.for_cluster(used), memory_model="by share")  # on processors plait's own step is followed else
     memory, allocated = _memory(run, workload, candidates, profile)
     return RunForecast(

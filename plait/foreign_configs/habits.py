@@ -69,7 +69,7 @@ NORM_COPIES = 7.0
 """The same of an RMSNorm computed in float32 by single operations; by its tables of Llama 2."""
 
 
-def profile_of(run: RunDescription, workload: Workload, is_fully_sharded: bool) -> SoftwareProfile:
+def profile_of(run: RunDescription, workload: Workload, candidates: Candidates) -> SoftwareProfile:
     """The profile that a run is priced with."""
     profile = PROFILES[run.program]
     if run.program in ("torchtitan", "torchtitan 2024") and not run.compiled:
@@ -80,7 +80,7 @@ def profile_of(run: RunDescription, workload: Workload, is_fully_sharded: bool) 
         # A frozen matrix does not need what it reads: without a gate, the activation's result is not kept.
         held = profile.stream_held_bytes + (NORM_COPIES if workload.gated else -2.0 * workload.ffn / workload.width)
         profile = replace(profile, stream_held_bytes=held)
-    return _with_numbers(profile, run, is_fully_sharded)
+    return _with_numbers(profile, run, bool(candidates.is_fully_sharded[0]))
 
 
 def held_besides(run: RunDescription, workload: Workload, candidates: Candidates) -> dict[str, float]:

@@ -67,7 +67,7 @@ def _models() -> tuple[tuple[str, Mapping[str, Any]], ...]:
     return tuple((entry.pop("ids"), entry) for entry in entries)
 
 
-MOST_LAYERS = 10_000
+MOST_MODEL_LAYERS = 10_000
 
 
 def workload_numbers(shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def workload_numbers(shape: Mapping[str, Any]) -> dict[str, Any]:
     numbers.setdefault("ffn", 4 * numbers["width"])
     numbers.setdefault("gated", True)
     numbers.setdefault("tied", False)
-    if numbers.get("layers", 1) > MOST_LAYERS:
-        raise PlaitError(f"{numbers['layers']} layers are more than any model has; write {MOST_LAYERS:,} or fewer")
+    if numbers.get("layers", 1) > MOST_MODEL_LAYERS:
+        raise PlaitError(f"{numbers['layers']} layers are more than any model has; write {MOST_MODEL_LAYERS:,} or fewer")
     return numbers
 
 
