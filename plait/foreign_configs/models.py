@@ -91,7 +91,8 @@ def workload_numbers(shape: Mapping[str, Any]) -> dict[str, Any]:
     numbers.setdefault("gated", True)
     numbers.setdefault("tied", False)
     if numbers.get("layers", 1) > MOST_MODEL_LAYERS:
-        raise PlaitError(f"{numbers['layers']} layers are more than any model has; write {MOST_MODEL_LAYERS:,} or fewer")
+        layers = numbers["layers"]
+        raise PlaitError(f"{layers} layers are more than any model has; write {MOST_MODEL_LAYERS:,} or fewer")
     return numbers
 
 
