@@ -246,6 +246,8 @@ def _memory(
     found = estimate_memory(workload, candidates, profile)
     items = {name: float(getattr(found, name)[0]) for name in MEMORY_NAMES if name != "reserve"}
     items = {name: value + held_besides(run, workload, candidates).get(name, 0.0) for name, value in items.items()}
+    weights = _sharded_weights(run, candidates, profile) * items["optimizer"]
+    items |= {"parameters": items["parameters"] + weights, "optimizer": items["optimizer"] - weights}
     if run.adapter_rank:
         items["parameters"] += _frozen_weights(workload, candidates) * (_frozen_bytes(run) - workload.element_bytes)
         if run.quantized_bits:
@@ -260,6 +262,13 @@ def _memory(
         allocated = loading
     reserve = (ALLOCATOR_RESERVE - 1) * allocated + profile.outside_bytes
     return {**items, "reserve": reserve}, allocated
+
+
+def _sharded_weights(run: RunDescription, candidates: Candidates, profile: SoftwareProfile) -> float:
+    """Share of the optimizer's bytes that is the sharded weights themselves, which stay where its state is offloaded."""
+    if run.adapter_rank or not candidates.is_fully_sharded[0] or profile.weight_bytes == 4:
+        return 0.0
+    return (4.0 if run.weights == "float32" else 2.0) / profile.state_bytes
 
 
 def _sharded_over_context(
