@@ -249,7 +249,8 @@ def _memory(
     weights = _sharded_weights(run, candidates, profile) * items["optimizer"]
     items |= {"parameters": items["parameters"] + weights, "optimizer": items["optimizer"] - weights}
     if run.adapter_rank:
-        items["parameters"] += _frozen_weights(workload, candidates) * (_frozen_bytes(run) - workload.element_bytes)
+        wider = _frozen_bytes(run) - workload.element_bytes
+        items["parameters"] += _frozen_weights(workload, candidates) * wider
         if run.quantized_bits:
             items["gathered"] += 2.0 * workload.width * workload.ffn  # one layer's largest matrix in 16 bits
     if run.offloads_optimizer:
@@ -265,7 +266,7 @@ def _memory(
 
 
 def _sharded_weights(run: RunDescription, candidates: Candidates, profile: SoftwareProfile) -> float:
-    """Share of the optimizer's bytes that is the sharded weights themselves, which stay where its state is offloaded."""
+    """Share of the optimizer's bytes that is the sharded weights, which stay where its state is offloaded."""
     if run.adapter_rank or not candidates.is_fully_sharded[0] or profile.weight_bytes == 4:
         return 0.0
     return (4.0 if run.weights == "float32" else 2.0) / profile.state_bytes
