@@ -18,12 +18,12 @@ from itertools import combinations
 import numpy as np
 
 from benchmarks.pairing import save
-from benchmarks.published.programs import MEGATRON_DEEPSPEED
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.machines.pool import Pool, pool_from_toml
 from plait.model.shape import ModelShape
 from plait.planner.pools.selection import DeviceCounts, Selection
+from plait.planner.problem.program_profiles import MEGATRON_DEEPSPEED
 from plait.planner.problem.workload import Workload, workload_of
 from plait.planner.search.enumeration import Constraints
 from plait.planner.search.found import Search

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.published import programs
 from benchmarks.published.cells import Row, is_tpu
+from plait.planner.problem import program_profiles as programs
 from plait.planner.problem.software_profile import SoftwareProfile
 
 PROGRAMS: tuple[tuple[str, SoftwareProfile], ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -17,9 +17,13 @@ def check_program_command(
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="-- COMMAND...", help="How you start your program: torchrun, python or accelerate launch."
+            metavar="-- COMMAND... | FILE [KEY=VALUE...]",
+            help="How you start your program: torchrun, python or accelerate launch. Or a configuration of Axolotl, "
+            "TRL, transformers, torchtitan, Megatron, DeepSpeed or litgpt, and what it leaves unsaid: model=, "
+            "sequence=, samples= and others.",
         ),
     ],
+    context: typer.Context,
     workers: Annotated[
         int | None,
         typer.Option(metavar="NUMBER", help="Processes; as the launcher's own option says, else 2."),
@@ -39,13 +43,26 @@ def check_program_command(
     limit: Annotated[
         float, typer.Option(metavar="SECONDS", help="Give up when the steps are not taken by then.", min=1)
     ] = 600,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="MACHINES", help='For a FILE: 8xH100, "2x(8xA100)+400G", a cluster.json; else this one.'),
+    ] = None,
 ) -> None:
-    """Prove your own distributed program against one process.
+    """Prove your own distributed program against one process, or forecast a configuration file.
 
     With --resume: that it goes on as if it had not been stopped.
 
-    Exit code 0: proven, 1: it differs, 2: it cannot be judged, and why.
+    Exit code 0: proven, 1: it differs, 2: it cannot be judged, and why. Of a FILE 0: it fits, 1: it does not, or it is
+    too close to say.
     """
+    from plait.foreign_configs.reading import is_configuration
+
+    if command and is_configuration(command[0], command[1:], names_machines=cluster is not None):
+        if resume or resume_with is not None:
+            raise PlaitError("--resume is for a program; a configuration file is only read")
+        _answer_for_file(context, command, cluster, as_json=json)
+    if cluster is not None:
+        raise PlaitError("--cluster is for a configuration file; a program is checked on this machine")
     from plait.commands.check import check, report_text
 
     screen = screen_on(sys.stderr if json else sys.stdout)
@@ -68,3 +85,22 @@ def words_of(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise PlaitError(f"--resume-with {text}: {error}; close the quotation mark") from None
+
+
+def _answer_for_file(context: typer.Context, words: list[str], cluster: str | None, *, as_json: bool) -> NoReturn:
+    """Print the forecast of a configuration; options may stand behind the file, too."""
+    if any(word.startswith("--") for word in words[1:]):
+        before = {name: value for name, value in context.params.items() if name != "command"}
+        again = context.command.make_context(
+            context.info_name, list(words), parent=context.parent, allow_interspersed_args=True, default_map=before
+        )
+        with again:
+            context.command.invoke(again)
+        raise typer.Exit(0)
+    from plait.commands.check_file import check_configuration
+    from plait.foreign_configs.answer import checked_config_json, checked_config_text
+
+    checked = check_configuration(words[0], words[1:], cluster=cluster)
+    text = checked_config_json(checked) if as_json else checked_config_text(checked)
+    OptionalOutput(sys.stdout).write(text + "\n")
+    raise typer.Exit(checked.exit_code)

@@ -43,7 +43,7 @@ COMMAND_EXAMPLES: Mapping[str, tuple[str, str]] = {
     "join": ("plait join 10.0.0.1:24717", "plait join 10.0.0.1:24717 --secret-file secret.txt"),
     "check": (
         "plait check -- torchrun --nproc-per-node 2 train.py",
-        "plait check --workers 3 --steps 4 -- python train.py --epochs 1",
+        "plait check qlora.yaml --cluster 1x4090 samples=2000",
     ),
     "submit": ("plait submit first.toml --on slurm --dry-run", "plait submit first.toml --on ssh --machines ada,bob"),
     "logs": ("plait logs first", "plait logs first | tail -n 20"),

@@ -26,15 +26,15 @@ FLOORS = {
     "planner": 4, "screen": 4, "parallel": 4, "launch": 4, "proof": 4, "interop": 4,
     "trainer": 5, "workers": 5, "run_folder": 5,
     "probing": 6, "run_files": 6, "tracking": 6,
-    "custom": 7, "hosts": 7, "checking": 7,
+    "custom": 7, "hosts": 7, "checking": 7, "foreign_configs": 5,
     "commands": 8, "process_exit": 8, "clusters": 9, "page": 9,
     "api": 10, "api_models": 10, "pytest_plugin": 11, "command_line": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
 # Inside a folder with sub-folders: modules at its root count as rooms of their own.
 INNER_FLOORS = {
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "programs": 3,
-                 "data": 4, "evaluate": 4, "join": 4, "plan": 4, "check": 4, "check_resume": 5, "probe": 4, "prove": 4,
-                 "timeline": 4, "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4,
+                 "data": 4, "evaluate": 4, "join": 4, "plan": 4, "check": 4, "check_resume": 5, "check_file": 4,
+                 "probe": 4, "prove": 4, "timeline": 4, "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4,
                  "answering": 5, "evaluating": 3, "drilling": 6},
     "custom": {"process": 0, "message_order": 0, "seeds": 0, "structure": 0, "cutting": 1, "group": 1, "program": 1,
                "collectives": 2, "gathering": 3, "data": 2, "arithmetic": 3, "likeness": 2, "muon": 0,

@@ -44,8 +44,10 @@ def test_few_types_carry_a_parallel_degree() -> None:
 
 
 def test_few_types_carry_the_batch() -> None:
-    """Those of a person's own program (custom/) have a batch of its own, which no recipe names."""
-    rooms = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "custom")
+    """A person's own program (custom/) and a configuration of another program (foreign_configs/) have a batch of their
+    own, which no recipe names."""
+    own = ("custom", "foreign_configs")
+    rooms = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name not in own)
     found = types_with(re.compile(r"(global_)?batch(_sequences|_tokens|_size)?"), *rooms)
     assert {"TrainSection", "TrainingJob", "Workload"} <= found
     assert len(found) <= MOST_TYPES_WITH_THE_BATCH, sorted(found)

@@ -33,6 +33,10 @@ def _published(path: Path) -> Figures:
     return {**found, "runs": sum(family["rows"] for family in found["families"].values())}
 
 
+def _foreign_configs(path: Path) -> Figures:
+    return json.loads(path.read_text())
+
+
 def _first_run(path: Path) -> Figures:
     """By case of the benchmark: every row's time over plait's, as it chose ("auto") and at each precision."""
     cases = {name: case for name, case in json.loads(path.read_text()).items() if isinstance(case, dict)}
@@ -316,6 +320,7 @@ def _rent(path: Path) -> Figures:
 
 _READERS: dict[str, Callable[[Path], Figures]] = {
     "published": _published,
+    "foreign-configs": _foreign_configs,
     "first-run": _first_run,
     "one-gpu": _one_gpu,
     "gpu-experiment": _gpu_experiment,

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from benchmarks.published.memory_fit import cannot_fit, fits
-from benchmarks.published.programs import MEGATRON, MEGATRON_2021
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from plait.machines.cluster import read_cluster
@@ -20,6 +19,7 @@ from plait.planner.memory.activations import layer_activations, scores_held
 from plait.planner.memory.estimate import estimate_memory
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, traced_peak
 from plait.planner.problem.candidates import Candidates
+from plait.planner.problem.program_profiles import MEGATRON, MEGATRON_2021
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Orthogonalization, Workload, workload_of
 from tests.entry_tables import entries_of

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.published.programs import MEGATRON_DEEPSPEED
 from plait.errors import PlaitError
 from plait.machines.cluster import Cluster, read_cluster
 from plait.machines.machine import Machine
@@ -19,6 +18,7 @@ from plait.planner.derive.resources import ProbeNeed, Resources, on_paper
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan, write_plan
 from plait.planner.problem.candidates import Candidates
+from plait.planner.problem.program_profiles import MEGATRON_DEEPSPEED
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import PricedPrecision, Workload
 from plait.planner.resolve.resolve import draft

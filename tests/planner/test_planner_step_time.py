@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.published.programs import MEGATRON
 from plait.machines.catalog import link_at_rate
 from plait.machines.cluster import Cluster, read_cluster
 from plait.planner.problem.candidates import Candidates
+from plait.planner.problem.program_profiles import MEGATRON
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_rates import device_rates

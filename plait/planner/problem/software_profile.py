@@ -29,7 +29,7 @@ class SoftwareProfile:
     """The efficiency of one training program; every share lies between 0 and 1.
 
     The defaults (calibration/constants.toml) are physical readings and what published runs have in common; the profiles
-    of other programs, fitted over whole families of their runs, are in benchmarks/published/programs.py.
+    of other programs, fitted over whole families of their runs, are in planner/problem/program_profiles.py.
     """
 
     name: str

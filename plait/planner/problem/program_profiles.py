@@ -1,4 +1,5 @@
-"""The programs that ran the published rows, as the planner's stacks; above each stands where its constants are from."""
+"""Profiles of other programs: of those that ran the published rows (benchmarks/published), and of those whose
+configurations `plait check FILE` reads. Above each stands where its constants are from."""
 
 from __future__ import annotations
 
@@ -145,3 +146,15 @@ MAXTEXT = SoftwareProfile(
     update_bytes=17.0,
 )
 FSDP = replace(COMPOSER, name="fsdp")
+# The programs of `plait check FILE`; constants by benchmarks/published/foreign_configs.csv, by hand with all its rows
+# known. torchtitan of the end of 2024: 13 bytes of a logit level its tables (bf16, float32, softmax, their gradients);
+# of 2025, whose loss is compiled, 5 by the two H200 rows. Without torch.compile operations are not fused.
+TORCHTITAN_2024 = replace(TORCHTITAN, name="torchtitan 2024", logit_copies_bytes=13.0, fixed_bytes=0.5e9)
+TORCHTITAN_2025 = replace(TORCHTITAN, name="torchtitan", logit_copies_bytes=5.0, fixed_bytes=0.5e9)
+TORCHTITAN_EAGER = replace(TORCHTITAN_2024, name="torchtitan, eager", stream_bytes=60.0, logit_copies_bytes=15.0)
+# transformers' Trainer and what is built on it (TRL, Axolotl), litgpt's loop through Lightning Fabric, and a program
+# of its own with DeepSpeed's engine: eager torch. transformers copies logits to float32 and shifts them: 16 bytes.
+# What lies outside of the allocator is a context and NCCL's buffers.
+HUGGING_FACE = replace(FSDP, name="transformers", logit_copies_bytes=16.0, fixed_bytes=2e8, outside_bytes=1.5e9)
+LITGPT_PROFILE = replace(FSDP, name="litgpt", logit_copies_bytes=12.0, fixed_bytes=5e7, outside_bytes=1.0e9)
+DEEPSPEED_ENGINE = replace(FSDP, name="deepspeed", gradient_bytes=2, logit_copies_bytes=10.0)

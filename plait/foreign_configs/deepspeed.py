@@ -1,0 +1,88 @@
+"""DeepSpeed's JSON: batch, precision, ZeRO stage and offloading; the model is the program's own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from plait.errors import PlaitError
+from plait.foreign_configs.keys import ConfigFormat, Fields, Values, fields_of_keys, is_on, one_of, whole, word
+from plait.planner.problem.candidates import SHARDED_STATES
+
+_FIELDS: Fields = {
+    "train_micro_batch_size_per_gpu": ("micro_sequences", whole),
+    "gradient_accumulation_steps": ("accumulation", whole),
+    "train_batch_size": ("batch_sequences", whole),
+    "tensor_parallel.autotp_size": ("tensor", whole),
+    "zero_optimization.zero_hpz_partition_size": ("hpz", whole),
+    "zero_optimization.mics_shard_size": ("shard", whole),
+}
+
+
+def zero_fields(values: Values) -> dict[str, Any]:
+    """What the ZeRO stage and its offloading mean, for every program that takes DeepSpeed's file."""
+    stage = values.get("zero_optimization.stage", 0)
+    if stage == "auto" or stage not in (0, 1, 2, 3):
+        raise PlaitError(f"zero_optimization.stage = {stage!r:.40} is none of 0, 1, 2 and 3")
+    moved = {
+        what: word(key, values.get(f"zero_optimization.{key}.device", "none")) not in ("none", "")
+        for what, key in (("offloads_optimizer", "offload_optimizer"), ("offloads_parameters", "offload_param"))
+    }
+    if is_on(values, "zero_optimization.cpu_offload"):
+        moved["offloads_optimizer"] = True
+    return {"sharded": SHARDED_STATES[stage], **moved}
+
+
+def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
+    found = fields_of_keys(values, _FIELDS, overridden)
+    if found.pop("hpz", 1) != 1:
+        found["not_priced"] = (
+            "zero_optimization.zero_hpz_partition_size (a second copy of the parameters in each node)",
+        )
+    precision = one_of(values, {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"})
+    optimizer = values.get("optimizer.type")
+    return {
+        **found,
+        **zero_fields(values),
+        "program": "deepspeed",
+        "precision": precision or "float32",
+        "weights": "16 bits" if precision else "float32",
+        "has_master_weights": precision is not None,
+        **({"optimizer": word("optimizer.type", optimizer)} if optimizer else {}),
+        "recompute": "none",
+        "assumed": (
+            *(() if optimizer else ("the optimizer is AdamW",)),
+            "nothing is recomputed unless the program says so (recompute=full)",
+        ),
+    }
+
+
+_BATCH = '"train_micro_batch_size_per_gpu": {micro}, "gradient_accumulation_steps": {accumulation}'
+DEEPSPEED = ConfigFormat(
+    name="DeepSpeed JSON",
+    known="deepspeed",
+    marks=("zero_optimization.stage", "train_micro_batch_size_per_gpu", "train_batch_size"),
+    describe=_describe,
+    not_priced={
+        "zero_optimization.zero_quantized_weights": "parameters travel in fewer bits",
+        "zero_optimization.zero_quantized_gradients": "gradients travel in fewer bits",
+        "compression_training": "compressed weights",
+        "sparse_attention": "sparse attention",
+        "curriculum_learning": "sequences of growing length",
+        "progressive_layer_drop": "skipped layers",
+        "sequence_parallel_size": "sequences cut across devices",
+        "amp": "NVIDIA's AMP in place of 16-bit weights",
+    },
+    changes={
+        "smaller micro-batch": _BATCH,
+        "larger micro-batch": _BATCH,
+        "recompute": "gradient checkpointing in the program (model.gradient_checkpointing_enable())",
+        "no recompute": "no gradient checkpointing in the program",
+        "shard optimizer": '"zero_optimization": {{"stage": 1}}',
+        "shard gradients": '"zero_optimization": {{"stage": 2}}',
+        "shard parameters": '"zero_optimization": {{"stage": 3}}',
+        "shard less": '"zero_optimization": {{"stage": 1}}',
+        "offload optimizer": '"zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}',
+        "shorter sequence": "sequences of {sequence} tokens in the program",
+    },
+)
