@@ -12,8 +12,9 @@ from typing import Any
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
 from plait.interop.config_in import family_of, shape_of_config
-from plait.interop.families import MODEL_FAMILIES, Family, StoredName, fused_name, stored_name
+from plait.interop.families import MODEL_FAMILIES, Family
 from plait.interop.links import inside
+from plait.interop.stored_names import StoredName, fused_name, outputs_in, stored_name
 from plait.interop.tensor_files import INDEX, StoredTensor, list_tensors, same_numbers
 from plait.model.shape import ModelShape
 from plait.model.weights import stored_sizes
@@ -29,6 +30,8 @@ class WeightPlace:
 
     stored: StoredTensor
     name: StoredName
+    first: int = 0
+    """The first of its outputs in the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +122,11 @@ def _places(
     tensors = {name: _as_matrix(one) for name, one in tensors.items()} if fused else tensors
     places: dict[str, WeightPlace] = {}
     head = family.names["head.weight"].name
-    for name, sizes in stored_sizes(shape).items():
-        stored = fused_name(family, name, shape.size_of("experts")) if fused else stored_name(family, name)
+    table = {**family.names, **family.fused} if fused else family.names
+    all_sizes = stored_sizes(shape)
+    for name, sizes in all_sizes.items():
+        stored = fused_name(table, name, shape.size_of("experts")) if fused else stored_name(table, name)
+        first, outputs = outputs_in(stored, name, all_sizes)
         own = stored.name if prefix else stored.name.removeprefix(family.prefix)
         if name == "embed.tokens.weight" and shape.tied and own not in tensors and head in tensors:
             own = head  # one table under the head's name alone
@@ -128,8 +134,8 @@ def _places(
             raise PlaitError(
                 f"{folder} lacks the weight {own}; bring all files of the model, and the config.json of it"
             )
-        places[name] = WeightPlace(stored=tensors[own], name=stored)
-        if tensors[own].shape != (wanted := stored_shape(stored, sizes)):
+        places[name] = WeightPlace(stored=tensors[own], name=stored, first=first)
+        if tensors[own].shape != (wanted := stored_shape(stored, outputs, sizes)):
             raise PlaitError(
                 f"{own} in {folder} has the shape {list(tensors[own].shape)}, and config.json asks for {list(wanted)}; "
                 "bring the config.json of these weights"
@@ -163,8 +169,7 @@ def _as_matrix(one: StoredTensor) -> StoredTensor:
     return replace(one, shape=(first * last[0], last[1])) if len(last) == 2 else one
 
 
-def stored_shape(stored: StoredName, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the tensor in which one of our weights, of these sizes, lies."""
-    outputs, *inputs = sizes
-    whole = (outputs * stored.parts, *inputs)
+def stored_shape(stored: StoredName, outputs: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the tensor with this many outputs in which one of our weights, of these sizes, lies."""
+    whole = (outputs, *sizes[1:])
     return whole if stored.order == "out in" else whole[::-1]
