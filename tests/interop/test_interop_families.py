@@ -132,8 +132,14 @@ def in_float64(theirs: PreTrainedModel) -> None:
                 setattr(module, name, Float64Norm(kind.weight, eps, float("Gemma" in type(child).__name__)))
             elif type(child).__name__.endswith("RotaryEmbedding"):
                 setattr(module, name, Float64Rotary(theirs.config, child))
+            elif type(child).__name__ == "Ministral3Attention":  # by which its queries grow
+                child.register_forward_pre_hook(with_exact_positions, with_kwargs=True)
             elif type(child).__name__.endswith("ScaledWordEmbedding"):
                 kind.embed_scale.fill_(kind.scalar_embed_scale)
+
+
+def with_exact_positions(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return inputs, {**named, "position_ids": named["position_ids"].double()}
 
 
 def in_float64_here(folder: Path, sequence: int = SEQUENCE) -> GPT:
@@ -150,7 +156,7 @@ def check(config: Any, seed: int, folder: Path) -> None:
     with torch.no_grad():
         ours = load_model_from(read_base_model(folder), SEQUENCE, CPU)
         scores, wanted = ours.logits(ours(tokens_bt)), theirs(tokens_bt).logits.flatten(0, 1)
-        assert wanted.std() > 0.1
+        assert wanted.std() > 0.01
         torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
         in_float64(theirs)
         ours = in_float64_here(folder)

@@ -34,9 +34,8 @@ class RopeRules:
     """Whether queries grow with the position (llama_4_scaling_beta)."""
 
 
-def rotary(theta: float = 10_000.0, **rules: Any) -> ConfigPart:
-    """One rotary base for all layers; the rules are those of RopeRules."""
-    own = RopeRules(theta=theta, **rules)
+def rotary(own: RopeRules) -> ConfigPart:
+    """One rotary base for all layers."""
 
     def read(values: ConfigValues) -> Fields:
         base, scaling, table = rope_of_config(values, own)
