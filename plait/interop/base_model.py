@@ -11,7 +11,7 @@ from typing import Any
 
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
-from plait.interop.config_in import family_of, shape_of_config
+from plait.interop.config_in import family_of, is_around_text, shape_of_config
 from plait.interop.families import MODEL_FAMILIES, Family
 from plait.interop.links import inside
 from plait.interop.stored_names import StoredName, fused_name, outputs_in, stored_name
@@ -88,7 +88,9 @@ def read_base_model(folder: Path) -> BaseModel:
     """Look at a folder; raises PlaitError that names the first file, key or weight that does not fit."""
     config = read_config(folder)
     family, shape = family_of(config), shape_of_config(config)
-    tensors, ahead = _without_modules_ahead(list_tensors(folder), MODEL_FAMILIES[family], shape)
+    found = list_tensors(folder)
+    found = _of_text(found) if is_around_text(config) else found
+    tensors, ahead = _without_modules_ahead(found, MODEL_FAMILIES[family], shape)
     return BaseModel(
         folder=folder,
         family=family,
@@ -97,6 +99,21 @@ def read_base_model(folder: Path) -> BaseModel:
         places=_places(folder, MODEL_FAMILIES[family], shape, tensors),
         left_out=ahead,
     )
+
+
+_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
+"""How the names of a model of text begin within one of text and pictures, older and newer, and how by itself."""
+
+
+def _of_text(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of the model of text within one of text and pictures, by their names in the former."""
+    found: dict[str, StoredTensor] = {}
+    for name, one in tensors.items():
+        for prefix, own in _TEXT_PREFIXES.items():
+            if name.startswith(prefix):
+                by_itself = own + name.removeprefix(prefix)
+                found[by_itself] = replace(one, name=by_itself)
+    return found
 
 
 def _without_modules_ahead(

@@ -13,9 +13,36 @@ from plait.interop.configs.values import ConfigValues, require
 from plait.interop.families import MODEL_FAMILIES, Family
 from plait.model.shape import ModelShape
 
+AROUND_TEXT = ("gemma3", "mistral3")
+"""Values of `model_type` of models that read pictures, too, around one of the families' models of text."""
 
-def family_of(values: ConfigValues) -> str:
-    """The `model_type` of a config.json; raises PlaitError, naming the nearest, for one that plait does not read."""
+
+def is_around_text(config: ConfigValues) -> bool:
+    """Whether a config.json is of a model of text and pictures, of which plait reads the model of text."""
+    return config.get("model_type") in AROUND_TEXT
+
+
+def text_of_config(config: ConfigValues) -> ConfigValues:
+    """The config of the model of text: the whole, or what lies in it."""
+    if not is_around_text(config):
+        return config
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise PlaitError("text_config in config.json is not a table of keys and values; take the one of these weights")
+    values = dict(inner)
+    for key in ("tie_word_embeddings", "quantization_config"):
+        said = [one[key] for one in (config, inner) if one.get(key) is not None]
+        if len(said) == 2 and said[0] != said[1]:
+            raise PlaitError(f"{key} in config.json is another in its text_config; remove the wrong one")
+        if said:
+            values[key] = said[0]
+    return values
+
+
+def family_of(config: ConfigValues) -> str:
+    """The `model_type` of a config.json, or of the model of text in it; raises PlaitError, naming the nearest, for one
+    that plait does not read."""
+    values = text_of_config(config)
     kind = values.get("model_type")
     if isinstance(kind, str) and kind in MODEL_FAMILIES:
         return kind
@@ -55,6 +82,7 @@ def _nearest_family(values: ConfigValues) -> str:
 
 def shape_of_config(config: ConfigValues) -> ModelShape:
     """The shape that a config.json describes, with its longest sequence; raises PlaitError for what plait lacks."""
+    config = text_of_config(config)
     family = MODEL_FAMILIES[family_of(config)]
     values = {**family.defaults, **_without_aliases(config, family.aliases)}
     require(values, "is_causal", (True,))

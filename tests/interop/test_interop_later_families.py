@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -111,12 +111,47 @@ def values_of(family: str, seed: int = 0, **changes: Any) -> dict[str, Any]:
         ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta .* is None"),
         ("glm4", {"logit_scale": 0.1}, "logit_scale in config.json is 0.1"),
         ("gemma", {"hidden_act": "relu"}, "hidden_act in config.json is 'relu', and plait computes gelu_pytorch_tanh"),
-        ("gemma", {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "around a gemma3_text"),
+        ("gemma", {"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, "around a gemma;"),
     ],
 )
 def test_what_is_not_computed_is_named(family: str, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(PlaitError, match=sentence):
         shape_of_config(values_of(family, **changes))
+
+
+@pytest.mark.parametrize("old_names", [True, False])
+def test_the_text_of_a_model_of_text_and_pictures_is_read(old_names: bool, tmp_path: Path) -> None:
+    inner = values_of("gemma3_text")
+    picture = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes = {"image_size": 8, "patch_size": 4, "vision_use_head": False}
+    config = CONFIG_MAPPING["gemma3"](
+        text_config=inner, vision_config={**picture, **sizes}, mm_tokens_per_image=4,
+        tie_word_embeddings=inner["tie_word_embeddings"], image_token_index=VOCABULARY - 1,
+    )  # fmt: skip
+    theirs = random_model(config)
+    theirs.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    if old_names != any(name.startswith("language_model.") for name in names):
+        save_file(
+            {_renamed(name, old_names): one for name, one in names.items()},
+            tmp_path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+    base = read_base_model(tmp_path)
+    assert base.family == "gemma3_text"
+    tokens_bt = tokens() % (VOCABULARY - 1)
+    with torch.no_grad():
+        ours = load_model_from(base, SEQUENCE, CPU)
+        scores, wanted = ours.logits(ours(tokens_bt)), theirs(tokens_bt).logits.flatten(0, 1)
+    torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def _renamed(name: str, old: bool) -> str:
+    """A tensor's name as versions before 4.52 of transformers wrote it, or as later ones do."""
+    if old:
+        head = name.replace("lm_head.", "language_model.lm_head.")
+        return head.replace("model.language_model.", "language_model.model.").removeprefix("model.vision")
+    return name.replace("language_model.lm_head.", "lm_head.").replace("language_model.model.", "model.language_model.")
 
 
 def test_kimi_k2_is_a_deepseek_by_another_name() -> None:

@@ -89,7 +89,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     rounded = np.where(fully | deferred | (not narrow), 0.0, own["layer_trained"] / 2)
     # The streams before attention and before the feedforward; the normed inputs of their products; attention.
     whole = 2 * stream + product + attention["kept"] + sums + wide_kept * wide
-    whole = whole + w.post_norms * product / t  # what they norm
+    whole = whole + w.post_norms * stream  # what they norm, in float32
     whole = whole + number * w.adapter_rank * len(w.adapter_targets)  # between an adapter's two products
     # "selective" keeps the stream, what products give, and attention's outcome.
     # Of a layer with an adapter both its own product and the sum of both.
