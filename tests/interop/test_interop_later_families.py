@@ -106,7 +106,11 @@ def values_of(family: str, seed: int = 0, **changes: Any) -> dict[str, Any]:
         ("olmo2", {"residual_multiplier": 0.5}, "residual_multiplier .* models of the family olmo2 have no such part"),
         ("olmo3", {"rope_parameters": None, "rope_theta": 10_000.0}, "transformers 5 takes 500000 for layers with a"),
         ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "disagree|factors"),
-        ("phi3", {"partial_rotary_factor": 0.3, "rope_parameters": None, "head_dim": 4}, "plait turns an even number of them"),
+        (
+            "phi3",
+            {"partial_rotary_factor": 0.3, "rope_parameters": None, "head_dim": 4},
+            "plait turns an even number of them",
+        ),
         ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers in config.json is not a list of"),
         ("granite", {"logits_scaling": 0}, "logits_scaling in config.json is 0; it should be a number above 0"),
         ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta .* is None"),
